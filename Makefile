@@ -1,0 +1,40 @@
+# `make demo` and `make test` are all the set-up there is: both create .venv.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+BIN := .venv/bin
+
+.PHONY: help demo test test-all lint docs clean
+help:  ## show these lines
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: .venv/.core  ## train a small Llama on generated text, on the GPU if there is one
+	@$(BIN)/shardline train --preset demo
+
+test: .venv/.dev lint  ## lint, types and tests
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/.dev lint  ## also the tests that take longer
+	$(BIN)/python -m pytest
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: .venv/.core  ## write the generated pages under docs/ again
+	$(BIN)/shardline config --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed (make PYTHON=/path/to/python3.11 ...)"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/.core: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+.venv/.dev: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch .venv/.core $@
+
+clean:  ## remove .venv and caches; runs under outputs/ stay
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,343 @@
+"""The commands. Each reads its options and calls one function, imported when it is needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardline.config.command import Command, Option, Parsed, help_text, parse
+from shardline.errors import ConfigError, UserError
+from shardline.registry import nearest
+
+if TYPE_CHECKING:
+    from shardline.config.schema import Config
+
+DTYPES = ("float32", "bfloat16", "float16")
+_CONFIG_DETAILS = """\
+FILE is TOML or YAML. Flags change single keys: --training.steps 100, --training.steps=100, --compile.enable,
+--compile.no_enable; lists are comma separated. `shardline config --comments` explains every key.
+--preset NAME starts from a packaged file: {presets}."""
+
+TRAIN = Command(
+    "train",
+    "Train a model from a config file, a preset or flags alone.",
+    ("[FILE]",),
+    (
+        Option("resume", "Insist on a checkpoint to go on from.", bool, default=False),
+        Option("overwrite", "Replace the run that is already in the folder.", bool, default=False),
+        Option("dry-run", "Build and report, do not train.", bool, default=False),
+        Option("world-size", "Ranks to build for in a dry run.", int, "N", low=1),
+        Option("nproc", "Processes on this machine.", int, "N", ("nproc-per-node",), default=1, low=1),
+        Option("nnodes", "Machines, or a range of them.", str, "N|MIN:MAX", default="1"),
+        Option("node-rank", "Number of this machine.", int, "N", default=0, low=0),
+        Option("rdzv-id", "Name of the job that machines meet under.", str, "ID", default="none"),
+        Option("rdzv-backend", "How machines meet: static or c10d.", str, "NAME", default="static"),
+        Option("rdzv-endpoint", "Where machines meet.", str, "HOST:PORT", default=""),
+        Option("max-restarts", "How often failed workers are started again.", int, "N", default=0, low=0),
+    ),
+    config_flags=True,
+    details=_CONFIG_DETAILS,
+    examples=(
+        "shardline train --preset demo",
+        "shardline train run.toml --training.steps 500 --optimizer.lr=1e-3",
+        "shardline train run.toml --job.dump_folder outputs/first --checkpoint.enable --resume",
+        "shardline train run.toml --dry-run",
+    ),
+)
+CONFIG = Command(
+    "config",
+    "Check a config and print it resolved, as TOML that loads back to the same config.",
+    ("[FILE]",),
+    (
+        Option("comments", "Add type, default and meaning above each key.", bool, default=False),
+        Option("diff", "Print the keys in which two files or presets differ.", str, "A B", count=2),
+        Option("markdown", "Print the reference page of all keys.", bool, default=False),
+    ),
+    config_flags=True,
+    details=_CONFIG_DETAILS,
+    examples=(
+        "shardline config run.toml",
+        "shardline config --preset llama3_8b --training.seq_len=4096 > run.toml",
+        "shardline config --comments",
+        "shardline config --diff run.toml llama3_8b",
+    ),
+)
+PREPARE = Command(
+    "data prepare",
+    "Tokenize text into a token store that training reads without copying.",
+    ("SRC", "OUT"),
+    (
+        Option("tokenizer", 'tokenizer.json or its folder, or "bytes".', str, "PATH", default="bytes"),
+        Option("text-field", "Field of each record that holds the text.", str, "NAME", default="text"),
+        Option("split", "Split of a Hugging Face dataset.", str, "NAME", default="train"),
+        Option("workers", "Processes that tokenize; unset means one per core.", int, "N", low=1),
+        Option("overwrite", "Replace what is in OUT.", bool, default=False),
+    ),
+    details="SRC: a text, JSONL or Parquet file, a glob in quotes, a folder, or the name of a Hugging Face dataset.",
+    examples=(
+        "shardline data prepare corpus.jsonl store --tokenizer ./llama",
+        "shardline data prepare 'shards/*.parquet' store --text-field content",
+        "shardline train run.toml --training.dataset_path store",
+    ),
+)
+IMPORT = Command(
+    "import",
+    "Turn a Hugging Face folder (config.json, safetensors) into a checkpoint.",
+    ("HF_FOLDER", "OUT"),
+    (
+        Option("dtype", f"Convert to {', '.join(DTYPES)}; unset keeps the types.", str, "TYPE", choices=DTYPES),
+        Option("overwrite", "Replace OUT.", bool, default=False),
+    ),
+    examples=("shardline import ./Llama-3.2-1B checkpoints/llama",),
+)
+EXPORT = Command(
+    "export",
+    "Write the weights of a checkpoint for other programs.",
+    ("CHECKPOINT", "OUT"),
+    (
+        Option(
+            "format",
+            "hf: a Hugging Face folder; consolidated: one file.",
+            str,
+            "hf|consolidated",
+            (),
+            ("hf", "consolidated"),
+            "hf",
+        ),
+        Option("dtype", f"Convert to {', '.join(DTYPES)}; unset keeps the types.", str, "TYPE", choices=DTYPES),
+        Option("overwrite", "Replace OUT.", bool, default=False),
+    ),
+    examples=(
+        "shardline export outputs/run/checkpoint/step-500 ./model --dtype bfloat16",
+        "shardline export outputs/run/checkpoint/step-500 ./weights --format consolidated",
+    ),
+)
+GENERATE = Command(
+    "generate",
+    "Continue a prompt with a trained model.",
+    ("FOLDER",),
+    (
+        Option("prompt", "Text to continue.", str, "TEXT"),
+        Option("max-new-tokens", "Longest continuation.", int, "N", default=100, low=1),
+        Option("temperature", "0 takes the likeliest token; higher is more varied.", float, "T", default=0.0, low=0),
+        Option("top-k", "Choose among the K likeliest tokens.", int, "K", low=1),
+        Option("top-p", "Choose among the likeliest tokens of total probability P.", float, "P", low=0),
+        Option("seed", "Seed of the choice.", int, "N", default=0, low=0),
+        Option("device", "cpu or cuda; unset takes the GPU if there is one.", str, "NAME"),
+        Option("tokenizer", "tokenizer.json, its folder, or bytes; unset takes the model's.", str, "PATH"),
+    ),
+    details="FOLDER: a run, a checkpoint, or a Hugging Face folder.",
+    examples=('shardline generate outputs/run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95',),
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    given = list(sys.argv[1:] if words is None else words)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reads it on import, and would write into the bar
+    debug = "--debug" in given
+    try:
+        code = _dispatch(given)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        first, *more = str(error).splitlines() or [""]
+        print("\n".join([f"error: {first}", *(f"       {line}" for line in more)]), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output is gone; keep the interpreter from complaining when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    while words[:1] == ["--debug"]:
+        words = words[1:]
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(_overview())
+        return 0
+    if words[0] in ("--version", "-V", "version"):
+        from shardline import __version__
+
+        print(f"shardline {__version__}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name == "data":
+        if rest[:1] in ([], ["--help"], ["-h"]):
+            print(help_text(PREPARE))
+            return 0
+        if rest[0] != "prepare":
+            raise UserError(f"shardline data: there is no command {rest[0]!r}{nearest(rest[0], ['prepare'])} (prepare)")
+        name, rest = "data prepare", rest[1:]
+    if name not in COMMANDS:
+        names = [*COMMANDS, "data"]
+        raise UserError(f"there is no command {name!r}{nearest(name, names)} (shardline --help)")
+    command, run = COMMANDS[name]
+    parsed = parse(command, rest)
+    if parsed.options["help"]:
+        print(_with_presets(help_text(command)))
+        return 0
+    return run(parsed)
+
+
+def _overview() -> str:
+    width = max(len(name) for name in COMMANDS)
+    rows = [f"  {name:<{width}}  {command.summary}" for name, (command, _) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: shardline COMMAND [options]",
+            "",
+            "Train large language models from one config file.",
+            "",
+            "commands:",
+            *rows,
+            "",
+            "  shardline COMMAND --help     options and examples of a command",
+            "  shardline --version",
+            "",
+            "start here:",
+            "  shardline train --preset demo",
+        ]
+    )
+
+
+def _with_presets(text: str) -> str:
+    from shardline.config.files import preset_names
+
+    return text.replace("{presets}", ", ".join(preset_names()))
+
+
+def load(parsed: Parsed) -> Config:
+    """The config of `train` and `config`: loaded, custom module imported, combinations checked."""
+    from shardline.config.load import load_config
+    from shardline.config.rules import check
+    from shardline.registry import import_custom
+
+    config = load_config(parsed.positionals[0] if parsed.positionals else None, parsed.flags)
+    import_custom(config.experimental.custom_import)
+    check(config)
+    return config
+
+
+def _check_model(config: Config) -> None:
+    """Resolve the flavor and its overrides, unless the model is one that is not built yet."""
+    from shardline.config.rules import pending
+
+    if not any(row.key in ("model.name", "model.flavor") for row in pending(config)):
+        from shardline.models.flavors import resolve
+
+        try:
+            resolve(config.model)
+        except ConfigError as error:
+            raise ConfigError(_located(config, str(error))) from error
+
+
+def _located(config: Config, message: str) -> str:
+    """Put the place of the key that a message begins with in front of it."""
+    key = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]
+    places = [config.origin(known) for known in (key, *config.given()) if known == key or known.startswith(f"{key}.")]
+    where = next((place for place in places if place), "")
+    return f"{where}: {message}" if where else message
+
+
+def _train(parsed: Parsed) -> int:
+    from shardline.config.options import TrainOptions
+    from shardline.config.rules import refuse_pending
+
+    options = TrainOptions(**{name: value for name, value in parsed.options.items() if name != "help"})
+    if options.resume and options.overwrite:
+        raise UserError("--resume goes on with a run and --overwrite replaces it: give one of them")
+    if options.world_size is not None and not options.dry_run:
+        raise UserError("--world-size is for --dry-run; --nproc starts processes")
+    config = load(parsed)
+    if not options.dry_run:
+        refuse_pending(config)
+    _check_model(config)
+    from shardline.training.launch import train
+
+    return train(config, options)
+
+
+def _config(parsed: Parsed) -> int:
+    from shardline.config.rules import notes
+    from shardline.config.write import diff, markdown, to_toml
+
+    if parsed.options["markdown"]:
+        print(markdown(), end="")
+        return 0
+    if parsed.options["diff"]:
+        if parsed.positionals or parsed.flags:
+            raise UserError("shardline config --diff A B compares two files or presets and takes nothing else")
+        a, b = (_file_or_preset(name) for name in parsed.options["diff"])
+        print(diff(a, b), end="")
+        return 0
+    config = load(parsed)
+    _check_model(config)
+    for note in (*config.alias_notes, *notes(config)):
+        print(f"note: {note}", file=sys.stderr)
+    print(to_toml(config, comments=parsed.options["comments"]), end="")
+    return 0
+
+
+def _file_or_preset(name: str) -> Config:
+    from shardline.config.files import preset_names
+    from shardline.config.load import load_config
+
+    if not os.path.exists(name) and name.removesuffix(".toml") in preset_names():
+        return load_config(preset=name)
+    return load_config(name)
+
+
+def _prepare(parsed: Parsed) -> int:
+    from shardline.data.prepare import command
+
+    source, out = parsed.positionals
+    return command(source, out, **_named(parsed, "tokenizer", "text_field", "split", "workers", "overwrite"))
+
+
+def _import(parsed: Parsed) -> int:
+    from shardline.training.convert import import_hf
+
+    folder, out = parsed.positionals
+    return import_hf(folder, out, **_named(parsed, "dtype", "overwrite"))
+
+
+def _export(parsed: Parsed) -> int:
+    from shardline.training.convert import export
+
+    checkpoint, out = parsed.positionals
+    return export(checkpoint, out, **_named(parsed, "format", "dtype", "overwrite"))
+
+
+def _generate(parsed: Parsed) -> int:
+    if parsed.options["prompt"] is None:
+        raise UserError('shardline generate: --prompt is missing: --prompt "Once upon a time"')
+    if parsed.options["top_p"] is not None and not 0 < parsed.options["top_p"] <= 1:
+        raise UserError(f"--top-p: expected a number above 0, at most 1, got {parsed.options['top_p']}")
+    from shardline.training.sample import command
+
+    names = ("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed", "device", "tokenizer")
+    return command(parsed.positionals[0], **_named(parsed, *names))
+
+
+def _named(parsed: Parsed, *names: str) -> dict[str, Any]:
+    return {name: parsed.options[name] for name in names}
+
+
+COMMANDS: dict[str, tuple[Command, Callable[[Parsed], int]]] = {
+    "train": (TRAIN, _train),
+    "config": (CONFIG, _config),
+    "data prepare": (PREPARE, _prepare),
+    "import": (IMPORT, _import),
+    "export": (EXPORT, _export),
+    "generate": (GENERATE, _generate),
+}

@@ -1,0 +1,84 @@
+"""Keys of older TorchTitan versions: what each is called now, and which have no successor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+FLOAT8 = "quantize.linear.float8"
+CONVERTER_NAMES = {"float8": FLOAT8, "mx": "quantize.linear.mx"}
+
+
+@dataclass(frozen=True)
+class Alias:
+    """An older key. `kind` is its type where that differs from the new key's; `convert` then makes the new value."""
+
+    new: str
+    kind: Any = None
+    convert: Callable[[Any], Any] | None = None
+
+
+def _cast_kernel(use_triton: bool) -> str:
+    return "triton" if use_triton else "torch"
+
+
+def _optimizer_kernel(fused: bool) -> str:
+    return "fused" if fused else "foreach"
+
+
+ALIASES: dict[str, Alias] = {
+    "job.print_args": Alias("job.print_config"),
+    "optimizer.fused": Alias("optimizer.implementation", bool, _optimizer_kernel),
+    "lr_scheduler.lr_min": Alias("lr_scheduler.min_lr_factor"),
+    "training.compile": Alias("compile.enable"),
+    "training.batch_size": Alias("training.local_batch_size"),
+    "training.warmup_steps": Alias("lr_scheduler.warmup_steps"),
+    "training.seed": Alias("debug.seed"),
+    "training.deterministic": Alias("debug.deterministic"),
+    "training.debug_moe_force_load_balance": Alias("debug.moe_force_load_balance"),
+    "training.data_parallel_replicate_degree": Alias("parallelism.data_parallel_replicate_degree"),
+    "training.data_parallel_shard_degree": Alias("parallelism.data_parallel_shard_degree"),
+    "training.tensor_parallel_degree": Alias("parallelism.tensor_parallel_degree"),
+    "training.disable_loss_parallel": Alias("parallelism.disable_loss_parallel"),
+    "training.fsdp_reshard_after_forward": Alias("parallelism.fsdp_reshard_after_forward"),
+    "experimental.context_parallel_degree": Alias("parallelism.context_parallel_degree"),
+    "experimental.context_parallel_rotate_method": Alias("parallelism.context_parallel_rotate_method"),
+    "experimental.enable_async_tensor_parallel": Alias("parallelism.enable_async_tensor_parallel"),
+    "experimental.pipeline_parallel_degree": Alias("parallelism.pipeline_parallel_degree"),
+    "experimental.pipeline_parallel_schedule": Alias("parallelism.pipeline_parallel_schedule"),
+    "experimental.pipeline_parallel_schedule_csv": Alias("parallelism.pipeline_parallel_schedule_csv"),
+    "checkpoint.enable_checkpoint": Alias("checkpoint.enable"),
+    "checkpoint.model_weights_only": Alias("checkpoint.last_save_model_only"),
+    "checkpoint.initial_load_model_weights_only": Alias("checkpoint.initial_load_model_only"),
+    "checkpoint.last_save_model_weights_only": Alias("checkpoint.last_save_model_only"),
+    "memory_estimation.enabled": Alias("memory_estimation.enable"),
+    "float8.enable_float8_linear": Alias("model.converters", bool, lambda on: [FLOAT8] if on else []),
+    "float8.enable_fsdp_float8_all_gather": Alias(f"{FLOAT8}.enable_fsdp_float8_all_gather"),
+    "float8.precompute_float8_dynamic_scale_for_fsdp": Alias(f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp"),
+    "float8.recipe_name": Alias(f"{FLOAT8}.recipe_name"),
+    "float8.filter_fqns": Alias(f"{FLOAT8}.filter_fqns"),
+    "float8.emulate": Alias(f"{FLOAT8}.emulate"),
+    "mx.use_fp8_dim1_cast_triton_kernel": Alias("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", bool, _cast_kernel),
+    "mx.recipe_name": Alias("quantize.linear.mx.recipe_name"),
+    "mx.filter_fqns": Alias("quantize.linear.mx.filter_fqns"),
+}
+
+# Accepted, with a line that says they do nothing. The value is the type a flag of that name takes.
+NO_EFFECT: dict[str, Any] = {
+    "job.use_for_integration_test": bool,
+    "model.norm_type": str,
+    "parallelism.enable_compiled_autograd": bool,
+    "parallelism.pipeline_parallel_split_points": list[str],
+    "experimental.enable_compiled_autograd": bool,
+    "experimental.pipeline_parallel_split_points": list[str],
+    "experimental.pipeline_parallel_microbatches": int,
+    "checkpoint.interval_type": str,
+    "float8.force_recompute_fp8_weight_in_bwd": bool,
+    "fault_tolerance.sync_steps": int,
+    "fault_tolerance.should_quantize": bool,
+    "fault_tolerance.fragment_sync_delay": int,
+    "fault_tolerance.fragment_update_alpha": float,
+}
+
+OLD_TABLES = sorted({key.rpartition(".")[0] for key in (*ALIASES, *NO_EFFECT)})

@@ -1,0 +1,145 @@
+"""The sizes and switches that define one decoder: what a flavor names and `model.overrides` changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shardline.errors import ConfigError
+from shardline.registry import nearest
+
+
+class RopeScaling(BaseModel):
+    """How rotary frequencies are stretched beyond the length a model was first trained on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    type: Literal["linear", "llama3", "yarn"] = Field(description="Scaling rule.")
+    factor: float = Field(gt=0, description="How many times longer the context becomes.")
+    low_freq_factor: float = Field(
+        default=1.0, gt=0, description="llama3: wavelengths above original/this are divided."
+    )
+    high_freq_factor: float = Field(default=4.0, gt=0, description="llama3: wavelengths below original/this are kept.")
+    original_max_position_embeddings: int | None = Field(default=None, ge=1, description="Length before scaling.")
+    attention_factor: float | None = Field(default=None, gt=0, description="yarn: scale of cos and sin; unset derives.")
+    beta_fast: float = Field(default=32.0, gt=0, description="yarn: rotations above which a frequency is kept.")
+    beta_slow: float = Field(default=1.0, gt=0, description="yarn: rotations below which a frequency is divided.")
+    mscale: float | None = Field(default=None, description="yarn: numerator of the derived attention factor.")
+    mscale_all_dim: float | None = Field(default=None, description="yarn: denominator of the derived factor.")
+    truncate: bool = Field(default=True, description="yarn: round the band limits to whole dimensions.")
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor ({self.low_freq_factor})"
+            )
+        if self.type == "llama3" and self.original_max_position_embeddings is None:
+            raise ValueError("llama3 scaling needs original_max_position_embeddings")
+        return self
+
+
+class Architecture(BaseModel):
+    """One decoder. `n_kv_heads` left out means `n_heads`, `head_dim` left out means `dim // n_heads`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    dim: int = Field(ge=1, description="Width of the residual stream.")
+    n_layers: int = Field(ge=1, description="Number of blocks.")
+    n_heads: int = Field(ge=1, description="Query heads.")
+    n_kv_heads: int = Field(default=0, ge=1, description="Key and value heads; divides n_heads.")
+    head_dim: int = Field(default=0, ge=2, description="Width of one head; even.")
+    ffn_dim: int = Field(ge=1, description="Width inside the feed-forward part.")
+    vocab_size: int = Field(ge=1, description="Rows of the embedding.")
+    max_seq_len: int = Field(default=131072, ge=1, description="Longest sequence the model is meant for.")
+    rope_theta: float = Field(default=500000.0, gt=0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(default=None, description="Stretching of the rotary frequencies.")
+    norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon of RMSNorm.")
+    qkv_bias: bool = Field(default=False, description="Bias on the query, key and value projections.")
+    out_bias: bool = Field(default=False, description="Bias on the attention output projection.")
+    mlp_bias: bool = Field(default=False, description="Bias on the feed-forward projections.")
+    qk_norm: bool = Field(default=False, description="RMSNorm on each query and key head.")
+    tie_word_embeddings: bool = Field(default=False, description="The output layer shares the embedding's weight.")
+    sliding_window: int | None = Field(default=None, ge=1, description="Tokens a query sees back; unset is all.")
+    sliding_window_layers: tuple[int, ...] | None = Field(
+        default=None, description="Layers that use the window; unset means every layer."
+    )
+    attn_mask_type: Literal["causal", "block_causal"] = Field(
+        default="causal", description="block_causal keeps packed documents apart."
+    )
+    attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
+    family: Literal["llama", "mistral", "qwen2", "qwen3"] = Field(
+        default="llama", description="Whose Hugging Face names are written."
+    )
+    init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_heads(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        filled = dict(data)
+        heads, dim = filled.get("n_heads"), filled.get("dim")
+        if filled.get("n_kv_heads") in (None, 0) and heads is not None:
+            filled["n_kv_heads"] = heads
+        if filled.get("head_dim") in (None, 0) and isinstance(heads, int) and isinstance(dim, int) and heads > 0:
+            filled["head_dim"] = dim // heads
+        if isinstance(filled.get("sliding_window_layers"), list):
+            filled["sliding_window_layers"] = tuple(filled["sliding_window_layers"])
+        return filled
+
+    @model_validator(mode="after")
+    def _check(self) -> Architecture:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads ({self.n_kv_heads}) must divide n_heads ({self.n_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even")
+        outside = [layer for layer in self.sliding_window_layers or () if not 0 <= layer < self.n_layers]
+        if outside:
+            raise ValueError(f"sliding_window_layers names {outside}, the layers are 0 to {self.n_layers - 1}")
+        return self
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Architecture:
+        """A copy with some fields changed.
+
+        `head_dim` and `n_kv_heads` follow `dim` and `n_heads` where they followed them before. A `rope_scaling` table
+        without `type` changes single values of the present one.
+        """
+        unknown = [name for name in overrides if name not in Architecture.model_fields]
+        if unknown:
+            raise ConfigError("\n".join(unknown_override(name) for name in unknown))
+        fields = {name: getattr(self, name) for name in Architecture.model_fields}
+        if self.n_kv_heads == self.n_heads:
+            fields.pop("n_kv_heads")
+        if self.head_dim == self.dim // self.n_heads:
+            fields.pop("head_dim")
+        fields.update(overrides)
+        scaling = overrides.get("rope_scaling")
+        if isinstance(scaling, Mapping) and "type" not in scaling and self.rope_scaling is not None:
+            fields["rope_scaling"] = {**self.rope_scaling.model_dump(), **scaling}
+        return build(fields)
+
+
+def build(fields: Mapping[str, Any]) -> Architecture:
+    """`Architecture(**fields)` whose errors are ConfigErrors that name the field."""
+    try:
+        return Architecture.model_validate(dict(fields))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_line(row) for row in error.errors())) from None
+
+
+def unknown_override(name: str) -> str:
+    """The message for a name that is no architecture field."""
+    close = nearest(name, Architecture.model_fields)
+    known = "" if close else f"; fields: {', '.join(Architecture.model_fields)}"
+    return f"model.overrides.{name}: there is no such architecture field{close}{known}"
+
+
+def _line(row: Any) -> str:
+    name = ".".join(str(part) for part in row["loc"])
+    where = f"model.overrides.{name}" if name else "model"
+    if row["type"] == "value_error":
+        return f"{where}: {row['ctx']['error']!s}"
+    return f"{where}: {row['msg'][0].lower()}{row['msg'][1:]}, got {row['input']!r}"

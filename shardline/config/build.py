@@ -1,0 +1,214 @@
+"""From flat `section.key -> value` pairs to a checked Config; errors name key, place, what was expected and seen."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from pydantic import ValidationError
+
+from shardline.config.aliases import ALIASES, NO_EFFECT
+from shardline.config.architecture import Architecture, RopeScaling, unknown_override
+from shardline.config.schema import Config, leaves, tables
+from shardline.config.types import is_optional, words
+from shardline.errors import ConfigError
+from shardline.registry import nearest
+
+OVERRIDES = "model.overrides"
+
+# Any valid decoder: override values are checked one by one against its fields before the flavor is known.
+_SAMPLE: dict[str, Any] = {
+    "dim": 64,
+    "n_layers": 1,
+    "n_heads": 1,
+    "n_kv_heads": 1,
+    "head_dim": 64,
+    "ffn_dim": 64,
+    "vocab_size": 64,
+}
+
+
+def build_config(values: Mapping[str, Any], origins: Mapping[str, str], alias_notes: Sequence[str] = ()) -> Config:
+    """Check the values and make the Config; `origins` says where each key was given."""
+    nested: dict[str, Any] = {}
+    for name in tables():
+        _put(nested, name, {})
+    for key, value in values.items():
+        _put(nested, key, _without_none(key, value))
+    problems = _override_problems(nested["model"].get("overrides", {}), origins)
+    config = None
+    try:
+        config = Config.model_validate(nested)
+    except ValidationError as error:
+        problems = list(dict.fromkeys(_problem(row, origins) for row in error.errors())) + problems
+    if config is None or problems:
+        raise ConfigError("\n".join(problems))
+    config._origins = dict(origins)
+    config._alias_notes = tuple(alias_notes)
+    return config
+
+
+def line(where: str, key: str, message: str) -> str:
+    """One line of an error: `file:line: key: message`."""
+    return f"{where}: {key}: {message}" if where else f"{key}: {message}"
+
+
+def show(value: Any) -> str:
+    """A value in an error: short, whatever it is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    try:
+        return short.repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return "a number with thousands of digits"
+
+
+def annotation_of(key: str) -> Any:
+    """The type of a key, an older key or an override field; None when there is no such key."""
+    if key in leaves():
+        return leaves()[key].annotation
+    if key in ALIASES:
+        alias = ALIASES[key]
+        return alias.kind if alias.kind is not None else leaves()[alias.new].annotation
+    if key in NO_EFFECT:
+        return NO_EFFECT[key]
+    if key.startswith(OVERRIDES + "."):
+        name, _, inner = key.removeprefix(OVERRIDES + ".").partition(".")
+        fields = RopeScaling.model_fields if name == "rope_scaling" and inner else Architecture.model_fields
+        field = fields.get(inner or name)
+        return field.annotation if field is not None else None
+    return None
+
+
+@cache
+def nearest_key(key: str) -> str:
+    """`, did you mean 'x'?` for a key close to a known one, in the same section or another."""
+    section, _, name = key.rpartition(".")
+    best, best_score = "", 0.0
+    for known in leaves():
+        known_section, _, known_name = known.rpartition(".")
+        same = _alike(name, known_name)
+        if same < 0.6:
+            continue
+        score = 0.75 * same + 0.25 * _alike(section, known_section)
+        if score > best_score:
+            best, best_score = known, score
+    return f", did you mean {best!r}?" if best_score >= 0.6 else ""
+
+
+def unknown_key(where: str, key: str) -> str:
+    if key.startswith(OVERRIDES + "."):
+        name, _, inner = key.removeprefix(OVERRIDES + ".").partition(".")
+        if inner and name == "rope_scaling":
+            return line(where, shorten(key), "there is no such field" + nearest(inner[:100], RopeScaling.model_fields))
+        message = unknown_override(shorten(f"{name}.{inner}" if inner else name))
+        return f"{where}: {message}" if where else message
+    return line(where, shorten(key), f"there is no such key{nearest_key(key[:100])}")
+
+
+def unknown_table(where: str, name: str) -> str:
+    sections = Config.model_fields
+    close = difflib.get_close_matches(name[:100], sections, n=1)
+    hint = f", did you mean [{close[0]}]?" if close else f"; sections: {', '.join(sections)}"
+    return line(where, f"[{shorten(name)}]", f"there is no such section{hint}")
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _alike(a: str, b: str) -> float:
+    if a == b:
+        return 1.0
+    matcher = difflib.SequenceMatcher(None, a, b)
+    return matcher.ratio() if matcher.real_quick_ratio() >= 0.3 else 0.0
+
+
+def _put(nested: dict[str, Any], key: str, value: Any) -> None:
+    *path, name = key.split(".")
+    for part in path:
+        nested = nested.setdefault(part, {})
+    nested[name] = value
+
+
+def _without_none(key: str, value: Any) -> Any:
+    """The text "none" means unset for a key that can be unset, in override tables too."""
+    if isinstance(value, dict) and (key == OVERRIDES or key == f"{OVERRIDES}.rope_scaling"):
+        return {name: _without_none(f"{key}.{name}", inner) for name, inner in value.items()}
+    if isinstance(value, str) and value.lower() == "none" and is_optional(annotation_of(key)):
+        return None
+    return value
+
+
+def _problem(row: Any, origins: Mapping[str, str]) -> str:
+    key = _leaf_key(row["loc"])
+    leaf = leaves().get(key)
+    if leaf is None:
+        return unknown_key(origins.get(key, ""), key)
+    value = row["input"]
+    return line(origins.get(key, ""), key, f"expected {words(leaf.annotation, leaf.metadata)}, got {show(value)}")
+
+
+def _leaf_key(location: Sequence[Any]) -> str:
+    """The config key in pydantic's location, which goes on into list items and union members."""
+    parts = [str(part) for part in location]
+    for length in range(1, len(parts) + 1):
+        if ".".join(parts[:length]) in leaves():
+            return ".".join(parts[:length])
+    return ".".join(parts)
+
+
+def _override_problems(overrides: Any, origins: Mapping[str, str]) -> list[str]:
+    """Unknown names and values of the wrong type or range; how fields fit together is checked with the flavor."""
+    if not isinstance(overrides, Mapping):
+        return []
+    problems = []
+    for name, value in overrides.items():
+        key = f"{OVERRIDES}.{name}"
+        where = origins.get(key, "")
+        if name not in Architecture.model_fields:
+            problems.append(unknown_key(where, key))
+            continue
+        problems += [line(where, row_key, message) for row_key, message in _field_problems(name, value)]
+    return problems
+
+
+def _field_problems(name: str, value: Any) -> list[tuple[str, str]]:
+    scaling = {"type": "linear", "factor": 1.0} if name == "rope_scaling" and isinstance(value, Mapping) else {}
+    try:
+        Architecture.model_validate(_SAMPLE | {name: scaling | dict(value) if scaling else value})
+    except ValidationError as error:
+        rows = [row for row in error.errors() if row["loc"][:1] == (name,)]
+        return [(_override_key(row), _override_message(row)) for row in rows]
+    return []
+
+
+def _override_key(row: Any) -> str:
+    return ".".join([OVERRIDES, *(str(part) for part in row["loc"] if isinstance(part, str))])
+
+
+def _override_message(row: Any) -> str:
+    if row["type"] == "value_error":
+        return str(row["ctx"]["error"])
+    if row["type"] == "extra_forbidden":
+        return "there is no such field" + nearest(str(row["loc"][-1])[:100], RopeScaling.model_fields)
+    expected = _EXPECTED[row["type"]].format(**row.get("ctx", {})) if row["type"] in _EXPECTED else row["msg"]
+    return f"expected {expected}, got {show(row['input'])}"
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "tuple_type": "a list of whole numbers",
+    "model_type": "a table",
+    "literal_error": "{expected}",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number, {ge} or more",
+}

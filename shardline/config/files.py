@@ -1,0 +1,218 @@
+"""Config files: TOML or YAML in, nested tables and the line of every key out."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardline.errors import ConfigError
+from shardline.registry import nearest
+
+PRESETS = Path(__file__).parent / "presets"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One parsed file. `lines` maps dotted keys (and table names) to line numbers."""
+
+    path: str
+    tables: dict[str, Any]
+    lines: dict[str, int]
+    is_yaml: bool
+
+    def where(self, key: str) -> str:
+        number = self.lines.get(key)
+        return f"{self.path}:{number}" if number else self.path
+
+
+def preset_names() -> list[str]:
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def preset_path(name: str) -> Path:
+    """The packaged file of a preset."""
+    stem = name.removesuffix(".toml")
+    if stem not in preset_names():
+        raise ConfigError(
+            f"there is no preset {name!r}{nearest(stem, preset_names())}; presets: {', '.join(preset_names())}"
+        )
+    return PRESETS / f"{stem}.toml"
+
+
+def read_chain(path: str | Path, above: tuple[Path, ...] = ()) -> list[Source]:
+    """The file and everything it extends, lowest precedence first."""
+    source = read_source(path)
+    resolved = Path(path).resolve()
+    chain: list[Source] = []
+    for base in _bases(source):
+        target = _find_base(base, source, resolved.parent)
+        if target.resolve() in (*above, resolved):
+            loop = " -> ".join(str(step) for step in (*above, resolved, target.resolve()))
+            raise ConfigError(f"{source.where('extends')}: extends: files extend each other in a circle: {loop}")
+        chain += read_chain(target, (*above, resolved))
+    return [*chain, source]
+
+
+def read_source(path: str | Path) -> Source:
+    text = _read_text(str(path))
+    is_yaml = str(path).lower().endswith((".yaml", ".yml"))
+    try:
+        tables, lines = _parse_yaml(str(path), text) if is_yaml else _parse_toml(str(path), text)
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    return Source(str(path), tables, lines, is_yaml)
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
+    except FileNotFoundError:
+        raise ConfigError(_missing(path)) from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder, expected a TOML or YAML file{_inside(path)}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path!r}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _missing(path: str) -> str:
+    stem = Path(path).name.removesuffix(".toml")
+    if stem in preset_names():
+        return f"{path}: there is no such file; the preset of that name is --preset {stem}"
+    folder = Path(path).parent
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    return f"{path}: there is no such file{nearest(Path(path).name, names)}"
+
+
+def _inside(path: str) -> str:
+    return f", such as {Path(path) / 'config.toml'}" if (Path(path) / "config.toml").is_file() else ""
+
+
+def _bases(source: Source) -> list[str]:
+    given = source.tables.pop("extends", None)
+    bases = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
+        raise ConfigError(f"{source.where('extends')}: extends: expected a file or preset name, or a list of them")
+    return bases
+
+
+def _find_base(base: str, source: Source, folder: Path) -> Path:
+    """A file beside the one that extends it, or a packaged preset."""
+    try:
+        if (folder / base).is_file():
+            return folder / base
+    except (OSError, ValueError):
+        pass
+    if base.removesuffix(".toml") in preset_names():
+        return preset_path(base)
+    close = nearest(base, [*preset_names(), *(entry.name for entry in folder.iterdir())])
+    raise ConfigError(
+        f"{source.where('extends')}: extends: {base!r} is neither a file in {folder} nor a preset"
+        f" ({', '.join(preset_names())}){close}"
+    )
+
+
+def _parse_toml(path: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    try:
+        return tomllib.loads(text), toml_lines(text)
+    except ValueError as error:  # TOMLDecodeError, and integers too long for Python to read
+        message = str(error)
+        place = re.search(r" \(at line (\d+), column \d+\)$", message)
+        number = place.group(1) if place else text.count("\n") + 1
+        message = message[: place.start()] if place else message.removesuffix(" (at end of document)")
+        raise ConfigError(f"{path}:{number}: not valid TOML: {message}{_toml_hint(text, int(number))}") from None
+
+
+def _toml_hint(text: str, number: int) -> str:
+    lines = text.splitlines()
+    line = lines[number - 1].strip() if 0 < number <= len(lines) else ""
+    if re.search(r"=\s*(True|False|None)\b", line):
+        return ' (TOML writes true, false and "none")'
+    if re.match(r"[\w.-]+\s*:\s", line):
+        return " (this looks like YAML: name the file .yaml)"
+    return ""
+
+
+def toml_lines(text: str) -> dict[str, int]:
+    """The line of every table and key: each statement is parsed alone, joined with lines until it is complete."""
+    lines: dict[str, int] = {}
+    header, pending, start = "", "", 0
+    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
+        start = start if pending else number
+        pending = f"{pending}\n{line}" if pending else line
+        try:
+            statement = tomllib.loads(pending)
+        except ValueError:
+            continue
+        is_header = pending.lstrip().startswith("[")
+        prefix = "" if is_header else header
+        for key in _dotted(statement, prefix):
+            lines.setdefault(key, start)
+            header = key if is_header else header
+        pending = ""
+    return lines
+
+
+def _dotted(value: Any, prefix: str) -> Iterator[str]:
+    """Every dotted key in a nested table, outer ones first."""
+    tables = value if isinstance(value, list) else [value]
+    for table in tables:
+        for name, inner in table.items() if isinstance(table, dict) else ():
+            key = f"{prefix}.{name}" if prefix else str(name)
+            yield key
+            if isinstance(inner, dict) or (isinstance(inner, list) and inner and isinstance(inner[0], dict)):
+                yield from _dotted(inner, key)
+
+
+def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    import yaml
+
+    loader = yaml.SafeLoader(text) if text.isprintable() or _yaml_can_read(text) else None
+    if loader is None:
+        raise ConfigError(f"{path}: not valid YAML: holds control characters")
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return {}, {}
+        lines: dict[str, int] = {}
+        _yaml_lines(path, node, "", lines, depth=0)
+        tables = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{place}: not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, OverflowError, TypeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    finally:
+        loader.dispose()
+    if not isinstance(tables, dict):
+        raise ConfigError(f"{path}: expected sections with keys, such as 'training:' over '  steps: 100'")
+    return tables, lines
+
+
+def _yaml_can_read(text: str) -> bool:
+    import yaml
+
+    return yaml.reader.Reader.NON_PRINTABLE.search(text) is None
+
+
+def _yaml_lines(path: str, node: Any, prefix: str, lines: dict[str, int], depth: int) -> None:
+    """Lines of mapping keys, and an error for a key given twice (YAML itself would drop the first)."""
+    if depth > 8 or not isinstance(getattr(node, "value", None), list):
+        return
+    seen: set[str] = set()
+    for pair in node.value:
+        if not isinstance(pair, tuple):
+            continue
+        name, number = str(pair[0].value), pair[0].start_mark.line + 1
+        key = f"{prefix}.{name}" if prefix else name
+        if name in seen and name != "<<":
+            raise ConfigError(f"{path}:{number}: {key}: given twice, first on line {lines.get(key)}")
+        seen.add(name)
+        lines.setdefault(key, number)
+        _yaml_lines(path, pair[1], key, lines, depth + 1)

@@ -1,0 +1,228 @@
+"""Load a config: command line over file over what it extends over defaults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardline.config.aliases import ALIASES, CONVERTER_NAMES, FLOAT8, NO_EFFECT, OLD_TABLES
+from shardline.config.build import (
+    OVERRIDES,
+    annotation_of,
+    build_config,
+    line,
+    show,
+    unknown_key,
+    unknown_table,
+)
+from shardline.config.files import preset_path, read_chain
+from shardline.config.flags import WHERE, from_text, parse_flags
+from shardline.config.schema import Config, tables
+from shardline.config.types import kinds
+from shardline.errors import ConfigError
+
+Where = Callable[[str], str]  # the place a key was given at
+
+RESET = object()  # an empty value in a file: back to the default
+CONFLICT = object()  # an older and a newer name that contradict each other
+
+
+@dataclass
+class Given:
+    """One key as it was written: under which name, where, and the value."""
+
+    name: str
+    where: str
+    value: Any
+
+
+@dataclass
+class Layer:
+    """Everything one file or the command line gives, under the names of today."""
+
+    given: dict[str, Given] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def load_config(
+    source: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    *,
+    preset: str | None = None,
+) -> Config:
+    """Read a TOML or YAML file, or a preset, and change it by flags (`["--training.steps", "5"]`) or a mapping."""
+    if isinstance(overrides, Mapping):
+        top = _layer_from_tables(dict(overrides), lambda key: "overrides")
+        file: str | None = os.fspath(source) if source is not None else None
+    else:
+        flags = parse_flags(overrides)
+        file = _one_file(source, flags.config_file)
+        preset = flags.preset or preset
+        top = _layer_from_tables(flags.values, lambda key: WHERE)
+    sources = read_chain(preset_path(preset)) if preset else []
+    sources += read_chain(file) if file is not None else []
+    layers = [*(_layer_from_tables(one.tables, one.where, one.is_yaml) for one in sources), top]
+    problems = [problem for layer in layers for problem in layer.problems]
+    try:
+        config = _merge(layers, file)
+    except ConfigError as error:  # both kinds of mistakes in one go
+        problems += str(error).splitlines()
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _one_file(positional: str | os.PathLike[str] | None, flag: str | None) -> str | None:
+    if positional is None:
+        return flag
+    name = os.fspath(positional)
+    if flag is not None and os.path.abspath(flag) != os.path.abspath(name):
+        raise ConfigError(f"{WHERE}: two config files: {name!r} and --job.config_file {flag!r}; give one")
+    return name
+
+
+def _merge(layers: Sequence[Layer], file: str | None) -> Config:
+    merged: dict[str, Given] = {}
+    notes: list[str] = []
+    for layer in layers:
+        notes += [*layer.notes, *_replaced_length(merged, layer)]
+        for key, given in layer.given.items():
+            for covered in [old for old in merged if old.startswith(key + ".")]:
+                del merged[covered]
+            merged.pop(key, None)
+            if given.value is not RESET:
+                merged[key] = given
+    values: dict[str, Any] = {}
+    for key, given in merged.items():
+        _set(values, key, given.value)
+    if file is not None:
+        values["job.config_file"] = str(file)
+    origins = {key: given.where for key, given in merged.items()}
+    return build_config(values, origins, notes)
+
+
+def _replaced_length(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
+    """Steps and epochs both give the length of a run: the one from the higher layer replaces the other."""
+    for key, other in (("training.epochs", "training.steps"), ("training.steps", "training.epochs")):
+        given = layer.given.get(key)
+        if other in merged and other not in layer.given and given is not None and given.value not in (None, RESET):
+            replaced = merged.pop(other)
+            yield f"{given.where}: {key} replaces {other} = {show(replaced.value)} ({replaced.where})"
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    """Store a value; override fields are collected into their table."""
+    if not key.startswith(OVERRIDES + "."):
+        values[key] = value
+        return
+    name, _, inner = key.removeprefix(OVERRIDES + ".").partition(".")
+    table = values.setdefault(OVERRIDES, {})
+    if not inner:
+        table[name] = value
+    elif isinstance(table.get(name), dict):
+        table[name][inner] = value
+    else:
+        table[name] = {inner: value}
+
+
+def _layer_from_tables(given: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> Layer:
+    problems: list[str] = []
+    pairs = list(_flatten(given, "", where, problems))
+    layer = _layer_from_pairs(((key, _coerce(key, value, is_yaml)) for key, value in pairs), where)
+    layer.problems[:0] = problems
+    return layer
+
+
+def _flatten(table: Mapping[Any, Any], prefix: str, where: Where, problems: list[str]) -> Iterator[tuple[str, Any]]:
+    """Nested tables to (dotted key, value); unknown names become problems."""
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        is_table = key in tables() or key in OLD_TABLES or key in (OVERRIDES, f"{OVERRIDES}.rope_scaling")
+        if is_table and isinstance(value, Mapping):
+            yield from _flatten(value, key + ".", where, problems)
+        elif annotation_of(key) is not None:
+            yield key, value
+        elif is_table and value is None:
+            continue  # an empty YAML section
+        elif is_table:
+            problems.append(line(where(key), key, f"expected a section with keys, got {show(value)}"))
+        elif isinstance(value, Mapping) and not prefix and "." not in key:
+            problems.append(unknown_table(where(key), key))
+        else:
+            problems.append(unknown_key(where(key), key))
+
+
+def _coerce(key: str, value: Any, is_yaml: bool) -> Any:
+    """What a file's value stands for: YAML leaves keys empty, and hands over numbers such as 2e-5 as text."""
+    annotation = annotation_of(key)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if is_yaml and value is None:
+        return RESET
+    if is_yaml and isinstance(value, str) and float in kinds(annotation):
+        return from_text(value, annotation)
+    return value
+
+
+def _layer_from_pairs(pairs: Iterable[tuple[str, Any]], where: Where) -> Layer:
+    layer = Layer()
+    for name, value in pairs:
+        if name == "job.config_file" and value is not None:
+            layer.notes.append(f"{where(name)}: job.config_file has no effect here: give it on the command line")
+        elif name in NO_EFFECT:
+            layer.notes.append(f"{where(name)}: {name} is of an older version and has no effect")
+        elif name in ALIASES:
+            _add_alias(layer, name, value, where(name))
+        else:
+            _add(layer, name, Given(name, where(name), _with_new_names(layer, name, value, where(name))))
+    return layer
+
+
+def _add_alias(layer: Layer, name: str, value: Any, where: str) -> None:
+    alias = ALIASES[name]
+    if alias.convert is not None and value is not RESET:
+        if not isinstance(value, bool):
+            layer.problems.append(line(where, name, f"expected true or false, got {show(value)}"))
+            return
+        value = alias.convert(value)
+    layer.notes.append(f"{where}: {name} is an older name of {alias.new}")
+    _add(layer, alias.new, Given(name, where, value))
+
+
+def _add(layer: Layer, key: str, given: Given) -> None:
+    other = layer.given.get(key)
+    if other is not None and other.name != given.name:
+        seen = f"{show(given.value)} contradicts {other.name} = {show(other.value)} ({other.where})"
+        if key == "model.converters":
+            given.value = _joined(other.value, given.value)
+        if given.value is CONFLICT or (key != "model.converters" and not _same(other.value, given.value)):
+            layer.problems.append(line(given.where, given.name, f"{seen}; both are names of {key}"))
+            return
+    layer.given[key] = given
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def _joined(a: Any, b: Any) -> Any:
+    """Converters from a list and from the older float8 switch: on adds to the list, off may not meet a float8 in it."""
+    if not isinstance(a, list) or not isinstance(b, list):
+        return CONFLICT
+    if (a == [] and FLOAT8 in b) or (b == [] and FLOAT8 in a):
+        return CONFLICT
+    return [*a, *(item for item in b if item not in a)]
+
+
+def _with_new_names(layer: Layer, key: str, value: Any, where: str) -> Any:
+    """Converters under the names of today, each once."""
+    if key != "model.converters" or not isinstance(value, list):
+        return value
+    renamed = [CONVERTER_NAMES.get(item, item) if isinstance(item, str) else item for item in value]
+    for old, new in zip(value, renamed, strict=True):
+        if old is not new:
+            layer.notes.append(f"{where}: model.converters: {old!r} is an older name of {new!r}")
+    return [item for place, item in enumerate(renamed) if item not in renamed[:place]]

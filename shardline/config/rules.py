@@ -1,0 +1,415 @@
+"""One table of what goes together: refused combinations, keys whose feature is not built, keys without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardline import registry
+from shardline.config.build import line
+from shardline.config.schema import Config, leaves
+from shardline.errors import ConfigError
+
+Test = Callable[[Config], bool]
+Words = str | Callable[[Config], str]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A row: when the test holds, `key` is refused, not built yet, or without effect.
+
+    `key` ending in `.` stands for every key below it that is given and differs from its default; the test is asked
+    once for each. `words` is the reason (refused, note) or the feature that is missing (pending).
+    """
+
+    kind: Literal["refused", "pending", "note"]
+    key: str
+    when: Test
+    words: Words
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A key whose feature is not built yet."""
+
+    key: str
+    value: Any
+    feature: str
+
+
+OPTIMIZERS = ("AdamW", "Adam")
+CONVERTERS = (
+    "quantize.linear.float8",
+    "quantize.linear.mx",
+    "quantize.grouped_mm.float8",
+    "quantize.grouped_mm.mx",
+)
+# Names TorchTitan 0.2 knows whose models are not built: (model, flavor) to what they need.
+NOT_BUILT: dict[tuple[str, str], str] = {
+    (model, flavor): feature
+    for model, feature, flavors in (
+        ("qwen3", "mixture of experts", "debugmodel_moe 30B-A3B 235B-A22B"),
+        (
+            "llama4",
+            "mixture of experts",
+            "debugmodel 17bx16e 17bx128e debugmodel_irope 17bx16e_irope 17bx128e_irope",
+        ),
+        ("deepseek_v3", "latent attention, mixture of experts", "debugmodel debugmodel_flex_attn 16B 236B 671B"),
+        ("gpt_oss", "attention sinks, mixture of experts", "debugmodel 20b 120b"),
+        ("flux", "image generation", "flux-debug flux-dev flux-schnell"),
+    )
+    for flavor in flavors.split()
+}
+
+
+def check(config: Config) -> None:
+    """Raise ConfigError for combinations that cannot work, all of them at once."""
+    problems = [line(config.origin(key), key, _sentence(rule, config)) for rule, key in _matches(config, "refused")]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def pending(config: Config) -> list[Pending]:
+    """Keys that ask for a feature that is not built yet, each once."""
+    found: dict[str, Pending] = {}
+    for rule, key in _matches(config, "pending"):
+        found.setdefault(key, Pending(key, config.value(key), _text(rule.words, config)))
+    return list(found.values())
+
+
+def refuse_pending(config: Config) -> None:
+    """What `train` does about keys that ask for a missing feature."""
+    rows = pending(config)
+    if rows:
+        raise ConfigError(
+            "\n".join(
+                line(config.origin(row.key), row.key, f"{row.value!r} is not built yet ({row.feature})") for row in rows
+            )
+        )
+
+
+def notes(config: Config) -> list[str]:
+    """Lines to log: keys that are given but change nothing here, or not all they say."""
+    return list(dict.fromkeys(f"{key} {_sentence(rule, config)}" for rule, key in _matches(config, "note")))
+
+
+def _matches(config: Config, kind: str) -> Iterator[tuple[Rule, str]]:
+    for rule in RULES:
+        if rule.kind != kind:
+            continue
+        keys = _given_below(config, rule.key) if rule.key.endswith(".") else [rule.key]
+        if keys and rule.when(config):
+            yield from ((rule, key) for key in keys)
+
+
+def _given_below(config: Config, prefix: str) -> list[str]:
+    return [key for key in leaves() if key.startswith(prefix) and config.is_set(key) and _differs(key)(config)]
+
+
+def _text(words: Words, config: Config) -> str:
+    return words if isinstance(words, str) else words(config)
+
+
+def _sentence(rule: Rule, config: Config) -> str:
+    return _text(rule.words, config) + (f"; {rule.remedy}" if rule.remedy else "")
+
+
+def _differs(key: str) -> Test:
+    return lambda config: bool(config.value(key) != leaves()[key].default)
+
+
+def _given(config: Config, key: str) -> bool:
+    return config.is_set(key) and _differs(key)(config)
+
+
+def _needs(need: str, test: Test, *keys: str) -> list[Rule]:
+    """Keys that do nothing unless the test holds."""
+
+    def idle(key: str) -> Test:
+        return lambda config: (key.endswith(".") or _given(config, key)) and not test(config)
+
+    return [Rule("note", key, idle(key), f"has no effect: {need}") for key in keys]
+
+
+def _not_built(feature: Words, *keys: str, when: Test | None = None) -> list[Rule]:
+    """Keys that ask for a missing feature, by default as soon as they differ from the default."""
+    return [Rule("pending", key, when or _differs(key), feature) for key in keys]
+
+
+def _one_rank(config: Config) -> bool:
+    part = config.parallelism
+    degrees = (
+        part.data_parallel_replicate_degree,
+        part.tensor_parallel_degree,
+        part.pipeline_parallel_degree,
+        part.context_parallel_degree,
+        part.expert_parallel_degree,
+    )
+    return max(degrees) == 1 and part.data_parallel_shard_degree in (-1, 1)
+
+
+def _schedule_length(config: Config) -> int | None:
+    """Steps of the learning-rate schedule, None when the data decides (epochs)."""
+    if config.lr_scheduler.total_steps is not None:
+        return config.lr_scheduler.total_steps
+    return None if config.training.epochs is not None else config.training.steps
+
+
+def _warmup_too_long(config: Config) -> bool:
+    length = _schedule_length(config)
+    return length is not None and config.lr_scheduler.warmup_steps > length
+
+
+def _decay_too_long(config: Config) -> bool:
+    length, ratio = _schedule_length(config), config.lr_scheduler.decay_ratio
+    if length is None or ratio is None or _warmup_too_long(config):
+        return False
+    return config.lr_scheduler.warmup_steps + round(length * ratio) > length
+
+
+def _unknown_optimizer(config: Config) -> bool:
+    return config.optimizer.name not in (*OPTIMIZERS, *registry.optimizers)
+
+
+def _optimizer_words(config: Config) -> str:
+    names = [*OPTIMIZERS, *registry.optimizers]
+    name = config.optimizer.name
+    same = [known for known in names if known.lower() == name.lower()]
+    close = f", did you mean {same[0]!r}?" if same else registry.nearest(name, names)
+    return f"expected one of {', '.join(names)}, got {name!r}{close}"
+
+
+def _unknown_converters(config: Config) -> list[str]:
+    return [name for name in config.model.converters if name not in CONVERTERS]
+
+
+def _converter_words(config: Config) -> str:
+    name = _unknown_converters(config)[0]
+    return f"expected some of {', '.join(CONVERTERS)}, got {name!r}{registry.nearest(name, CONVERTERS)}"
+
+
+def _flavors_not_built(config: Config) -> list[str]:
+    """Flavors of the named model that are not built, unless a custom module brought the model."""
+    name = config.model.name
+    return [] if name in registry.flavors else [flavor for model, flavor in NOT_BUILT if model == name]
+
+
+def _unknown_flavor(config: Config) -> bool:
+    known = _flavors_not_built(config)
+    return bool(known) and config.model.name != "qwen3" and config.model.flavor not in known
+
+
+def _flavor_words(config: Config) -> str:
+    known, flavor = _flavors_not_built(config), config.model.flavor
+    return f"{config.model.name} has no flavor {flavor!r}{registry.nearest(flavor, known)} ({', '.join(known)})"
+
+
+def _feature(config: Config) -> str:
+    return NOT_BUILT.get((config.model.name, config.model.flavor), "mixture of experts")
+
+
+def _model_not_built(config: Config) -> bool:
+    return config.model.name != "qwen3" and bool(_flavors_not_built(config))
+
+
+def _compiles_model(config: Config) -> bool:
+    return config.compile.enable and "model" in config.compile.components
+
+
+def _recomputes(config: Config) -> bool:
+    return config.activation_checkpoint.mode in ("full", "selective")
+
+
+def _has_converter(name: str) -> Test:
+    return lambda config: name in config.model.converters
+
+
+def _has_workers(section: str) -> Test:
+    return lambda config: bool(config.value(f"{section}.dataloader.num_workers"))
+
+
+RULES: list[Rule] = [
+    # Refused: what cannot work together.
+    Rule("refused", "optimizer.name", _unknown_optimizer, _optimizer_words),
+    Rule("refused", "model.converters", lambda c: bool(_unknown_converters(c)), _converter_words),
+    Rule("refused", "model.flavor", _unknown_flavor, _flavor_words),
+    Rule(
+        "refused",
+        "training.epochs",
+        lambda c: c.training.epochs is not None and c.is_set("training.steps"),
+        lambda c: f"given together with training.steps = {c.training.steps}",
+        remedy="give one of them",
+    ),
+    Rule(
+        "refused",
+        "profiling.profile_freq",
+        lambda c: (
+            c.profiling.enable_profiling
+            and c.profiling.profile_freq < c.profiling.profiler_active + c.profiling.profiler_warmup
+        ),
+        lambda c: (
+            f"{c.profiling.profile_freq} steps are fewer than profiler_warmup ({c.profiling.profiler_warmup})"
+            f" and profiler_active ({c.profiling.profiler_active}) together"
+        ),
+        remedy="raise it or lower those",
+    ),
+    Rule(
+        "refused",
+        "checkpoint.last_save_in_hf",
+        lambda c: c.checkpoint.last_save_in_hf and not c.checkpoint.last_save_model_only,
+        "a Hugging Face folder holds weights only",
+        remedy="set checkpoint.last_save_model_only = true",
+    ),
+    Rule(
+        "refused",
+        "checkpoint.initial_load_in_hf",
+        lambda c: c.checkpoint.initial_load_in_hf and not c.checkpoint.initial_load_model_only,
+        "a Hugging Face folder holds weights only",
+        remedy="set checkpoint.initial_load_model_only = true",
+    ),
+    Rule(
+        "refused",
+        "activation_checkpoint.mode",
+        lambda c: c.activation_checkpoint.mode == "memory_budget" and not _compiles_model(c),
+        "memory_budget is a setting of the compiler",
+        remedy="set compile.enable = true with 'model' in compile.components",
+    ),
+    # Pending: features that are not built yet.
+    *_not_built(_feature, "model.name", when=_model_not_built),
+    *_not_built(
+        _feature, "model.flavor", when=lambda c: not _model_not_built(c) and c.model.flavor in _flavors_not_built(c)
+    ),
+    *_not_built("low precision", "model.converters"),
+    *_not_built("optimizer step in backward", "optimizer.early_step_in_backward"),
+    *_not_built("CPU offload", "training.enable_cpu_offload"),
+    *_not_built("replicated data parallel", "parallelism.data_parallel_replicate_degree"),
+    *_not_built(
+        "sharded data parallel",
+        "parallelism.data_parallel_shard_degree",
+        when=lambda c: c.parallelism.data_parallel_shard_degree > 1,
+    ),
+    *_not_built("tensor parallel", "parallelism.tensor_parallel_degree"),
+    *_not_built("async tensor parallel", "parallelism.enable_async_tensor_parallel"),
+    *_not_built(
+        "pipeline parallel",
+        "parallelism.pipeline_parallel_degree",
+        "parallelism.module_fqns_per_model_part",
+        "parallelism.pipeline_parallel_first_stage_less_layers",
+        "parallelism.pipeline_parallel_last_stage_less_layers",
+        "parallelism.pipeline_parallel_layers_per_stage",
+        "parallelism.pipeline_parallel_schedule",
+        "parallelism.pipeline_parallel_microbatch_size",
+        "parallelism.pipeline_parallel_expert_parallel_overlap",
+    ),
+    *_not_built(
+        "pipeline parallel",
+        "parallelism.pipeline_parallel_schedule_csv",
+        when=lambda c: bool(c.parallelism.pipeline_parallel_schedule_csv),
+    ),
+    *_not_built(
+        "context parallel",
+        "parallelism.context_parallel_degree",
+        "parallelism.context_parallel_load_balancer",
+        "parallelism.context_parallel_rotate_method",
+    ),
+    *_not_built(
+        "expert parallel",
+        "parallelism.expert_parallel_degree",
+        "parallelism.expert_tensor_parallel_degree",
+        "parallelism.expert_parallel_comm_backend",
+    ),
+    *_not_built("asynchronous checkpoints", "checkpoint.async_mode"),
+    *_not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
+    *_not_built("simulated communication", "comm.mode"),
+    *_not_built("flight recorder", "comm.trace_buf_size", "comm.save_traces_folder", "comm.save_traces_file_prefix"),
+    *_not_built("memory estimation", "memory_estimation.enable"),
+    *_not_built("replica groups", "fault_tolerance.enable"),
+    *_not_built("mixture of experts", "debug.moe_force_load_balance"),
+    *_not_built("keys of one's own", "job.custom_config_module", "experimental.custom_args_module"),
+    # Notes: given, but without effect here.
+    *_needs("checkpoint.enable is false", lambda c: c.checkpoint.enable, "checkpoint."),
+    *_needs("validation.enable is false", lambda c: c.validation.enable, "validation."),
+    *_needs("compile.enable is false", lambda c: c.compile.enable, "compile."),
+    *_needs("fault_tolerance.enable is false", lambda c: c.fault_tolerance.enable, "fault_tolerance."),
+    *_needs("memory_estimation.enable is false", lambda c: c.memory_estimation.enable, "memory_estimation."),
+    *(
+        row
+        for name in CONVERTERS
+        for row in _needs(f"model.converters has no {name!r}", _has_converter(name), f"{name}.")
+    ),
+    *_needs(
+        "profiling.enable_profiling is false",
+        lambda c: c.profiling.enable_profiling,
+        *(f"profiling.{name}" for name in ("save_traces_folder", "profile_freq", "profiler_active", "profiler_warmup")),
+        *(f"profiling.{name}" for name in ("record_shapes", "with_stack", "top_ops")),
+    ),
+    *_needs(
+        "profiling.enable_memory_snapshot is false",
+        lambda c: c.profiling.enable_memory_snapshot,
+        "profiling.save_memory_snapshot_folder",
+    ),
+    *_needs("metrics.enable_tensorboard is false", lambda c: c.metrics.enable_tensorboard, "metrics.save_tb_folder"),
+    *_needs("model.converters is empty", lambda c: bool(c.model.converters), "model.print_after_conversion"),
+    *_needs("model.name is 'auto'", lambda c: c.model.name != "auto", "model.flavor"),
+    *(
+        row
+        for part in ("training", "validation")
+        for row in _needs(
+            f"{part}.dataloader.num_workers is 0",
+            _has_workers(part),
+            f"{part}.dataloader.persistent_workers",
+            f"{part}.dataloader.prefetch_factor",
+        )
+    ),
+    *_needs(
+        "the layout has one rank",
+        lambda c: not _one_rank(c),
+        "parallelism.fsdp_reshard_after_forward",
+        "parallelism.disable_loss_parallel",
+        "comm.init_timeout_seconds",
+        "comm.train_timeout_seconds",
+        "metrics.save_for_all_ranks",
+    ),
+    *_needs(
+        "activation_checkpoint.mode is not 'selective'",
+        lambda c: c.activation_checkpoint.mode == "selective",
+        "activation_checkpoint.selective_ac_option",
+    ),
+    *_needs(
+        "only mode 'selective' with selective_ac_option 'op' reads it",
+        lambda c: c.activation_checkpoint.mode == "selective" and c.activation_checkpoint.selective_ac_option == "op",
+        "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
+    ),
+    *_needs(
+        "activation_checkpoint.mode is not 'memory_budget'",
+        lambda c: c.activation_checkpoint.mode == "memory_budget",
+        "activation_checkpoint.memory_budget",
+        "activation_checkpoint.visualize_memory_budget_pareto",
+    ),
+    *_needs(
+        "activation_checkpoint.mode is neither 'full' nor 'selective'",
+        _recomputes,
+        *(
+            f"activation_checkpoint.{name}"
+            for name in ("early_stop", "preserve_rng_state", "determinism_check", "debug")
+        ),
+    ),
+    *_needs("debug.deterministic is false", lambda c: c.debug.deterministic, "debug.deterministic_warn_only"),
+    Rule(
+        "note",
+        "lr_scheduler.warmup_steps",
+        _warmup_too_long,
+        lambda c: f"= {c.lr_scheduler.warmup_steps} is longer than the schedule: cut to {_schedule_length(c)}",
+    ),
+    Rule(
+        "note",
+        "lr_scheduler.decay_ratio",
+        _decay_too_long,
+        lambda c: (
+            f"= {c.lr_scheduler.decay_ratio} with {c.lr_scheduler.warmup_steps} steps of warmup is longer than"
+            " the schedule: decay starts right after warmup"
+        ),
+    ),
+]

@@ -1,0 +1,124 @@
+"""The value types of the config: each carries its range and the words that describe it in errors and documents."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+_PLURALS: dict[Any, str] = {int: "whole numbers", Literal["model", "loss"]: "'model' and 'loss'"}
+LARGEST = 2**63 - 1  # the largest integer a TOML file can hold
+
+
+@dataclass(frozen=True)
+class Expect:
+    """The words for a value's range: `expected WORDS, got VALUE`."""
+
+    words: str
+
+
+def _holds(test: Callable[[Any], bool]) -> AfterValidator:
+    def validate(value: Any) -> Any:
+        if not test(value):
+            raise ValueError("out of range")
+        return value
+
+    return AfterValidator(validate)
+
+
+def _number(low: int, words: str, sentinel: int | None = None) -> tuple[Any, ...]:
+    return _holds(lambda value: value == sentinel or low <= value <= LARGEST), Expect(words)
+
+
+Positive = Annotated[int, *_number(1, "a whole number, 1 or more")]
+NonNegative = Annotated[int, *_number(0, "a whole number, 0 or more")]
+PositiveOrAll = Annotated[int, *_number(1, "-1 or a whole number, 1 or more", sentinel=-1)]
+NonNegativeOrLatest = Annotated[int, *_number(0, "-1 or a whole number, 0 or more", sentinel=-1)]
+NonNegativeFloat = Annotated[float, Field(ge=0), Expect("a finite number, 0 or more")]
+PositiveFloat = Annotated[float, Field(gt=0), Expect("a finite number above 0")]
+Fraction = Annotated[float, Field(ge=0, le=1), Expect("a number from 0 to 1")]
+Beta = Annotated[float, Field(ge=0, lt=1), Expect("a number from 0 to below 1")]
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()  # lone surrogates (from undecodable arguments) cannot be written to any file
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value
+
+
+Text = Annotated[str, _holds(_is_text), Expect("a string")]
+Name = Annotated[
+    str, _holds(lambda value: bool(value.strip()) and _is_text(value)), Expect("a string that is not empty")
+]
+EveryNth = Annotated[
+    str,
+    _holds(lambda value: value == "op" or (value.isascii() and value.isdigit() and 0 < len(value.lstrip("0")) < 10)),
+    Expect("'op' or a string with a whole number, 1 or more, such as '2'"),
+]
+
+
+class Section(BaseModel):
+    """Base of every section: no unknown keys, no conversion between types, no NaN or infinity, read-only."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+def words(annotation: Any, metadata: Any = ()) -> str:
+    """What a value of this type looks like, in words."""
+    for item in metadata:
+        if isinstance(item, Expect):
+            return item.words
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return words(arguments[0], arguments[1:])
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(repr(item) for item in arguments)
+    if origin in (Union, types.UnionType):
+        parts = [words(item) for item in arguments if item is not type(None)]
+        return " or ".join(parts) + (' (or "none")' if type(None) in arguments else "")
+    if origin in (list, tuple):
+        inner = arguments[0]
+        return "a list of " + ("lists of strings" if get_origin(inner) is list else _PLURALS.get(inner, "strings"))
+    simple = {bool: "true or false", int: "a whole number", float: "a finite number", str: "a string"}
+    return simple.get(annotation, "a table")
+
+
+def short_type(annotation: Any) -> str:
+    """The type as documents name it: `int`, `"a" | "b"`, `list of str`, `float or none`."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return short_type(arguments[0])
+    if origin is Literal:
+        return " | ".join(f'"{item}"' for item in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if item is type(None) else short_type(item) for item in arguments)
+    if origin in (list, tuple):
+        return f"list of {short_type(arguments[0])}"
+    if annotation in (bool, int, float, str):
+        return str(annotation.__name__)
+    return "table"
+
+
+def is_optional(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
+
+
+def kinds(annotation: Any) -> set[type]:
+    """The plain types a value may have, looking through Annotated, Literal and unions; lists and tables as such."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return kinds(arguments[0])
+    if origin is Literal:
+        return {type(item) for item in arguments}
+    if origin in (Union, types.UnionType):
+        return set().union(*(kinds(item) for item in arguments))
+    if origin in (list, tuple):
+        return {list}
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        return {dict}
+    return {annotation}

@@ -1,0 +1,150 @@
+"""A config as text: TOML that loads back to the same config, the difference of two, and the reference page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from shardline.config.architecture import Architecture, RopeScaling
+from shardline.config.build import OVERRIDES
+from shardline.config.rules import pending
+from shardline.config.schema import Config, Leaf, leaves, tables
+from shardline.config.types import short_type, words
+
+
+def to_toml(config: Config, comments: bool = False) -> str:
+    """Every key, grouped by section; `comments` adds type, default and meaning above each."""
+    marks = {row.key: f"  # not built yet: {row.feature}" for row in pending(config)}
+    blocks = []
+    for table, section in tables().items():
+        keys = [key for key in leaves() if key.rpartition(".")[0] == table]
+        if keys:
+            title = f"[{table}]" + (f"  # {_first_line(section)}" if comments and _first_line(section) else "")
+            lines = [line for key in keys for line in _lines(config, leaves()[key], marks.get(key, ""), comments)]
+            blocks.append("\n".join([title, *lines]))
+    return "\n\n".join(blocks) + "\n"
+
+
+def diff(a: Config, b: Config) -> str:
+    """One line for each key that differs: `training.steps: 100 -> 200`; nothing when all are equal."""
+    before, after = dict(_shown(a)), dict(_shown(b))
+    keys = dict.fromkeys([*before, *after])
+    rows = [(key, before.get(key, "unset"), after.get(key, "unset")) for key in keys]
+    return "".join(f"{key}: {old} -> {new}\n" for key, old, new in rows if old != new)
+
+
+def markdown() -> str:
+    """The reference page of every key, `docs/config.md`."""
+    parts = [_PAGE_HEAD]
+    sections = Config.model_fields
+    for table in tables():
+        rows = [leaf for key, leaf in leaves().items() if key.rpartition(".")[0] == table]
+        if not rows:
+            continue
+        described = sections[table].description if table in sections else None
+        parts.append(f"## [{table}]\n" + (f"\n{described}\n" if described else ""))
+        parts.append("| key | value | default | meaning |\n| --- | --- | --- | --- |")
+        parts += [_row(leaf) for leaf in rows]
+        parts.append("")
+        if table == "model":
+            parts += [*_fields("model.overrides", Architecture), *_fields("model.overrides.rope_scaling", RopeScaling)]
+    return "\n".join(parts)
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it; None is the string "none"."""
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{_toml_key(name)} = {toml_value(item)}" for name, item in value.items())
+        return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    return repr(value)
+
+
+def _toml_key(name: str) -> str:
+    return name if name.replace("_", "").isalnum() and name.isascii() else json.dumps(name)
+
+
+def _lines(config: Config, leaf: Leaf, mark: str, comments: bool) -> Iterator[str]:
+    name = leaf.key.rpartition(".")[2]
+    if comments:
+        yield f"# {short_type(leaf.annotation)}, default {_default(leaf)}. {leaf.description}"
+    why = _why_unset(config, leaf)
+    if why is not None:
+        yield f"# {name} is unset{why}"
+    else:
+        yield f"{name} = {toml_value(config.value(leaf.key))}{mark}"
+    if comments:
+        yield ""
+
+
+def _why_unset(config: Config, leaf: Leaf) -> str | None:
+    """What to say about a key that has to stay out of the file, None for one that is written."""
+    if leaf.key == "job.config_file":
+        return ": it is given on the command line only"
+    if leaf.key == "training.mixed_precision_param" and not config.is_set(leaf.key):
+        return ": bfloat16, or float32 on CPU"
+    if leaf.key == "training.steps" and config.training.epochs is not None and not config.is_set(leaf.key):
+        return ": training.epochs gives the length"
+    return "" if config.value(leaf.key) is None and leaf.default is None else None
+
+
+def _shown(config: Config) -> Iterator[tuple[str, str]]:
+    for leaf in leaves().values():
+        if leaf.key == OVERRIDES:
+            for name, value in config.model.overrides.items():
+                yield f"{OVERRIDES}.{name}", toml_value(value)
+        elif _why_unset(config, leaf) is None:
+            yield leaf.key, toml_value(config.value(leaf.key))
+
+
+def _default(leaf: Leaf) -> str:
+    return "unset" if leaf.default is None else toml_value(leaf.default)
+
+
+def _first_line(section: type) -> str:
+    return next((field.description or "" for field in Config.model_fields.values() if field.annotation is section), "")
+
+
+def _row(leaf: Leaf) -> str:
+    kind = (
+        short_type(leaf.annotation) if " | " in short_type(leaf.annotation) else words(leaf.annotation, leaf.metadata)
+    )
+    cells = [f"`{leaf.key}`", kind, f"`{_default(leaf)}`", leaf.description]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _fields(table: str, model: type[BaseModel]) -> Iterator[str]:
+    """Architecture fields: they have no default here, the flavor gives it."""
+    yield f"### {table}\n\n| key | value | meaning |\n| --- | --- | --- |"
+    for name, field in model.model_fields.items():
+        kind = short_type(field.annotation).replace("|", "\\|")
+        yield f"| `{table}.{name}` | {kind} | {field.description} |"
+    yield ""
+
+
+_PAGE_HEAD = """# Configuration
+
+Every section and key. This page is generated: `make docs` writes it again.
+
+Names are those of TorchTitan 0.2.2's TOML files, so such a file runs as it stands; keys of older versions are
+understood and logged. Precedence: command line, then file, then what it extends, then defaults.
+
+- `shardline config FILE` prints the resolved config, `--comments` explains each key, `--diff A B` compares two.
+- Flags: `--training.steps 100`, `--training.steps=100`, `--compile.enable`, `--compile.no_enable`, with dashes or
+  underscores; lists are comma separated. `"none"` unsets a key that can be unset.
+- `extends = "base.toml"` at the top of a file inherits from a file beside it or from a preset; a list inherits from
+  several, later ones win.
+- `model.overrides` changes architecture fields of a flavor: `--model.overrides.n_layers=8`.
+- YAML files with the same sections and keys work too.
+- A key whose feature is not built yet is marked by `shardline config` and refused, by name, by `shardline train`.
+"""

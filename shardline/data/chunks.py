@@ -1,0 +1,207 @@
+"""Chunks: a source cut into pieces of about a megabyte, always at the same places.
+
+A chunk is a small description that travels to a worker process and turns into documents there. Preparing can stop
+after any chunk and go on with the next one later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from shardline.data.files import TEXT_SUFFIXES, file_kind
+from shardline.errors import UserError
+
+CHUNK_BYTES = 2**20
+BATCH_ROWS = 256
+
+
+class Chunk(Protocol):
+    """Documents of one piece of a source. `opens`/`closes`: whether its first/last document begins/ends in it."""
+
+    @property
+    def size(self) -> float: ...
+
+    @property
+    def opens(self) -> bool: ...
+
+    @property
+    def closes(self) -> bool: ...
+
+    def documents(self) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines of a JSONL file; `first` is the number of the first one, counted from 1."""
+
+    file: str
+    first: int
+    lines: bytes
+    field: str
+    size: int
+    opens: bool = True
+    closes: bool = True
+
+    def documents(self) -> list[str]:
+        rows = enumerate(self.lines.split(b"\n"), start=self.first)
+        return [_text_of_line(self.file, number, line, self.field) for number, line in rows if line.strip()]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text file or, of a large one, some whole lines: one document per file."""
+
+    file: str
+    text: bytes
+    size: int
+    opens: bool
+    closes: bool
+
+    def documents(self) -> list[str]:
+        try:
+            return [self.text.decode("utf-8-sig" if self.opens else "utf-8")]
+        except UnicodeDecodeError as error:
+            raise UserError(f"{self.file} is not UTF-8 text: {error}") from error
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents that are already in memory."""
+
+    texts: list[str]
+    size: float
+    opens: bool = True
+    closes: bool = True
+
+    def documents(self) -> list[str]:
+        return self.texts
+
+
+def file_chunks(file: Path, field: str) -> Iterator[Chunk]:
+    kind = file_kind(file)
+    if kind == "parquet":
+        return _parquet_chunks(file, field)
+    return _text_chunks(file) if kind in TEXT_SUFFIXES else _line_chunks(file, field)
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """The file's content, unzipped, and a function: how many bytes of the file were taken since it was last asked."""
+    with file.open("rb") as raw:
+        before = 0
+
+        def taken() -> int:
+            nonlocal before
+            before, last = raw.tell(), before
+            return before - last
+
+        yield (cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if file.suffix == ".gz" else raw), taken
+
+
+def _line_chunks(file: Path, field: str) -> Iterator[Chunk]:
+    first = 1
+    with _reading(file) as (stream, taken):
+        while piece := stream.read(CHUNK_BYTES):
+            piece += stream.readline()  # up to the end of the line
+            yield Lines(str(file), first, piece, field, taken())
+            first += piece.count(b"\n")
+
+
+def _text_chunks(file: Path) -> Iterator[Chunk]:
+    rest, opens = b"", True
+    with _reading(file) as (stream, taken):
+        while True:
+            piece = stream.read(CHUNK_BYTES)
+            last = len(piece) < CHUNK_BYTES
+            text = rest + piece
+            cut = len(text) if last else _cut(text)
+            yield Passage(str(file), text[:cut], taken(), opens, closes=last)
+            rest, opens = text[cut:], False
+            if last:
+                return
+
+
+def _cut(text: bytes) -> int:
+    """Where to cut a long text: after its last line, else before its last word, else between two characters."""
+    if line := text.rfind(b"\n") + 1:
+        return line
+    if (space := text.rfind(b" ")) > 0:
+        return space
+    at = len(text) - 1
+    while at > 1 and text[at] & 0xC0 == 0x80:  # the later bytes of a character
+        at -= 1
+    return at
+
+
+def _text_of_line(file: str, number: int, line: bytes, field: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{file}:{number}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise UserError(f"{file}:{number}: one JSON object per line is needed, got {type(row).__name__}")
+    if field not in row:
+        raise UserError(f"{file}:{number}: no field {field!r}; {fields_there(row)}")
+    return _text(row[field], file, f"line {number}", field)
+
+
+def _text(value: Any, file: str, where: str, field: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{file}, {where}: field {field!r} holds {type(value).__name__}, text is needed")
+    return value
+
+
+def fields_there(names: Iterable[str]) -> str:
+    there = ", ".join(sorted(map(str, names))) or "none"
+    return f"fields there: {there} (choose one with dataset_text_field, or --text-field in `shardline data prepare`)"
+
+
+def _parquet(file: str) -> Any:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(f"{file}: Parquet needs pyarrow: pip install shardline[parquet]") from error
+    try:
+        return parquet.ParquetFile(file)
+    except Exception as error:  # pyarrow's own errors and OSError
+        raise UserError(f"{file} cannot be read as Parquet: {error}") from error
+
+
+def _parquet_chunks(file: Path, field: str) -> Iterator[Chunk]:
+    with _parquet(str(file)) as table:
+        names, rows = table.schema_arrow.names, max(table.metadata.num_rows, 1)
+        if field not in names:
+            raise UserError(f"{file}: no column {field!r}; {fields_there(names)}")
+        batches = (batch.column(0).to_pylist() for batch in table.iter_batches(BATCH_ROWS, columns=[field]))
+        try:
+            yield from chunks_of_rows(batches, str(file), field, file.stat().st_size / rows)
+        except ValueError as error:  # what pyarrow raises for damaged pages, beside OSError
+            raise UserError(f"{file} cannot be read: {error}") from error
+
+
+def chunks_of_texts(texts: Iterable[str], cost: float | None = None) -> Iterator[Chunk]:
+    """Groups of about CHUNK_BYTES; each text counts `cost` towards the size of the source, or its length."""
+    group: list[str] = []
+    length = 0
+    for text in texts:
+        group.append(text)
+        length += len(text)
+        if length >= CHUNK_BYTES:
+            yield Texts(group, length if cost is None else cost * len(group))
+            group, length = [], 0
+    if group:
+        yield Texts(group, length if cost is None else cost * len(group))
+
+
+def chunks_of_rows(batches: Iterable[list[Any]], name: str, field: str, cost: float) -> Iterator[Chunk]:
+    rows = enumerate(itertools.chain.from_iterable(batches))
+    return chunks_of_texts((_text(row, name, f"row {number}", field) for number, row in rows), cost)

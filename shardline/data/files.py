@@ -1,0 +1,94 @@
+"""Paths as users write them: files, folders, globs and comma lists -> a sorted list of files that can be read."""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+
+from shardline.data.progress import say
+from shardline.errors import UserError
+
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")
+KNOWN = (*TEXT_SUFFIXES, *LINE_SUFFIXES, ".parquet")
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+}
+
+
+def file_kind(file: Path) -> str:
+    """The suffix that tells the format, without `.gz`; "parquet" for Parquet, "" when it is not known."""
+    suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
+    if suffix == ".parquet" and file.suffix != ".gz":
+        return "parquet"
+    return suffix if suffix in (*TEXT_SUFFIXES, *LINE_SUFFIXES) else ""
+
+
+def find_files(path: str, split: str) -> list[Path]:
+    """All files behind `path`, each once, sorted within each comma-separated item."""
+    found: dict[Path, None] = {}
+    for item in filter(None, (item.strip() for item in path.split(","))):
+        for file in _expand(item, split):
+            found[file] = None
+    if not found:
+        raise UserError(f"{path!r} names no file")
+    return list(found)
+
+
+def _expand(item: str, split: str) -> list[Path]:
+    place = Path(item).expanduser()
+    if place.is_dir():
+        return _in_folder(place, split)
+    if place.is_file():
+        files = [place]
+    else:
+        files = sorted(Path(name) for name in glob.glob(str(place), recursive=True) if Path(name).is_file())
+    if not files:
+        what = "no file matches" if glob.has_magic(item) else "there is no file or folder"
+        raise UserError(f"{what} {item!r} (a Hub dataset is named by dataset = 'owner/name')")
+    unknown = [str(file) for file in files if not file_kind(file)]
+    if unknown:
+        raise UserError(f"{unknown[0]!r}: format not known; files end in {', '.join(KNOWN)} (text and JSONL also .gz)")
+    return files
+
+
+def readable_files(folder: Path) -> list[Path]:
+    files = (file for file in folder.rglob("*") if file.is_file() and file_kind(file))
+    return sorted(file for file in files if not _hidden(file.relative_to(folder)))
+
+
+def _in_folder(folder: Path, split: str) -> list[Path]:
+    """Readable files below a folder. When every one names its split (train-0.parquet), only the wanted split's."""
+    files = readable_files(folder)
+    if not files:
+        raise UserError(f"the folder {str(folder)!r} holds no file that can be read: {', '.join(KNOWN)}")
+    splits = [_split_of(file.relative_to(folder)) for file in files]
+    if None in splits:
+        return files
+    wanted = SPLITS.get(split, split)
+    chosen = [file for file, of in zip(files, splits, strict=True) if of == wanted]
+    if not chosen:
+        there = ", ".join(sorted({str(of) for of in splits}))
+        raise UserError(f"{str(folder)!r} has no files of the split {split!r}; splits there: {there} (dataset_split)")
+    if len(chosen) < len(files):
+        say(f"{folder}: reading the {len(chosen)} files of the split {split!r} out of {len(files)}")
+    return chosen
+
+
+def _split_of(file: Path) -> str | None:
+    """The split a data file's name or folder tells; texts, one document each, carry none."""
+    if file_kind(file) in TEXT_SUFFIXES:
+        return None
+    words = re.split(r"[-_./\s]+", str(file).lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
+
+
+def _hidden(file: Path) -> bool:
+    return any(part.startswith((".", "_")) for part in file.parts)

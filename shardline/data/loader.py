@@ -1,0 +1,241 @@
+"""From the token store to batches on the device, by global sample number; optional worker processes read ahead."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from shardline.data.order import Order, micro_batches, resolve_global_batch
+from shardline.data.prepare import store_for
+from shardline.data.progress import say
+from shardline.data.store import TokenStore
+from shardline.data.tokenizer import Tokenizer, check_vocabulary
+from shardline.errors import UserError
+
+IGNORE = -100  # label of a token that is not a target
+PLAN_AHEAD = 4096  # samples whose places are computed together
+
+
+@dataclass
+class Batch:
+    """B rows of S tokens. `documents` numbers the documents within each row (block_causal only)."""
+
+    tokens: torch.Tensor  # (B, S) int64
+    labels: torch.Tensor  # (B, S) int64, IGNORE where there is no target
+    documents: torch.Tensor | None  # (B, S) int32
+    sample_ids: torch.Tensor  # (B,) int64, the global sample numbers; -1 for a padding row
+
+    def to(self, device: torch.device) -> Batch:
+        """Documents stay on the CPU: kernels that take their boundaries find them there without a device wait."""
+        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return Batch(moved.tokens, moved.labels, self.documents, moved.sample_ids)
+
+    def pin_memory(self) -> Batch:
+        """Called by DataLoader too, which pins objects of unknown type through this name."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change: Any) -> Batch:
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(change(self.tokens), change(self.labels), documents, change(self.sample_ids))
+
+
+Item = tuple[np.ndarray, np.ndarray]  # (B,) global sample numbers, -1 for padding; (B,) their first tokens
+
+
+class Samples(Dataset[Batch]):
+    """Pure function from global samples and where they start to a batch on the CPU."""
+
+    def __init__(self, store: TokenStore, order: Order, with_documents: bool) -> None:
+        self.store, self.order, self.with_documents = store, order, with_documents
+
+    def __getitem__(self, item: Item) -> Batch:
+        samples, starts = item
+        length = self.order.seq_len
+        real = samples >= 0
+        rows = np.zeros((len(samples), length + 1), dtype=np.int64)  # (B, S + 1)
+        numbers = np.zeros((len(samples), length + 1), dtype=np.int32)
+        for row in np.flatnonzero(real):
+            rows[row] = self.store.read(int(starts[row]), length + 1)
+            if self.with_documents:
+                numbers[row] = self.store.document_numbers(int(starts[row]), length + 1)
+        labels = rows[:, 1:].copy()
+        labels[numbers[:, 1:] != numbers[:, :-1]] = IGNORE  # the next document's first token is no target
+        labels[~real] = IGNORE
+        documents = torch.from_numpy(numbers[:, :-1].copy()) if self.with_documents else None
+        return Batch(
+            torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(labels), documents, torch.from_numpy(samples.copy())
+        )
+
+
+class Plan(Sampler[Item]):
+    """Which samples come next: the endless training stream from a position, or one pass over the store."""
+
+    def __init__(self) -> None:
+        self.rows: Iterator[Item] = iter(())
+
+    def __iter__(self) -> Iterator[Item]:
+        return self.rows
+
+
+class Loader:
+    """Batches of one rank. The whole state is `position`: global samples consumed so far."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        local_batch_size: int,
+        global_batch_size: int,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        options: Any,
+        start_sample: int = 0,
+    ) -> None:
+        self.samples = samples
+        self.samples_per_epoch = samples.order.samples_per_epoch
+        self.local_batch_size, self.global_batch_size = local_batch_size, global_batch_size
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self.position = start_sample
+        self._plan = Plan()
+        self._reader = _reader(samples, self._plan, options, device)
+        self._stream: Iterator[Batch] | None = None
+
+    def seek(self, position: int) -> None:
+        """Continue at this global sample, as if everything before it had been read."""
+        if position < 0:
+            raise ValueError(f"a position counts samples, got {position}")
+        self.position = position
+        self._stream = None
+
+    def step(self) -> list[Batch]:
+        """The micro-batches of the next optimizer step for this rank."""
+        if self._stream is None:
+            self._stream = self._start(self._endless())
+        count = self.global_batch_size // (self.local_batch_size * self.ranks)
+        batches = [next(self._stream).to(self.device) for _ in range(count)]
+        self.position += self.global_batch_size
+        return batches
+
+    def epoch(self, limit: int | None = None) -> Iterator[Batch]:
+        """Every sample once, in the order of the store, cut over the ranks; at most `limit` batches per rank.
+
+        All ranks get the same number of batches: rows past the end are padding without targets.
+        `position` stays; a `step` after this starts its reading ahead again.
+        """
+        self._stream = None
+        batches = self._start(self._once(limit))
+        for batch in batches:
+            yield batch.to(self.device)
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+        self._stream = None
+        self._reader = None  # the last reference: torch ends the workers and waits for them
+
+    def _start(self, rows: Iterator[Item]) -> Iterator[Batch]:
+        if self._reader is None:
+            raise RuntimeError("this loader is closed")
+        self._plan.rows = rows
+        batches = iter(self._reader)
+        return batches if self._reader.num_workers == 0 else _from_workers(batches)
+
+    def _endless(self) -> Iterator[Item]:
+        """Micro-batches from `position` on. Places of many are computed at once: it costs little more than for one."""
+        position, size = self.position, self.global_batch_size
+        steps = max(1, PLAN_AHEAD // size)
+        cut = (size, self.local_batch_size, self.rank, self.ranks)
+        while True:
+            rows = [row for step in range(steps) for row in micro_batches(position + step * size, *cut)]
+            starts = self.samples.order.starts(np.concatenate(rows)).reshape(len(rows), -1)
+            yield from zip(rows, starts, strict=True)
+            position += steps * size
+
+    def _once(self, limit: int | None) -> Iterator[Item]:
+        together = self.local_batch_size * self.ranks
+        count = math.ceil(self.samples_per_epoch / together)
+        if limit is not None and limit >= 0:
+            count = min(count, limit)
+        for number in range(count):
+            rows = micro_batches(number * together, together, self.local_batch_size, self.rank, self.ranks)[0]
+            rows = np.where(rows < self.samples_per_epoch, rows, -1)
+            yield rows, self.samples.order.sequential(np.maximum(rows, 0))
+
+
+def build_loader(
+    config: Any,
+    section: Literal["training", "validation"],
+    arch: Any,
+    tokenizer: Tokenizer,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    device: torch.device | str = "cpu",
+    start_sample: int = 0,
+) -> Loader:
+    """The loader of `[training]` or `[validation]`; prepares raw files into the cache the first time."""
+    check_vocabulary(tokenizer, arch)
+    settings = getattr(config, section)
+    wanted = settings.global_batch_size if section == "training" else -1
+    global_batch_size = resolve_global_batch(wanted, settings.local_batch_size, ranks)
+    store = store_for(config, section, tokenizer)
+    order = Order(store.tokens, settings.seq_len, config.debug.seed or 0)
+    return Loader(
+        Samples(store, order, with_documents=arch.attn_mask_type == "block_causal"),
+        local_batch_size=settings.local_batch_size,
+        global_batch_size=global_batch_size,
+        rank=rank,
+        ranks=ranks,
+        device=torch.device(device),
+        options=settings.dataloader,
+        start_sample=start_sample,
+    )
+
+
+def steps_for_epochs(loader: Loader, epochs: float, global_batch_size: int = -1) -> int:
+    """Optimizer steps that read the data `epochs` times, the last one possibly reaching into the next epoch."""
+    size = global_batch_size if global_batch_size > 0 else loader.global_batch_size
+    return math.ceil(Fraction(str(epochs)) * loader.samples_per_epoch / size)
+
+
+def _reader(samples: Samples, plan: Plan, options: Any, device: torch.device) -> DataLoader[Batch] | None:
+    """Torch's DataLoader does the reading ahead; with 0 workers it reads in place."""
+    workers = options.num_workers
+    if workers == 0 and (options.prefetch_factor is not None or options.persistent_workers):
+        say("dataloader.prefetch_factor and persistent_workers have no effect with dataloader.num_workers = 0")
+    if options.pin_memory and device.type != "cuda":
+        say(f"dataloader.pin_memory has no effect on {device.type}")
+    if workers < 0 or (options.prefetch_factor is not None and options.prefetch_factor < 1):
+        raise UserError("dataloader.num_workers must be at least 0 and dataloader.prefetch_factor at least 1")
+    return DataLoader(
+        samples,
+        batch_size=None,  # an item of the plan is a whole micro-batch
+        sampler=plan,
+        num_workers=workers,
+        prefetch_factor=(options.prefetch_factor or 2) if workers else None,
+        persistent_workers=options.persistent_workers and workers > 0,
+        pin_memory=options.pin_memory and device.type == "cuda",
+        worker_init_fn=_ignore_interrupt if workers else None,
+        generator=torch.Generator(),  # of its own: starting to read must not move the global random state
+    )
+
+
+def _from_workers(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Torch notices a dead worker, except when it dies between announcing a batch and handing it over."""
+    try:
+        yield from batches
+    except (OSError, EOFError) as error:
+        raise RuntimeError(f"a data loader worker died while handing over a batch: {error}") from error
+
+
+def _ignore_interrupt(worker: int) -> None:
+    """Ctrl-C is for the trainer, which still needs its workers until the step has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

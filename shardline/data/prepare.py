@@ -1,0 +1,273 @@
+"""Tokenize a source once into a token store: in parallel, resumable, never half there.
+
+Each finished part leaves a small note (part-00003.json) with its checksums and the number of chunks read so far.
+An interrupted run goes on after the last finished part. `store.json` comes last and makes the folder a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardline.data import store as store_files
+from shardline.data.chunks import chunks_of_texts
+from shardline.data.demo import demo_store, documents
+from shardline.data.files import file_kind
+from shardline.data.progress import Progress, say
+from shardline.data.sources import Source, fingerprint_of, open_source
+from shardline.data.store import END_TYPE, BlockWriter, Part, TokenStore, is_store, token_type
+from shardline.data.tokenizer import Tokenizer, load_tokenizer
+from shardline.data.workers import encode_all
+from shardline.errors import UserError
+
+PART_TOKENS = 64 * 2**20
+OURS = re.compile(r"(part-\d+\.(tokens|ends|json)|prepare\.json|store\.json)(\.tmp)?|\.lock")
+
+
+def prepare(
+    source: Source,
+    tokenizer: Tokenizer,
+    out: str | Path,
+    *,
+    workers: int | None = None,
+    progress: bool = True,
+    overwrite: bool = False,
+    part_tokens: int = PART_TOKENS,
+) -> TokenStore:
+    """Tokenize `source` into the folder `out`, or go on where an earlier call stopped, or find it done."""
+    out = Path(out)
+    job = {
+        "format": store_files.FORMAT,
+        "version": store_files.VERSION,
+        "dtype": token_type(tokenizer).name,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+        "source": {"name": source.name, "fingerprint": source.fingerprint},
+        "block_bytes": store_files.BLOCK_BYTES,
+    }
+    try:
+        _check_folder(out)
+        if is_store(out) and not overwrite:  # needs no lock, and no right to write
+            return _finished(out, job)
+        out.mkdir(parents=True, exist_ok=True)
+        with _lock(out):
+            if overwrite:
+                _remove_ours(out)
+            elif is_store(out):  # made by the process that held the lock
+                return _finished(out, job)
+            notes = _start(out, job)
+            _write_parts(out, source, tokenizer, notes, workers or _cores(), progress, part_tokens)
+            _finish(out, job, notes)
+    except OSError as error:
+        raise UserError(f"cannot write the token store {str(out)!r}: {error.strerror or error}") from error
+    return TokenStore.open(out)
+
+
+def command(
+    source: str,
+    out: str,
+    *,
+    tokenizer: str,
+    text_field: str = "text",
+    split: str = "train",
+    workers: int | None = None,
+    overwrite: bool = False,
+) -> int:
+    """`shardline data prepare SRC OUT`: SRC is files, a folder, a glob, a known or a Hub name."""
+    chosen = load_tokenizer(tokenizer)
+    done_before = is_store(out) and not overwrite
+    store = prepare(named_source(source, text_field, split), chosen, out, workers=workers, overwrite=overwrite)
+    if done_before:
+        print("already prepared; --overwrite would prepare it again")
+    print(f"{out}: {store.documents:,} documents, {store.tokens:,} tokens ({store.dtype.name})")
+    print(f"train on it with --training.dataset_path={out} --model.tokenizer_path={tokenizer}")
+    return 0
+
+
+def named_source(name: str, text_field: str, split: str) -> Source:
+    """What a command line names: "demo", a known name, or paths."""
+    if name == "demo":
+        section = "validation" if split == "validation" else "training"
+        texts = documents(section)
+        return Source("demo", fingerprint_of("demo", section), sum(map(len, texts)), lambda: chunks_of_texts(texts))
+    path = Path(name)
+    is_path = path.exists() or file_kind(path) or any(sign in name for sign in ",*?[") or name[0] in "./~"
+    return open_source(name, name if is_path else None, text_field=text_field, split=split)
+
+
+def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
+    """The store of `[training]` or `[validation]`: the demo, a prepared store, or raw data prepared into the cache."""
+    settings = getattr(config, section)
+    path = settings.dataset_path
+    if settings.dataset == "demo" and not path:
+        return demo_store(section, tokenizer)
+    if path and is_store(path):
+        return _check_tokenizer(TokenStore.open(path), path, tokenizer)
+    source = open_source(settings.dataset, path, text_field=settings.dataset_text_field, split=settings.dataset_split)
+    key = hashlib.sha256(f"{store_files.VERSION} {source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[
+        :20
+    ]
+    out = cache_folder(config.training.cache_folder) / "tokens" / key
+    if not is_store(out):
+        say(f"preparing {source.name} into {out} (once; later runs read it there)")
+    return prepare(source, tokenizer, out)
+
+
+def cache_folder(setting: str | None) -> Path:
+    return Path(setting or os.environ.get("SHARDLINE_CACHE") or "~/.cache/shardline").expanduser()
+
+
+def _check_tokenizer(store: TokenStore, path: str, tokenizer: Tokenizer) -> TokenStore:
+    if store.tokenizer_fingerprint != tokenizer.fingerprint:
+        made_with = store.manifest["tokenizer"]["name"]
+        raise UserError(
+            f"the token store {path!r} was prepared with the tokenizer {made_with!r}, not with {tokenizer.name!r}:"
+            f" give --model.tokenizer_path={made_with}, or prepare it again with this one"
+        )
+    return store
+
+
+def _write_parts(
+    out: Path,
+    source: Source,
+    tokenizer: Tokenizer,
+    notes: list[dict[str, Any]],
+    workers: int,
+    progress: bool,
+    part_tokens: int,
+) -> None:
+    """Append parts until the source ends; each is noted when it is safely on the disk."""
+    done = notes[-1]["chunks"] if notes else 0
+    chunks = source.chunks()
+    skipped = sum(chunk.size for chunk in itertools.islice(chunks, done))
+    with Progress(f"preparing {Path(source.name).name}", source.size, skipped, progress) as bar:
+        results = encode_all(chunks, tokenizer, workers)
+        try:
+            for first in results:
+                note = _write_part(out, len(notes), itertools.chain([first], results), part_tokens, bar)
+                note["chunks"] += notes[-1]["chunks"] if notes else 0
+                notes.append(note)
+                store_files.write_json(out / f"{note['name']}.json", note)
+        finally:
+            results.close()  # type: ignore[attr-defined]  # a generator: ends the processes
+
+
+def _write_part(out: Path, number: int, results: Iterator[Any], part_tokens: int, bar: Progress) -> dict[str, Any]:
+    name = f"part-{number:05d}"
+    part = Part(name, 0, 0)
+    tokens = BlockWriter(out / f"{name}.tokens.tmp")
+    ends = BlockWriter(out / f"{name}.ends.tmp")
+    chunks = empty = 0
+    with tokens.stream, ends.stream:
+        while part.tokens < part_tokens and (result := next(results, None)) is not None:
+            tokens.write(result.tokens)
+            ends.write((result.ends + part.tokens).astype(END_TYPE))
+            part.tokens += len(result.tokens)
+            part.documents += len(result.ends)
+            chunks, empty = chunks + 1, empty + result.empty
+            bar.advance(result.size, len(result.tokens))
+        tokens.close(out / f"{name}.tokens")
+        ends.close(out / f"{name}.ends")
+    part.token_checksums, part.end_checksums = tokens.checksums, ends.checksums
+    return asdict(part) | {"chunks": chunks, "empty": empty}
+
+
+def _start(out: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
+    """The notes of the parts that an interrupted run of the same job has finished."""
+    started = out / "prepare.json"
+    if not started.is_file():
+        store_files.write_json(started, job)
+        return []
+    if json.loads(started.read_text(encoding="utf-8")) != job:
+        raise UserError(
+            f"{str(out)!r} holds the unfinished store of another source or tokenizer: --overwrite replaces it"
+        )
+    notes: list[dict[str, Any]] = []
+    for file in sorted(out.glob("part-*.json")):
+        note = json.loads(file.read_text(encoding="utf-8"))
+        if note["name"] == f"part-{len(notes):05d}" and _whole(out, note, np.dtype(job["dtype"]).itemsize):
+            notes.append(note)
+        else:  # made again, and what came after it too
+            file.unlink()
+    if notes:
+        say(f"going on after {len(notes)} finished parts in {out}")
+    return notes
+
+
+def _whole(out: Path, note: dict[str, Any], token_bytes: int) -> bool:
+    sizes = {".tokens": note["tokens"] * token_bytes, ".ends": note["documents"] * END_TYPE.itemsize}
+    paths = {out / (note["name"] + suffix): size for suffix, size in sizes.items()}
+    return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
+
+def _finish(out: Path, job: dict[str, Any], notes: list[dict[str, Any]]) -> None:
+    fields = Part.__dataclass_fields__
+    manifest = job | {
+        "tokens": sum(note["tokens"] for note in notes),
+        "documents": sum(note["documents"] for note in notes),
+        "empty_documents": sum(note["empty"] for note in notes),
+        "parts": [{key: note[key] for key in fields} for note in notes],
+    }
+    if not manifest["documents"]:
+        raise UserError(f"{job['source']['name']!r} holds no text ({manifest['empty_documents']} empty documents)")
+    if manifest["empty_documents"]:
+        say(f"{manifest['empty_documents']:,} empty documents were left out")
+    manifest["checksum"] = store_files.manifest_checksum(manifest)
+    store_files.write_json(out / "store.json", manifest)
+    keep = {"store.json", ".lock", *(note["name"] + suffix for note in notes for suffix in (".tokens", ".ends"))}
+    _remove_ours(out, keep)
+
+
+def _finished(out: Path, job: dict[str, Any]) -> TokenStore:
+    """A store that is already there, if it is this one."""
+    store = TokenStore.open(out)
+    same = store.source_fingerprint == job["source"]["fingerprint"]
+    if not same or store.tokenizer_fingerprint != job["tokenizer"]["fingerprint"]:
+        raise UserError(f"{str(out)!r} already holds a store of another source or tokenizer: --overwrite replaces it")
+    return store
+
+
+def _check_folder(out: Path) -> None:
+    """Never write among someone's files."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{str(out)!r} is a file; give a folder for the token store")
+    foreign = [entry.name for entry in out.iterdir() if not OURS.fullmatch(entry.name)] if out.exists() else []
+    if foreign:
+        raise UserError(
+            f"{str(out)!r} holds other files ({sorted(foreign)[0]!r}); give a new folder for the token store"
+        )
+
+
+def _remove_ours(out: Path, keep: Collection[str] = (".lock",)) -> None:
+    if "store.json" not in keep:  # it goes first: what is half removed is no store
+        (out / "store.json").unlink(missing_ok=True)
+    for entry in list(out.iterdir()):
+        if OURS.fullmatch(entry.name) and entry.name not in keep:
+            entry.unlink()
+
+
+@contextlib.contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """One process prepares a folder at a time; the system frees the lock when the process ends, however it ends."""
+    with (out / ".lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is preparing {out}; waiting for it")
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+def _cores() -> int:
+    return max(1, len(os.sched_getaffinity(0)))

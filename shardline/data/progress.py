@@ -1,0 +1,75 @@
+"""Lines for the user, and a progress bar: on a terminal a bar, elsewhere a plain line now and then."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+LINE_SECONDS = 10.0
+log = logging.getLogger("shardline.data")
+
+
+def say(message: str) -> None:
+    """A line of the run's log where there is one, else on stderr: data may be prepared before any log is set up."""
+    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+        log.info(message)
+    else:
+        print(message, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Counts the size of what was read against `total` (None: not known) and the tokens that came of it."""
+
+    def __init__(self, title: str, total: float | None, done: float = 0, show: bool = True) -> None:
+        self.title, self.total, self.done, self.tokens = title, total, done, 0
+        self.started = self.last_line = time.monotonic()
+        self.show = show
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        if self.show and sys.stderr.isatty():
+            self._bar = _rich_bar()
+            self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, rate="")
+            self._bar.start()
+        return self
+
+    def advance(self, size: float, tokens: int) -> None:
+        self.done += size
+        self.tokens += tokens
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, rate=self._rate())
+        elif self.show and time.monotonic() - self.last_line > LINE_SECONDS:
+            self.last_line = time.monotonic()
+            share = f" {min(100 * self.done / self.total, 100):.0f} %," if self.total else ""
+            say(f"{self.title}:{share} {self._rate()}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self.show and error is None:
+            seconds = time.monotonic() - self.started
+            say(f"{self.title}: done in {seconds:.1f} s, {self._rate()}")
+
+    def _rate(self) -> str:
+        seconds = max(time.monotonic() - self.started, 1e-6)
+        return f"{self.tokens / 1e6:,.1f} M tokens, {self.tokens / 1e6 / seconds:,.2f} M/s"
+
+
+def _rich_bar() -> Any:
+    from rich import progress
+    from rich.console import Console
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=20),
+        progress.TaskProgressColumn(),
+        progress.TextColumn("{task.fields[rate]}"),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

@@ -1,0 +1,272 @@
+"""The token store: documents as one long row of token ids on disk, read through memory maps.
+
+FOLDER/store.json          what is inside, sizes and checksums; written last, so a folder with it is complete
+FOLDER/part-00000.tokens   token ids, uint16 or uint32, little endian
+FOLDER/part-00000.ends     where documents end: int64, counted in tokens from the start of the part
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from shardline.data.tokenizer import Tokenizer
+from shardline.errors import UserError
+
+FORMAT = "shardline token store"
+VERSION = 1
+BLOCK_BYTES = 8 * 2**20
+AGAIN = "prepare it again (--overwrite, or delete the folder first)"
+END_TYPE = np.dtype("<i8")
+
+
+@dataclass
+class Part:
+    """One pair of files: how many tokens and document ends they hold, and the CRC-32 of each block."""
+
+    name: str
+    tokens: int
+    documents: int
+    token_checksums: list[int] = field(default_factory=list)
+    end_checksums: list[int] = field(default_factory=list)
+
+
+class TokenStore:
+    """A row of tokens with document ends, from a folder (`open`) or from memory (`from_arrays`)."""
+
+    def __init__(self, folder: Path | None, dtype: str, parts: list[Part], manifest: dict[str, Any]) -> None:
+        self.folder = folder
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.parts = parts
+        self.manifest = manifest
+        self.tokens = sum(part.tokens for part in parts)
+        self.documents = sum(part.documents for part in parts)
+        self.block_bytes = int(manifest.get("block_bytes", BLOCK_BYTES))
+        self._firsts = list(np.cumsum([0] + [part.tokens for part in parts])[:-1].tolist())
+        self._arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    @classmethod
+    def from_arrays(
+        cls, tokens: np.ndarray, ends: np.ndarray, source: str = "", tokenizer: Tokenizer | None = None
+    ) -> TokenStore:
+        manifest: dict[str, Any] = {"source": {"name": source, "fingerprint": source}}
+        if tokenizer is not None:
+            manifest["tokenizer"] = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
+        store = cls(None, tokens.dtype.name, [Part("memory", len(tokens), len(ends))], manifest)
+        store._arrays[0] = (tokens, ends.astype(END_TYPE))
+        return store
+
+    @classmethod
+    def open(cls, folder: str | Path) -> TokenStore:
+        """Open a finished store; checks the manifest's own checksum and every file's size, not the contents."""
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        parts = [Part(**entry) for entry in manifest["parts"]]
+        store = cls(folder, manifest["dtype"], parts, manifest)
+        for file, size in store._files():
+            check_size(file, size)
+        return store
+
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        return str(self.manifest.get("tokenizer", {}).get("fingerprint", ""))
+
+    @property
+    def source_fingerprint(self) -> str:
+        return str(self.manifest.get("source", {}).get("fingerprint", ""))
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Tokens [start, start + count) as int64."""
+        out = np.empty(count, dtype=np.int64)
+        for part, begin, stop, at in self._pieces(start, count):
+            out[at : at + stop - begin] = self._array(part)[0][begin:stop]
+        return out
+
+    def document_numbers(self, start: int, count: int) -> np.ndarray:
+        """For each of these tokens the number of its document, counted from 0 at the first one: int32."""
+        marks = np.zeros(count + 1, dtype=np.int32)
+        for part, begin, stop, at in self._pieces(start, count):
+            ends = self._array(part)[1]
+            # An end at e makes e the first token of the next document; the very first token starts none.
+            first, last = np.searchsorted(ends, [begin if at else begin + 1, stop + 1])
+            marks[np.asarray(ends[first:last]) - begin + at] = 1
+        return np.cumsum(marks[:count], dtype=np.int32)
+
+    def verify(self) -> None:
+        """Read everything and compare it with the checksums; a damaged file is named with the byte where it starts."""
+        assert self.folder is not None, "a store in memory has no files"
+        for part in self.parts:
+            for suffix, checksums in ((".tokens", part.token_checksums), (".ends", part.end_checksums)):
+                _verify_file(self.folder / (part.name + suffix), checksums, self.block_bytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Memory maps do not travel to another process: they are opened there again."""
+        state = self.__dict__.copy()
+        if self.folder is not None:
+            state["_arrays"] = {}
+        return state
+
+    def _pieces(self, start: int, count: int) -> Iterable[tuple[int, int, int, int]]:
+        """(part, first token in it, last token + 1 in it, place in the result) for tokens [start, start + count)."""
+        if start < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens [{start}, {start + count}) of a store with {self.tokens}")
+        part = bisect.bisect_right(self._firsts, start) - 1
+        at = 0
+        while at < count:
+            begin = start + at - self._firsts[part]
+            stop = min(self.parts[part].tokens, begin + count - at)
+            if stop > begin:
+                yield part, begin, stop, at
+            at += stop - begin
+            part += 1
+
+    def _array(self, part: int) -> tuple[np.ndarray, np.ndarray]:
+        if part not in self._arrays:
+            assert self.folder is not None
+            name = self.parts[part].name
+            self._arrays[part] = (
+                _map(self.folder / f"{name}.tokens", self.dtype, self.parts[part].tokens),
+                _map(self.folder / f"{name}.ends", END_TYPE, self.parts[part].documents),
+            )
+        return self._arrays[part]
+
+    def _files(self) -> Iterable[tuple[Path, int]]:
+        assert self.folder is not None
+        for part in self.parts:
+            yield self.folder / f"{part.name}.tokens", part.tokens * self.dtype.itemsize
+            yield self.folder / f"{part.name}.ends", part.documents * END_TYPE.itemsize
+
+
+class BlockWriter:
+    """Appends to a file and keeps the CRC-32 of each full block."""
+
+    def __init__(self, file: Path, block_bytes: int = BLOCK_BYTES) -> None:
+        self.file = file
+        self.stream: BinaryIO = file.open("wb")
+        self.block_bytes = block_bytes
+        self.checksums: list[int] = []
+        self._filled = 0
+        self._crc = 0
+
+    def write(self, array: np.ndarray) -> None:
+        data = np.ascontiguousarray(array).view(np.uint8).data
+        self.stream.write(data)
+        while len(data):
+            piece = data[: self.block_bytes - self._filled]
+            self._crc = zlib.crc32(piece, self._crc)
+            self._filled += len(piece)
+            data = data[len(piece) :]
+            if self._filled == self.block_bytes:
+                self._close_block()
+
+    def close(self, final: Path) -> None:
+        """Put the file on the disk, then give it its name."""
+        if self._filled:
+            self._close_block()
+        self.stream.flush()
+        os.fsync(self.stream.fileno())
+        self.stream.close()
+        os.replace(self.file, final)
+
+    def _close_block(self) -> None:
+        self.checksums.append(self._crc)
+        self._filled = self._crc = 0
+
+
+def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
+    """The smallest type that holds every id."""
+    return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+
+
+def join_documents(
+    arrays: Sequence[np.ndarray], tokenizer: Tokenizer, opens: bool = True, closes: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[bos] tokens [eos]` one after the other, and where each document ends.
+
+    The first document may go on from an earlier call (`opens` false), the last may go on in the next (`closes` false).
+    """
+    dtype = token_type(tokenizer)
+    bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype=dtype)
+    eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype=dtype)
+    pieces = [piece for array in arrays for piece in (bos, array.astype(dtype), eos)]
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=END_TYPE)[2::3]
+    if pieces and not opens:
+        pieces[0], ends = pieces[0][:0], ends - len(bos)
+    if pieces and not closes:
+        pieces[-1], ends = pieces[-1][:0], ends[:-1]
+    return (np.concatenate(pieces) if pieces else np.empty(0, dtype)), ends
+
+
+def is_store(folder: str | Path) -> bool:
+    return (Path(folder) / "store.json").is_file()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    file = folder / "store.json"
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UserError(f"{file} is not the manifest of a token store")
+    if manifest.get("version") != VERSION:
+        raise UserError(f"{file} has version {manifest.get('version')}, this program reads {VERSION}: {AGAIN}")
+    if manifest.get("checksum") != manifest_checksum(manifest):
+        raise UserError(f"{file} is damaged (its checksum does not match): {AGAIN}")
+    return manifest
+
+
+def manifest_checksum(manifest: dict[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Write a small file so that it is either the old one or the whole new one."""
+    temporary = file.with_name(file.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        json.dump(value, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Renames reach the disk with the folder that holds them."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_size(file: Path, size: int) -> None:
+    if not file.is_file():
+        raise UserError(f"{file} is missing from the token store: {AGAIN}")
+    if file.stat().st_size != size:
+        raise UserError(f"{file} has {file.stat().st_size} bytes, its manifest says {size}: {AGAIN}")
+
+
+def _verify_file(file: Path, checksums: list[int], block_bytes: int) -> None:
+    with file.open("rb") as stream:
+        for number, expected in enumerate(checksums):
+            if zlib.crc32(stream.read(block_bytes)) != expected:
+                raise UserError(f"{file} is damaged in the block at byte {number * block_bytes}: {AGAIN}")
+        if stream.read(1):
+            raise UserError(f"{file} is longer than its manifest says: {AGAIN}")
+
+
+def _map(file: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:
+    if count == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype=dtype)
+    return np.memmap(file, dtype=dtype, mode="r", shape=(count,))

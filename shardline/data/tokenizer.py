@@ -1,0 +1,180 @@
+"""Text to token ids and back: `tokenizer.json` files, and an embedded byte tokenizer that needs no file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardline.errors import UserError
+
+BYTES = "bytes"
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<|startoftext|>")
+EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+REMEDY = "give a folder with tokenizer.json as --model.tokenizer_path=FOLDER, or --model.tokenizer_path=bytes"
+
+
+class Tokenizer(Protocol):
+    """`encode` adds no special tokens; whoever packs or prompts adds `bos_id` and `eos_id` where they exist."""
+
+    name: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, begin of document 256, end of document 257."""
+
+    name = BYTES
+    vocab_size = 258
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    fingerprint = hashlib.sha256(b"shardline byte tokenizer 1").hexdigest()[:32]
+
+    def encode(self, text: str) -> list[int]:
+        return list(_utf8(text))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(_utf8(text), dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", errors="replace")  # lone surrogates, which JSON escapes can make, become '?'
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`; begin and end of document as the files beside it name them, or by their usual names."""
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        content = file.read_bytes()
+        try:
+            self.backend = Backend.from_str(content.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{file} is not a tokenizer.json that can be read: {error}") from error
+        # A file saved with truncation or padding would cut or fill documents.
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.file = file
+        self.name = str(file.parent)
+        vocabulary = self.backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
+        self.bos_id = _special_id("bos", BOS_NAMES, file.parent, vocabulary)
+        self.eos_id = _special_id("eos", EOS_NAMES, file.parent, vocabulary)
+        special = f"{self.bos_id} {self.eos_id}".encode()
+        self.fingerprint = hashlib.sha256(content + b"\0" + special).hexdigest()[:32]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (JsonTokenizer, (self.file,))
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encodings(texts)]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in self._encodings(texts)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+    def _encodings(self, texts: Sequence[str]) -> list[Any]:
+        return self.backend.encode_batch_fast(list(texts), add_special_tokens=False)  # fast: no character offsets
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer named by "bytes", a folder that holds tokenizer.json, or that file itself."""
+    if str(path) == BYTES:
+        return ByteTokenizer()
+    file = _tokenizer_file(Path(path))
+    if file is None:
+        raise UserError(f"no tokenizer at {str(path)!r}{_what_is_there(Path(path))}: {REMEDY}")
+    return JsonTokenizer(file)
+
+
+def choose_tokenizer(config: Any) -> Tokenizer:
+    """`model.tokenizer_path`, else `model.hf_assets_path`; the demo needs neither and falls back to bytes."""
+    model, training = config.model, config.training
+    if model.tokenizer_path:
+        return load_tokenizer(model.tokenizer_path)
+    if model.hf_assets_path and _tokenizer_file(Path(model.hf_assets_path)) is not None:
+        return load_tokenizer(model.hf_assets_path)
+    if model.hf_assets_path and model.hf_assets_path != type(model).model_fields["hf_assets_path"].default:
+        there = _what_is_there(Path(model.hf_assets_path))
+        raise UserError(f"model.hf_assets_path = {model.hf_assets_path!r} holds no tokenizer{there}: {REMEDY}")
+    if training.dataset == "demo" and not training.dataset_path:
+        return ByteTokenizer()
+    raise UserError(f"training.dataset = {training.dataset!r} needs a tokenizer: {REMEDY}")
+
+
+def check_vocabulary(tokenizer: Tokenizer, arch: Any) -> None:
+    """The model must have a row for every id the tokenizer can give."""
+    if tokenizer.vocab_size > arch.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, the model has {arch.vocab_size}:"
+            f" give --model.overrides.vocab_size={tokenizer.vocab_size} (or more), or another tokenizer"
+        )
+
+
+def _tokenizer_file(path: Path) -> Path | None:
+    for file in (path / "tokenizer.json", path):
+        if file.is_file() and file.suffix == ".json":
+            return file
+    return None
+
+
+def _what_is_there(path: Path) -> str:
+    if path.name == "tokenizer.model" or (path / "tokenizer.model").is_file():
+        return " (tokenizer.model files are not read, only tokenizer.json)"
+    return " (there is no tokenizer.json in it)" if path.is_dir() else " (it is not there)"
+
+
+def _special_id(kind: str, usual: Sequence[str], folder: Path, vocabulary: dict[str, int]) -> int | None:
+    """The id of `bos` or `eos`; a null bos in tokenizer_config.json means that the tokenizer has none."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        entries = _read_json(folder / name)
+        token = entries.get(f"{kind}_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if token in vocabulary:
+            return vocabulary[token]
+        if kind == "bos" and f"{kind}_token" in entries and token is None:
+            return None
+    known = set(vocabulary.values())
+    for name in ("config.json", "generation_config.json"):
+        value = _read_json(folder / name).get(f"{kind}_token_id")
+        first = value[0] if isinstance(value, list) and value else value
+        if isinstance(first, int) and first in known:
+            return first
+    return next((vocabulary[token] for token in usual if token in vocabulary), None)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
+    return value if isinstance(value, dict) else {}

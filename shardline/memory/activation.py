@@ -1,0 +1,149 @@
+"""Activation checkpointing: what a block keeps for its backward, and what it computes again.
+
+    none            keep everything
+    full            keep each block's input, compute the block again
+    selective "2"   every 2nd block as in `full`, the others as in `none`
+    selective "op"  keep the outputs of attention and of every other matrix product, compute the rest again
+    memory_budget   the compiler chooses what to keep within a share of `none`'s memory
+
+The wrapper sits around the block's pure function, so a compiled block has it inside its graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shardline.config.schema import ActivationCheckpoint
+from shardline.errors import ConfigError
+from shardline.models.decoder import Decoder
+
+Function = Callable[..., Any]
+
+_ATTENTION_OPS = (
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_attention_math",
+)
+
+
+def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *, compiled: bool) -> list[str]:
+    """Wrap each block's function as `section` says; the returned lines say which blocks were wrapped."""
+    _set_memory_budget(section, compiled)
+    if section.mode == "none":
+        return []
+    if section.mode == "memory_budget":
+        return [
+            f"activation checkpointing (memory_budget): the compiler keeps {section.memory_budget:.0%} of activations"
+        ]
+    every, per_op = _selection(section)
+    recompute_shapes = _forced_recompute(model, section) if per_op else frozenset()
+    context = functools.partial(_per_op_contexts, recompute_shapes) if per_op else None
+    wrapped: dict[Function, Function] = {}  # one wrapper per function, so that equal blocks share one compiled graph
+    for index, block in enumerate(model.blocks()):
+        if index % every == 0:
+            if block.function not in wrapped:
+                wrapped[block.function] = _checkpointed(block.function, section, context, compiled)
+            block.function = wrapped[block.function]
+    count = -(-len(model.layers) // every)
+    kept = "attention and every other matrix product kept" if per_op else "block inputs kept"
+    return [f"activation checkpointing ({section.mode}): {count} of {len(model.layers)} blocks, {kept}"]
+
+
+def _selection(section: ActivationCheckpoint) -> tuple[int, bool]:
+    """(wrap every n-th block, choose per operation)."""
+    if section.mode == "full":
+        return 1, False
+    option = section.selective_ac_option
+    if option == "op":
+        return 1, True
+    if option.isdecimal() and int(option) > 0:
+        return int(option), False
+    raise ConfigError(
+        f'activation_checkpoint.selective_ac_option = {option!r}: expected "op" or a positive whole number'
+    )
+
+
+def _checkpointed(
+    function: Function, section: ActivationCheckpoint, context: Function | None, compiled: bool
+) -> Function:
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": section.preserve_rng_state}
+    if context is not None:
+        options["context_fn"] = context
+    if not compiled:  # the compiler decides these itself
+        options |= {
+            "determinism_check": section.determinism_check,
+            "early_stop": section.early_stop,
+            "debug": section.debug,
+        }
+
+    def run(*arguments: Any) -> Any:
+        return checkpoint(function, *arguments, **options)
+
+    return run
+
+
+def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
+    """Fresh policy state for each block and each forward: the forward and its recomputation count products alike."""
+    seen = {"forward": 0, "recompute": 0}
+
+    def policy(context: Any, op: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        if op in _kept_attention_ops():
+            return CheckpointPolicy.MUST_SAVE
+        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            if tuple(arguments[-1].shape) in recompute_shapes:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            phase = "recompute" if context.is_recompute else "forward"
+            seen[phase] += 1
+            return CheckpointPolicy.PREFER_RECOMPUTE if seen[phase] % 2 == 0 else CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@functools.cache
+def _kept_attention_ops() -> frozenset[Any]:
+    ops = {getattr(torch.ops.aten, name).default for name in _ATTENTION_OPS if hasattr(torch.ops.aten, name)}
+    ops.add(torch.ops.higher_order.flex_attention)
+    if hasattr(torch.ops, "torch_attn") and hasattr(torch.ops.torch_attn, "_varlen_attn"):
+        ops.add(torch.ops.torch_attn._varlen_attn.default)
+    return frozenset(ops)
+
+
+def _forced_recompute(model: Decoder, section: ActivationCheckpoint) -> frozenset[tuple[int, ...]]:
+    """Shapes (in, out) of the weights whose modules are named: their products are never kept."""
+    names = section.per_op_sac_force_recompute_mm_shapes_by_fqns
+    shapes: set[tuple[int, ...]] = set()
+    for wanted in names:
+        found = [
+            tuple(reversed(parameter.shape))
+            for name, parameter in model.named_parameters()
+            if wanted in name and parameter.ndim == 2
+        ]
+        if not found and wanted != "moe.router.gate":  # the default names a module that only MoE models have
+            raise ConfigError(
+                f"activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: {wanted!r} is no module here"
+            )
+        shapes.update(found)
+    return frozenset(shapes)
+
+
+def _set_memory_budget(section: ActivationCheckpoint, compiled: bool) -> None:
+    """The compiler's own switch is one per process: every build sets it, also back to keeping everything."""
+    wanted = section.mode == "memory_budget"
+    if wanted and not compiled:
+        raise ConfigError(
+            'activation_checkpoint.mode = "memory_budget" is decided by the compiler: set compile.enable = true'
+            ' with "model" in compile.components, or choose "selective"'
+        )
+    if compiled:
+        import torch._functorch.config as functorch
+
+        functorch.activation_memory_budget = section.memory_budget if wanted else 1.0
+        functorch.visualize_memory_budget_pareto = wanted and section.visualize_memory_budget_pareto

@@ -1,0 +1,351 @@
+"""Attention kernels and masks: which kernel a batch uses is decided once, outside the blocks, and travels in the mask.
+
+Letters: B batch, S sequence, H query heads, KV key and value heads, D head_dim. Queries are (B, S, H, D), keys and
+values (B, S, KV, D); query head h reads KV head h // (H / KV).
+
+Each CUDA kernel is called by its own op, so the choice is part of the traced code: a compiled graph can never be taken
+from a cache that was filled with another kernel. The ops are private to PyTorch and used in this file alone; where one
+is missing or fails its probe, the next one serves.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from shardline.config.architecture import Architecture
+from shardline.errors import UserError
+
+HALF = (torch.bfloat16, torch.float16)
+logger = logging.getLogger("shardline")
+
+
+class AttentionMask(NamedTuple):
+    """What a query may see, in the form its kernel wants. `window` counts the query itself; 0 means no window."""
+
+    kernel: str  # cudnn, flash, efficient, math, sdpa, varlen, flex
+    window: int = 0
+    allowed: Tensor | None = None  # sdpa, math: (B or 1, 1, S, S) of bool; None is causal
+    boundaries: Tensor | None = None  # varlen: (documents + 1,) of int32, first token of each document in (B * S)
+    block_mask: Any = None  # flex
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer (B, length, KV, D), filled up to `start`."""
+
+    k: Tensor
+    v: Tensor
+    start: int
+
+
+class KVCache:
+    """Keys and values of all layers for generation; `used` tokens are filled."""
+
+    def __init__(self, arch: Architecture, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        shape = (arch.n_layers, 2, batch, length, arch.n_kv_heads, arch.head_dim)
+        self.tensors = torch.zeros(shape, device=device, dtype=dtype)
+        self.used = 0
+
+    def layer(self, index: int) -> LayerCache:
+        return LayerCache(self.tensors[index, 0], self.tensors[index, 1], self.used)
+
+
+def remember(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Append this call's keys and values; return all so far."""
+    end = cache.start + k.shape[1]
+    cache.k[:, cache.start : end] = k
+    cache.v[:, cache.start : end] = v
+    return cache.k[:, :end], cache.v[:, :end]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Attention over (B, S, H, D); the result has the shape and the memory order of q."""
+    if mask.kernel == "varlen":
+        return _varlen_kernel(q, k, v, mask)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # views: (B, H, S, D)
+    return _KERNELS[mask.kernel](q, k, v, mask).transpose(1, 2)
+
+
+# Masks, one per window size, built once for a batch
+
+
+def windows(arch: Architecture) -> list[int]:
+    """The window of each layer; 0 where a layer sees everything before it."""
+    chosen = range(arch.n_layers) if arch.sliding_window_layers is None else arch.sliding_window_layers
+    return [arch.sliding_window or 0 if layer in chosen else 0 for layer in range(arch.n_layers)]
+
+
+def make_masks(
+    arch: Architecture,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    documents: Tensor | None = None,
+    cache: KVCache | None = None,
+) -> dict[int, AttentionMask]:
+    """The mask of every window size in use, for `tokens` (B, S) that will be computed in `dtype`.
+
+    `documents` (B, S) numbers each token's document and counts only under `attn_mask_type = block_causal`. It may stay
+    on the CPU: then the varlen kernel's boundaries are found without waiting for the device.
+    """
+    if arch.attn_mask_type == "causal":
+        documents = None
+    if cache is not None:
+        if documents is not None:
+            raise ValueError("a KV cache holds one document per row: call without documents")
+        return {window: _cached_mask(tokens, window, cache) for window in set(windows(arch))}
+    return {window: make_mask(arch, tokens, dtype, window, documents) for window in set(windows(arch))}
+
+
+def make_mask(
+    arch: Architecture,
+    tokens: Tensor,
+    dtype: torch.dtype,
+    window: int = 0,
+    documents: Tensor | None = None,
+    kernel: str | None = None,
+) -> AttentionMask:
+    """One mask; `kernel` forces a kernel (tests and benchmarks compare them)."""
+    length, device = tokens.shape[1], tokens.device
+    window = 0 if window >= length else window
+    plain = window == 0 and documents is None
+    kernel = kernel or choose_kernel(arch, device, dtype, plain)
+    if kernel == "varlen":
+        load_varlen()
+        return AttentionMask(kernel, window, boundaries=_boundaries(tokens, documents))
+    if kernel == "flex":
+        return AttentionMask(kernel, window, block_mask=_block_mask(tokens, window, documents))
+    if plain:
+        return AttentionMask(kernel)
+    if kernel not in ("sdpa", "math"):
+        raise ValueError(f"the {kernel} kernel knows no documents and no window")
+    places = torch.arange(length, device=device)
+    return AttentionMask(kernel, window, allowed=_allowed(places, places, window, documents))
+
+
+def check_attention(arch: Architecture, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel a run will use, for its log; or the UserError that its first batch would meet."""
+    masked = arch.attn_mask_type == "block_causal" or any(windows(arch))
+    return choose_kernel(arch, device, dtype, plain=not masked)
+
+
+def _cached_mask(tokens: Tensor, window: int, cache: KVCache) -> AttentionMask:
+    """New tokens see themselves and what the cache holds."""
+    end = cache.used + tokens.shape[1]
+    if cache.used == 0 and not 0 < window < end:
+        return AttentionMask("sdpa")
+    places = torch.arange(end, device=tokens.device)
+    return AttentionMask("sdpa", window, allowed=_allowed(places[cache.used :], places, window, None))
+
+
+def _allowed(queries: Tensor, keys: Tensor, window: int, documents: Tensor | None) -> Tensor:
+    """True where a query may see a key: (1 or B, 1, queries, keys)."""
+    distance = queries[:, None] - keys[None, :]
+    allowed = distance >= 0
+    if window:
+        allowed = allowed & (distance < window)
+    if documents is None:
+        return allowed[None, None]
+    documents = documents.to(allowed.device)
+    return (allowed & (documents[:, :, None] == documents[:, None, :]))[:, None]
+
+
+def _boundaries(tokens: Tensor, documents: Tensor | None) -> Tensor:
+    """Cumulative document lengths over the flattened batch: 0, ..., B * S."""
+    batch, length = tokens.shape
+    if documents is None:
+        return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=batch * length)
+    found = starts.to(tokens.device, torch.int32, non_blocking=True)
+    torch._dynamo.maybe_mark_dynamic(found, 0)  # its length changes with every batch; one graph serves them all
+    return found
+
+
+def _block_mask(tokens: Tensor, window: int, documents: Tensor | None) -> Any:
+    batch, length = tokens.shape
+    if documents is not None:
+        documents = documents.to(tokens.device)
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        if window:
+            seen = seen & (query - key < window)
+        if documents is not None:
+            seen = seen & (documents[b, query] == documents[b, key])
+        return seen
+
+    rows = None if documents is None else batch
+    build = _compiled(create_block_mask) if tokens.is_cuda else create_block_mask
+    return build(visible, rows, None, length, length, device=tokens.device)
+
+
+# The choice
+
+
+def choose_kernel(arch: Architecture, device: torch.device, dtype: torch.dtype, plain: bool) -> str:
+    """The kernel for this device and type; `plain` is causal over the whole sequence, without documents or window."""
+    backend = arch.attn_backend
+    if device.type != "cuda":
+        if backend in ("flex", "varlen"):
+            raise UserError(
+                f"model.overrides.attn_backend = {backend!r} needs a CUDA device and this run is on {device.type}; "
+                "'auto' and 'sdpa' give the same results here (--model.overrides.attn_backend=auto)"
+            )
+        return "sdpa"
+    if backend == "varlen":
+        reason = _no_varlen(arch.head_dim, dtype, device)
+        if reason:
+            raise UserError(
+                f"model.overrides.attn_backend = 'varlen' cannot be used: {reason}; "
+                "'flex' can (--model.overrides.attn_backend=flex)"
+            )
+        return "varlen"
+    if backend == "flex" or (backend == "auto" and not plain):
+        return "flex" if backend == "flex" or _no_varlen(arch.head_dim, dtype, device) else "varlen"
+    if plain:
+        return fastest_causal(arch.head_dim, dtype, device, torch.are_deterministic_algorithms_enabled())
+    return "sdpa"
+
+
+@functools.lru_cache
+def fastest_causal(head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool = False) -> str:
+    """cuDNN on Hopper and later, flash from Ampere on, memory-efficient for float32 and old devices.
+
+    cuDNN's backward adds up in no fixed order; flash's does when PyTorch is told to be deterministic.
+    """
+    if dtype in HALF and head_dim % 8 == 0:
+        major = torch.cuda.get_device_capability(device)[0]
+        if major >= 9 and head_dim <= 128 and not deterministic and _works("cudnn", head_dim, dtype, device):
+            return "cudnn"
+        if major >= 8 and head_dim <= 256 and _works("flash", head_dim, dtype, device):
+            return "flash"
+    return "efficient" if _works("efficient", head_dim, dtype, device) else "sdpa"
+
+
+def _works(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Run the kernel forward and backward on a small grouped-query problem; a failure is logged and gives False."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            q = torch.zeros(1, 128, 2, head_dim, dtype=dtype, device=device, requires_grad=True)
+            k = torch.zeros(1, 128, 1, head_dim, dtype=dtype, device=device, requires_grad=True)
+            attention(q, k, k, AttentionMask(kernel)).sum().backward()
+            torch.cuda.synchronize(device)
+        return True
+    except (RuntimeError, AttributeError, TypeError) as error:
+        logger.warning("attention: the %s kernel does not run here, the next one is used (%s)", kernel, error)
+        return False
+
+
+def _no_varlen(head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why the varlen kernel cannot serve; empty when it can."""
+    if dtype not in HALF:
+        return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % 8 or head_dim > 256:
+        return f"head_dim must be a multiple of 8 up to 256, not {head_dim}"
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        return "it needs a device of compute capability 8.0 or later"
+    return "" if load_varlen() else "this PyTorch has no torch.nn.attention.varlen with window_size"
+
+
+# The kernels, all on (B, H, S, D) but varlen
+
+
+def _cudnn_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
+
+
+def _flash_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+
+def _efficient_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    k, v = _for_every_head(q, k, v)
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
+
+
+def _sdpa_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """PyTorch's own choice. On CUDA grouped heads would fall to the slowest kernel: they are repeated instead."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and q.is_cuda:
+        k, v = _for_every_head(q, k, v)
+        grouped = False
+    causal = mask.allowed is None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.allowed, is_causal=causal, enable_gqa=grouped)
+
+
+def _math_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """The definition, in plain matrix products: what the other kernels are compared with."""
+    k, v = _for_every_head(q, k, v)
+    places = torch.arange(q.shape[2], device=q.device)
+    allowed = _allowed(places, places, mask.window, None) if mask.allowed is None else mask.allowed
+    scores = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).masked_fill(~allowed, float("-inf"))
+    return scores.softmax(dim=-1) @ v
+
+
+def _flex_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Compiled with the block it stands in, or else by itself: uncompiled it would build all S x S scores."""
+    alone = q.is_cuda and not torch.compiler.is_compiling()
+    flex: Any = _compiled(flex_attention) if alone else flex_attention
+    return flex(q, k, v, block_mask=mask.block_mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _varlen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """Packed documents as (B * S, H, D). The kernel counts a window without the query itself."""
+    assert _varlen is not None, "load_varlen() comes first"
+    length = q.shape[1]
+    out = _varlen(
+        *(tensor.flatten(0, 1) for tensor in (q, k, v)),
+        mask.boundaries,
+        mask.boundaries,
+        length,
+        length,
+        window_size=(mask.window - 1 if mask.window else -1, 0),
+    )
+    return out.unflatten(0, q.shape[:2])
+
+
+def _for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated for each query head."""
+    group = q.shape[1] // k.shape[1]
+    return (k, v) if group == 1 else (k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
+
+
+_KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]] = {
+    "cudnn": _cudnn_kernel,
+    "flash": _flash_kernel,
+    "efficient": _efficient_kernel,
+    "sdpa": _sdpa_kernel,
+    "math": _math_kernel,
+    "flex": _flex_kernel,
+}
+
+_varlen: Callable[..., Any] | None = None
+
+
+def load_varlen() -> bool:
+    """Import the varlen kernel when it is first wanted: it takes a second. False when this PyTorch has none for us."""
+    global _varlen
+    if _varlen is None:
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            return False
+        options = inspect.signature(varlen_attn).parameters
+        if "window_size" not in options:
+            return False
+        _varlen = functools.partial(varlen_attn, enable_gqa=True) if "enable_gqa" in options else varlen_attn
+    return True
+
+
+@functools.lru_cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)

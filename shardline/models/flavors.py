@@ -1,0 +1,126 @@
+"""Named sizes: `model.name` and `model.flavor` to an Architecture. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardline import registry
+from shardline.config.architecture import Architecture, RopeScaling, build
+from shardline.config.rules import NOT_BUILT
+from shardline.errors import ConfigError
+from shardline.models.hf_config import architecture_from_hf
+
+
+class ModelSection(Protocol):
+    """What `resolve` reads of the config's model section."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def flavor(self) -> str: ...
+    @property
+    def hf_assets_path(self) -> str: ...
+    @property
+    def overrides(self) -> Mapping[str, Any]: ...
+
+
+def _llama3(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **more: Any) -> Architecture:
+    return Architecture(
+        dim=dim,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        ffn_dim=ffn_dim,
+        rope_theta=500000.0,
+        norm_eps=1e-5,
+        family="llama",
+        **{"vocab_size": 128256, **more},
+    )
+
+
+def _qwen3(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **more: Any) -> Architecture:
+    return Architecture(
+        dim=dim,
+        n_layers=layers,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        ffn_dim=ffn_dim,
+        head_dim=128,
+        rope_theta=1000000.0,
+        norm_eps=1e-6,
+        qk_norm=True,
+        family="qwen3",
+        **{"vocab_size": 151936, "max_seq_len": 40960, **more},
+    )
+
+
+_SCALING = RopeScaling(
+    type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+_PACKED_FLEX = {"attn_backend": "flex", "attn_mask_type": "block_causal"}
+_PACKED_VARLEN = {"attn_backend": "varlen", "attn_mask_type": "block_causal"}
+
+# Llama 3.2 (1B, 3B) ties its embeddings and stretches its rotary frequencies; 8B, 70B and 405B do neither, as
+# TorchTitan has them. The published Llama 3.1 weights of those sizes do stretch: load them with model.name = "auto".
+FLAVORS: dict[str, dict[str, Architecture]] = {
+    "llama3": {
+        "debugmodel": _llama3(256, 6, 16, 16, 768, vocab_size=2048),
+        "debugmodel_flex_attn": _llama3(256, 6, 16, 16, 768, vocab_size=2048, **_PACKED_FLEX),
+        "debugmodel_varlen_attn": _llama3(256, 6, 16, 16, 768, vocab_size=2048, **_PACKED_VARLEN),
+        "1B": _llama3(2048, 16, 32, 8, 8192, rope_scaling=_SCALING, tie_word_embeddings=True),
+        "3B": _llama3(3072, 28, 24, 8, 8192, rope_scaling=_SCALING, tie_word_embeddings=True),
+        "8B": _llama3(4096, 32, 32, 8, 14336),
+        "8B_flex": _llama3(4096, 32, 32, 8, 14336, **_PACKED_FLEX),
+        "8B_varlen": _llama3(4096, 32, 32, 8, 14336, **_PACKED_VARLEN),
+        "70B": _llama3(8192, 80, 64, 8, 28672),
+        "405B": _llama3(16384, 126, 128, 8, 53248),
+    },
+    "qwen3": {
+        "debugmodel": _qwen3(256, 8, 16, 8, 3072, vocab_size=2048, max_seq_len=4096, tie_word_embeddings=True),
+        "0.6B": _qwen3(1024, 28, 16, 8, 3072, tie_word_embeddings=True),
+        "1.7B": _qwen3(2048, 28, 16, 8, 6144, tie_word_embeddings=True),
+        "4B": _qwen3(2560, 36, 32, 8, 9728, tie_word_embeddings=True),
+        "8B": _qwen3(4096, 36, 32, 8, 12288),
+        "14B": _qwen3(5120, 40, 40, 8, 17408),
+        "32B": _qwen3(5120, 64, 64, 8, 25600),
+    },
+}
+
+
+def resolve(model: ModelSection) -> Architecture:
+    """The architecture a config's model section names, with `model.overrides` applied."""
+    if model.name == "auto":
+        return architecture_from_hf(Path(model.hf_assets_path)).with_overrides(model.overrides)
+    known = {**FLAVORS.get(model.name, {}), **registry.flavors.get(model.name, {})}
+    if model.flavor in known:
+        return _architecture(model.name, model.flavor, known[model.flavor]).with_overrides(model.overrides)
+    raise ConfigError(_unknown(model.name, model.flavor, known))
+
+
+def _architecture(name: str, flavor: str, given: Any) -> Architecture:
+    """A registered flavor may be a dict of fields."""
+    if isinstance(given, Architecture):
+        return given
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"flavor {flavor!r} of {name!r} was registered as {type(given).__name__}, not as a dict")
+    try:
+        return build(given)
+    except ConfigError as error:
+        raise ConfigError(f"flavor {flavor!r} of {name!r}, as registered: {error}") from None
+
+
+def _unknown(name: str, flavor: str, known: Mapping[str, Any]) -> str:
+    needs = NOT_BUILT.get((name, flavor))
+    if needs:
+        return f"model.name = {name!r}, model.flavor = {flavor!r}: not built yet ({needs})"
+    names = sorted({*FLAVORS, *registry.flavors, "auto"})
+    if not known:
+        others = {model for model, _ in NOT_BUILT} - set(names)
+        if name in others:
+            return f"model.name = {name!r}: not built yet; models: {', '.join(names)}"
+        return f"model.name = {name!r}: no such model{registry.nearest(name, names)} (models: {', '.join(names)})"
+    same = [other for other in known if other.lower() == flavor.lower()]
+    close = f", did you mean {same[0]!r}?" if same else registry.nearest(flavor, known)
+    return f"model.flavor = {flavor!r}: {name} has no such flavor{close} (flavors: {', '.join(known)})"

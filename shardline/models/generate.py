@@ -1,0 +1,66 @@
+"""Text generation, one token at a time, with keys and values kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardline.models.attention import KVCache
+from shardline.models.decoder import Decoder
+
+
+def generate(
+    model: Decoder,
+    tokens: Sequence[int] | Tensor,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_id: int | Sequence[int] | None = None,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Yield the tokens that follow a prompt of at least one token, up to and including `eos_id`.
+
+    Temperature 0 takes the likeliest token. Otherwise draws come from a generator of `seed` on the CPU, among the
+    `top_k` likeliest tokens and the smallest set that holds `top_p` of the probability.
+    """
+    prompt = torch.as_tensor(tokens, dtype=torch.int64).flatten()
+    if prompt.numel() == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    stops = set(eos_id if isinstance(eos_id, Sequence) else [] if eos_id is None else [eos_id])
+    weight = model.tok_embeddings.weight
+    length = prompt.numel() + max_new_tokens
+    cache = KVCache(model.arch, 1, length, weight.device, model.compute_dtype or weight.dtype)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    step = prompt.to(weight.device)[None]
+    for _ in range(max_new_tokens):
+        token = _choose(_next_logits(model, step, cache), temperature, top_k, top_p, generator)
+        yield token
+        if token in stops:
+            return
+        step = torch.tensor([[token]], device=weight.device)
+
+
+@torch.no_grad()
+def _next_logits(model: Decoder, step: Tensor, cache: KVCache) -> Tensor:
+    """Logits (V,) of the token after `step` (1, new tokens), in float32 on the CPU."""
+    hidden = model.hidden(step, cache=cache)[0, -1]
+    return (model.output_weight().to(hidden.dtype) @ hidden).float().cpu()
+
+
+def _choose(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if top_p is not None and top_p < 1:
+        ordered, places = probabilities.sort(descending=True)
+        beyond = ordered.cumsum(0) - ordered >= top_p  # the likeliest token always stays
+        probabilities[places[beyond]] = 0.0
+    return int(torch.multinomial(probabilities, 1, generator=generator))

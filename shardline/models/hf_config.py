@@ -1,0 +1,326 @@
+"""Hugging Face's config.json to an Architecture and back, for the Llama, Mistral, Qwen2 and Qwen3 families. Torch-free.
+
+Whatever changes the arithmetic and is not built is refused by name. A key that a family's own model ignores is ignored
+here too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardline.config.architecture import Architecture, RopeScaling, build
+from shardline.errors import ConfigError, UserError
+
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+# What a key that config.json leaves out means, where the families differ from the common values below.
+_COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", "initializer_range": 0.02}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json as a dict."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no such file; a Hugging Face model folder has a config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    return config
+
+
+def architecture_from_hf(folder: Path) -> Architecture:
+    """The architecture of a Hugging Face model folder."""
+    try:
+        return architecture_from_dict(read_config(folder))
+    except ConfigError as error:
+        if str(folder) in str(error):
+            raise
+        raise ConfigError(f"{folder / 'config.json'}: {error}") from None
+
+
+def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
+    family = config.get("model_type")
+    if family not in CLASSES:
+        raise ConfigError(f"model_type {family!r} is not supported (supported: {', '.join(CLASSES)})")
+    merged = {**_COMMON, **_DEFAULTS[family], **config}
+    absent = [key for key in _NEEDED if not isinstance(merged.get(key), int)]
+    if absent:
+        raise ConfigError(f"{absent[0]} is {'missing' if absent[0] not in merged else 'not a whole number'}")
+    _refuse(family, merged)
+    theta, scaling = _rope(merged)
+    window, layers = _sliding(family, merged)
+    heads = merged["num_attention_heads"]
+    all_biases = bool(merged.get("attention_bias")) and family in ("llama", "qwen3")
+    return build(
+        {
+            "family": family,
+            "dim": merged["hidden_size"],
+            "n_layers": merged["num_hidden_layers"],
+            "n_heads": heads,
+            "n_kv_heads": merged.get("num_key_value_heads") or heads,
+            "head_dim": _head_dim(family, merged),
+            "ffn_dim": merged["intermediate_size"],
+            "vocab_size": merged["vocab_size"],
+            "max_seq_len": merged["max_position_embeddings"],
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "norm_eps": merged["rms_norm_eps"],
+            "qkv_bias": all_biases or family == "qwen2",
+            "out_bias": all_biases,
+            "mlp_bias": bool(merged.get("mlp_bias")) and family == "llama",
+            "qk_norm": family == "qwen3",
+            "tie_word_embeddings": bool(merged["tie_word_embeddings"]),
+            "sliding_window": window,
+            "sliding_window_layers": layers,
+            "init_std": merged["initializer_range"] or _COMMON["initializer_range"],
+        }
+    )
+
+
+def _head_dim(family: str, config: Mapping[str, Any]) -> int:
+    """Qwen2 has no head_dim of its own but honours one that is there; the others fall back to the same quotient."""
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _refuse(family: str, config: Mapping[str, Any]) -> None:
+    """Refuse what changes the arithmetic."""
+    if config["hidden_act"] not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act {config['hidden_act']!r} is not supported (supported: 'silu')")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ConfigError(f"quantization_config ({method}) is not supported; use the unquantized weights")
+    if config.get("attention_dropout"):
+        raise ConfigError(f"attention_dropout {config['attention_dropout']} is not supported (only 0.0 is)")
+    names = config.get("architectures") or []
+    if names and CLASSES[family] not in names:
+        raise ConfigError(f"architectures {names} is not supported (supported: ['{CLASSES[family]}'])")
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ConfigError("rope_parameters per layer type are not supported")
+    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ConfigError(f"partial_rotary_factor {partial} is not supported (only 1.0 is)")
+    legacy = rope.pop("type", None)
+    kind = rope.pop("rope_type", None) or legacy or "default"
+    if kind == "default":
+        return theta, None
+    readers: dict[str, Callable[[dict[str, Any], Mapping[str, Any]], RopeScaling]] = {
+        "linear": _linear,
+        "llama3": _llama3,
+        "yarn": _yarn,
+    }
+    if kind not in readers:
+        raise ConfigError(f"rope_type {kind!r} is not supported (supported: default, {', '.join(readers)})")
+    try:
+        return theta, readers[kind](rope, config)
+    except KeyError as error:
+        raise ConfigError(f"rope_type {kind!r} needs {error.args[0]}") from None
+    except ValueError as error:
+        raise ConfigError(f"rope_type {kind!r}: {error}") from None
+
+
+def _linear(rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
+    return RopeScaling(type="linear", factor=rope["factor"])
+
+
+def _llama3(rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
+    return RopeScaling(
+        type="llama3",
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position_embeddings=_original(rope, config),
+    )
+
+
+def _yarn(rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
+    original = _original(rope, config)
+    factor = rope["factor"]
+    return RopeScaling(
+        type="yarn",
+        factor=factor if factor is not None else config["max_position_embeddings"] / original,
+        original_max_position_embeddings=original,
+        attention_factor=rope.get("attention_factor"),
+        beta_fast=rope.get("beta_fast") or 32.0,
+        beta_slow=rope.get("beta_slow") or 1.0,
+        mscale=rope.get("mscale"),
+        mscale_all_dim=rope.get("mscale_all_dim"),
+        truncate=rope.get("truncate", True),
+    )
+
+
+def _original(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """A top-level value comes first, as it does in transformers."""
+    outside = config.get("original_max_position_embeddings")
+    return outside or rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+
+
+def _sliding(family: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
+    """The window and the layers that use it; (None, None) without one."""
+    window = config.get("sliding_window")
+    if family == "llama" or window is None:
+        return None, None
+    if family == "mistral":
+        return window, None
+    if not config.get("use_sliding_window", False):
+        return None, None
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        chosen = tuple(range(min(first, layers), layers))
+    else:
+        strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        if strange or len(kinds) != layers:
+            raise ConfigError(f"layer_types must name {layers} layers, full_attention or sliding_attention {strange}")
+        chosen = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+    if not chosen:
+        return None, None
+    return window, None if len(chosen) == layers else chosen
+
+
+# Writing
+
+
+def export_family(arch: Architecture) -> str:
+    """The family whose Hugging Face model computes exactly this; its own first."""
+    for family in (arch.family, *(name for name in CLASSES if name != arch.family)):
+        if not _obstacles(arch, family):
+            return family
+    raise UserError(
+        "no Hugging Face model computes this architecture: "
+        + "; ".join(f"{CLASSES[family]} {_obstacles(arch, family)[0]}" for family in CLASSES)
+    )
+
+
+def _obstacles(arch: Architecture, family: str) -> list[str]:
+    """Why a family's model cannot hold the architecture."""
+    every_bias, no_bias = arch.qkv_bias and arch.out_bias, not (arch.qkv_bias or arch.out_bias)
+    only_qkv = arch.qkv_bias and not arch.out_bias
+    part = arch.sliding_window_layers is not None
+    rules: dict[str, list[tuple[bool, str]]] = {
+        "llama": [
+            (arch.qk_norm, "has no QK norm"),
+            (arch.sliding_window is not None, "has no sliding window"),
+            (not (every_bias or no_bias), "has biases on all attention projections or on none"),
+            (arch.dim % arch.n_heads != 0, "needs dim divisible by n_heads"),
+        ],
+        "mistral": [
+            (arch.qk_norm, "has no QK norm"),
+            (arch.mlp_bias or not no_bias, "has no biases"),
+            (arch.sliding_window is not None and part, "has one window for all layers"),
+        ],
+        "qwen2": [
+            (arch.qk_norm, "has no QK norm"),
+            (arch.mlp_bias, "has no feed-forward bias"),
+            (not only_qkv, "has biases on query, key and value alone"),
+        ],
+        "qwen3": [
+            (not arch.qk_norm, "always has QK norm"),
+            (arch.mlp_bias, "has no feed-forward bias"),
+            (not (every_bias or no_bias), "has biases on all attention projections or on none"),
+        ],
+    }
+    return [text for broken, text in rules[family] if broken]
+
+
+def hf_config(
+    arch: Architecture,
+    dtype: str = "float32",
+    bos_token_id: int | None = None,
+    eos_token_id: int | list[int] | None = None,
+) -> dict[str, Any]:
+    """The config.json that makes transformers compute this architecture; reads back to the same one."""
+    family = export_family(arch)
+    config: dict[str, Any] = {
+        "architectures": [CLASSES[family]],
+        "model_type": family,
+        "hidden_size": arch.dim,
+        "num_hidden_layers": arch.n_layers,
+        "num_attention_heads": arch.n_heads,
+        "num_key_value_heads": arch.n_kv_heads,
+        "head_dim": arch.head_dim,
+        "intermediate_size": arch.ffn_dim,
+        "vocab_size": arch.vocab_size,
+        "max_position_embeddings": arch.max_seq_len,
+        "rms_norm_eps": arch.norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": arch.tie_word_embeddings,
+        "initializer_range": arch.init_std,
+        "attention_dropout": 0.0,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "use_cache": True,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        **_rope_keys(arch),
+    }
+    if family in ("llama", "qwen3"):
+        config["attention_bias"] = arch.qkv_bias
+    if family == "llama":
+        config["mlp_bias"] = arch.mlp_bias
+    if family in ("mistral", "qwen2", "qwen3"):
+        config.update(_window_keys(arch, family))
+    return config
+
+
+def _rope_keys(arch: Architecture) -> dict[str, Any]:
+    """Both layouts: transformers 5 reads `rope_parameters`, older ones the other two."""
+    if arch.rope_scaling is None:
+        scaling = None
+    else:
+        fields = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
+        yarn = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+        kept = fields.get(arch.rope_scaling.type, yarn)
+        values = {name: getattr(arch.rope_scaling, name) for name in kept}
+        scaling = {"rope_type": arch.rope_scaling.type, **{k: v for k, v in values.items() if v is not None}}
+        if arch.rope_scaling.type != "linear":
+            original = arch.rope_scaling.original_max_position_embeddings or arch.max_seq_len
+            scaling["original_max_position_embeddings"] = original
+    parameters = {"rope_theta": arch.rope_theta, **(scaling or {"rope_type": "default"})}
+    return {"rope_theta": arch.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
+
+
+def _window_keys(arch: Architecture, family: str) -> dict[str, Any]:
+    if family == "mistral":
+        return {"sliding_window": arch.sliding_window}
+    if arch.sliding_window is None:
+        return {"use_sliding_window": False, "sliding_window": None}
+    chosen = range(arch.n_layers) if arch.sliding_window_layers is None else arch.sliding_window_layers
+    kinds = ["sliding_attention" if layer in chosen else "full_attention" for layer in range(arch.n_layers)]
+    # Older versions know a first layer only; where the layers are no such tail, layer_types alone says it.
+    first = min(chosen, default=arch.n_layers)
+    return {
+        "use_sliding_window": True,
+        "sliding_window": arch.sliding_window,
+        "max_window_layers": first,
+        "layer_types": kinds,
+    }

@@ -1,0 +1,100 @@
+"""Rotary position embedding: inverse frequencies for every scaling, tables of cosines and sines, the rotation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardline.config.architecture import Architecture, RopeScaling
+
+
+def inverse_frequencies(arch: Architecture) -> tuple[Tensor, float]:
+    """Frequencies (D/2,) in float32 on the CPU, and the factor by which cosines and sines are multiplied.
+
+    The default device is overruled: a model built under `torch.device("meta")` still needs real numbers here.
+    """
+    plain = _powers(arch).reciprocal()
+    scaling = arch.rope_scaling
+    if scaling is None:
+        return plain, 1.0
+    return _SCALINGS[scaling.type](arch, scaling, plain)
+
+
+def rope_tables(arch: Architecture, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (..., S, D/2) in float32 of `positions` (..., S)."""
+    frequencies, factor = inverse_frequencies(arch)
+    angles = positions.unsqueeze(-1).float() * frequencies.to(positions.device)
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end; dimension i pairs with i + D/2.
+
+    Done in float32 whatever the type of x: the cast costs nothing once compiled, and positions far out stay exact.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _powers(arch: Architecture) -> Tensor:
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64, device="cpu").float() / arch.head_dim
+    return torch.as_tensor(arch.rope_theta**exponents)
+
+
+def _linear(arch: Architecture, scaling: RopeScaling, plain: Tensor) -> tuple[Tensor, float]:
+    return plain / scaling.factor, 1.0
+
+
+def _llama3(arch: Architecture, scaling: RopeScaling, plain: Tensor) -> tuple[Tensor, float]:
+    """Long waves are stretched by `factor`, short ones kept, those between are blended."""
+    original = scaling.original_max_position_embeddings or arch.max_seq_len
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    wavelength = 2 * math.pi / plain
+    stretched = torch.where(wavelength > original / low, plain / scaling.factor, plain)
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * stretched / scaling.factor + blend * stretched
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(between, blended, stretched), 1.0
+
+
+def _yarn(arch: Architecture, scaling: RopeScaling, plain: Tensor) -> tuple[Tensor, float]:
+    """A ramp over the dimensions from kept (fast) to stretched (slow) frequencies; cos and sin grow by the factor."""
+    original = scaling.original_max_position_embeddings or arch.max_seq_len
+    low = _dimension_of(scaling.beta_fast, arch, original)
+    high = _dimension_of(scaling.beta_slow, arch, original)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, arch.head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = torch.arange(arch.head_dim // 2, dtype=torch.float32, device="cpu")
+    keep = 1 - ((ramp - low) / (high - low)).clamp(0, 1)
+    stretched = 1.0 / (scaling.factor * _powers(arch))
+    return stretched * (1 - keep) + plain * keep, _yarn_attention_factor(scaling)
+
+
+def _dimension_of(rotations: float, arch: Architecture, original: int) -> float:
+    """The dimension that turns `rotations` times within the original context."""
+    return arch.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(arch.rope_theta))
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+    return _mscale(scaling.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+_SCALINGS: dict[str, Callable[[Architecture, RopeScaling, Tensor], tuple[Tensor, float]]] = {
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

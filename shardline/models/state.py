@@ -1,0 +1,65 @@
+"""The model's state under its logical names: what checkpoints and Hugging Face files see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shardline.errors import UserError
+from shardline.models.decoder import Decoder
+from shardline.models.fused import fuse, logical_names, unfuse
+
+
+def logical_state(model: Decoder) -> dict[str, Tensor]:
+    """Every parameter, detached and unfused. Parts of fused weights are copies, the rest share the model's memory."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        for part, tensor in unfuse(model.arch, name, parameter.detach()).items():
+            state[part] = tensor if part == name else _own(tensor)
+    return state
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own: with a single KV head a part is a view of the fused weight."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Copy logical tensors into the model, one parameter at a time; `tensors` may read lazily.
+
+    With `strict` every name must be there and none besides; without it parameters whose tensors are absent keep their
+    values, but a fused weight is never filled in part.
+    """
+    wanted = {name: logical_names(model.arch, name) for name, _ in model.named_parameters()}
+    present = set(tensors)
+    missing = [part for parts in wanted.values() for part in parts if part not in present]
+    unexpected = sorted(present - {part for parts in wanted.values() for part in parts})
+    if strict and (missing or unexpected):
+        raise UserError(_difference(missing, unexpected))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            found = [part for part in wanted[name] if part in present]
+            if not found:
+                continue
+            if len(found) < len(wanted[name]):
+                raise UserError(f"{name} needs {', '.join(wanted[name])}; only {', '.join(found)} is there")
+            _copy(model, name, parameter, {part: tensors[part] for part in found})
+
+
+def _copy(model: Decoder, name: str, parameter: Tensor, parts: dict[str, Tensor]) -> None:
+    shapes = {part: tuple(tensor.shape) for part, tensor in unfuse(model.arch, name, parameter).items()}
+    for part, tensor in parts.items():
+        if tuple(tensor.shape) != shapes[part]:
+            raise UserError(f"{part} has shape {tuple(tensor.shape)}, the model wants {shapes[part]}")
+    parameter.copy_(fuse(model.arch, name, parts))
+
+
+def _difference(missing: list[str], unexpected: list[str]) -> str:
+    lines = []
+    for word, names in (("missing", missing), ("unexpected", unexpected)):
+        if names:
+            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+            lines.append(f"{word}: {', '.join(names[:8])}{more}")
+    return "the tensors do not fit the model; " + "; ".join(lines)

@@ -1,0 +1,50 @@
+"""Mixed precision: the types that parameters are stored in, blocks compute in and gradients are summed in.
+
+The same three types mean the same on one device and on many: a weight is stored (and updated) in `storage`, rounded
+to `compute` where it is used, and its gradient comes back in `storage` before anything is summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardline.config.schema import Config
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    storage: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    notes: tuple[str, ...] = ()
+
+
+def choose_precision(config: Config, device: torch.device, has_bfloat16: bool) -> Precision:
+    """The types this run uses on this device; `notes` says where they differ from what the config names."""
+    storage = DTYPES[config.training.dtype]
+    compute = DTYPES[config.training.mixed_precision_param]
+    notes = []
+    if not config.is_set("training.mixed_precision_param") and device.type == "cpu" and compute != storage:
+        compute = storage
+        notes.append(
+            f"computing in {_name(storage)} on CPU; --training.mixed_precision_param=bfloat16 changes that (slower)"
+        )
+    if not has_bfloat16 and torch.bfloat16 in (storage, compute):
+        storage = compute = torch.float32
+        notes.append(f"{device} has no bfloat16: storing and computing in float32 instead")
+    return Precision(storage, compute, DTYPES[config.training.mixed_precision_reduce], tuple(notes))
+
+
+def apply_precision(model: nn.Module, precision: Precision) -> None:
+    """Store parameters in `storage`; blocks compute in the type of the embedding's output, which is `compute`."""
+    model.to(dtype=precision.storage)
+    model.compute_dtype = precision.compute  # type: ignore[assignment]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

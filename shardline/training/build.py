@@ -1,0 +1,49 @@
+"""From a config to a model with weights on a device, and the process-wide switches a run sets first."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+
+from shardline.config.architecture import Architecture
+from shardline.config.schema import Config
+from shardline.models.decoder import Decoder
+from shardline.parallel.apply import apply
+from shardline.precision.mixed import Precision, apply_precision
+
+
+def seed_of(config: Config) -> int:
+    return config.debug.seed or 0
+
+
+def set_determinism(config: Config, device: torch.device) -> None:
+    """Seed every generator; with `debug.deterministic`, also refuse operations whose result may vary."""
+    seed = seed_of(config)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    deterministic = config.debug.deterministic
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
+    torch.use_deterministic_algorithms(deterministic, warn_only=config.debug.deterministic_warn_only)
+    if device.type == "cuda":
+        torch.backends.cudnn.deterministic = deterministic
+        torch.backends.cudnn.benchmark = False
+
+
+def build_model(arch: Architecture, device: torch.device, precision: Precision) -> Decoder:
+    """A model whose parameters have storage on `device` but no values yet."""
+    with torch.device("meta"):
+        model = Decoder(arch)
+    apply_precision(model, precision)
+    model.to_empty(device=device)
+    model.train()
+    return model
+
+
+def transform_model(model: Decoder, config: Config) -> list[str]:
+    """Apply checkpointing and compile to a model that has its weights; returns lines that say what was done."""
+    return apply(model, config)

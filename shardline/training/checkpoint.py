@@ -1,0 +1,266 @@
+"""Checkpoints: one safetensors file and a JSON manifest per saved step, published by a rename. No pickle.
+
+    checkpoint/step-200/manifest.json      format, step, kind, architecture, trainer state, checksums of the file
+    checkpoint/step-200/state.safetensors  model/<name>, optimizer/<kind>/<name>, all under unfused names
+
+A folder is written as `step-200.partial` and renamed when everything in it is on disk, so a crash leaves either a whole
+checkpoint or one that is recognised as broken. `kind` is "full" (can be resumed) or "model" (weights only).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from shardline.config.architecture import Architecture
+from shardline.errors import UserError
+from shardline.models.decoder import Decoder
+from shardline.models.fused import fuse, logical_names, unfuse
+from shardline.models.state import load_logical_state
+from shardline.training.optimizer import load_optimizer_state, optimizer_state
+from shardline.training.tensor_file import Entry, verify_file, write_tensors
+
+FORMAT = "shardline-checkpoint"
+STATE_FILE = "state.safetensors"
+Kind = Literal["full", "model"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk whose manifest reads well; its tensors are checked when they are loaded."""
+
+    path: Path
+    step: int
+    kind: Kind
+    architecture: Architecture
+    trainer: dict[str, Any]
+    files: dict[str, Any]
+
+    def verify(self) -> None:
+        for name, recorded in self.files.items():
+            verify_file(self.path / name, recorded)
+
+    def tensors(self, prefix: str) -> TensorView:
+        return TensorView(self.path / STATE_FILE, prefix)
+
+
+class TensorView(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file whose names start with `prefix`, read one at a time."""
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self._file, self._prefix = safe_open(path, framework="pt"), prefix
+        self._names = [name.removeprefix(prefix) for name in self._file.keys() if name.startswith(prefix)]  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: torch.Tensor = self._file.get_tensor(self._prefix + name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def model_entries(model: Decoder, dtype: torch.dtype | None = None) -> list[Entry]:
+    """The model under unfused names; tied weights appear once, under the embedding's name."""
+    entries = []
+    for name, parameter in model.named_parameters():
+        entries += _unfused_entries(model.arch, "model/", name, parameter.detach(), dtype)
+    return entries
+
+
+def optimizer_entries(model: Decoder, optimizer: torch.optim.Optimizer) -> list[Entry]:
+    """Optimizer state under `optimizer/<kind>/<unfused name>`; scalars are repeated under each name."""
+    parameters = dict(model.named_parameters())
+    entries = []
+    for key, tensor in optimizer_state(optimizer, model).items():
+        kind, name = key.split(".", 1)
+        if tensor.shape == parameters[name].shape:
+            entries += _unfused_entries(model.arch, f"optimizer/{kind}/", name, tensor)
+        else:
+            entries += [
+                Entry(f"optimizer/{kind}/{part}", tuple(tensor.shape), tensor.dtype, lambda t=tensor: t)  # type: ignore[misc]
+                for part in logical_names(model.arch, name)
+            ]
+    return entries
+
+
+def _unfused_entries(
+    arch: Architecture, prefix: str, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None
+) -> list[Entry]:
+    shapes = {part: tuple(view.shape) for part, view in unfuse(arch, name, tensor.to("meta")).items()}
+    return [
+        Entry(prefix + part, shape, dtype or tensor.dtype, lambda part=part: unfuse(arch, name, tensor)[part])  # type: ignore[misc]
+        for part, shape in shapes.items()
+    ]
+
+
+def load_model(saved: Saved, model: Decoder) -> None:
+    load_logical_state(model, saved.tensors("model/"))
+
+
+def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """Fuse the saved rows again and hand them to the optimizer."""
+    view = saved.tensors("optimizer/")
+    kinds = sorted({name.split("/", 1)[0] for name in view})
+    state = {}
+    for name, parameter in model.named_parameters():
+        names = logical_names(model.arch, name)
+        for kind in kinds:
+            parts = {part: view[f"{kind}/{part}"] for part in names if f"{kind}/{part}" in view}
+            if len(parts) < len(names):
+                continue
+            whole = sum(part.numel() for part in parts.values()) == parameter.numel()
+            state[f"{kind}.{name}"] = fuse(model.arch, name, parts) if whole else parts[names[0]]
+    load_optimizer_state(optimizer, model, state)
+
+
+def save_checkpoint(
+    folder: Path, step: int, kind: Kind, architecture: Architecture, trainer: dict[str, Any], entries: list[Entry]
+) -> Path:
+    """Write `folder/step-N` so that it appears whole or not at all."""
+    final = folder / f"step-{step}"
+    partial = folder / f"step-{step}.partial"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        files = {STATE_FILE: write_tensors(partial / STATE_FILE, entries)}
+        publish(partial, final, manifest(step, kind, architecture, trainer, files))
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(
+            f"checkpoint {final} was not saved: {error.strerror or error}; earlier ones are intact"
+        ) from error
+    return final
+
+
+def manifest(
+    step: int, kind: Kind, architecture: Architecture, trainer: dict[str, Any], files: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "step": step,
+        "kind": kind,
+        "architecture": architecture.model_dump(mode="json"),
+        "trainer": trainer,
+        "files": files,
+    }
+
+
+def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
+    """Add the manifest to `partial`, make everything durable and rename it to `final`."""
+    with open(partial / "manifest.json", "w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(partial)
+    if final.exists():
+        replaced = final.with_name(final.name + ".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+        partial.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        partial.rename(final)
+    _sync_folder(final.parent)
+
+
+def read_checkpoint(path: Path) -> Saved:
+    """Read a step folder's manifest; a folder that is no whole checkpoint is a `UserError`."""
+    try:
+        content = json.loads((path / "manifest.json").read_text())
+        if content["format"] != FORMAT or content["version"] != 1:
+            raise UserError(f"{path}: format {content['format']!r} version {content['version']!r} is not readable here")
+        architecture = Architecture.model_validate(content["architecture"])
+        return Saved(path, content["step"], content["kind"], architecture, content["trainer"], content["files"])
+    except FileNotFoundError:
+        raise UserError(f"{path} is not a checkpoint: it has no manifest.json") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}/manifest.json cannot be read: {error}") from error
+
+
+def list_checkpoints(folder: Path) -> list[Saved]:
+    """Every whole checkpoint under `folder`, oldest first; broken and unfinished ones are left out."""
+    found = []
+    for path in folder.glob("step-*") if folder.is_dir() else []:
+        if re.fullmatch(r"step-\d+", path.name):
+            try:
+                found.append(read_checkpoint(path))
+            except UserError:
+                continue
+    return sorted(found, key=lambda saved: saved.step)
+
+
+def find_checkpoint(path: Path, step: int = -1) -> Saved:
+    """The checkpoint that `path` means: a step folder, a run folder or a checkpoint folder (its newest, or `step`)."""
+    if (path / "manifest.json").is_file():
+        return read_checkpoint(path)
+    for folder in (path / "checkpoint", path):
+        every = [saved for saved in list_checkpoints(folder) if step in (-1, saved.step)]
+        if every:
+            return every[-1]
+    wanted = "no checkpoint" if step == -1 else f"no checkpoint of step {step}"
+    raise UserError(f"{path} holds {wanted}" if path.exists() else f"{path} does not exist")
+
+
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Remove all but the newest `keep` (0: keep all), never the newest one that can be resumed."""
+    every = list_checkpoints(folder)
+    resumable = [saved for saved in every if saved.kind == "full"][-1:]
+    doomed = [saved.path for saved in every[:-keep] if saved not in resumable] if keep > 0 else []
+    for path in doomed:
+        shutil.rmtree(path, ignore_errors=True)
+    return doomed
+
+
+def same_model(a: Architecture, b: Architecture) -> list[str]:
+    """Names of the fields in which two architectures compute something different."""
+    free = {"attn_backend", "init_std", "max_seq_len"}
+    return [name for name in type(a).model_fields if name not in free and getattr(a, name) != getattr(b, name)]
+
+
+def rng_state() -> dict[str, Any]:
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": bytes(torch.get_rng_state().numpy()).hex(),
+        "cuda": bytes(torch.cuda.get_rng_state().numpy()).hex() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(_byte_tensor(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+
+
+def _byte_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

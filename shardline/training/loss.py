@@ -1,0 +1,213 @@
+"""Cross entropy of the output head, computed in chunks of tokens: the float32 logits never exist as a whole.
+
+Shapes: B batch, S sequence, T = B * S tokens, C tokens of one chunk, V vocabulary.
+
+    hidden (T, dim) --chunk--> (C, dim) @ weight.T (dim, V) -> logits (C, V) -> losses (C,), dlogits (C, V)
+                                                               dlogits @ weight     -> grad_hidden[chunk]
+                                                               dlogits.T @ hidden   -> grad_weight +=
+
+The gradients are made in the forward pass, while a chunk's logits are at hand, so the head's product is not computed a
+second time; backward only multiplies them by the incoming gradient.
+
+A vocabulary-parallel head, where each rank holds columns of V, needs its own `Losses` (maximum and sum of exponentials
+all-reduced between `_statistics` and `_write_gradient`, targets looked up only where they are held) and a sum of
+grad_hidden over the ranks. The walk over the chunks, the masks and the accumulation stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+
+# Logits of one chunk. Larger chunks read and write grad_weight less often, smaller ones hold less memory.
+CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+SMALLEST_CHUNK = 128
+# Eager elementwise work runs over slices of a chunk, so its float32 copies stay this small: on a CPU they fit into the
+# cache, on a GPU they are large enough to keep it busy.
+SLICE_BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
+
+
+def count_targets(labels: Tensor) -> Tensor:
+    """Number of valid targets, a 0-d int64 tensor on the labels' device; the scale is 1 / max(1, global count)."""
+    return (labels != IGNORE).sum()
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    scale: Tensor | float,
+    chunk_tokens: int = 0,
+    compiled: bool = False,
+    backend: str = "inductor",
+) -> Tensor:
+    """scale * sum of -log p(label) over the targets: hidden (B, S, dim), weight (V, dim), labels (B, S), IGNORE = none.
+
+    Products run in hidden's dtype, the softmax in float32. The gradient of a float32 weight is accumulated in float32
+    whatever hidden's dtype, that of a bfloat16 weight in bfloat16. `chunk_tokens` 0 is chosen from V.
+    """
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    labels = labels.reshape(-1)
+    if labels.shape[0] != hidden.shape[0]:
+        raise ValueError(f"{labels.shape[0]} labels for {hidden.shape[0]} tokens of hidden states")
+    if hidden.shape[0] == 0:
+        raise ValueError("a loss over no tokens")
+    size = chunk_tokens or choose_chunk_tokens(hidden, weight.shape[0])
+    losses = _compiled_losses(backend) if compiled else _chunk_losses
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _CrossEntropy.apply(hidden, weight, labels, scale, size, losses)
+    total, _, _ = _walk(hidden, weight, labels, size, losses, for_hidden=False, for_weight=False)
+    return total * scale
+
+
+def choose_chunk_tokens(hidden: Tensor, vocabulary: int) -> int:
+    """Tokens per chunk: a multiple of 128, chunks of nearly equal size, each about the byte limit of its device."""
+    tokens = hidden.shape[0]
+    most = max(SMALLEST_CHUNK, CHUNK_BYTES[hidden.device.type] // (vocabulary * hidden.element_size()))
+    chunks = max(1, math.ceil(tokens / most))
+    return max(1, math.ceil(tokens / chunks / SMALLEST_CHUNK)) * SMALLEST_CHUNK
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """(T, dim), (V, dim), (T,) -> scalar; saves the two gradients instead of what would be needed to compute them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scale: Tensor | float,
+        chunk_tokens: int,
+        losses: Losses,
+    ) -> Tensor:
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        total, grad_hidden, grad_weight = _walk(
+            hidden, weight, labels, chunk_tokens, losses, for_hidden=for_hidden, for_weight=for_weight
+        )
+        ctx.scale = scale
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        return total * scale
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        # In place, because grad_weight can be gigabytes; not when the graph is kept for another backward.
+        multiply = torch.mul if _graph_is_kept() else Tensor.mul_
+        factor = grad_output * ctx.scale
+        gradients = [None if saved is None else multiply(saved, factor.to(saved.dtype)) for saved in ctx.saved_tensors]
+        return (*gradients, None, None, None, None)
+
+
+def _walk(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    losses: Losses,
+    *,
+    for_hidden: bool,
+    for_weight: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Sum of the losses, and the gradients of that sum that were asked for."""
+    tokens = hidden.shape[0]
+    head = weight.to(hidden.dtype)
+    buffer = hidden.new_empty(min(tokens, chunk_tokens), weight.shape[0])
+    per_token = hidden.new_empty(tokens, dtype=_wide(hidden.dtype))
+    grad_hidden = hidden.new_empty(hidden.shape) if for_hidden else None
+    grad_weight = weight.new_empty(weight.shape) if for_weight else None
+    for rows in _chunks(tokens, chunk_tokens):
+        valid = labels[rows] != IGNORE
+        target = torch.where(valid, labels[rows], 0)
+        # Rows without a target become zeros: they add nothing to grad_weight, whatever stood in them.
+        inputs = torch.where(valid[:, None], hidden[rows], 0)  # (C, dim)
+        logits = torch.mm(inputs, head.T, out=buffer[: valid.shape[0]])  # (C, V)
+        per_token[rows] = torch.where(valid, losses(logits, target, for_hidden or for_weight), 0)
+        if grad_hidden is not None:
+            torch.mm(logits, head, out=grad_hidden[rows]).masked_fill_(~valid[:, None], 0)
+        if grad_weight is not None:
+            _add_product(grad_weight, logits.T, inputs, keep=rows.start > 0)
+    return per_token.sum(), grad_hidden, grad_weight
+
+
+# (logits (C, V), target (C,), gradient wanted) -> losses (C,); with gradient, dlogits take the place of the logits
+Losses = Callable[[Tensor, Tensor, bool], Tensor]
+
+
+def _chunk_losses(logits: Tensor, target: Tensor, gradient: bool) -> Tensor:
+    """The eager form: slices of rows, so that the float32 log probabilities of only one slice exist."""
+    losses = []
+    slice_rows = max(1, SLICE_BYTES[logits.device.type] // (4 * logits.shape[1]))
+    for rows in _chunks(logits.shape[0], slice_rows):
+        index = target[rows, None]
+        log_p = torch.log_softmax(logits[rows], 1, dtype=_wide(logits.dtype))  # (slice, V)
+        loss = -log_p.gather(1, index)
+        if gradient:
+            torch.exp(log_p, out=logits[rows])
+            # p - 1 of the target without cancellation: rounding p first would lose it where the model is sure
+            logits[rows].scatter_(1, index, torch.expm1(-loss).to(logits.dtype))
+        losses.append(loss.squeeze(1))
+    return torch.cat(losses)
+
+
+def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, log of the sum of exponentials below it, and loss of each row: (C, 1) each."""
+    wide = logits.to(_wide(logits.dtype))
+    peak = wide.amax(1, keepdim=True)
+    log_sum = (wide - peak).exp().sum(1, keepdim=True).log()
+    return peak, log_sum, log_sum - (wide.gather(1, target[:, None]) - peak)
+
+
+def _write_gradient(logits: Tensor, target: Tensor, peak: Tensor, log_sum: Tensor, loss: Tensor) -> None:
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    probability = (logits.to(_wide(logits.dtype)) - peak - log_sum).exp()
+    logits.copy_(torch.where(columns == target[:, None], torch.expm1(-loss), probability))
+
+
+@functools.cache
+def _compiled_losses(backend: str) -> Losses:
+    """The compiled form, in two functions: as one, the compiler writes dlogits elsewhere and copies them back."""
+    statistics = torch.compile(_statistics, backend=backend)
+    write_gradient = torch.compile(_write_gradient, backend=backend)
+
+    def losses(logits: Tensor, target: Tensor, gradient: bool) -> Tensor:
+        peak, log_sum, loss = statistics(logits, target)
+        if gradient:
+            write_gradient(logits, target, peak, log_sum, loss)
+        return loss.squeeze(1)
+
+    return losses
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) -> None:
+    """total (V, dim) = (total if keep else 0) + left (V, C) @ right (C, dim), summed in total's dtype."""
+    beta = 1 if keep else 0
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=beta, out=total)
+    elif total.is_cuda:
+        # bfloat16 operands straight into the float32 sum: no product of size (V, dim) beside it
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
+
+
+def _graph_is_kept() -> bool:
+    """Whether the running backward was called with retain_graph; without the private query, no."""
+    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return query is not None and query()
+
+
+def _chunks(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,155 @@
+"""The optimizer from the config, and its state as named tensors.
+
+State has the dtype of its parameter: float32 with float32 parameters (mixed precision included), bfloat16 with
+`training.dtype = "bfloat16"`. The learning rate stays a plain number: the update is not compiled, so a new value
+costs nothing, and a tensor would have to be copied to the device each step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardline import registry
+from shardline.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from shardline.config.schema import Config
+    from shardline.config.schema import Optimizer as Section
+
+log = logging.getLogger("shardline")
+
+BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+# Each pair is passed whole: leaving one out would let torch choose.
+IMPLEMENTATIONS = {
+    "fused": {"fused": True, "foreach": False},
+    "foreach": {"fused": False, "foreach": True},
+    "for-loop": {"fused": False, "foreach": False},
+}
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """`optimizer.name` over the parameters that are trained: torch's AdamW or Adam, or a registered one."""
+    section = config.optimizer
+    groups = parameter_groups(section, model)
+    if section.name in registry.optimizers:
+        return registry.optimizers[section.name](groups, section)
+    if section.name not in BUILT_IN:
+        names = [*BUILT_IN, *registry.optimizers]
+        raise ConfigError(
+            f"optimizer.name = {section.name!r}: expected one of {', '.join(names)}"
+            f"{registry.nearest(section.name, names)}"
+        )
+    return _build_adam(section, groups)
+
+
+def parameter_groups(section: Section, model: nn.Module) -> list[dict[str, Any]]:
+    """One group; two with `decay_norms = false`, where norm weights and biases (1-D) get no weight decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise UserError("the model has no parameter to train: every one is frozen")
+    if section.decay_norms:
+        return [{"params": trained, "weight_decay": section.weight_decay}]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _build_adam(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    def build(implementation: str) -> torch.optim.Optimizer:
+        return BUILT_IN[section.name](
+            groups,
+            lr=section.lr,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            **IMPLEMENTATIONS[implementation],
+        )
+
+    try:
+        return build(section.implementation)
+    except RuntimeError as error:
+        if section.implementation != "fused":
+            raise
+        log.warning("optimizer.implementation: fused does not run here (%s); foreach runs instead", error)
+        return build("foreach")
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The live state tensors as "exp_avg.<parameter>", "exp_avg_sq.<parameter>", "step.<parameter>".
+
+    Adam's exist from the start (zeros); a registered optimizer's are those it has made so far.
+    """
+    tensors = {}
+    for name, parameter in _named(optimizer, model).items():
+        for kind, value in _state_of(optimizer, parameter).items():
+            if not isinstance(value, Tensor):
+                raise UserError(
+                    f"the optimizer keeps {kind!r} of {name} as a {type(value).__name__};"
+                    f" a checkpoint holds tensors: keep it as a 0-d tensor"
+                )
+            tensors[f"{kind}.{name}"] = value
+    return tensors
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put tensors named as in `optimizer_state` into the optimizer, in the dtype and on the device its state has."""
+    own = optimizer_state(optimizer, model)
+    parameters = _named(optimizer, model)
+    _check_names(own, tensors, parameters)
+    for key, tensor in tensors.items():
+        if key in own and own[key].shape != tensor.shape:
+            raise UserError(
+                f"optimizer state {key}: shape {tuple(tensor.shape)} was saved, {tuple(own[key].shape)} is needed"
+            )
+    for key, tensor in tensors.items():
+        kind, name = key.split(".", 1)
+        if key in own:
+            own[key].copy_(tensor)
+        else:
+            optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device, copy=True)
+
+
+def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Nothing that is needed may be missing. A registered optimizer that has not stepped takes any kind of state."""
+    missing = [key for key in own if key not in given]
+    kinds = {key.split(".", 1)[0] for key in own}
+    unexpected = []
+    for key in given:
+        kind, _, name = key.partition(".")
+        if name not in parameters or (kinds and kind not in kinds):
+            unexpected.append(key)
+    problems = [
+        f"{word}: {_shortened(keys)}" for word, keys in (("missing", missing), ("unexpected", unexpected)) if keys
+    ]
+    if problems:
+        raise UserError(f"the saved optimizer state does not fit this model and optimizer; {'; '.join(problems)}")
+
+
+def _shortened(names: list[str], shown: int = 4) -> str:
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
+
+
+def _named(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by their name in the model."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {names[parameter]: parameter for parameter in parameters}
+
+
+def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    state, options = optimizer.state[parameter], optimizer.defaults
+    if not state and type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
+        # What the first step would make; a fused step counts on the parameter's device.
+        on_device = options["fused"] or options["capturable"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+        state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+    return state

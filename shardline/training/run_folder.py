@@ -1,0 +1,349 @@
+"""The folder of a run: who may write into it, what of it is ours, and whether it is resumed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardline.errors import UserError
+
+if TYPE_CHECKING:
+    from shardline.config.schema import Config
+
+# The first line of a run's config.toml tells it from a file of the same name that is the user's.
+CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
+
+ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl")
+# (section, key of the folder's name, default name, what a run writes into it)
+FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    ("checkpoint", "folder", "checkpoint", ("step-*",)),
+    ("profiling", "save_traces_folder", "profile_traces", ("iteration_*",)),
+    ("profiling", "save_memory_snapshot_folder", "memory_snapshot", ("iteration_*",)),
+    ("metrics", "save_tb_folder", "tb", ("events.out.tfevents.*", "rank_*")),
+    ("comm", "save_traces_folder", "comm_traces", ("rank_*",)),
+    ("", "", "log", ("rank-*.log", "ranks.json", "wandb", "wandb-*.txt")),
+)
+
+
+@dataclass
+class RunFolder:
+    """Where a run writes. Rank 0 opens it with `open_run_folder`; other ranks make a `RunFolder` of its path."""
+
+    path: Path
+    checkpoint_name: str = "checkpoint"
+    resume_step: int | None = None  # the checkpoint this run continues from
+    notes: list[str] = field(default_factory=list)  # for the log, which opens after the folder
+    lock: Lock | None = None
+
+    @property
+    def resume(self) -> bool:
+        return self.resume_step is not None
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def moved_metrics_path(self) -> Path:
+        return self.path / "metrics.before-resume.jsonl"
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        return self.path / self.checkpoint_name
+
+    def log_path(self, rank: int) -> Path:
+        return self.path / "log" / f"rank-{rank}.log"
+
+    def write_config(self, text: str) -> None:
+        """Write config.toml; `text` is the resolved TOML."""
+        write_atomically(self.config_path, f"{CONFIG_HEADER}\n{text}")
+
+    def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
+        """Write log/ranks.json: rank, host and pid of every worker."""
+        write_atomically(self.path / "log" / "ranks.json", json.dumps(ranks, indent=1) + "\n")
+
+    def close(self) -> None:
+        """Let another run have the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+
+def this_rank(rank: int) -> dict[str, Any]:
+    return {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+
+
+def open_run_folder(
+    config: Config,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    has_good_checkpoint: Callable[[Path], int | None],
+) -> RunFolder:
+    """Take the run's folder for this process alone, and decide between a new run, a resumed one and a refusal.
+
+    `has_good_checkpoint(run folder)` gives the step to resume from, None without one, and raises a UserError for a
+    checkpoint of another model.
+    """
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite contradict each other: give one of them")
+    if config.job.dump_folder is None:
+        if resume:
+            raise UserError("--resume needs the folder of the run to continue: give --job.dump_folder FOLDER")
+        path = _new_folder(Path("outputs"), _run_name(config))
+    else:
+        path = _given_folder(Path(config.job.dump_folder).expanduser(), resume)
+    folder = RunFolder(path, config.checkpoint.folder)
+    folder.lock = _lock(folder)
+    try:
+        _decide(config, folder, resume, overwrite, has_good_checkpoint)
+        folder.write_ranks([this_rank(int(os.environ.get("RANK", "0")))])
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def _decide(
+    config: Config,
+    folder: RunFolder,
+    resume: bool,
+    overwrite: bool,
+    has_good_checkpoint: Callable[[Path], int | None],
+) -> None:
+    path = folder.path
+    if folder.config_path.exists() and not _is_our_config(folder.config_path):
+        raise UserError(
+            f"{folder.config_path} was not written by a run and would be lost: give another --job.dump_folder"
+        )
+    found = [*filter(_is_result, _own_files(config, path)), *_checkpoints_outside(config, folder)]
+    if resume and not config.checkpoint.enable:
+        raise UserError("--resume needs checkpoints: add --checkpoint.enable")
+    if overwrite:
+        _overwrite(config, folder)
+    elif found or resume:
+        folder.resume_step = has_good_checkpoint(path) if config.checkpoint.enable else None
+        if folder.resume_step is None and resume:
+            raise UserError(f"--resume: there is no good checkpoint in {folder.checkpoint_folder}")
+        if folder.resume_step is None:
+            raise UserError(_refusal(config, path, found[0]))
+        folder.notes.append(f"resuming from step {folder.resume_step} of the run in {path}")
+
+
+def _is_result(file: Path) -> bool:
+    """Whether a file shows that a run got somewhere; a start that failed leaves only its config and its log."""
+    if file.name == "metrics.jsonl":
+        return file.stat().st_size > 0
+    return file.name != "config.toml" and file.parent.name != "log"
+
+
+def _refusal(config: Config, path: Path, example: Path) -> str:
+    if config.checkpoint.enable:
+        why = "it has no good checkpoint to resume from"
+    else:
+        why = "checkpoint.enable is false, so it cannot be resumed"
+    return (
+        f"{path} already holds a run ({example.name}) and {why}:"
+        " --overwrite removes that run, --job.dump_folder names another folder"
+    )
+
+
+def _overwrite(config: Config, folder: RunFolder) -> None:
+    outside = _checkpoints_outside(config, folder)
+    if outside:
+        raise UserError(
+            f"checkpoint.folder = {config.checkpoint.folder!r} lies outside the run folder and holds {outside[0].name}:"
+            " --overwrite removes nothing there; remove it yourself or name another folder"
+        )
+    files = list(_own_files(config, folder.path))
+    for file in files:
+        if file.is_dir() and not file.is_symlink():
+            shutil.rmtree(file)
+        else:
+            file.unlink()
+        _remove_if_empty(file.parent, folder.path)
+    if files:
+        folder.notes.append(f"--overwrite: removed the previous run in {folder.path}")
+
+
+def _own_files(config: Config, path: Path) -> Iterator[Path]:
+    """What a run wrote under `path`, also into the folders that the previous run's config named; nothing else."""
+    if _is_our_config(path / "config.toml"):
+        yield path / "config.toml"
+    patterns: set[tuple[Path, tuple[str, ...]]] = {(path, ROOT_FILES)}
+    previous = _previous_folders(path)
+    for section, key, default, names in FOLDERS:
+        used = {default, previous.get(f"{section}.{key}", default)}
+        if section:
+            used.add(getattr(getattr(config, section), key))
+        patterns |= {(path / name, names) for name in used if _inside(path / name, path)}
+    for folder, names in sorted(patterns):
+        for name in names:
+            yield from sorted(folder.glob(name))
+
+
+def _checkpoints_outside(config: Config, folder: RunFolder) -> list[Path]:
+    if not config.checkpoint.enable or _inside(folder.checkpoint_folder, folder.path):
+        return []
+    return sorted(folder.checkpoint_folder.glob("step-*"))
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
+
+
+def _is_our_config(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.readline().rstrip("\n") == CONFIG_HEADER
+    except OSError:
+        return False
+
+
+def _previous_folders(path: Path) -> dict[str, str]:
+    """`section.key` -> the folder name that the previous run's config gave it."""
+    if not _is_our_config(path / "config.toml"):
+        return {}
+    try:
+        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return {}
+    names = {f"{section}.{key}": config.get(section, {}).get(key) for section, key, _, _ in FOLDERS if section}
+    return {key: name for key, name in names.items() if isinstance(name, str)}
+
+
+def _remove_if_empty(folder: Path, root: Path) -> None:
+    if folder != root and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _run_name(config: Config) -> str:
+    file = config.job.config_file
+    name = Path(file).stem if file else f"{config.model.name}-{config.model.flavor}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run"
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """`parent/name-DATE-TIME`, or the same with -2, -3, ...: mkdir decides who of two starters gets a name."""
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 10_000):
+            path = parent / (stem if number == 1 else f"{stem}-{number}")
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                continue
+    except OSError as error:
+        raise _unusable(parent, error) from error
+    raise UserError(f"{parent} holds too many folders named {stem}: give --job.dump_folder")
+
+
+def _given_folder(path: Path, resume: bool) -> Path:
+    if resume and not path.exists():
+        raise UserError(f"--resume: there is no folder {path}")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, error) from error
+    return path
+
+
+def _unusable(path: Path, error: OSError) -> UserError:
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        reason = "it, or a part of the path, is a file"
+    else:
+        reason = error.strerror or str(error)
+    return UserError(f"job.dump_folder: cannot use {path} as the run folder: {reason}; give a folder you can write to")
+
+
+@dataclass
+class Lock:
+    """An exclusive hold on a file. The kernel drops it when the process ends, however it ends."""
+
+    descriptor: int
+
+    def release(self) -> None:
+        if self.descriptor in _held:
+            _held.remove(self.descriptor)
+            os.ftruncate(self.descriptor, 0)
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            os.close(self.descriptor)
+
+
+_held: set[int] = set()
+
+
+def _forget_locks() -> None:
+    """In a forked child: a data worker that outlives its trainer must not keep the trainer's folder."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _lock(folder: RunFolder) -> Lock | None:
+    """Hold `log/lock`, or raise naming who does; None, with a note, where the file system has no locks."""
+    file = folder.path / "log" / "lock"
+    try:
+        file.parent.mkdir(exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unusable(folder.path, error) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = _holder(descriptor) if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+        os.close(descriptor)
+        if holder is None:
+            folder.notes.append(f"{file} cannot be locked ({error.strerror}): keep other runs out of this folder")
+            return None
+        raise UserError(
+            f"{folder.path} is in use by a running training ({holder}):"
+            " wait for it, stop it, or give another --job.dump_folder"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    _held.add(descriptor)
+    return Lock(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    """Who holds the lock; it may have taken it this instant and not have written its name yet."""
+    for _ in range(20):
+        text = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        if text:
+            return text
+        time.sleep(0.02)
+    return "another process"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` so that a reader or a crash sees the old text or the new one, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error

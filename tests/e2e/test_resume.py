@@ -1,0 +1,175 @@
+"""Checkpoints: an interrupted run goes on as if nothing had happened; what is broken or foreign is refused."""
+
+import json
+
+import pytest
+import torch
+
+from shardline.config.options import TrainOptions
+from shardline.errors import UserError
+from shardline.training import checkpoint as files
+from shardline.training.trainer import Trainer
+from tests.e2e.tiny import rows, run, tiny_config
+
+SAVING = {"checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__last_save_model_only": False}
+NUMBERS = ("step", "loss", "grad_norm", "lr", "tokens")
+
+
+def numbers(written):
+    return [[row[key] for key in NUMBERS] for row in written]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return numbers(run(folder, training__steps=8, **SAVING)), folder
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, uninterrupted):
+    whole, whole_folder = uninterrupted
+    folder = tmp_path / "run"
+    run(folder, training__steps=5, lr_scheduler__total_steps=8, **SAVING)
+    resumed = Trainer(tiny_config(folder, training__steps=8, checkpoint__load_step=4, **SAVING))
+    assert resumed.progress.step == 4
+    resumed.train()
+    assert numbers(rows(folder))[4:] == whole[4:]
+    assert [row["step"] for row in rows(folder, "metrics.before-resume.jsonl")] == [5]
+    a, b = (files.find_checkpoint(f, 8) for f in (folder, whole_folder))
+    for prefix in ("model/", "optimizer/"):
+        left, right = a.tensors(prefix), b.tensors(prefix)
+        assert set(left) == set(right)
+        assert len(left) > 0
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_checkpoints_hold_unfused_names(uninterrupted):
+    saved = files.find_checkpoint(uninterrupted[1], 8)
+    names = set(saved.tensors("model/"))
+    assert {"layers.0.attention.wq.weight", "layers.0.feed_forward.w3.weight", "norm.weight"} <= names
+    assert not any("wqkv" in name or "w13" in name for name in names)
+    assert "exp_avg/layers.1.attention.wk.weight" in set(saved.tensors("optimizer/"))
+
+
+def test_a_finished_run_says_so(tmp_path, uninterrupted, capsys):
+    folder = uninterrupted[1]
+    result = Trainer(tiny_config(folder, training__steps=8, **SAVING)).train()
+    assert result.finished_before
+    assert "already finished at step 8" in (folder / "log" / "rank-0.log").read_text()
+
+
+def test_weights_only_never_resume_as_full(tmp_path):
+    folder = tmp_path / "run"
+    settings = {"checkpoint__enable": True, "checkpoint__interval": 100}
+    run(folder, training__steps=3, **settings)
+    assert files.find_checkpoint(folder).kind == "model"
+    assert Trainer(tiny_config(folder, training__steps=3, **settings)).train().finished_before
+    with pytest.raises(UserError, match="no checkpoint that can be resumed"):
+        Trainer(tiny_config(folder, training__steps=6, **settings))
+
+
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, training__steps=4, lr_scheduler__total_steps=8, **SAVING)
+    state = folder / "checkpoint" / "step-4" / files.STATE_FILE
+    content = bytearray(state.read_bytes())
+    content[-100] ^= 1
+    state.write_bytes(content)
+    trainer = Trainer(tiny_config(folder, training__steps=8, **SAVING))
+    assert trainer.progress.step == 2
+    trainer.close()
+    with pytest.raises(UserError, match="damaged"):
+        Trainer(tiny_config(folder, training__steps=8, checkpoint__load_step=4, **SAVING))
+
+
+def test_another_model_or_other_data_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, training__steps=2, **SAVING)
+    wider = {**tiny_config(folder).model.overrides, "ffn_dim": 128}
+    with pytest.raises(UserError, match=r"another model.*ffn_dim: 96 -> 128"):
+        Trainer(tiny_config(folder, model__overrides=wider, **SAVING))
+    with pytest.raises(UserError, match=r"would change its data.*seed: 0 -> 1"):
+        Trainer(tiny_config(folder, debug__seed=1, **SAVING))
+    with pytest.raises(UserError, match=r"global_batch_size: 4 -> 8"):
+        Trainer(tiny_config(folder, training__global_batch_size=8, **SAVING))
+    fresh_data = {"debug__seed": 1, "checkpoint__exclude_from_loading": ["dataloader"]}
+    trainer = Trainer(tiny_config(folder, **fresh_data, **SAVING))
+    assert (trainer.progress.step, trainer.progress.samples) == (2, 0)
+    trainer.close()
+
+
+def test_a_folder_with_a_run_is_refused_and_overwrite_replaces_it(tmp_path):
+    folder = tmp_path / "run"
+    run(folder)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="--overwrite"):
+        Trainer(tiny_config(folder))
+    with pytest.raises(UserError, match="--resume"):
+        Trainer(tiny_config(folder, checkpoint__enable=True), TrainOptions(resume=True))
+    assert len(run(folder, TrainOptions(overwrite=True), training__steps=2)) == 2
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
+def test_a_run_that_failed_before_its_first_step_does_not_block_the_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    monkeypatch.setattr(Trainer, "_start", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Trainer(tiny_config(folder))
+    monkeypatch.undo()
+    assert len(run(folder)) == 6
+
+
+def test_pruning_keeps_the_newest_and_one_that_can_be_resumed(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, training__steps=6, checkpoint__enable=True, checkpoint__interval=2, checkpoint__keep_latest_k=1)
+    kept = files.list_checkpoints(folder / "checkpoint")
+    assert [(saved.step, saved.kind) for saved in kept] == [(4, "full"), (6, "model")]
+
+
+def test_seed_checkpoint_and_initial_load(tmp_path):
+    seed = tmp_path / "seed"
+    trainer = Trainer(
+        tiny_config(seed, checkpoint__enable=True, checkpoint__create_seed_checkpoint=True, debug__seed=5)
+    )
+    trainer.train()
+    assert files.find_checkpoint(seed).step == 0
+    loaded = Trainer(
+        tiny_config(tmp_path / "run", checkpoint__enable=True, checkpoint__initial_load_path=str(seed))
+    )  # seed 0, weights of seed 5
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter, dict(trainer.model.named_parameters())[name]), name
+    assert loaded.progress.step == 0
+    loaded.close()
+
+
+def test_load_only_saves_nothing_and_first_step_checkpoint_does(tmp_path):
+    run(tmp_path / "a", checkpoint__load_only=True, **SAVING)
+    assert not (tmp_path / "a" / "checkpoint").exists()
+    run(tmp_path / "b", training__steps=3, checkpoint__enable_first_step_checkpoint=True, **SAVING)
+    assert [s.step for s in files.list_checkpoints(tmp_path / "b" / "checkpoint")] == [1, 2, 3]
+
+
+def test_a_crash_while_saving_leaves_the_earlier_one(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+
+    def full_disk(path, entries):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    write = files.write_tensors
+    monkeypatch.setattr(
+        files, "write_tensors", lambda path, e: full_disk(path, e) if "step-4" in str(path) else write(path, e)
+    )
+    with pytest.raises(UserError, match=r"step-4 was not saved: No space left"):
+        run(folder, **SAVING)
+    assert [s.step for s in files.list_checkpoints(folder / "checkpoint")] == [2]
+    monkeypatch.undo()
+    trainer = Trainer(tiny_config(folder, **SAVING))
+    assert trainer.progress.step == 2
+    trainer.train()
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_no_pickle_in_a_checkpoint(uninterrupted):
+    step = uninterrupted[1] / "checkpoint" / "step-8"
+    assert {path.name for path in step.iterdir()} == {"manifest.json", "state.safetensors"}
+    json.loads((step / "manifest.json").read_text())

@@ -1,0 +1,182 @@
+"""One-process runs: what they write, that they repeat, that accumulation, precision and stopping do what they say."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardline import registry
+from shardline.errors import UserError
+from shardline.training.trainer import Trainer
+from tests.e2e.tiny import rows, run, tiny_config
+
+KEYS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "tokens_per_second_per_device", "step_seconds",
+    "data_seconds", "memory_gib", "mfu", "comm_bytes",
+}  # fmt: skip
+
+
+def parameters(trainer):
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_a_run_learns_and_writes_what_the_contract_says(tmp_path):
+    written = run(tmp_path / "run", training__steps=40)
+    assert [row["step"] for row in written] == list(range(1, 41))
+    assert all(row.keys() == KEYS for row in written)
+    assert written[-1]["loss"] < 0.8 * written[0]["loss"]
+    assert written[0]["loss"] == pytest.approx(math.log(272), rel=0.05)  # fresh weights guess evenly
+    assert written[-1]["tokens"] == 40 * 4 * 32
+    for name in ("config.toml", "log/rank-0.log", "log/ranks.json"):
+        assert (tmp_path / "run" / name).is_file(), name
+
+
+def test_two_runs_are_bitwise_equal_and_the_seed_matters(tmp_path):
+    kept = ("loss", "grad_norm", "lr")
+    results = [
+        [[row[key] for key in kept] for row in run(tmp_path / name, debug__deterministic=True, debug__seed=seed)]
+        for name, seed in (("a", 7), ("b", 7), ("c", 8))
+    ]
+    assert results[0] == results[1]
+    assert results[0] != results[2]
+
+
+@pytest.mark.parametrize("mask", ["causal", "block_causal"])
+def test_accumulation_equals_the_large_batch(tmp_path, mask):
+    overrides = {**tiny_config(tmp_path / "x").model.overrides, "attn_mask_type": mask}
+    settings = {"training__global_batch_size": 8, "model__overrides": overrides}
+    whole = run(tmp_path / "whole", training__local_batch_size=8, **settings)
+    parts = run(tmp_path / "parts", training__local_batch_size=2, **settings)
+    for a, b in zip(whole, parts, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "stored", "computed"),
+    [
+        ({}, torch.float32, torch.float32),
+        ({"training__mixed_precision_param": "bfloat16"}, torch.float32, torch.bfloat16),
+        ({"training__dtype": "bfloat16"}, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_precision_is_really_in_force(tmp_path, settings, stored, computed):
+    trainer = Trainer(tiny_config(tmp_path / "run", **settings))
+    batches = trainer.loader.step()
+    hidden = trainer.model.hidden(batches[0].tokens)
+    trainer.forward_backward(batches)
+    assert hidden.dtype == computed
+    assert {p.dtype for p in trainer.model.parameters()} == {stored}
+    assert {p.grad.dtype for p in trainer.model.parameters()} == {stored}
+    trainer.close()
+
+
+def test_bfloat16_is_near_float32(tmp_path):
+    full = run(tmp_path / "full")
+    mixed = run(tmp_path / "mixed", training__mixed_precision_param="bfloat16")
+    assert [row["loss"] for row in mixed] != [row["loss"] for row in full]
+    for a, b in zip(full, mixed, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=2e-2)
+
+
+def poison(name):
+    def hook(model, config):
+        with torch.no_grad():
+            dict(model.named_parameters())[name][0, 0] = float("inf")
+
+    return hook
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    monkeypatch.setitem(registry.hooks, "after_build", [poison("layers.1.feed_forward.w2.weight")])
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_nonfinite_step_stops_with_names_and_changes_nothing(tmp_path):
+    trainer = Trainer(tiny_config(tmp_path / "run"))
+    before = parameters(trainer)
+    with pytest.raises(UserError, match=r"step 1: loss nan.* weights of layers\.1\.feed_forward\.w2\.weight\."):
+        trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def test_a_nonfinite_gradient_is_named(tmp_path):
+    trainer = Trainer(tiny_config(tmp_path / "run"))
+    trainer.model.layers["1"].attention.wo.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(UserError, match=r"gradient norm (nan|inf); .* gradient of layers\.1\.attention\.wo\.weight\."):
+        trainer.train()
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_nonfinite_step_can_be_skipped(tmp_path, caplog):
+    trainer = Trainer(tiny_config(tmp_path / "run", training__nonfinite="skip", training__steps=3))
+    before = parameters(trainer)
+    trainer.train()
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert (tmp_path / "run" / "log" / "rank-0.log").read_text().count("step skipped") == 3
+
+
+def test_clipping_is_applied(tmp_path):
+    trainer = Trainer(tiny_config(tmp_path / "run", training__max_norm=0.01))
+    seen = []
+    step = trainer.optimizer.step
+
+    def recorded(*arguments):
+        seen.append(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()]).item())
+        return step(*arguments)
+
+    trainer.optimizer.step = recorded
+    trainer.train()
+    assert seen == pytest.approx([0.01] * 6, rel=1e-3)
+    assert all(row["grad_norm"] > 0.1 for row in rows(tmp_path / "run"))  # what is reported is the norm before clipping
+
+
+def test_validation_rows(tmp_path):
+    written = run(tmp_path / "run", validation__enable=True, validation__freq=3, validation__steps=2,
+                  validation__seq_len=32, validation__local_batch_size=4)  # fmt: skip
+    validated = {row["step"]: row["validation_loss"] for row in written if "validation_loss" in row}
+    assert validated.keys() == {1, 3, 6}
+    assert validated[6] < validated[1]
+
+
+def test_epochs_instead_of_steps(tmp_path):
+    text = tmp_path / "corpus.txt"
+    text.write_text("a small corpus of words. " * 200)
+    trainer = Trainer(
+        tiny_config(
+            tmp_path / "run",
+            training__dataset_path=str(text),
+            training__epochs=2,
+            training__cache_folder=str(tmp_path / "cache"),
+            model__tokenizer_path="bytes",
+        )
+    )
+    samples = (len(text.read_bytes()) + 2 - 1) // 32
+    assert trainer.loader.samples_per_epoch == pytest.approx(samples, abs=1)
+    assert trainer.total_steps == math.ceil(2 * trainer.loader.samples_per_epoch / 4)
+    trainer.close()
+
+
+def test_the_example_module_registers_everything(tmp_path, monkeypatch):
+    for name in ("flavors", "sources", "optimizers"):
+        monkeypatch.setattr(registry, name, {})
+    monkeypatch.setattr(registry, "hooks", {event: [] for event in registry.hooks})
+    monkeypatch.delitem(sys.modules, "shardline_custom_custom_module", raising=False)
+    example = Path(__file__).parents[2] / "examples" / "custom_module.py"
+    written = run(
+        tmp_path / "run",
+        experimental__custom_import=str(example),
+        model__flavor="tiny",
+        model__overrides={},
+        training__dataset="counting",
+        optimizer__name="PlainSGD",
+        optimizer__lr=0.1,
+        training__cache_folder=str(tmp_path / "cache"),
+        model__tokenizer_path="bytes",
+    )
+    del sys.modules["shardline_custom_custom_module"]
+    assert len(written) == 6
+    assert all(registry.hooks[event] for event in ("before_build", "after_build", "after_step"))

@@ -1,0 +1,96 @@
+"""Hypothesis strategies: valid values for every key, and things that look like a config without being one."""
+
+import types
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from hypothesis import strategies as st
+
+from shardline.config.aliases import ALIASES, NO_EFFECT
+from shardline.config.schema import leaves
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+NAMES = TEXT.filter(lambda text: text.strip() and text.lower() != "none")
+SPECIAL = {
+    "job.config_file": st.none(),
+    "activation_checkpoint.selective_ac_option": st.sampled_from(["op", "1", "7"]),
+    "model.converters": st.lists(NAMES, max_size=3, unique=True).map(
+        lambda names: [name for name in names if name not in ("float8", "mx")]
+    ),
+    "model.overrides": st.fixed_dictionaries(
+        {},
+        optional={
+            "dim": st.integers(1, 4096),
+            "head_dim": st.integers(2, 64),
+            "rope_theta": st.floats(1, 1e7) | st.integers(1, 10**6),
+            "qk_norm": st.booleans(),
+            "sliding_window": st.none() | st.integers(1, 100),
+            "attn_mask_type": st.sampled_from(["causal", "block_causal"]),
+            "rope_scaling": st.none() | st.fixed_dictionaries({"factor": st.floats(0.5, 100)}),
+        },
+    ),
+}
+
+
+def values(leaf):
+    """Valid values of one key."""
+    return SPECIAL[leaf.key] if leaf.key in SPECIAL else _values(leaf.annotation, _words(leaf.metadata))
+
+
+def configs():
+    """Some keys with valid values."""
+    return st.fixed_dictionaries({}, optional={key: values(leaf) for key, leaf in leaves().items()})
+
+
+def _words(metadata):
+    return next((item.words for item in metadata if hasattr(item, "words")), "")
+
+
+def _values(annotation, words=""):
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _values(arguments[0], _words(arguments[1:]))
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin in (Union, types.UnionType):
+        return st.one_of([_values(item) for item in arguments])
+    if origin is list:
+        return st.lists(_values(arguments[0]), max_size=3)
+    if annotation is type(None):
+        return st.none()
+    if annotation is bool:
+        return st.booleans()
+    if annotation is int:
+        low = 0 if words.endswith("0 or more") else 1
+        return st.integers(low, 2**63 - 1) | (st.just(-1) if words.startswith("-1") else st.nothing())
+    if annotation is float:
+        low, high = (0, 1) if "from 0 to" in words else (0, 1e30)
+        return st.floats(low, high, exclude_min="above 0" in words, exclude_max="below 1" in words)
+    return NAMES
+
+
+KEYS = st.sampled_from([*leaves(), *ALIASES, *NO_EFFECT, "extends", "training", "model.overrides.dim", "a.b"]) | TEXT
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["none", "demo", "2", "float32", "op", 2**63, 10**400])
+)
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+EDGES = st.sampled_from(["=", ":", "-", "--", "[", "]", "{", "}", "\n", "#", "'", '"', ",", "."]) | st.sampled_from(
+    ["training", "steps", "model", "overrides", "dim", "1", "0.5", "true", "none", "extends", "&a", "*a"]
+)
+FLAG_WORDS = st.lists(
+    st.one_of(
+        KEYS.map(lambda key: f"--{key}"),
+        st.builds(lambda key, value: f"--{key}={value}", KEYS, st.text(max_size=8)),
+        st.text(max_size=8),
+        st.sampled_from(["--preset", "demo", "-1", "true", "[1", "{dim=1}", "[[1]]", "--", "-", "\udc80"]),
+    ),
+    max_size=6,
+)

@@ -1,0 +1,244 @@
+"""Masks, kernel choice, and the agreement of all kernels with the plain definition."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardline.config.architecture import Architecture
+from shardline.errors import UserError
+from shardline.models import attention as module
+from shardline.models.attention import (
+    AttentionMask,
+    attention,
+    check_attention,
+    choose_kernel,
+    make_mask,
+    make_masks,
+    windows,
+)
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def architecture(**changes: object) -> Architecture:
+    fields = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 50, **changes}
+    return Architecture(**fields)
+
+
+def packed_documents(batch: int, length: int, lengths: list[int]) -> Tensor:
+    """Documents of the given lengths, over and over; each row starts at another place of the pattern."""
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    numbers = numbers.repeat(-(-(batch + 1) * length // len(numbers)) + 1)
+    rows = [numbers[row * 3 : row * 3 + length] for row in range(batch)]
+    changes = torch.stack([torch.cat((torch.zeros(1), (row[1:] != row[:-1]).float())) for row in rows])
+    return changes.cumsum(1).int()
+
+
+def definition(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None) -> Tensor:
+    """Query by query, in loops: nothing shared with the code under test."""
+    out = torch.zeros_like(q)
+    group = q.shape[2] // k.shape[2]
+    for b in range(q.shape[0]):
+        for i in range(q.shape[1]):
+            seen = [j for j in range(i + 1) if not window or i - j < window]
+            if documents is not None:
+                seen = [j for j in seen if documents[b, i] == documents[b, j]]
+            for h in range(q.shape[2]):
+                scores = k[b, seen, h // group] @ q[b, i, h] / q.shape[3] ** 0.5
+                out[b, i, h] = scores.softmax(0) @ v[b, seen, h // group]
+    return out
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "math", "flex"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [0, 5])
+def test_kernels_follow_the_definition(kernel: str, packed: bool, window: int) -> None:
+    torch.manual_seed(0)
+    tokens = torch.zeros(2, 24, dtype=torch.int64)
+    documents = packed_documents(2, 24, [7, 3, 11]) if packed else None
+    q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)
+    mask = make_mask(architecture(), tokens, torch.float32, window, documents, kernel=kernel)
+    found = attention(q, k, v, mask)
+    torch.testing.assert_close(found, definition(q, k, v, window, documents), atol=1e-5, rtol=1e-5)
+
+
+def test_flex_mask_enters_a_compiled_function() -> None:
+    q, k, v = torch.randn(2, 128, 4, 16), torch.randn(2, 128, 2, 16), torch.randn(2, 128, 2, 16)
+    documents = packed_documents(2, 128, [50, 31])
+    mask = make_mask(architecture(), q[:, :, 0, 0], torch.float32, 9, documents, kernel="flex")
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    dense = make_mask(architecture(), q[:, :, 0, 0], torch.float32, 9, documents, kernel="sdpa")
+    torch.testing.assert_close(compiled(q, k, v, mask), attention(q, k, v, dense), atol=1e-5, rtol=1e-5)
+
+
+def test_boundaries_are_the_documents_starts() -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    documents = torch.tensor([[0, 0, 1, 1, 1, 2], [5, 5, 5, 5, 5, 5]], dtype=torch.int32)
+    mask = make_mask(architecture(), tokens, torch.bfloat16, 0, documents, kernel="varlen")
+    assert mask.boundaries is not None
+    assert mask.boundaries.dtype == torch.int32
+    assert mask.boundaries.tolist() == [0, 2, 5, 6, 12]
+    whole = make_mask(architecture(), tokens, torch.bfloat16, 4, None, kernel="varlen")
+    assert whole.boundaries is not None
+    assert whole.boundaries.tolist() == [0, 6, 12]
+    assert whole.window == 4
+
+
+def test_masks_by_window() -> None:
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    arch = architecture(n_layers=4, sliding_window=3, sliding_window_layers=(1, 3))
+    assert windows(arch) == [0, 3, 0, 3]
+    masks = make_masks(arch, tokens, torch.float32)
+    assert set(masks) == {0, 3}
+    assert masks[0].allowed is None
+    assert masks[3].allowed is not None
+    assert masks[3].allowed[0, 0].sum(-1).tolist() == [1, 2, 3, 3, 3, 3, 3, 3]
+    # A window as long as the sequence hides nothing: the plain causal kernel serves.
+    assert make_masks(architecture(sliding_window=8), tokens, torch.float32)[8].allowed is None
+
+
+def test_documents_count_only_for_block_causal() -> None:
+    tokens, documents = torch.zeros(1, 8, dtype=torch.int64), torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    assert make_masks(architecture(), tokens, torch.float32, documents)[0].allowed is None
+    mask = make_masks(architecture(attn_mask_type="block_causal"), tokens, torch.float32, documents)[0]
+    assert mask.allowed is not None
+    assert mask.allowed[0, 0].sum(-1).tolist() == [1, 2, 3, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_cpu_refuses_cuda_kernels(backend: str) -> None:
+    with pytest.raises(UserError, match=r"attn_backend = .* needs a CUDA device.*--model.overrides.attn_backend=auto"):
+        check_attention(architecture(attn_backend=backend), CPU, torch.float32)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Decide as on a Hopper device; kernels put into the returned set fail their probe."""
+    failing: set[str] = set()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(module, "_works", lambda kernel, *rest: kernel not in failing)
+    module.fastest_causal.cache_clear()
+    yield failing
+    module.fastest_causal.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "failing", "expected"),
+    [
+        (128, torch.bfloat16, (), "cudnn"),
+        (64, torch.float16, (), "cudnn"),
+        (256, torch.bfloat16, (), "flash"),
+        (128, torch.bfloat16, ("cudnn",), "flash"),
+        (128, torch.bfloat16, ("cudnn", "flash"), "efficient"),
+        (128, torch.float32, (), "efficient"),
+        (20, torch.bfloat16, ("efficient",), "sdpa"),
+    ],
+)
+def test_fastest_kernel(
+    hopper: set[str], head_dim: int, dtype: torch.dtype, failing: tuple[str, ...], expected: str
+) -> None:
+    hopper.update(failing)
+    assert choose_kernel(architecture(head_dim=head_dim), CUDA, dtype, plain=True) == expected
+
+
+def test_deterministic_runs_avoid_cudnn(hopper: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert choose_kernel(architecture(head_dim=128), CUDA, torch.bfloat16, plain=True) == "flash"
+
+
+def test_kernel_for_packed_documents(hopper: set[str]) -> None:
+    bf16, f32 = torch.bfloat16, torch.float32
+    assert choose_kernel(architecture(), CUDA, bf16, plain=False) == "varlen"
+    assert check_attention(architecture(attn_mask_type="block_causal"), CUDA, bf16) == "varlen"
+    assert check_attention(architecture(sliding_window=3), CUDA, bf16) == "varlen"
+    assert check_attention(architecture(), CUDA, bf16) == "cudnn"
+    assert choose_kernel(architecture(), CUDA, f32, plain=False) == "flex"
+    assert choose_kernel(architecture(attn_backend="sdpa"), CUDA, bf16, plain=False) == "sdpa"
+    assert choose_kernel(architecture(attn_backend="flex"), CUDA, bf16, plain=True) == "flex"
+    assert choose_kernel(architecture(attn_backend="varlen"), CUDA, bf16, plain=True) == "varlen"
+    with pytest.raises(UserError, match=r"bfloat16 or float16, not float32; 'flex' can"):
+        choose_kernel(architecture(attn_backend="varlen"), CUDA, f32, plain=False)
+
+
+def test_a_failing_probe_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    assert not module._works("cudnn", 64, torch.float32, CPU)
+    assert "cudnn kernel does not run here" in caplog.text
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "varlen"])
+def test_cuda_ops_have_the_signatures_we_call(kernel: str) -> None:
+    """On meta tensors, forward and backward, values as the strided view the block makes: no copy of them is needed."""
+    assert module.load_varlen()
+    fused = torch.empty(2, 64, 2, 6, 32, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = fused.split((4, 1, 1), dim=3)
+    boundaries = torch.empty(5, dtype=torch.int32, device="meta")
+    out = attention(
+        (q * 1).flatten(2, 3), (k * 1).flatten(2, 3), v.squeeze(3), AttentionMask(kernel, 0, None, boundaries)
+    )
+    assert out.shape == (2, 64, 8, 32)
+    assert out.is_contiguous()
+    out.sum().backward()
+    assert fused.grad is not None
+
+
+def gpu_case(packed: bool, window: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor | None, Tensor]:
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 512, heads, 128, device="cuda").to(dtype) for heads in (8, 2, 2)]
+    documents = packed_documents(2, 512, [100, 31, 200]).cuda() if packed else None
+    return tensors, documents, torch.randn(2, 512, 8, 128, device="cuda").to(dtype)
+
+
+def run(kernel: str, tensors: list[Tensor], documents: Tensor | None, window: int, grad: Tensor) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    tokens = torch.zeros(2, 512, dtype=torch.int64, device="cuda")
+    mask = make_mask(architecture(head_dim=128), tokens, grad.dtype, window, documents, kernel=kernel)
+    out = attention(*leaves, mask)
+    out.backward(grad)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "packed", "window"),
+    [(name, False, 0) for name in ("cudnn", "flash", "efficient", "sdpa", "varlen", "flex")]
+    + [
+        (name, packed, window)
+        for name in ("sdpa", "varlen", "flex")
+        for packed, window in ((True, 0), (True, 60), (False, 60))
+    ],
+)
+def test_cuda_kernels_agree(kernel: str, packed: bool, window: int) -> None:
+    tensors, documents, grad = gpu_case(packed, window, torch.bfloat16)
+    expected = run("math", [tensor.float() for tensor in tensors], documents, window, grad.float())
+    for found, wanted in zip(run(kernel, tensors, documents, window, grad), expected, strict=True):
+        error = (found.float() - wanted).norm() / wanted.norm()
+        assert error < 2e-2, (kernel, float(error))
+
+
+@pytest.mark.gpu
+def test_cuda_choice_runs_compiled() -> None:
+    """The chosen kernels inside a compiled block: the same loss as eager, packed and plain."""
+    from shardline.models.decoder import Decoder, block_function
+    from shardline.models.init import init_weights
+
+    for changes in ({}, {"attn_mask_type": "block_causal"}, {"sliding_window": 40}):
+        torch._dynamo.reset()
+        with torch.device("cuda"):
+            model = Decoder(architecture(head_dim=64, **changes))
+        init_weights(model, 0)
+        model.compute_dtype = torch.bfloat16
+        tokens = torch.randint(0, 50, (2, 256), device="cuda")
+        losses = []
+        for function in (block_function, torch.compile(block_function, fullgraph=True)):
+            for block in model.layers.values():
+                block.function = function
+            loss = torch.stack(
+                [
+                    model(tokens, documents=packed_documents(2, 256, cut)).float().square().mean()
+                    for cut in ([60, 9], [33])
+                ]
+            ).sum()
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=0)

@@ -1,0 +1,302 @@
+"""The command line: exit codes, messages, what each command calls, and that it answers without torch."""
+
+import os
+import subprocess
+import sys
+import time
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+
+from shardline import registry
+from shardline.cli import COMMANDS, main
+from shardline.config.options import TrainOptions
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(capsys):
+    def function(*words):
+        code = main(list(words))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return function
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """Replace a module by one whose functions record their arguments and return 7."""
+
+    def function(name, *functions):
+        calls = []
+        module = types.ModuleType(name)
+        for each in functions:
+            setattr(module, each, lambda *args, each=each, **named: calls.append((each, args, named)) or 7)
+        monkeypatch.setitem(sys.modules, name, module)
+        return calls
+
+    return function
+
+
+def test_help_and_version(run):
+    for words in ([], ["--help"], ["-h"]):
+        code, out, _ = run(*words)
+        assert code == 0
+        assert all(name in out for name in COMMANDS)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert run("--version")[1] == f"shardline {version}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_explains_itself(run, name):
+    code, out, _ = run(*name.split(), "--help")
+    assert code == 0
+    assert out.startswith(f"usage: shardline {name}")
+    assert "examples:" in out
+    assert "{" not in out
+    for option in COMMANDS[name][0].options:
+        assert f"--{option.name}" in out
+    assert all(len(line) <= 120 for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["trian"], "there is no command 'trian', did you mean 'train'?"),
+        (["data", "prepar"], "did you mean 'prepare'?"),
+        (["train", "--resme"], "there is no option --resme, did you mean '--resume'?"),
+        (["train", "--steps=3"], "did you mean '--training.steps'?"),
+        (["train", "--nproc", "many"], "--nproc: expected a whole number, 1 or more, got 'many'"),
+        (["train", "--nproc=0"], "--nproc: expected a whole number, 1 or more, got '0'"),
+        (["train", "--resume=maybe"], "--resume is a switch"),
+        (["train", "--resume", "--overwrite"], "give one of them"),
+        (["train", "--world-size", "4"], "--world-size is for --dry-run"),
+        (["train", "a.toml", "b.toml"], "unexpected argument 'b.toml'"),
+        (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
+        (
+            ["train", "--preset", "llama3_70b"],
+            "parallelism.tensor_parallel_degree: 8 is not built yet (tensor parallel)",
+        ),
+        (["config", "--model.flavor=9B"], "command line: model.flavor = '9B': llama3 has no such flavor"),
+        (["config", "--model.overrides.n_kv_heads=3"], "command line: model: n_kv_heads (3) must divide n_heads (16)"),
+        (["config", "--training.epochs=1", "--training.steps=1"], "training.epochs: given together"),
+        (["config", "--diff", "demo"], "--diff needs 2 values: A B"),
+        (["config", "--diff", "demo", "demo", "--training.steps=1"], "takes nothing else"),
+        (["export", "a"], "OUT is missing"),
+        (["export", "a", "b", "--format", "gguf"], "--format: expected one of hf, consolidated, got 'gguf'"),
+        (["import", "a", "b", "--dtype"], "--dtype needs a value"),
+        (["import", "a", "b", "--training.steps=1"], "there is no option --training.steps"),
+        (["generate", "a"], "--prompt is missing"),
+        (["generate", "a", "--prompt", "x", "--top-p", "1.5"], "--top-p: expected a number above 0, at most 1"),
+    ],
+)
+def test_user_errors_exit_2_without_traceback(run, words, expected):
+    code, out, err = run(*words)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert expected in err
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(run):
+    code, _, err = run("config", "--training.steps=0", "--debug")
+    assert code == 2
+    assert "Traceback" in err
+    assert "error: command line: training.steps" in err
+
+
+def test_several_errors_are_listed(run):
+    _, _, err = run("config", "--training.steps=0", "--training.seq_len=0")
+    assert err.splitlines() == [
+        "error: command line: training.seq_len: expected a whole number, 1 or more, got 0",
+        "       command line: training.steps: expected a whole number, 1 or more, got 0",
+    ]
+
+
+def test_config_prints_toml_that_gives_the_same_output(run, tmp_path):
+    code, out, err = run("config", "--preset", "demo", "--training.batch_size=3", "--validation.freq", "5")
+    assert code == 0
+    assert err.splitlines() == [
+        "note: command line: training.batch_size is an older name of training.local_batch_size",
+        "note: validation.freq has no effect: validation.enable is false",
+    ]
+    (tmp_path / "run.toml").write_text(out)
+    assert run("config", str(tmp_path / "run.toml"))[1] == out
+
+
+def test_config_diff_and_markdown(run, tmp_path):
+    (tmp_path / "a.toml").write_text('extends = "demo"\n[training]\nsteps = 3\n')
+    assert run("config", "--diff", "demo", str(tmp_path / "a.toml"))[1] == "training.steps: 200 -> 3\n"
+    assert run("config", "--markdown")[1].startswith("# Configuration")
+    assert "# int, default 10000. Optimizer steps to run." in run("config", "--comments")[1]
+
+
+def test_unbuilt_models_are_marked_not_refused(run):
+    code, out, _ = run("config", "--model.name=deepseek_v3", "--model.flavor=16B")
+    assert code == 0
+    assert 'name = "deepseek_v3"  # not built yet: latent attention, mixture of experts' in out
+
+
+def test_train_hands_over_config_and_options(run, stub, tmp_path):
+    calls = stub("shardline.training.launch", "train")
+    file = tmp_path / "run.toml"
+    file.write_text("[training]\nsteps = 3\n")
+    words = ["--nproc_per_node=2", "--nnodes", "1:4", "--node-rank=1", "--rdzv-id", "x", "--rdzv_backend=c10d"]
+    words += ["--rdzv-endpoint", "host:1", "--max-restarts=3", "--overwrite", "--compile.enable", str(file)]
+    assert run("train", *words)[0] == 7
+    [(_, (config, options), _)] = calls
+    assert (config.training.steps, config.compile.enable) == (3, True)
+    assert options == TrainOptions(
+        overwrite=True,
+        nproc=2,
+        nnodes="1:4",
+        node_rank=1,
+        rdzv_id="x",
+        rdzv_backend="c10d",
+        rdzv_endpoint="host:1",
+        max_restarts=3,
+    )
+
+
+def test_train_defaults_and_config_file_flag(run, stub, tmp_path):
+    calls = stub("shardline.training.launch", "train")
+    (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
+    assert run("train", "--job.config_file", str(tmp_path / "run.toml"), "--training.steps", "4")[0] == 7
+    assert calls[0][1][0].training.steps == 4
+    assert calls[0][1][1] == TrainOptions()
+    code, _, err = run("train", "a.toml", "--job.config_file", "b.toml")
+    assert code == 2
+    assert "two config files" in err
+
+
+def test_dry_run_accepts_what_is_not_built(run, stub):
+    calls = stub("shardline.training.launch", "train")
+    assert run("train", "--preset=llama3_70b", "--dry-run", "--world-size=256")[0] == 7
+    assert calls[0][1][1] == TrainOptions(dry_run=True, world_size=256)
+
+
+@pytest.mark.parametrize(
+    ("words", "module", "function", "arguments", "named"),
+    [
+        (
+            ["data", "prepare", "src", "out", "--tokenizer", "t", "--workers=2"],
+            "shardline.data.prepare",
+            "command",
+            ("src", "out"),
+            {"tokenizer": "t", "text_field": "text", "split": "train", "workers": 2, "overwrite": False},
+        ),
+        (
+            ["import", "hf", "out", "--dtype=bfloat16"],
+            "shardline.training.convert",
+            "import_hf",
+            ("hf", "out"),
+            {"dtype": "bfloat16", "overwrite": False},
+        ),
+        (
+            ["export", "--overwrite", "ck", "out", "--format", "consolidated"],
+            "shardline.training.convert",
+            "export",
+            ("ck", "out"),
+            {"format": "consolidated", "dtype": None, "overwrite": True},
+        ),
+        (
+            ["generate", "folder", "--prompt", "-x y", "--top-k=5", "--temperature", "0.5"],
+            "shardline.training.sample",
+            "command",
+            ("folder",),
+            {"prompt": "-x y", "max_new_tokens": 100, "temperature": 0.5, "top_k": 5, "top_p": None, "seed": 0}
+            | {"device": None, "tokenizer": None},
+        ),
+    ],
+)
+def test_commands_call_their_function(run, stub, words, module, function, arguments, named):
+    calls = stub(module, "import_hf", "export", "command")
+    assert run(*words)[0] == 7
+    assert calls == [(function, arguments, named)]
+
+
+def test_interrupt_exits_130(run, monkeypatch):
+    def interrupted(parsed):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, "config", (COMMANDS["config"][0], interrupted))
+    assert run("config") == (130, "", "interrupted\n")
+
+
+def test_custom_module_brings_a_flavor(run, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for table in (registry.flavors, registry.sources, registry.optimizers):
+        monkeypatch.setattr(registry, _name_of(table), dict(table))
+    monkeypatch.setattr(registry, "hooks", {event: [] for event in registry.hooks})
+    monkeypatch.delitem(sys.modules, "shardline_custom_custom_module", raising=False)
+    words = ["--model.flavor=tiny", "--optimizer.name=PlainSGD"]
+    assert run("config", *words)[0] == 2
+    code, out, _ = run("config", *words, "--experimental.custom_import=examples/custom_module.py")
+    assert code == 0
+    assert 'flavor = "tiny"' in out
+    assert "counting" in registry.sources
+    assert all(len(functions) == 1 for functions in registry.hooks.values())
+    sys.modules.pop("shardline_custom_custom_module", None)
+
+
+def _name_of(table):
+    return next(name for name, value in vars(registry).items() if value is table)
+
+
+def test_custom_module_errors(run, tmp_path):
+    code, _, err = run("config", f"--experimental.custom_import={tmp_path / 'no.py'}")
+    assert code == 2
+    assert "there is no such file" in err
+    (tmp_path / "broken.py").write_text("x = 1\nraise ValueError('broken on purpose')\n")
+    code, _, err = run("config", f"--experimental.custom_import={tmp_path / 'broken.py'}")
+    assert code == 2
+    assert "ValueError: broken on purpose" in err
+    assert "broken.py:2" in err
+
+
+def in_process(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["config"], ["config", "--preset", "demo"], ["train", "--help"]])
+def test_answers_without_torch(words):
+    heavy = "{'torch', 'numpy', 'rich', 'yaml', 'transformers'}"
+    done = in_process(f"import sys; from shardline.cli import main; main({words}); print({heavy} & set(sys.modules))")
+    assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["config"]])
+def test_answers_quickly(words):
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "shardline", *words], check=True, capture_output=True, cwd=ROOT)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.7
+
+
+def test_lazy_names_of_the_package():
+    names = "load_config, Config, register_flavor, register_source, register_optimizer, register_hook, __version__"
+    done = in_process(f"import sys; from shardline import {names}; print('torch' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+    assert "has no attribute 'nothing'" in in_process("import shardline; shardline.nothing").stderr
+
+
+def test_broken_pipe_is_quiet():
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "shardline", "config"]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_train_as_a_module():
+    words = [sys.executable, "-m", "shardline.train", "--job.config_file", "nowhere.toml"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (2, "error: nowhere.toml: there is no such file\n")

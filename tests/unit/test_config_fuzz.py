@@ -1,0 +1,125 @@
+"""Whatever a user writes ends in a Config or a ConfigError, and a written config loads back."""
+
+import contextlib
+import io
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardline.cli import main
+from shardline.config.build import build_config
+from shardline.config.load import load_config
+from shardline.config.rules import check, notes, pending
+from shardline.config.schema import Config
+from shardline.config.write import diff, to_toml, toml_value
+from shardline.errors import ConfigError
+from tests.unit.config_strategies import ANYTHING, EDGES, FLAG_WORDS, KEYS, configs
+
+quick = settings(max_examples=300, deadline=None, derandomize=True)
+
+
+def load_text(text, suffix=".toml"):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"run{suffix}"
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        return load_config(path)
+
+
+def ends_well(function, *arguments):
+    """Only a Config that can be written and checked, or a ConfigError with a message."""
+    try:
+        config = function(*arguments)
+        assert isinstance(config, Config)
+        assert load_text(to_toml(config)) == config
+        notes(config)
+        pending(config)
+        check(config)
+    except ConfigError as error:
+        print(str(error).encode("utf-8", "backslashreplace"))
+
+
+@quick
+@given(st.text(max_size=200), st.sampled_from([".toml", ".yaml"]))
+def test_arbitrary_text(text, suffix):
+    ends_well(load_text, text, suffix)
+
+
+@quick
+@given(st.lists(EDGES, max_size=40).map(" ".join), st.sampled_from([".toml", ".yaml"]))
+def test_text_of_config_words(text, suffix):
+    ends_well(load_text, text, suffix)
+
+
+@quick
+@given(st.dictionaries(KEYS, ANYTHING, max_size=5))
+def test_arbitrary_values_for_real_keys(tables):
+    ends_well(load_config, None, tables)
+
+
+def _toml(tables):
+    return "".join(f"{key} = {toml_value(value)}\n" for key, value in tables.items())
+
+
+@quick
+@given(st.dictionaries(KEYS.filter(lambda key: key.replace(".", "").replace("_", "").isalnum()), ANYTHING, max_size=5))
+def test_arbitrary_toml(tables):
+    ends_well(load_text, _toml(tables))
+
+
+@quick
+@given(st.dictionaries(KEYS, ANYTHING, max_size=5))
+def test_arbitrary_yaml(tables):
+    ends_well(load_text, json.dumps(tables), ".yaml")  # JSON is YAML
+
+
+@quick
+@given(FLAG_WORDS)
+def test_arbitrary_flags(words):
+    ends_well(load_config, None, words)
+
+
+@quick
+@given(st.sampled_from(["config", "train"]), FLAG_WORDS)
+def test_arbitrary_command_lines(command, words):
+    hushed = io.StringIO()
+    with contextlib.redirect_stdout(hushed), contextlib.redirect_stderr(hushed):
+        code = main([command, *words, "--dry-run=false", "--world-size=1"] if command == "train" else [command, *words])
+    assert code == 2 or command == "config"
+    assert code in (0, 2)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(configs())
+def test_round_trip(values):
+    config = build_config(values, dict.fromkeys(values, "here"))
+    text = to_toml(config)
+    again = load_text(text)
+    assert again == config
+    assert again.is_set("training.mixed_precision_param") == config.is_set("training.mixed_precision_param")
+    assert to_toml(again) == text
+    assert load_text(to_toml(config, comments=True)) == config
+    assert diff(config, again) == ""
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a=" + "[" * 5000, "a" + ".a" * 3000 + "=1", "a=" + "{a=" * 2000])
+@pytest.mark.parametrize("suffix", [".toml", ".yaml"])
+def test_deep_nesting(text, suffix):
+    with pytest.raises(ConfigError):
+        load_text(text, suffix)
+
+
+def test_yaml_bombs_end_quickly():
+    lines = ["a0: &a0 [x, x]"] + [f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 40)]
+    with pytest.raises(ConfigError):
+        load_text("\n".join([*lines, "training:", "  steps: *a39", "model: {converters: *a39}"]), ".yaml")
+
+
+def test_numbers_too_long_to_print():
+    with pytest.raises(ConfigError, match=r"training\.steps: expected .*, got a number with thousands of digits"):
+        load_text("training.steps = 0x" + "f" * 5000)
+    with pytest.raises(ConfigError, match="thousands of digits"):
+        load_config(overrides={"model.overrides.dim": 0, "training.steps": 10**5000})

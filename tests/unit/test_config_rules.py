@@ -1,0 +1,218 @@
+"""Rules: refused combinations, features that are not built yet, keys without effect, and the example files."""
+
+from pathlib import Path
+
+import pytest
+
+from shardline import registry
+from shardline.config.files import preset_names
+from shardline.config.load import load_config
+from shardline.config.rules import RULES, check, notes, pending, refuse_pending
+from shardline.config.schema import leaves
+from shardline.config.write import to_toml
+from shardline.errors import ConfigError
+from shardline.models.flavors import resolve
+
+ROOT = Path(__file__).parents[2]
+SEEDS = Path(__file__).parent / "seeds"
+PARALLEL = "parallelism."
+
+SEED_MARKS = {
+    "async_tp_405b": {PARALLEL + "tensor_parallel_degree", PARALLEL + "enable_async_tensor_parallel"},
+    "async_tp_70b": {
+        "model.converters",
+        PARALLEL + "data_parallel_shard_degree",
+        PARALLEL + "tensor_parallel_degree",
+        PARALLEL + "enable_async_tensor_parallel",
+    },
+    "async_tp_minimal": {"model.converters", PARALLEL + "enable_async_tensor_parallel"},
+    "mixed_precision": set(),
+    "compile_model": set(),
+    "tp_4": {PARALLEL + "tensor_parallel_degree"},
+    "float8_tensorwise": {"model.converters"},
+    "fsdp_8": {PARALLEL + "data_parallel_shard_degree"},
+    "fsdp_tp_64": {
+        "model.converters",
+        PARALLEL + "data_parallel_shard_degree",
+        PARALLEL + "tensor_parallel_degree",
+    },
+    "fsdp_tp_pp_512": {
+        "model.converters",
+        PARALLEL + "data_parallel_shard_degree",
+        PARALLEL + "tensor_parallel_degree",
+        PARALLEL + "enable_async_tensor_parallel",
+        PARALLEL + "pipeline_parallel_degree",
+        PARALLEL + "pipeline_parallel_schedule",
+    },
+}
+
+
+def given(**keys):
+    return load_config(overrides={key.replace("__", "."): value for key, value in keys.items()})
+
+
+def test_every_example_file_has_its_marks_listed():
+    assert {path.stem for path in SEEDS.glob("*.toml")} == set(SEED_MARKS)
+
+
+@pytest.mark.parametrize("name", SEED_MARKS)
+def test_example_files_load_and_are_marked(name):
+    config = load_config(SEEDS / f"{name}.toml")
+    check(config)
+    resolve(config.model)
+    assert {row.key for row in pending(config)} == SEED_MARKS[name]
+    text = to_toml(config)
+    assert text.count("# not built yet: ") == len(SEED_MARKS[name])
+
+
+def test_float8_settings_without_converter_are_noted():
+    lines = notes(load_config(SEEDS / "fsdp_8.toml"))
+    assert "quantize.linear.float8.filter_fqns has no effect: model.converters has no 'quantize.linear.float8'" in lines
+    assert notes(load_config(SEEDS / "fsdp_tp_64.toml")) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").iterdir()), ids=lambda path: path.name)
+def test_our_examples_need_nothing_that_is_missing(path):
+    config = load_config(path)
+    check(config)
+    refuse_pending(config)
+    assert config.alias_notes == ()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_follow_the_rules(name):
+    config = load_config(preset=name)
+    check(config)
+    resolve(config.model)
+    assert notes(config) == []
+    assert (pending(config) == []) == (name == "demo")
+
+
+def test_defaults_are_silent():
+    config = load_config()
+    check(config)
+    refuse_pending(config)
+    assert pending(config) == []
+    assert notes(config) == []
+
+
+def test_rules_name_real_keys():
+    for rule in RULES:
+        assert any(key.startswith(rule.key) if rule.key.endswith(".") else key == rule.key for key in leaves()), (
+            rule.key
+        )
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"training__epochs": 1.0, "training__steps": 5}, "training.epochs: given together with training.steps = 5"),
+        ({"optimizer__name": "adamw"}, "did you mean 'AdamW'"),
+        ({"model__converters": ["fp8"]}, "got 'fp8'"),
+        ({"model__name": "llama4", "model__flavor": "17bx16"}, "did you mean '17bx16e'"),
+        ({"profiling__enable_profiling": True, "profiling__profile_freq": 3}, "profiling.profile_freq: 3 steps"),
+        (
+            {"checkpoint__last_save_in_hf": True, "checkpoint__last_save_model_only": False},
+            "last_save_model_only = true",
+        ),
+        (
+            {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_model_only": False},
+            "initial_load_model_only = true",
+        ),
+        ({"activation_checkpoint__mode": "memory_budget"}, "compile.enable = true"),
+    ],
+)
+def test_refused(keys, expected):
+    with pytest.raises(ConfigError, match=r"^overrides: ") as caught:
+        check(given(**keys))
+    assert expected in str(caught.value)
+
+
+def test_accepted_neighbours_of_refused_values():
+    check(given(training__epochs=0.5))
+    check(given(profiling__profile_freq=3))
+    check(given(activation_checkpoint__mode="memory_budget", compile__enable=True))
+    check(given(checkpoint__last_save_in_hf=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "feature"),
+    [
+        ({"parallelism__data_parallel_replicate_degree": 2}, None, "replicated data parallel"),
+        ({"parallelism__context_parallel_rotate_method": "ulysses"}, None, "context parallel"),
+        ({"parallelism__pipeline_parallel_expert_parallel_overlap": False}, None, "pipeline parallel"),
+        ({"parallelism__pipeline_parallel_schedule_csv": "a.csv"}, None, "pipeline parallel"),
+        ({"optimizer__early_step_in_backward": True}, None, "optimizer step in backward"),
+        ({"checkpoint__async_mode": "async"}, None, "asynchronous checkpoints"),
+        ({"comm__mode": "fake_backend"}, None, "simulated communication"),
+        ({"fault_tolerance__enable": True}, None, "replica groups"),
+        ({"job__custom_config_module": "mine"}, None, "keys of one's own"),
+        ({"model__name": "deepseek_v3", "model__flavor": "16B"}, "model.name", "latent attention, mixture of experts"),
+        ({"model__flavor": "30B-A3B", "model__name": "qwen3"}, "model.flavor", "mixture of experts"),
+    ],
+)
+def test_pending(keys, key, feature):
+    config = given(**keys)
+    key = key or next(iter(keys)).replace("__", ".")
+    assert [(row.key, row.feature) for row in pending(config)] == [(key, feature)]
+    with pytest.raises(ConfigError, match=rf"overrides: {key}: .* is not built yet"):
+        refuse_pending(config)
+    assert f"# not built yet: {feature}" in to_toml(config)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"parallelism__data_parallel_shard_degree": 1},
+        {"parallelism__pipeline_parallel_schedule_csv": "none"},
+        {"parallelism__enable_async_tensor_parallel": False},
+        {"model__name": "qwen3", "model__flavor": "0.6B"},
+    ],
+)
+def test_not_pending(keys):
+    assert pending(given(**keys)) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"checkpoint__interval": 5}, "checkpoint.interval has no effect: checkpoint.enable is false"),
+        ({"validation__freq": 5}, "validation.freq has no effect: validation.enable is false"),
+        ({"compile__backend": "eager"}, "compile.backend has no effect: compile.enable is false"),
+        ({"profiling__with_stack": True}, "profiling.with_stack has no effect: profiling.enable_profiling is false"),
+        ({"metrics__save_tb_folder": "x"}, "metrics.save_tb_folder has no effect: metrics.enable_tensorboard is false"),
+        (
+            {"training__dataloader__prefetch_factor": 2},
+            "training.dataloader.prefetch_factor has no effect: training.dataloader.num_workers is 0",
+        ),
+        ({"comm__train_timeout_seconds": 5}, "comm.train_timeout_seconds has no effect: the layout has one rank"),
+        ({"model__name": "auto", "model__flavor": "8B"}, "model.flavor has no effect: model.name is 'auto'"),
+        (
+            {"activation_checkpoint__selective_ac_option": "op"},
+            "activation_checkpoint.selective_ac_option has no effect: activation_checkpoint.mode is not 'selective'",
+        ),
+        ({"training__steps": 50}, "lr_scheduler.warmup_steps = 200 is longer than the schedule: cut to 50"),
+        (
+            {"lr_scheduler__total_steps": 250, "lr_scheduler__decay_ratio": 0.5},
+            "lr_scheduler.decay_ratio = 0.5 with 200 steps of warmup is longer than the schedule:"
+            " decay starts right after warmup",
+        ),
+    ],
+)
+def test_notes(keys, line):
+    config = given(**keys)
+    assert notes(config) == [line]
+    assert notes(load_config(overrides={key: config.value(key) for key in leaves() if config.is_set(key)})) == [line]
+
+
+def test_keys_that_have_an_effect_are_not_noted():
+    assert notes(given(checkpoint__enable=True, checkpoint__interval=5)) == []
+    assert notes(given(checkpoint__interval=500)) == []  # given, but the default
+    assert notes(given(training__epochs=1.0)) == []
+
+
+def test_registered_names_count(monkeypatch):
+    monkeypatch.setitem(registry.optimizers, "Mine", lambda groups, section: None)
+    monkeypatch.setitem(registry.flavors, "llama4", {"tiny": {}})
+    check(given(optimizer__name="Mine", model__name="llama4", model__flavor="tiny"))
+    assert pending(given(model__name="llama4", model__flavor="tiny")) == []

@@ -1,0 +1,209 @@
+"""config.json of every family, both layouts of its rotary settings, and the refusal of what is not built."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from shardline.config.architecture import Architecture, RopeScaling
+from shardline.errors import ConfigError, UserError
+from shardline.models.hf_config import architecture_from_dict, architecture_from_hf, export_family, hf_config
+
+LLAMA_31: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 99,
+}
+
+
+def read(model_type: str, **changes: Any) -> Architecture:
+    return architecture_from_dict({"model_type": model_type, **SMALL, **changes})
+
+
+def test_llama_as_published() -> None:
+    arch = architecture_from_dict(LLAMA_31)
+    assert (arch.dim, arch.n_layers, arch.n_heads, arch.n_kv_heads, arch.head_dim) == (4096, 32, 32, 8, 128)
+    assert (arch.ffn_dim, arch.vocab_size, arch.max_seq_len, arch.norm_eps) == (14336, 128256, 131072, 1e-5)
+    assert arch.rope_theta == 500000.0
+    assert arch.rope_scaling == RopeScaling(type="llama3", factor=8.0, original_max_position_embeddings=8192)
+    assert (arch.qkv_bias, arch.qk_norm, arch.tie_word_embeddings, arch.sliding_window) == (False, False, False, None)
+
+
+def test_both_rotary_layouts_are_one() -> None:
+    new = {key: value for key, value in LLAMA_31.items() if key not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA_31["rope_scaling"]}
+    assert architecture_from_dict(new) == architecture_from_dict(LLAMA_31)
+    old = read(
+        "qwen2",
+        rope_theta=1000000,
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    )
+    assert old.rope_theta == 1000000.0
+    assert old.rope_scaling == RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=32)
+    # The length before scaling defaults to max_position_embeddings, as in transformers.
+    implied = read("llama", max_position_embeddings=77, rope_scaling={"type": "yarn", "factor": 2.0})
+    assert implied.rope_scaling is not None
+    assert implied.rope_scaling.original_max_position_embeddings == 77
+
+
+def test_defaults_of_keys_left_out() -> None:
+    llama = read("llama")
+    assert (llama.head_dim, llama.rope_theta, llama.norm_eps, llama.max_seq_len) == (16, 10000.0, 1e-6, 2048)
+    assert read("qwen3").head_dim == 128
+    assert read("mistral").sliding_window == 4096
+    assert read("mistral", sliding_window=None).sliding_window is None
+    assert read("llama", num_key_value_heads=None).n_kv_heads == 4
+
+
+def test_biases() -> None:
+    def flags(arch: Architecture) -> tuple[bool, bool, bool]:
+        return arch.qkv_bias, arch.out_bias, arch.mlp_bias
+
+    assert flags(read("llama", attention_bias=True, mlp_bias=True)) == (True, True, True)
+    assert flags(read("qwen3", attention_bias=True)) == (True, True, False)
+    assert flags(read("qwen2")) == (True, False, False)
+    assert flags(read("mistral", attention_bias=True)) == (False, False, False)  # Mistral's own model ignores it
+
+
+def test_sliding_windows() -> None:
+    def window(**changes: Any) -> tuple[int | None, tuple[int, ...] | None]:
+        arch = read("qwen3", sliding_window=8, **changes)
+        return arch.sliding_window, arch.sliding_window_layers
+
+    assert window() == (None, None)
+    assert window(use_sliding_window=True) == (None, None)  # max_window_layers is 28, there are 4
+    assert window(use_sliding_window=True, max_window_layers=3) == (8, (3,))
+    assert window(use_sliding_window=True, max_window_layers=0) == (8, None)
+    kinds = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    assert window(use_sliding_window=True, layer_types=kinds) == (8, (1, 3))
+    with pytest.raises(ConfigError, match="layer_types"):
+        window(use_sliding_window=True, layer_types=["chunked_attention"] * 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported (supported: llama, mistral, qwen2, qwen3)"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_type 'mrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_type 'llama3' needs low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "rope_type 'linear': "),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config (fp8) is not supported"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_size": None}, "hidden_size is not a whole number"),
+        ({"num_key_value_heads": 3}, "n_kv_heads (3) must divide n_heads (4)"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL, **changes}))
+    with pytest.raises(ConfigError) as error:
+        architecture_from_hf(tmp_path)
+    assert message in str(error.value)
+    assert "config.json" in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json: there is no such file"):
+        architecture_from_hf(tmp_path)
+    for text in ("{", "[1]", "\xff"):
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            architecture_from_hf(tmp_path)
+
+
+ropes = st.one_of(
+    st.none(),
+    st.builds(RopeScaling, type=st.just("linear"), factor=st.sampled_from([2.0, 3.5])),
+    st.builds(RopeScaling, type=st.just("llama3"), factor=st.just(8.0), original_max_position_embeddings=st.just(64)),
+    st.builds(
+        RopeScaling,
+        type=st.just("yarn"),
+        factor=st.just(4.0),
+        original_max_position_embeddings=st.just(64),
+        attention_factor=st.sampled_from([None, 1.25]),
+        mscale=st.sampled_from([None, 0.7]),
+        mscale_all_dim=st.sampled_from([None, 0.3]),
+        truncate=st.booleans(),
+        beta_fast=st.sampled_from([32.0, 16.0]),
+    ),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.builds(
+        Architecture,
+        dim=st.just(64),
+        n_layers=st.just(3),
+        n_heads=st.just(4),
+        n_kv_heads=st.sampled_from([1, 2, 4]),
+        head_dim=st.sampled_from([16, 32]),
+        ffn_dim=st.just(72),
+        vocab_size=st.just(11),
+        rope_scaling=ropes,
+        qkv_bias=st.booleans(),
+        out_bias=st.booleans(),
+        mlp_bias=st.booleans(),
+        qk_norm=st.booleans(),
+        tie_word_embeddings=st.booleans(),
+        sliding_window=st.sampled_from([None, 4]),
+        sliding_window_layers=st.sampled_from([None, (0, 2), (1, 2)]),
+        family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+        init_std=st.just(0.03),
+    )
+)
+def test_written_config_reads_back_to_the_same_architecture(arch: Architecture) -> None:
+    try:
+        family = export_family(arch)
+    except UserError:
+        assume(False)
+    layers = arch.sliding_window_layers if arch.sliding_window is not None else None
+    again = architecture_from_dict(json.loads(json.dumps(hf_config(arch))))
+    assert again == arch.with_overrides({"family": family, "sliding_window_layers": layers})
+
+
+def test_an_override_moves_to_the_family_that_computes_it() -> None:
+    base = read("llama")
+    assert export_family(base) == "llama"
+    assert export_family(base.with_overrides({"qk_norm": True})) == "qwen3"
+    assert export_family(base.with_overrides({"sliding_window": 8})) == "mistral"
+    assert export_family(base.with_overrides({"qkv_bias": True})) == "qwen2"
+    with pytest.raises(UserError, match="QK norm"):
+        export_family(base.with_overrides({"qk_norm": True, "mlp_bias": True}))
+
+
+def test_no_torch_before_it_is_needed() -> None:
+    code = "import sys, shardline.models.flavors, shardline.models.hf_config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,61 @@
+"""Imports point downwards only, and what must start fast does not import torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "shardline"
+LEVELS = {
+    "train": 7,
+    "__main__": 7,
+    "cli": 6,
+    "training": 5,
+    "plan": 5,
+    "report": 5,
+    "parallel": 4,
+    "precision": 3,
+    "memory": 3,
+    "data": 3,
+    "models": 2,
+    "config": 1,
+    "registry": 0,
+    "errors": -1,
+}
+
+
+def room(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "shardline" and len(parts) > 1 else None
+
+
+def imported(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] + [
+                f"{node.module}.{alias.name}" for alias in node.names if node.module == "shardline"
+            ]
+        rooms |= {found for name in names if (found := room(name)) in LEVELS}
+    return rooms
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_downwards(path):
+    parts = path.relative_to(PACKAGE).parts
+    here = parts[0].removesuffix(".py")
+    if here == "__init__":
+        return
+    for other in imported(path) - {here}:
+        assert LEVELS[other] < LEVELS[here], f"{path.name} of {here} imports {other}"
+
+
+@pytest.mark.parametrize("module", ["shardline", "shardline.cli", "shardline.config.load", "shardline.models.flavors"])
+def test_torch_is_not_imported_before_it_is_needed(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,113 @@
+"""Named sizes: their published parameter counts, and what `model.*` resolves to."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardline import registry
+from shardline.config.architecture import Architecture
+from shardline.config.rules import NOT_BUILT
+from shardline.errors import ConfigError
+from shardline.models.decoder import Decoder
+from shardline.models.flavors import FLAVORS, resolve
+from shardline.models.fused import parameter_count
+
+PUBLISHED = {
+    ("llama3", "1B"): 1_235_814_400,
+    ("llama3", "3B"): 3_212_749_824,
+    ("llama3", "8B"): 8_030_261_248,
+    ("llama3", "70B"): 70_553_706_496,
+    ("llama3", "405B"): 405_853_388_800,
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
+}
+
+
+@dataclass
+class Section:
+    name: str = "llama3"
+    flavor: str = "debugmodel"
+    hf_assets_path: str = ""
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(("model", "flavor"), PUBLISHED)
+def test_parameter_counts(model: str, flavor: str) -> None:
+    arch = FLAVORS[model][flavor]
+    assert parameter_count(arch) == PUBLISHED[model, flavor]
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in Decoder(arch).parameters()) == PUBLISHED[model, flavor]
+
+
+def test_debug_models() -> None:
+    llama, qwen = FLAVORS["llama3"]["debugmodel"], FLAVORS["qwen3"]["debugmodel"]
+    assert (llama.dim, llama.n_layers, llama.n_heads, llama.head_dim, llama.ffn_dim) == (256, 6, 16, 16, 768)
+    assert (llama.vocab_size, llama.rope_theta) == (2048, 500000.0)
+    assert (qwen.dim, qwen.n_layers, qwen.vocab_size, qwen.qk_norm, qwen.head_dim) == (256, 8, 2048, True, 128)
+    flex = FLAVORS["llama3"]["debugmodel_flex_attn"]
+    assert flex == llama.with_overrides({"attn_backend": "flex", "attn_mask_type": "block_causal"})
+    assert FLAVORS["llama3"]["8B_varlen"].attn_backend == "varlen"
+
+
+def test_overrides() -> None:
+    arch = resolve(Section(overrides={"n_layers": 2, "dim": 512}))
+    assert (arch.n_layers, arch.dim, arch.head_dim) == (2, 512, 32)
+    with pytest.raises(ConfigError, match=r"n_layer\b.*did you mean 'n_layers'"):
+        resolve(Section(overrides={"n_layer": 2}))
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ConfigError, match=r"model\.name = 'lama3': no such model, did you mean 'llama3'"):
+        resolve(Section(name="lama3"))
+    with pytest.raises(ConfigError, match=r"model\.flavor = '8b': llama3 has no such flavor, did you mean '8B'"):
+        resolve(Section(flavor="8b"))
+
+
+def test_known_names_that_are_not_built() -> None:
+    for model, flavor in NOT_BUILT:
+        assert flavor not in FLAVORS.get(model, {})
+        with pytest.raises(ConfigError, match="not built yet"):
+            resolve(Section(name=model, flavor=flavor))
+    with pytest.raises(ConfigError, match="not built yet"):
+        resolve(Section(name="deepseek_v3", flavor="strange"))
+
+
+def test_registered_flavors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "flavors", {})
+    fields = {"dim": 32, "n_layers": 1, "n_heads": 2, "ffn_dim": 40, "vocab_size": 9}
+    registry.register_flavor("mine", "tiny", fields)
+    registry.register_flavor("llama3", "own", Architecture(**fields))
+    registry.register_flavor("mine", "wrong", {**fields, "dim": -1})
+    registry.register_flavor("mine", "strange", 5)
+    assert resolve(Section("mine", "tiny")) == Architecture(**fields)
+    assert resolve(Section("llama3", "own", overrides={"dim": 64})).dim == 64
+    assert resolve(Section("llama3", "8B")).dim == 4096
+    with pytest.raises(ConfigError, match=r"flavor 'wrong' of 'mine'.*dim"):
+        resolve(Section("mine", "wrong"))
+    with pytest.raises(ConfigError, match="registered as int"):
+        resolve(Section("mine", "strange"))
+
+
+def test_a_folder_by_auto(tmp_path: Path) -> None:
+    config = {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 99,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arch = resolve(Section("auto", "", str(tmp_path), {"n_layers": 2}))
+    assert (arch.family, arch.n_layers, arch.qkv_bias) == ("qwen2", 2, True)
+    with pytest.raises(ConfigError, match=r"nowhere/config\.json: there is no such file"):
+        resolve(Section("auto", "", str(tmp_path / "nowhere")))

@@ -1,0 +1,148 @@
+"""Logits and gradients against transformers in float32, on tiny random checkpoints of every family."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardline.models.decoder import Decoder
+from shardline.models.generate import generate
+from shardline.models.hf import hf_name, read_hf, write_hf
+from shardline.models.state import load_logical_state, logical_state
+
+transformers = pytest.importorskip("transformers")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-one-kv-head": ("Llama", {"num_key_value_heads": 1}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}}),
+    "llama-llama3": ("Llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}}),
+    "llama-yarn": ("Llama", {"rope_parameters": {**YARN, "rope_theta": 10000.0}}),
+    "llama-yarn-mscale": (
+        "Llama",
+        {"rope_parameters": {**YARN, "rope_theta": 100.0, "mscale": 0.7, "mscale_all_dim": 0.3, "truncate": False}},
+    ),
+    "llama-yarn-factor": (
+        "Llama",
+        {
+            "rope_parameters": {
+                **YARN,
+                "rope_theta": 100.0,
+                "attention_factor": 1.3,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+            }
+        },
+    ),
+    "mistral-window": ("Mistral", {"sliding_window": 7, "head_dim": 32}),
+    "mistral-no-window": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3-tied-biases": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-window": (
+        "Qwen3",
+        {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+}
+
+
+def theirs(case: str) -> Any:
+    name, changes = CASES[case]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes}, attn_implementation="eager")
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:  # their constants would hide a missing or swapped one
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def ours(folder: Path) -> Decoder:
+    tensors = read_hf(folder)
+    model = Decoder(tensors.arch)
+    load_logical_state(model, tensors)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    reference = theirs(case)
+    reference.save_pretrained(tmp_path / "theirs")
+    model = ours(tmp_path / "theirs")
+    tokens = torch.randint(0, 97, (2, 40))
+    with torch.no_grad():
+        expected, found = reference(tokens).logits, model(tokens)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+    # And back: what we write opens there, with every bit the same.
+    out = write_hf(logical_state(model).items(), model.arch, tmp_path / "ours")
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert type(again) is type(reference)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-tied-biases"])
+def test_gradients_equal_transformers(case: str, tmp_path: Path) -> None:
+    reference = theirs(case)
+    reference.save_pretrained(tmp_path)
+    model = ours(tmp_path)
+    tokens = torch.randint(0, 97, (2, 24))
+    for output in (reference(tokens).logits, model(tokens)):
+        torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    found = {hf_name(name): value for name, value in logical_state(model).items()}
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("case", ["llama-llama3", "mistral-window", "qwen3-window"])
+def test_greedy_generation_equals_transformers(case: str, tmp_path: Path) -> None:
+    reference = theirs(case)
+    reference.save_pretrained(tmp_path)
+    prompt = [5, 9, 30, 2, 61, 8, 8, 90, 11]
+    expected = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert list(generate(ours(tmp_path), prompt, 20)) == expected[0, len(prompt) :].tolist()

@@ -1,0 +1,339 @@
+"""Who may write into a run's folder, and what happens to a run that is already there."""
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardline.config.schema import Config
+from shardline.errors import UserError
+from shardline.training.run_folder import CONFIG_HEADER, RunFolder, open_run_folder
+
+
+def make_config(folder: Path | str | None, **sections: dict[str, Any]) -> Config:
+    job = {"dump_folder": None if folder is None else str(folder), **sections.pop("job", {})}
+    return Config.model_validate({"job": job, **sections})
+
+
+def start(folder: Path | str | None, good: int | None = None, *, resume=False, overwrite=False, **sections):
+    """Open the folder as a run does that finds a good checkpoint of step `good` in it."""
+    return open_run_folder(
+        make_config(folder, **sections), resume=resume, overwrite=overwrite, has_good_checkpoint=lambda path: good
+    )
+
+
+SAVING = {"enable": True}
+
+
+def earlier_run(folder: Path, config: str = "") -> None:
+    """What a run leaves behind, with some files of the user's among it."""
+    run = start(folder)
+    run.write_config(config)
+    run.metrics_path.write_text("{}\n")
+    run.moved_metrics_path.write_text("{}\n")
+    run.log_path(0).write_text("line\n")
+    for name in ("checkpoint/step-5/state", "profile_traces/iteration_10/ops.txt", "memory_snapshot/iteration_10/a"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text("x")
+    (folder / "tb").mkdir()
+    (folder / "tb" / "events.out.tfevents.1").write_text("x")
+    (folder / "notes.txt").write_text("mine")
+    (folder / "log" / "mine.txt").write_text("mine")
+    run.close()
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_new_folder_has_paths_lock_and_ranks(tmp_path):
+    run = start(tmp_path / "a" / "run")
+    assert not run.resume
+    assert run.checkpoint_folder == tmp_path / "a" / "run" / "checkpoint"
+    assert run.log_path(3).name == "rank-3.log"
+    ranks = json.loads((run.path / "log" / "ranks.json").read_text())
+    assert ranks == [{"rank": 0, "host": socket.gethostname(), "pid": os.getpid()}]
+    run.close()
+
+
+def test_config_is_written_with_its_header(tmp_path):
+    run = start(tmp_path)
+    run.write_config("[job]\n")
+    assert run.config_path.read_text() == f"{CONFIG_HEADER}\n[job]\n"
+    assert not [name for name in files_in(tmp_path) if name.startswith(".")]
+    run.close()
+
+
+def test_unnamed_folder_takes_the_models_name_and_the_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = start(None)
+    assert re.fullmatch(r"llama3-debugmodel-\d{8}-\d{6}", run.path.name)
+    assert run.path.parent == Path("outputs")
+    run.close()
+
+
+def test_unnamed_folder_takes_the_config_files_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = start(None, job={"config_file": "configs/my run.toml"})
+    assert run.path.name.startswith("my_run-")
+    run.close()
+
+
+def test_unnamed_folders_of_the_same_second_get_a_number(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
+    names = [start(None).path.name for _ in range(3)]
+    stem = "llama3-debugmodel-20260102-030405"
+    assert names == [stem, f"{stem}-2", f"{stem}-3"]
+
+
+def test_folder_with_foreign_files_is_used_and_they_stay(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "mine.txt").write_text("mine")
+    run = start(tmp_path)
+    assert not run.resume
+    assert {"notes.txt", "log/mine.txt"} <= files_in(tmp_path)
+    run.close()
+
+
+def test_folder_with_a_run_is_refused_without_checkpoints(tmp_path):
+    earlier_run(tmp_path)
+    before = files_in(tmp_path)
+    with pytest.raises(UserError, match=r"already holds a run.*checkpoint\.enable is false.*--overwrite"):
+        start(tmp_path, good=5)
+    assert files_in(tmp_path) == before
+
+
+def test_folder_with_a_run_is_refused_without_a_good_checkpoint(tmp_path):
+    earlier_run(tmp_path)
+    with pytest.raises(UserError, match=r"no good checkpoint.*--overwrite"):
+        start(tmp_path, good=None, checkpoint=SAVING)
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoint/step-5/manifest.json", "tb/events.out.tfevents.1"])
+def test_one_file_of_a_run_is_enough_to_refuse(tmp_path, left):
+    (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / left).write_text("x")
+    with pytest.raises(UserError, match="--overwrite"):
+        start(tmp_path)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("step", [0, 7])
+def test_good_checkpoint_resumes_and_says_so(tmp_path, resume, step):
+    earlier_run(tmp_path)
+    run = start(tmp_path, good=step, resume=resume, checkpoint=SAVING)
+    assert run.resume
+    assert run.resume_step == step
+    assert run.notes == [f"resuming from step {step} of the run in {tmp_path}"]
+    assert (tmp_path / "checkpoint" / "step-5" / "state").exists()
+    run.close()
+
+
+def test_checkpoint_is_looked_for_in_the_run_folder(tmp_path):
+    earlier_run(tmp_path)
+    asked = []
+    open_run_folder(
+        make_config(tmp_path, checkpoint=SAVING), has_good_checkpoint=lambda path: asked.append(path) or 3
+    ).close()
+    assert asked == [tmp_path]
+
+
+def test_checkpoint_of_another_model_is_refused_and_the_lock_let_go(tmp_path):
+    earlier_run(tmp_path)
+
+    def other_model(path):
+        raise UserError("of another model")
+
+    with pytest.raises(UserError, match="of another model"):
+        open_run_folder(make_config(tmp_path, checkpoint=SAVING), has_good_checkpoint=other_model)
+    start(tmp_path, good=1, checkpoint=SAVING).close()
+
+
+def test_resume_insists(tmp_path):
+    with pytest.raises(UserError, match=r"--resume: there is no folder .*nowhere"):
+        start(tmp_path / "nowhere", resume=True, checkpoint=SAVING)
+    assert not (tmp_path / "nowhere").exists()
+    with pytest.raises(UserError, match=r"--resume: there is no good checkpoint"):
+        start(tmp_path, resume=True, checkpoint=SAVING)
+    with pytest.raises(UserError, match=r"--checkpoint\.enable"):
+        start(tmp_path, good=3, resume=True)
+    with pytest.raises(UserError, match=r"--job\.dump_folder"):
+        start(None, resume=True, checkpoint=SAVING)
+    with pytest.raises(UserError, match="contradict"):
+        start(tmp_path, good=3, resume=True, overwrite=True, checkpoint=SAVING)
+
+
+def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
+    earlier_run(tmp_path)
+    run = start(tmp_path, good=5, overwrite=True, checkpoint=SAVING)
+    assert not run.resume
+    assert files_in(tmp_path) == {"notes.txt", "log/mine.txt", "log/lock", "log/ranks.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "log"}
+    assert run.notes == [f"--overwrite: removed the previous run in {tmp_path}"]
+    run.close()
+
+
+def test_overwrite_knows_the_folders_the_previous_run_named(tmp_path):
+    earlier_run(tmp_path, '[checkpoint]\nfolder = "saves"\n')
+    (tmp_path / "saves" / "step-9").mkdir(parents=True)
+    (tmp_path / "saves" / "mine").write_text("mine")
+    start(tmp_path, overwrite=True).close()
+    assert [path.name for path in (tmp_path / "saves").iterdir()] == ["mine"]
+
+
+def test_overwrite_never_reaches_outside_the_folder(tmp_path):
+    outside = tmp_path / "elsewhere"
+    (outside / "step-9").mkdir(parents=True)
+    (outside / "iteration_1").mkdir()
+    folder = tmp_path / "run"
+    earlier_run(folder, '[profiling]\nsave_traces_folder = "../elsewhere"\n')
+    start(folder, overwrite=True).close()
+    with pytest.raises(UserError, match="lies outside the run folder"):
+        start(folder, overwrite=True, checkpoint={**SAVING, "folder": str(outside)})
+    assert {path.name for path in outside.iterdir()} == {"step-9", "iteration_1"}
+
+
+def test_checkpoints_in_an_outside_folder_count_as_a_run(tmp_path):
+    (tmp_path / "elsewhere" / "step-9").mkdir(parents=True)
+    run = start(tmp_path / "run", good=9, checkpoint={**SAVING, "folder": str(tmp_path / "elsewhere")})
+    assert run.resume_step == 9
+    run.close()
+
+
+def test_config_file_of_the_user_is_never_overwritten(tmp_path):
+    (tmp_path / "config.toml").write_text("[training]\nsteps = 5\n")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="was not written by a run"):
+            start(tmp_path, overwrite=overwrite)
+    assert (tmp_path / "config.toml").read_text() == "[training]\nsteps = 5\n"
+
+
+def test_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UserError, match=r"job\.dump_folder: cannot use .*is a file"):
+            start(path)
+
+
+def test_unwritable_folder_is_refused(monkeypatch, tmp_path):
+    def refuse(*arguments, **options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UserError, match="Permission denied"):
+        start(tmp_path / "run")
+    with pytest.raises(UserError, match="Permission denied"):
+        start(None)
+
+
+# ---- two runs at once ------------------------------------------------------------------------------------------------
+
+
+def test_second_run_in_a_folder_is_told_who_holds_it(tmp_path):
+    run = start(tmp_path)
+    with pytest.raises(UserError, match=rf"in use by a running training \(pid {os.getpid()} on "):
+        start(tmp_path)
+    run.close()
+    start(tmp_path, overwrite=True).close()
+
+
+def _race(folder: str | None, ready: Any, done: Any, results: Any) -> None:
+    time.strftime = lambda form: "20260102-030405"
+    ready.wait()
+    try:
+        run = start(folder)
+        results.put((os.getpid(), str(run.path)))
+        done.wait()  # hold the folder until everyone has tried
+    except UserError as error:
+        results.put((os.getpid(), f"refused: {error}"))
+        done.wait()
+
+
+def race(folder: str | None, number: int) -> dict[int, str]:
+    context = multiprocessing.get_context("spawn")
+    ready, done, results = context.Barrier(number), context.Barrier(number), context.Queue()
+    workers = [context.Process(target=_race, args=(folder, ready, done, results)) for _ in range(number)]
+    for worker in workers:
+        worker.start()
+    found = dict(results.get(timeout=30) for _ in workers)
+    for worker in workers:
+        worker.join(timeout=30)
+    return found
+
+
+def test_racing_processes_one_gets_the_folder(tmp_path):
+    found = race(str(tmp_path), 4)
+    winners = [pid for pid, text in found.items() if not text.startswith("refused")]
+    assert len(winners) == 1
+    losers = [text for pid, text in found.items() if pid not in winners]
+    assert all(f"pid {winners[0]} on" in text for text in losers)
+
+
+def test_racing_processes_never_share_an_unnamed_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = race(None, 4)
+    assert len(set(found.values())) == 4
+
+
+HOLDER = """
+import sys, time
+from tests.unit.test_run_folder import start
+run = start(sys.argv[1])
+if sys.argv[2] == "fork":
+    import os
+    if os.fork() == 0:
+        print("child", os.getpid(), flush=True)
+        time.sleep(60)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["alone", "fork"])
+def test_killed_run_lets_the_folder_go(tmp_path, kind):
+    """Also when a forked data worker of it lives on."""
+    root = Path(__file__).parents[2]
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True, cwd=root
+    )
+    lines = [holder.stdout.readline() for _ in range(2 if kind == "fork" else 1)]
+    child = next((int(line.split()[1]) for line in lines if line.startswith("child")), None)
+    with pytest.raises(UserError, match=f"pid {holder.pid} on"):
+        start(tmp_path)
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    try:
+        start(tmp_path, overwrite=True).close()
+    finally:
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_file_system_without_locks_is_noted(tmp_path, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    run = start(tmp_path)
+    assert run.lock is None
+    assert "cannot be locked (Operation not supported)" in run.notes[0]
+    run.close()
+
+
+def test_other_ranks_need_no_lock(tmp_path):
+    run = start(tmp_path)
+    other = RunFolder(run.path)
+    assert other.log_path(1) == tmp_path / "log" / "rank-1.log"
+    run.close()

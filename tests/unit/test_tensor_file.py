@@ -1,0 +1,56 @@
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardline.errors import UserError
+from shardline.training import tensor_file
+from shardline.training.tensor_file import Entry, verify_file, write_tensors
+
+
+def entries(tensors):
+    return [Entry(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()]
+
+
+@pytest.fixture
+def tensors():
+    return {
+        "a": torch.randn(300, 17),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+        "half": torch.randn(33).to(torch.bfloat16),
+        "ids": torch.arange(9),
+    }
+
+
+def test_safetensors_reads_what_was_written(tmp_path, tensors):
+    write_tensors(tmp_path / "x.safetensors", entries(tensors))
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+
+
+def test_every_flipped_byte_and_every_cut_is_found(tmp_path, tensors, monkeypatch):
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 1024)
+    path = tmp_path / "x.safetensors"
+    recorded = write_tensors(path, entries(tensors))
+    verify_file(path, recorded)
+    good = path.read_bytes()
+    assert len(recorded["crc32"]) == -(-len(good) // 1024)
+    for position in range(0, len(good), 997):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+        with pytest.raises(UserError, match="damaged"):
+            verify_file(path, recorded)
+    path.write_bytes(good[:-1])
+    with pytest.raises(UserError, match="torn"):
+        verify_file(path, recorded)
+    path.unlink()
+    with pytest.raises(UserError, match="missing"):
+        verify_file(path, recorded)
+
+
+def test_written_in_the_entrys_type(tmp_path):
+    tensor = torch.randn(5)
+    write_tensors(tmp_path / "x.safetensors", [Entry("a", (5,), torch.bfloat16, lambda: tensor)])
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["a"], tensor.to(torch.bfloat16))
