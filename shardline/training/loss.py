@@ -27,7 +27,7 @@ from torch import Tensor
 IGNORE = -100
 
 # Logits of one chunk. Larger chunks read and write grad_weight less often, smaller ones hold less memory.
-CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 32 * 2**20}
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 32 * 2**20}
 SMALLEST_CHUNK = 128
 # Eager elementwise work runs over slices of a chunk, so its float32 copies stay this small: on a CPU they fit into the
 # cache, on a GPU they are large enough to keep it busy.

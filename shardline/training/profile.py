@@ -49,6 +49,10 @@ class Profiler:
             self.out_of_memory()
         self.close()
 
+    def writes_next(self) -> bool:
+        """Whether the next `step()` writes a trace or a snapshot, which takes time that is not training."""
+        return (self.trace is not None or self.snapshots) and (self.at + 1) % self.options.profile_freq == 0
+
     def step(self) -> None:
         self.at += 1
         if self.trace is not None:

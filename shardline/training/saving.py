@@ -69,6 +69,7 @@ class Saver:
         self.folder = folder / config.checkpoint.folder
         self.model, self.optimizer = model, optimizer
         self.identity: DataIdentity | None = None
+        self.saved_step: int | None = None
         unknown = set(self.section.exclude_from_loading) - set(LOADABLE)
         if unknown:
             raise UserError(
@@ -95,6 +96,7 @@ class Saver:
                 log.warning("skipping a damaged checkpoint: %s", error)
                 continue
             self._load(saved, progress, model_only=False)
+            self.saved_step = progress.step
             log.info("resumed from %s", saved.path)
             return progress.step >= total_steps
         raise UserError(f"{self.folder} holds no checkpoint that can be resumed")
@@ -166,9 +168,16 @@ class Saver:
         else:
             entries = files.model_entries(self.model) + files.optimizer_entries(self.model, self.optimizer)
             path = files.save_checkpoint(self.folder, progress.step, "full", self.model.arch, trainer, entries)
+        self.saved_step = progress.step
         removed = files.prune(self.folder, self.section.keep_latest_k)
         log.info("saved %s%s", path, f" (removed {len(removed)} older)" if removed else "")
         return path
+
+    def save_at_stop(self, progress: Progress) -> None:
+        """Save the step a signal ended the run at, unless it is saved already or nothing was trained."""
+        wanted = self.section.enable and not self.section.load_only and progress.step > 0
+        if wanted and self.saved_step != progress.step:
+            self.save(progress)
 
     def _save_hf(self, step: int, trainer: dict[str, Any], dtype: torch.dtype) -> Path:
         final, partial = self.folder / f"step-{step}", self.folder / f"step-{step}.partial"

@@ -221,12 +221,15 @@ class Trainer:
                         metrics.log(row)
                         console.update(row)
                     registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": loss, "lr": lr})
-                    with meter.paused():
+                    with self._pause(meter, profiler):
                         self._validate(metrics, console)
-                        self._save(stop.name)
+                        if self.saver.is_due(self.progress.step, self.total_steps):
+                            self.saver.save(self.progress, last=self.progress.step == self.total_steps)
                         profiler.step()
                     collect(self.progress.step)
-                stopped_by = stop.name
+                if stop.name and self.progress.step < self.total_steps:
+                    self.saver.save_at_stop(self.progress)
+                    stopped_by = stop.name
         finally:
             console.close(stopped_by)
             metrics.close()
@@ -250,19 +253,27 @@ class Trainer:
         row = {"step": self.progress.step, "loss": loss, "grad_norm": norm, "lr": lr, "tokens": self.progress.tokens}
         return row | meter.rates() | {"memory_gib": peak_memory_gib(self.device), "comm_bytes": {}}
 
+    def _pause(self, meter: Meter, profiler: Profiler) -> contextlib.AbstractContextManager[None]:
+        """Stop the clock for what is not training, after the device has finished the step that is."""
+        saves = self.saver.is_due(self.progress.step, self.total_steps)
+        if not (saves or self._validates() or profiler.writes_next()):
+            return contextlib.nullcontext()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return meter.paused()
+
+    def _validates(self) -> bool:
+        step = self.progress.step
+        due = step == 1 or step == self.total_steps or step % self.config.validation.freq == 0
+        return self.validation is not None and due
+
     def _validate(self, metrics: Metrics, console: Console) -> None:
         section, step = self.config.validation, self.progress.step
-        if self.validation is None or not (step == 1 or step == self.total_steps or step % section.freq == 0):
+        if self.validation is None or not self._validates():
             return
         loss = validation_loss(self.model, self.validation, section.steps, self.config.training.loss_chunk_tokens)
         metrics.log_validation(step, loss)
         console.message(f"step {step}  validation loss {loss:.4f}")
-
-    def _save(self, stopping: str | None) -> None:
-        last = self.progress.step == self.total_steps
-        asked = stopping is not None and self.config.checkpoint.enable and not self.config.checkpoint.load_only
-        if self.saver.is_due(self.progress.step, self.total_steps) or asked:
-            self.saver.save(self.progress, last=last)
 
     def close(self) -> None:
         """Stop data workers and give the run's folder free."""

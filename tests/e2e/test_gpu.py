@@ -1,0 +1,54 @@
+"""What only a CUDA device shows: the same numbers as on CPU, bitwise repetition, and packed documents on every kernel."""
+
+import pytest
+import torch
+
+from tests.e2e.tiny import run, tiny_config
+
+pytestmark = pytest.mark.gpu
+KERNEL_SIZES = {"head_dim": 64, "attn_mask_type": "block_causal"}
+
+
+def numbers(written):
+    return [(row["loss"], row["grad_norm"]) for row in written]
+
+
+def test_float32_on_cuda_gives_the_cpu_numbers(tmp_path, monkeypatch):
+    settings = {"training__mixed_precision_param": "float32", "training__steps": 10}
+    on_gpu = numbers(run(tmp_path / "cuda", **settings))
+    monkeypatch.setattr("shardline.training.trainer.choose_device", lambda: torch.device("cpu"))
+    on_cpu = numbers(run(tmp_path / "cpu", **settings))
+    for a, b in zip(on_gpu, on_cpu, strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_deterministic_runs_are_bitwise_equal(tmp_path, compiled):
+    settings = {"debug__deterministic": True, "compile__enable": compiled}
+    assert numbers(run(tmp_path / "a", **settings)) == numbers(run(tmp_path / "b", **settings))
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path):
+    settings = {"checkpoint__enable": True, "checkpoint__interval": 3, "checkpoint__last_save_model_only": False,
+                "debug__deterministic": True, "lr_scheduler__total_steps": 6}  # fmt: skip
+    whole = numbers(run(tmp_path / "whole", **settings))
+    run(tmp_path / "parts", training__steps=3, **settings)
+    assert numbers(run(tmp_path / "parts", **settings)) == whole
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", ["flex", "varlen"])
+def test_packed_documents_on_every_kernel(tmp_path, backend, compiled):
+    overrides = {**tiny_config(tmp_path).model.overrides, **KERNEL_SIZES}
+    settings = {"training__seq_len": 256, "compile__enable": compiled}
+    plain = run(tmp_path / "sdpa", model__overrides={**overrides, "attn_backend": "sdpa"}, training__seq_len=256)
+    other = run(tmp_path / backend, model__overrides={**overrides, "attn_backend": backend}, **settings)
+    for a, b in zip(plain, other, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-2)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=5e-2)
+
+
+def test_pinned_memory_and_workers(tmp_path):
+    plain = numbers(run(tmp_path / "plain"))
+    workers = {"training__dataloader__num_workers": 2, "training__dataloader__pin_memory": True}
+    assert numbers(run(tmp_path / "workers", **workers)) == pytest.approx(plain, rel=1e-3)
