@@ -9,6 +9,7 @@ help:  ## show these lines
 
 demo: .venv/.core  ## train a small Llama on generated text, on the GPU if there is one
 	@$(BIN)/shardline train --preset demo
+	@echo 'Next: $(BIN)/shardline generate "$$(ls -td outputs/demo-* | head -1)" --prompt "Once there was a"'
 
 test: .venv/.dev lint  ## lint, types and tests
 	$(BIN)/python -m pytest -m "not slow"

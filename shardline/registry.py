@@ -74,11 +74,12 @@ def import_custom(module: str) -> None:
             importlib.import_module(module)
     except ConfigError:
         raise
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+        where = f" ({inside[-1].filename}:{inside[-1].lineno})" if inside else ""
         raise ConfigError(
-            f"experimental.custom_import = {module!r} cannot be imported: {type(error).__name__}: {error}"
-            f" ({where.filename}:{where.lineno})"
+            f"experimental.custom_import = {module!r} cannot be imported: {type(error).__name__}: {error}{where}"
         ) from error
 
 

@@ -96,7 +96,8 @@ def _left(option: Option) -> str:
 
 def _allowed(option: Option) -> str:
     names = f" Also: {', '.join('--' + name for name in option.aliases)}." if option.aliases else ""
-    default = f" Default: {option.default}." if option.default not in (None, False, "") else ""
+    shown = option.default is not None and option.kind is not bool and option.default != ""
+    default = f" Default: {option.default}." if shown else ""
     return default + names
 
 

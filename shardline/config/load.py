@@ -67,7 +67,7 @@ def load_config(
     layers = [*(_layer_from_tables(one.tables, one.where, one.is_yaml) for one in sources), top]
     problems = [problem for layer in layers for problem in layer.problems]
     try:
-        config = _merge(layers, file)
+        config = _merge(layers, file if file is not None or preset is None else str(preset_path(preset)))
     except ConfigError as error:  # both kinds of mistakes in one go
         problems += str(error).splitlines()
     if problems:

@@ -64,6 +64,20 @@ NOT_BUILT: dict[tuple[str, str], str] = {
 }
 
 
+PIPELINE_KEYS = (
+    "parallelism.module_fqns_per_model_part",
+    "parallelism.pipeline_parallel_first_stage_less_layers",
+    "parallelism.pipeline_parallel_last_stage_less_layers",
+    "parallelism.pipeline_parallel_layers_per_stage",
+    "parallelism.pipeline_parallel_schedule",
+    "parallelism.pipeline_parallel_schedule_csv",
+    "parallelism.pipeline_parallel_microbatch_size",
+    "parallelism.pipeline_parallel_expert_parallel_overlap",
+)
+CONTEXT_KEYS = ("parallelism.context_parallel_load_balancer", "parallelism.context_parallel_rotate_method")
+EXPERT_KEYS = ("parallelism.expert_tensor_parallel_degree", "parallelism.expert_parallel_comm_backend")
+
+
 def check(config: Config) -> None:
     """Raise ConfigError for combinations that cannot work, all of them at once."""
     problems = [line(config.origin(key), key, _sentence(rule, config)) for rule, key in _matches(config, "refused")]
@@ -91,8 +105,17 @@ def refuse_pending(config: Config) -> None:
 
 
 def notes(config: Config) -> list[str]:
-    """Lines to log: keys that are given but change nothing here, or not all they say."""
-    return list(dict.fromkeys(f"{key} {_sentence(rule, config)}" for rule, key in _matches(config, "note")))
+    """Lines to log: keys that are given but change nothing here, or not all they say; one line per reason."""
+    found: dict[str, list[str]] = {}
+    for rule, key in _matches(config, "note"):
+        keys = found.setdefault(_sentence(rule, config), [])
+        if key not in keys:
+            keys.append(key)
+    return [_about(keys, sentence) for sentence, keys in found.items()]
+
+
+def _about(keys: list[str], sentence: str) -> str:
+    return f"{', '.join(keys)} {sentence if len(keys) == 1 else sentence.replace('has no', 'have no', 1)}"
 
 
 def _matches(config: Config, kind: str) -> Iterator[tuple[Rule, str]]:
@@ -138,6 +161,21 @@ def _not_built(feature: Words, *keys: str, when: Test | None = None) -> list[Rul
     return [Rule("pending", key, when or _differs(key), feature) for key in keys]
 
 
+def _degree_not_built(feature: str, degree: str, *keys: str) -> list[Rule]:
+    """A degree that is not built, and keys that speak of it: without effect where the degree is 1."""
+
+    def asked(config: Config) -> bool:
+        return bool(config.value(degree) != 1)
+
+    def asked_and_differs(key: str) -> Test:
+        return lambda config: asked(config) and _differs(key)(config)
+
+    rows = _not_built(feature, degree)
+    for key in keys:
+        rows += _not_built(feature, key, when=asked_and_differs(key))
+    return [*rows, *_needs(f"{degree} is 1", asked, *keys)]
+
+
 def _one_rank(config: Config) -> bool:
     part = config.parallelism
     degrees = (
@@ -167,6 +205,20 @@ def _decay_too_long(config: Config) -> bool:
     if length is None or ratio is None or _warmup_too_long(config):
         return False
     return config.lr_scheduler.warmup_steps + round(length * ratio) > length
+
+
+def _is_demo(section: Any) -> bool:
+    return bool(section.dataset == "demo" and not section.dataset_path)
+
+
+def _prepares(config: Config) -> bool:
+    """Whether raw data may be prepared into the cache."""
+    return not _is_demo(config.training) or (config.validation.enable and not _is_demo(config.validation))
+
+
+def _uses_assets(config: Config) -> bool:
+    loads = config.checkpoint.initial_load_in_hf and config.checkpoint.initial_load_path is None
+    return config.model.tokenizer_path is None or config.model.name == "auto" or loads
 
 
 def _unknown_optimizer(config: Config) -> bool:
@@ -271,10 +323,34 @@ RULES: list[Rule] = [
     ),
     Rule(
         "refused",
+        "checkpoint.create_seed_checkpoint",
+        lambda c: c.checkpoint.create_seed_checkpoint and (not c.checkpoint.enable or c.checkpoint.load_only),
+        "a run that saves nothing cannot save its first weights",
+        remedy="set checkpoint.enable = true and checkpoint.load_only = false",
+    ),
+    Rule(
+        "refused",
         "activation_checkpoint.mode",
         lambda c: c.activation_checkpoint.mode == "memory_budget" and not _compiles_model(c),
         "memory_budget is a setting of the compiler",
         remedy="set compile.enable = true with 'model' in compile.components",
+    ),
+    *(
+        Rule(
+            "refused",
+            f"checkpoint.{name}",
+            lambda c, name=name: not c.checkpoint.enable and _given(c, f"checkpoint.{name}"),  # type: ignore[misc]
+            "weights are loaded only with checkpoint.enable = true",
+            remedy="set that, or leave this out",
+        )
+        for name in ("initial_load_path", "initial_load_in_hf")
+    ),
+    Rule(
+        "refused",
+        "validation.dataset",
+        lambda c: c.validation.enable and _is_demo(c.validation) and not _is_demo(c.training),
+        "'demo' is generated text, and the training data is not",
+        remedy="give validation.dataset_path, or set validation.enable = false",
     ),
     # Pending: features that are not built yet.
     *_not_built(_feature, "model.name", when=_model_not_built),
@@ -292,34 +368,9 @@ RULES: list[Rule] = [
     ),
     *_not_built("tensor parallel", "parallelism.tensor_parallel_degree"),
     *_not_built("async tensor parallel", "parallelism.enable_async_tensor_parallel"),
-    *_not_built(
-        "pipeline parallel",
-        "parallelism.pipeline_parallel_degree",
-        "parallelism.module_fqns_per_model_part",
-        "parallelism.pipeline_parallel_first_stage_less_layers",
-        "parallelism.pipeline_parallel_last_stage_less_layers",
-        "parallelism.pipeline_parallel_layers_per_stage",
-        "parallelism.pipeline_parallel_schedule",
-        "parallelism.pipeline_parallel_microbatch_size",
-        "parallelism.pipeline_parallel_expert_parallel_overlap",
-    ),
-    *_not_built(
-        "pipeline parallel",
-        "parallelism.pipeline_parallel_schedule_csv",
-        when=lambda c: bool(c.parallelism.pipeline_parallel_schedule_csv),
-    ),
-    *_not_built(
-        "context parallel",
-        "parallelism.context_parallel_degree",
-        "parallelism.context_parallel_load_balancer",
-        "parallelism.context_parallel_rotate_method",
-    ),
-    *_not_built(
-        "expert parallel",
-        "parallelism.expert_parallel_degree",
-        "parallelism.expert_tensor_parallel_degree",
-        "parallelism.expert_parallel_comm_backend",
-    ),
+    *_degree_not_built("pipeline parallel", "parallelism.pipeline_parallel_degree", *PIPELINE_KEYS),
+    *_degree_not_built("context parallel", "parallelism.context_parallel_degree", *CONTEXT_KEYS),
+    *_degree_not_built("expert parallel", "parallelism.expert_parallel_degree", *EXPERT_KEYS),
     *_not_built("asynchronous checkpoints", "checkpoint.async_mode"),
     *_not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
     *_not_built("simulated communication", "comm.mode"),
@@ -330,6 +381,25 @@ RULES: list[Rule] = [
     *_not_built("keys of one's own", "job.custom_config_module", "experimental.custom_args_module"),
     # Notes: given, but without effect here.
     *_needs("checkpoint.enable is false", lambda c: c.checkpoint.enable, "checkpoint."),
+    *_needs(
+        "checkpoint.load_only is true",
+        lambda c: not c.checkpoint.load_only or not c.checkpoint.enable,
+        "checkpoint.interval",
+        "checkpoint.keep_latest_k",
+        "checkpoint.last_save_model_only",
+        "checkpoint.last_save_in_hf",
+        "checkpoint.enable_first_step_checkpoint",
+    ),
+    *_needs(
+        "checkpoint.last_save_model_only is false",
+        lambda c: c.checkpoint.last_save_model_only or not c.checkpoint.enable,
+        "checkpoint.export_dtype",
+    ),
+    *_needs(
+        "checkpoint.initial_load_path is not given",
+        lambda c: c.checkpoint.initial_load_path is not None or not c.checkpoint.enable,
+        "checkpoint.initial_load_model_only",
+    ),
     *_needs("validation.enable is false", lambda c: c.validation.enable, "validation."),
     *_needs("compile.enable is false", lambda c: c.compile.enable, "compile."),
     *_needs("fault_tolerance.enable is false", lambda c: c.fault_tolerance.enable, "fault_tolerance."),
@@ -342,8 +412,13 @@ RULES: list[Rule] = [
     *_needs(
         "profiling.enable_profiling is false",
         lambda c: c.profiling.enable_profiling,
-        *(f"profiling.{name}" for name in ("save_traces_folder", "profile_freq", "profiler_active", "profiler_warmup")),
+        *(f"profiling.{name}" for name in ("save_traces_folder", "profiler_active", "profiler_warmup")),
         *(f"profiling.{name}" for name in ("record_shapes", "with_stack", "top_ops")),
+    ),
+    *_needs(
+        "neither profiling.enable_profiling nor profiling.enable_memory_snapshot is true",
+        lambda c: c.profiling.enable_profiling or c.profiling.enable_memory_snapshot,
+        "profiling.profile_freq",
     ),
     *_needs(
         "profiling.enable_memory_snapshot is false",
@@ -351,8 +426,31 @@ RULES: list[Rule] = [
         "profiling.save_memory_snapshot_folder",
     ),
     *_needs("metrics.enable_tensorboard is false", lambda c: c.metrics.enable_tensorboard, "metrics.save_tb_folder"),
-    *_needs("model.converters is empty", lambda c: bool(c.model.converters), "model.print_after_conversion"),
+    *_needs(
+        "fault_tolerance.enable is false",
+        lambda c: c.fault_tolerance.enable,
+        "checkpoint.enable_ft_dataloader_checkpoints",
+    ),
+    *_needs(
+        "the compiler decides what is computed again",
+        lambda c: not (_recomputes(c) and _compiles_model(c)),
+        *(f"activation_checkpoint.{name}" for name in ("early_stop", "determinism_check", "debug")),
+    ),
     *_needs("model.name is 'auto'", lambda c: c.model.name != "auto", "model.flavor"),
+    *_needs("model.tokenizer_path is given, and no weights are read from there", _uses_assets, "model.hf_assets_path"),
+    *(
+        row
+        for part in ("training", "validation")
+        for row in _needs(
+            f"{part}.dataset is 'demo'",
+            lambda c, part=part: not _is_demo(c.value(part)),  # type: ignore[misc]
+            f"{part}.dataset_text_field",
+            f"{part}.dataset_split",
+        )
+    ),
+    *_needs("no raw data is prepared", _prepares, "training.cache_folder"),
+    *_needs("training.gc_debug collects every step", lambda c: not c.training.gc_debug, "training.gc_freq"),
+    *_needs("compile.components is empty", lambda c: bool(c.compile.components), "compile.enable"),
     *(
         row
         for part in ("training", "validation")

@@ -78,7 +78,9 @@ class Model(Section):
     converters: list[Text] = Field(
         default=[], description="Changes made to the built model, such as quantize.linear.float8."
     )
-    print_after_conversion: bool = Field(default=False, description="Print the model after the converters ran.")
+    print_after_conversion: bool = Field(
+        default=False, description="Print the model once it is built and has its weights."
+    )
     overrides: dict[str, Any] = Field(default={}, description="Architecture fields that differ from the flavor.")
 
 
@@ -111,9 +113,7 @@ class LRScheduler(Section):
 
 
 class Dataloader(Section):
-    num_workers: NonNegative = Field(
-        default=0, description="Processes that read data ahead; 0 reads in a thread of the trainer."
-    )
+    num_workers: NonNegative = Field(default=0, description="Processes that read data ahead; 0 reads in place.")
     persistent_workers: bool = Field(default=False, description="Keep the reading processes between epochs.")
     pin_memory: bool = Field(default=False, description="Copy batches through page-locked memory (CUDA).")
     prefetch_factor: Positive | None = Field(default=None, description="Batches each worker keeps ready.")

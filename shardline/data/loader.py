@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shardline.data.order import Order, micro_batches, resolve_global_batch
-from shardline.data.prepare import store_for
+from shardline.data.prepare import blame, store_for
 from shardline.data.progress import say
 from shardline.data.store import TokenStore
 from shardline.data.tokenizer import Tokenizer, check_vocabulary
@@ -187,7 +187,8 @@ def build_loader(
     wanted = settings.global_batch_size if section == "training" else -1
     global_batch_size = resolve_global_batch(wanted, settings.local_batch_size, ranks)
     store = store_for(config, section, tokenizer)
-    order = Order(store.tokens, settings.seq_len, config.debug.seed or 0)
+    with blame(f"{section}.seq_len"):
+        order = Order(store.tokens, settings.seq_len, config.debug.seed or 0)
     return Loader(
         Samples(store, order, with_documents=arch.attn_mask_type == "block_causal"),
         local_batch_size=settings.local_batch_size,
@@ -223,7 +224,7 @@ def _reader(samples: Samples, plan: Plan, options: Any, device: torch.device) ->
         prefetch_factor=(options.prefetch_factor or 2) if workers else None,
         persistent_workers=options.persistent_workers and workers > 0,
         pin_memory=options.pin_memory and device.type == "cuda",
-        worker_init_fn=_ignore_interrupt if workers else None,
+        worker_init_fn=_ignore_signals if workers else None,
         generator=torch.Generator(),  # of its own: starting to read must not move the global random state
     )
 
@@ -236,6 +237,7 @@ def _from_workers(batches: Iterator[Batch]) -> Iterator[Batch]:
         raise RuntimeError(f"a data loader worker died while handing over a batch: {error}") from error
 
 
-def _ignore_interrupt(worker: int) -> None:
-    """Ctrl-C is for the trainer, which still needs its workers until the step has ended."""
+def _ignore_signals(worker: int) -> None:
+    """A stop sent to the whole process group is for the trainer, which needs its workers until the step has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -114,14 +114,35 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
         return demo_store(section, tokenizer)
     if path and is_store(path):
         return _check_tokenizer(TokenStore.open(path), path, tokenizer)
-    source = open_source(settings.dataset, path, text_field=settings.dataset_text_field, split=settings.dataset_split)
+    blamed = f"{section}.dataset_path" if path else f"{section}.dataset"
+    with blame(blamed):
+        source = open_source(
+            settings.dataset, path, text_field=settings.dataset_text_field, split=settings.dataset_split
+        )
     key = hashlib.sha256(f"{store_files.VERSION} {source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[
         :20
     ]
     out = cache_folder(config.training.cache_folder) / "tokens" / key
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"training.cache_folder: cannot write {out.parent}: {error.strerror or error}; give another folder there"
+            " or in $SHARDLINE_CACHE"
+        ) from error
     if not is_store(out):
         say(f"preparing {source.name} into {out} (once; later runs read it there)")
-    return prepare(source, tokenizer, out)
+    with blame(blamed):
+        return prepare(source, tokenizer, out)
+
+
+@contextlib.contextmanager
+def blame(key: str) -> Iterator[None]:
+    """Put the key that is to blame in front of an error."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
 
 
 def cache_folder(setting: str | None) -> Path:

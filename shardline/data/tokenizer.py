@@ -108,7 +108,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer named by "bytes", a folder that holds tokenizer.json, or that file itself."""
     if str(path) == BYTES:
         return ByteTokenizer()
-    file = _tokenizer_file(Path(path))
+    file = tokenizer_file(Path(path))
     if file is None:
         raise UserError(f"no tokenizer at {str(path)!r}{_what_is_there(Path(path))}: {REMEDY}")
     return JsonTokenizer(file)
@@ -119,14 +119,15 @@ def choose_tokenizer(config: Any) -> Tokenizer:
     model, training = config.model, config.training
     if model.tokenizer_path:
         return load_tokenizer(model.tokenizer_path)
-    if model.hf_assets_path and _tokenizer_file(Path(model.hf_assets_path)) is not None:
+    if model.hf_assets_path and tokenizer_file(Path(model.hf_assets_path)) is not None:
         return load_tokenizer(model.hf_assets_path)
     if model.hf_assets_path and model.hf_assets_path != type(model).model_fields["hf_assets_path"].default:
         there = _what_is_there(Path(model.hf_assets_path))
         raise UserError(f"model.hf_assets_path = {model.hf_assets_path!r} holds no tokenizer{there}: {REMEDY}")
     if training.dataset == "demo" and not training.dataset_path:
         return ByteTokenizer()
-    raise UserError(f"training.dataset = {training.dataset!r} needs a tokenizer: {REMEDY}")
+    key = "dataset_path" if training.dataset_path else "dataset"
+    raise UserError(f"training.{key} = {getattr(training, key)!r} needs a tokenizer: {REMEDY}")
 
 
 def check_vocabulary(tokenizer: Tokenizer, arch: Any) -> None:
@@ -138,7 +139,8 @@ def check_vocabulary(tokenizer: Tokenizer, arch: Any) -> None:
         )
 
 
-def _tokenizer_file(path: Path) -> Path | None:
+def tokenizer_file(path: Path) -> Path | None:
+    """The file that a path to a tokenizer means; None where there is none."""
     for file in (path / "tokenizer.json", path):
         if file.is_file() and file.suffix == ".json":
             return file

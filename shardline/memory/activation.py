@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardline.config.schema import ActivationCheckpoint
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
+from shardline.models.fused import logical_names
 
 Function = Callable[..., Any]
 
@@ -124,7 +125,7 @@ def _forced_recompute(model: Decoder, section: ActivationCheckpoint) -> frozense
         found = [
             tuple(reversed(parameter.shape))
             for name, parameter in model.named_parameters()
-            if wanted in name and parameter.ndim == 2
+            if parameter.ndim == 2 and any(wanted in part for part in (name, *logical_names(model.arch, name)))
         ]
         if not found and wanted != "moe.router.gate":  # the default names a module that only MoE models have
             raise ConfigError(

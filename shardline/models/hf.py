@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from shardline.config.architecture import Architecture
@@ -54,6 +54,7 @@ _INSIDE = {
     "feed_forward.w3": "mlp.up_proj",
 }
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ARITHMETIC = (
     "n_heads",
     "n_kv_heads",
@@ -115,7 +116,7 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     wanted = {hf_name(name): (name, shape) for name, shape in logical_shapes(arch).items()}
     stored = {name: path for name, path in _stored(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     if arch.tie_word_embeddings and "lm_head.weight" in stored:
-        _check_tied(stored)
+        _check_tied(folder, stored)
         del stored["lm_head.weight"]
     problems = _problems(wanted, stored)
     if problems:
@@ -128,8 +129,10 @@ def _problems(wanted: Mapping[str, tuple[str, tuple[int, ...]]], stored: Mapping
     """What keeps the stored tensors from being the wanted ones, a line each."""
     problems = [f"missing: {name}" for name in wanted if name not in stored]
     problems += [f"unexpected: {name}" for name in stored if name not in wanted]
+    opened = {path: _open(path) for path in set(stored.values())}
     for name in (name for name in wanted if name in stored):
-        shape, (found, dtype) = wanted[name][1], _header(stored[name], name)
+        entry = opened[stored[name]].get_slice(name)
+        shape, found, dtype = wanted[name][1], tuple(entry.get_shape()), entry.get_dtype()
         if found != shape:
             problems.append(f"wrong shape: {name} is {list(found)}, the model wants {list(shape)}")
         if dtype not in _DTYPES:
@@ -165,7 +168,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     try:
         table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         places = {str(name): folder / str(file) for name, file in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: cannot be read ({error})") from None
     for path in sorted(set(places.values())):
         if path.parent != folder or not path.is_file():
@@ -184,13 +187,7 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
 
-def _header(path: Path, name: str) -> tuple[tuple[int, ...], str]:
-    """Shape and type of a stored tensor."""
-    stored = _open(path).get_slice(name)
-    return tuple(stored.get_shape()), stored.get_dtype()
-
-
-def _check_tied(stored: dict[str, Path]) -> None:
+def _check_tied(folder: Path, stored: dict[str, Path]) -> None:
     """A tied model's file may repeat the embedding as lm_head; another lm_head would be lost without a word."""
     embedding = _OUTSIDE["tok_embeddings.weight"]
     if embedding not in stored:
@@ -198,7 +195,7 @@ def _check_tied(stored: dict[str, Path]) -> None:
     head = _open(stored["lm_head.weight"]).get_tensor("lm_head.weight")
     if not torch.equal(head, _open(stored[embedding]).get_tensor(embedding)):
         raise UserError(
-            "tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
+            f"{folder}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
             "set tie_word_embeddings to false in config.json to keep both"
         )
 
@@ -210,11 +207,13 @@ def write_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
     assets_from: Path | str | None = None,
+    special_tokens: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write logical tensors as a folder that transformers opens; at most one shard is held in memory.
+    """Write logical tensors as a folder that transformers opens, one at a time: none is held when the next is read.
 
     `dtype` None keeps each tensor's own. Everything is written beside `out` and renamed at the end; `out` must not
-    exist or be empty. Tokenizer files and the special tokens' numbers come from `assets_from`.
+    exist or be empty. Tokenizer files come from `assets_from`, and so do `bos_token_id` and `eos_token_id` where it has
+    a config.json; else `special_tokens` gives them.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -227,7 +226,10 @@ def write_hf(
     try:
         shards, first_dtype = _write_shards(tensors, arch, partial, dtype, max_shard_bytes)
         _name_shards(partial, shards)
-        _write_config(arch, partial, dtype or first_dtype, assets_from)
+        if assets_from is not None:
+            copy_assets(assets_from, partial)
+        special = _special_tokens(assets_from) or special_tokens or {}
+        _write_json(partial / "config.json", hf_config(arch, _type_name(dtype or first_dtype), **special))
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -235,44 +237,72 @@ def write_hf(
     return out
 
 
+class _Shard:
+    """A safetensors file that grows tensor by tensor; `room` bytes at its start are kept free for the header."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.file, self.room, self.size = path.open("wb"), room, 0
+        self.header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self.file.seek(8 + room)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
+        self.header[name] = _header_entry(tensor.dtype, tuple(tensor.shape), self.size, self.size + tensor.nbytes)
+        self.file.write(data)
+        self.size += tensor.nbytes
+
+    def close(self) -> dict[str, int]:
+        """Write the header, make the file durable; each tensor's name and bytes."""
+        text = json.dumps(self.header).encode()
+        self.file.seek(0)
+        self.file.write(self.room.to_bytes(8, "little") + text + b" " * (self.room - len(text)))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        del self.header["__metadata__"]
+        return {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in self.header.items()}
+
+
 def _write_shards(
     tensors: Iterable[tuple[str, Tensor]], arch: Architecture, folder: Path, dtype: torch.dtype | None, limit: int
 ) -> tuple[list[dict[str, int]], torch.dtype]:
     """Write `shard-N` files; return each shard's tensor names with their bytes, and the first tensor's type."""
-    shards: list[dict[str, int]] = []
-    held: dict[str, Tensor] = {}
-    first: torch.dtype | None = None
-
-    def flush() -> None:
-        path = folder / f"shard-{len(shards)}"
-        save_file(held, path, metadata={"format": "pt"})
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        shards.append({name: tensor.nbytes for name, tensor in held.items()})
-        held.clear()
-
     wanted = logical_shapes(arch)
-    for name, tensor in tensors:
-        if name == "output.weight" and arch.tie_word_embeddings:
-            continue
-        if wanted.pop(name, None) != tuple(tensor.shape):
-            raise ValueError(f"{name} {tuple(tensor.shape)} is not a tensor of this model, or was given twice")
-        plain = _plain(tensor, dtype)
-        first = first or plain.dtype
-        if held and sum(other.nbytes for other in held.values()) + plain.nbytes > limit:
-            flush()
-        held[hf_name(name)] = plain
-    if wanted:
-        raise ValueError(f"tensors were not given: {', '.join(wanted)}")
-    flush()
+    room = _header_room(wanted)
+    shards: list[dict[str, int]] = []
+    shard, first = _Shard(folder / "shard-0", room), None
+    try:
+        for name, tensor in tensors:
+            if name == "output.weight" and arch.tie_word_embeddings:
+                continue
+            if wanted.pop(name, None) != tuple(tensor.shape):
+                raise ValueError(f"{name} {tuple(tensor.shape)} is not a tensor of this model, or was given twice")
+            tensor = tensor.to(dtype or tensor.dtype)
+            first = first or tensor.dtype
+            if shard.size and shard.size + tensor.nbytes > limit:
+                shards.append(shard.close())
+                shard = _Shard(folder / f"shard-{len(shards)}", room)
+            shard.add(hf_name(name), tensor)
+            del tensor
+        if wanted:
+            raise ValueError(f"tensors were not given: {', '.join(wanted)}")
+        shards.append(shard.close())
+    finally:
+        shard.file.close()
     assert first is not None
     return shards, first
 
 
-def _plain(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """On the CPU, contiguous, in memory of its own: the file format refuses shared memory."""
-    plain = tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-    return plain if plain.untyped_storage().nbytes() == plain.nbytes else plain.clone()
+def _header_entry(dtype: torch.dtype, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+
+
+def _header_room(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes that hold the header of any shard: of all tensors together, with the longest numbers."""
+    longest = 8 * sum(math.prod(shape) for shape in shapes.values())
+    entries = {hf_name(name): _header_entry(torch.bfloat16, shape, longest, longest) for name, shape in shapes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries})
+    return len(text) + -len(text) % 8
 
 
 def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
@@ -289,18 +319,21 @@ def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
     _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
-def _write_config(arch: Architecture, folder: Path, dtype: torch.dtype, assets_from: Path | str | None) -> None:
-    special: dict[str, Any] = {}
-    if assets_from is not None:
-        copy_assets(assets_from, folder)
-        if (Path(assets_from) / "config.json").is_file():
-            given = read_config(Path(assets_from))
-            special = {key: given.get(key) for key in ("bos_token_id", "eos_token_id")}
-    _write_json(folder / "config.json", hf_config(arch, str(dtype).removeprefix("torch."), **special))
+def _special_tokens(folder: Path | str | None) -> dict[str, Any]:
+    if folder is None or not (Path(folder) / "config.json").is_file():
+        return {}
+    given = read_config(Path(folder))
+    return {key: given[key] for key in ("bos_token_id", "eos_token_id") if given.get(key) is not None}
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def copy_assets(source: Path | str, target: Path | str) -> None:
-    """Copy the tokenizer's files, those that are there."""
+    """Copy the tokenizer's files, those that are there; a `source` that is a file becomes the tokenizer.json."""
+    if Path(source).is_file():
+        shutil.copyfile(source, Path(target) / "tokenizer.json")
     for name in TOKENIZER_FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, Path(target) / name)

@@ -37,11 +37,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json as a dict."""
-    path = folder / "config.json"
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """The folder's config.json (or another of its JSON files) as a dict."""
+    path = folder / name
     if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file; a Hugging Face model folder has a config.json")
+        raise ConfigError(f"{path}: there is no such file; a Hugging Face model folder has a {name}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from shardline.config.schema import Config
+from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.models.decoder import Decoder
+from shardline.registry import nearest
 
 
 def apply(model: Decoder, config: Config) -> list[str]:
@@ -24,6 +26,12 @@ def apply(model: Decoder, config: Config) -> list[str]:
 
 def _compile_blocks(model: Decoder, backend: str) -> str:
     """Compile each block's function, once for all blocks that share it."""
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(
+            f"compile.backend: expected one of {', '.join(known)}, got {backend!r}{nearest(backend, known)}"
+        )
+    torch._dynamo.reset()  # graphs of an earlier run in this process count against the limit of recompilations
     compile_once = functools.cache(functools.partial(_compile, backend=backend))
     for block in model.blocks():
         block.function = compile_once(block.function)

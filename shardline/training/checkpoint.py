@@ -14,7 +14,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +27,10 @@ from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.fused import fuse, logical_names, unfuse
+from shardline.models.hf import HFTensors, read_hf
 from shardline.models.state import load_logical_state
 from shardline.training.optimizer import load_optimizer_state, optimizer_state
-from shardline.training.tensor_file import Entry, verify_file, write_tensors
+from shardline.training.tensor_file import TYPES, Entry, verify_file, write_tensors
 
 FORMAT = "shardline-checkpoint"
 STATE_FILE = "state.safetensors"
@@ -54,19 +55,31 @@ class Saved:
     def tensors(self, prefix: str) -> TensorView:
         return TensorView(self.path / STATE_FILE, prefix)
 
+    def weights(self) -> TensorView | HFTensors:
+        """The model under unfused names, each tensor read when asked for; a last save may be a Hugging Face folder."""
+        return self.tensors("model/") if STATE_FILE in self.files else read_hf(self.path, self.architecture)
+
 
 class TensorView(Mapping[str, torch.Tensor]):
     """The tensors of a safetensors file whose names start with `prefix`, read one at a time."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self._file, self._prefix = safe_open(path, framework="pt"), prefix
-        self._names = [name.removeprefix(prefix) for name in self._file.keys() if name.startswith(prefix)]  # noqa: SIM118
+        names = (name for name in self._file.keys() if name.startswith(prefix))  # noqa: SIM118
+        self._names = dict.fromkeys(name.removeprefix(prefix) for name in names)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
             raise KeyError(name)
         tensor: torch.Tensor = self._file.get_tensor(self._prefix + name)
         return tensor
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type a tensor is stored in, without reading it."""
+        return TYPES[self._file.get_slice(self._prefix + name).get_dtype()]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # Mapping's own would read the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -110,7 +123,7 @@ def _unfused_entries(
 
 
 def load_model(saved: Saved, model: Decoder) -> None:
-    load_logical_state(model, saved.tensors("model/"))
+    load_logical_state(model, saved.weights())
 
 
 def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
@@ -169,6 +182,11 @@ def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     _sync_folder(partial)
+    put_in_place(partial, final)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename `partial` to `final`, which it replaces if that is there."""
     if final.exists():
         replaced = final.with_name(final.name + ".replaced")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -198,7 +216,8 @@ def list_checkpoints(folder: Path) -> list[Saved]:
     """Every whole checkpoint under `folder`, oldest first; broken and unfinished ones are left out."""
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else []:
-        if re.fullmatch(r"step-\d+", path.name):
+        name = re.fullmatch(r"(step-\d+)(\.replaced)?", path.name)
+        if name and (path.name == name[1] or not (folder / name[1]).exists()):  # replaced: a rename was cut short
             try:
                 found.append(read_checkpoint(path))
             except UserError:
@@ -218,11 +237,18 @@ def find_checkpoint(path: Path, step: int = -1) -> Saved:
     raise UserError(f"{path} holds {wanted}" if path.exists() else f"{path} does not exist")
 
 
-def prune(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` (0: keep all), never the newest one that can be resumed."""
+def set_aside(saved: Saved, why: str) -> Path:
+    """Rename a checkpoint that a run must not come back to: `step-8.abandoned`, `step-8.damaged`."""
+    aside = saved.path.with_name(f"step-{saved.step}.{why}")
+    shutil.rmtree(aside, ignore_errors=True)
+    return saved.path.rename(aside)
+
+
+def prune(folder: Path, keep: int, protected: Collection[int] = ()) -> list[Path]:
+    """Remove all but the newest `keep` (0: keep all), never `protected` steps or the newest that can be resumed."""
     every = list_checkpoints(folder)
-    resumable = [saved for saved in every if saved.kind == "full"][-1:]
-    doomed = [saved.path for saved in every[:-keep] if saved not in resumable] if keep > 0 else []
+    kept = [saved for saved in every if saved.kind == "full"][-1:] + [s for s in every if s.step in protected]
+    doomed = [saved.path for saved in every[:-keep] if saved not in kept] if keep > 0 else []
     for path in doomed:
         shutil.rmtree(path, ignore_errors=True)
     return doomed

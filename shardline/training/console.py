@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from shardline.errors import UserError
 from shardline.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -33,6 +34,17 @@ def make_terminal(color: bool) -> rich.console.Console:
     # Rich takes FORCE_COLOR for a terminal and would draw a bar into a log file: ask the stream itself.
     is_terminal = sys.stdout.isatty()
     return rich.console.Console(force_terminal=is_terminal, color_system="auto" if colored else None, highlight=False)
+
+
+class FileHandler(logging.FileHandler):
+    """The log file. Where it cannot be written, as on a full disk, the run goes on and says so once."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed:
+            self.failed = True
+            print(f"warning: {self.baseFilename} is incomplete: {sys.exc_info()[1]}", file=sys.stderr)
 
 
 class ConsoleHandler(logging.Handler):
@@ -69,7 +81,10 @@ def setup_logging(
             handler.close()
     path = folder.log_path(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(path, encoding="utf-8")
+    try:
+        file = FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
     file.setFormatter(logging.Formatter(FILE_FORMAT))
     handlers: list[logging.Handler] = [file]
     if rank == 0:

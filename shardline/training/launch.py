@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from pathlib import Path
 
 from shardline.config.options import TrainOptions
 from shardline.config.schema import Config
@@ -17,21 +17,14 @@ def train(config: Config, options: TrainOptions) -> int:
 
         print(describe(config, options.world_size or 1))
         return 0
-    if options.nproc > 1 or options.nnodes != "1":
-        raise UserError("training on more than one rank is not built yet: leave out --nproc and --nnodes")
+    ranks = max(options.nproc, int(os.environ.get("WORLD_SIZE", "1")))
+    if ranks > 1 or options.nnodes != "1":
+        raise UserError("training on more than one rank is not built yet: start one process on one machine")
+    if options.max_restarts:
+        raise UserError("--max-restarts is not built yet: leave it out")
     from shardline.training.trainer import Trainer
 
-    trainer = Trainer(config, options)
-    if config.job.save_config_file:
-        _save_config(config, Path(config.job.save_config_file))
-    result = trainer.train()
+    result = Trainer(config, options).train()
     if result.stopped_by is not None:
         return 128 + int(signal.Signals[result.stopped_by])
     return 0
-
-
-def _save_config(config: Config, path: Path) -> None:
-    from shardline.config.write import to_toml
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_toml(config))

@@ -51,8 +51,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """scale * sum of -log p(label) over the targets: hidden (B, S, dim), weight (V, dim), labels (B, S), IGNORE = none.
 
-    Products run in hidden's dtype, the softmax in float32. The gradient of a float32 weight is accumulated in float32
-    whatever hidden's dtype, that of a bfloat16 weight in bfloat16. `chunk_tokens` 0 is chosen from V.
+    Products run in hidden's dtype, the softmax and the sum of the weight's gradient over the chunks in float32.
+    `chunk_tokens` 0 is chosen from V.
     """
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels = labels.reshape(-1)
@@ -64,7 +64,7 @@ def chunked_cross_entropy(
     losses = _compiled_losses(backend) if compiled else _chunk_losses
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _CrossEntropy.apply(hidden, weight, labels, scale, size, losses)
-    total, _, _ = _walk(hidden, weight, labels, size, losses, for_hidden=False, for_weight=False)
+    total, _, _ = _walk(hidden, weight, labels, scale, size, losses, for_hidden=False, for_weight=False)
     return total * scale
 
 
@@ -91,9 +91,8 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         total, grad_hidden, grad_weight = _walk(
-            hidden, weight, labels, chunk_tokens, losses, for_hidden=for_hidden, for_weight=for_weight
+            hidden, weight, labels, scale, chunk_tokens, losses, for_hidden=for_hidden, for_weight=for_weight
         )
-        ctx.scale = scale
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total * scale
 
@@ -102,8 +101,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         # In place, because grad_weight can be gigabytes; not when the graph is kept for another backward.
         multiply = torch.mul if _graph_is_kept() else Tensor.mul_
-        factor = grad_output * ctx.scale
-        gradients = [None if saved is None else multiply(saved, factor.to(saved.dtype)) for saved in ctx.saved_tensors]
+        gradients = [
+            None if saved is None else multiply(saved, grad_output.to(saved.dtype)) for saved in ctx.saved_tensors
+        ]
         return (*gradients, None, None, None, None)
 
 
@@ -111,38 +111,42 @@ def _walk(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    scale: Tensor | float,
     chunk_tokens: int,
     losses: Losses,
     *,
     for_hidden: bool,
     for_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Sum of the losses, and the gradients of that sum that were asked for."""
+    """Sum of the losses, and the gradients of that sum times `scale` that were asked for.
+
+    The scale goes into dlogits while they are float32: rounded to bfloat16 on its own it would bend every gradient.
+    """
     tokens = hidden.shape[0]
     head = weight.to(hidden.dtype)
     buffer = hidden.new_empty(min(tokens, chunk_tokens), weight.shape[0])
     per_token = hidden.new_empty(tokens, dtype=_wide(hidden.dtype))
     grad_hidden = hidden.new_empty(hidden.shape) if for_hidden else None
-    grad_weight = weight.new_empty(weight.shape) if for_weight else None
+    grad_weight = weight.new_empty(weight.shape, dtype=_wide(weight.dtype)) if for_weight else None
     for rows in _chunks(tokens, chunk_tokens):
         valid = labels[rows] != IGNORE
         target = torch.where(valid, labels[rows], 0)
         # Rows without a target become zeros: they add nothing to grad_weight, whatever stood in them.
         inputs = torch.where(valid[:, None], hidden[rows], 0)  # (C, dim)
         logits = torch.mm(inputs, head.T, out=buffer[: valid.shape[0]])  # (C, V)
-        per_token[rows] = torch.where(valid, losses(logits, target, for_hidden or for_weight), 0)
+        per_token[rows] = torch.where(valid, losses(logits, target, scale if for_hidden or for_weight else None), 0)
         if grad_hidden is not None:
             torch.mm(logits, head, out=grad_hidden[rows]).masked_fill_(~valid[:, None], 0)
         if grad_weight is not None:
             _add_product(grad_weight, logits.T, inputs, keep=rows.start > 0)
-    return per_token.sum(), grad_hidden, grad_weight
+    return per_token.sum(), grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-# (logits (C, V), target (C,), gradient wanted) -> losses (C,); with gradient, dlogits take the place of the logits
-Losses = Callable[[Tensor, Tensor, bool], Tensor]
+# (logits (C, V), target (C,), scale) -> losses (C,); with a scale, scaled dlogits take the place of the logits
+Losses = Callable[[Tensor, Tensor, "Tensor | float | None"], Tensor]
 
 
-def _chunk_losses(logits: Tensor, target: Tensor, gradient: bool) -> Tensor:
+def _chunk_losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:
     """The eager form: slices of rows, so that the float32 log probabilities of only one slice exist."""
     losses = []
     slice_rows = max(1, SLICE_BYTES[logits.device.type] // (4 * logits.shape[1]))
@@ -150,10 +154,9 @@ def _chunk_losses(logits: Tensor, target: Tensor, gradient: bool) -> Tensor:
         index = target[rows, None]
         log_p = torch.log_softmax(logits[rows], 1, dtype=_wide(logits.dtype))  # (slice, V)
         loss = -log_p.gather(1, index)
-        if gradient:
-            torch.exp(log_p, out=logits[rows])
+        if scale is not None:
             # p - 1 of the target without cancellation: rounding p first would lose it where the model is sure
-            logits[rows].scatter_(1, index, torch.expm1(-loss).to(logits.dtype))
+            logits[rows] = log_p.exp_().scatter_(1, index, torch.expm1(-loss)).mul_(scale)
         losses.append(loss.squeeze(1))
     return torch.cat(losses)
 
@@ -166,10 +169,10 @@ def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]
     return peak, log_sum, log_sum - (wide.gather(1, target[:, None]) - peak)
 
 
-def _write_gradient(logits: Tensor, target: Tensor, peak: Tensor, log_sum: Tensor, loss: Tensor) -> None:
+def _write_gradient(logits: Tensor, target: Tensor, peak: Tensor, log_sum: Tensor, loss: Tensor, scale: Tensor) -> None:
     columns = torch.arange(logits.shape[1], device=logits.device)
     probability = (logits.to(_wide(logits.dtype)) - peak - log_sum).exp()
-    logits.copy_(torch.where(columns == target[:, None], torch.expm1(-loss), probability))
+    logits.copy_(torch.where(columns == target[:, None], torch.expm1(-loss), probability) * scale)
 
 
 @functools.cache
@@ -178,10 +181,11 @@ def _compiled_losses(backend: str) -> Losses:
     statistics = torch.compile(_statistics, backend=backend)
     write_gradient = torch.compile(_write_gradient, backend=backend)
 
-    def losses(logits: Tensor, target: Tensor, gradient: bool) -> Tensor:
+    def losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:
         peak, log_sum, loss = statistics(logits, target)
-        if gradient:
-            write_gradient(logits, target, peak, log_sum, loss)
+        if scale is not None:
+            scale = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
+            write_gradient(logits, target, peak, log_sum, loss, scale)
         return loss.squeeze(1)
 
     return losses

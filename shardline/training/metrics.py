@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -138,7 +139,7 @@ class Metrics:
     def _write(self, row: dict[str, Any]) -> None:
         if self.file is not None:
             try:
-                self.file.write(to_line(row))  # unbuffered: the line has left this process when the call returns
+                _append(self.file, to_line(row))
             except OSError as error:
                 raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
         scalars = dict(_scalars(row))
@@ -187,6 +188,14 @@ def move_rows_after(run_folder: RunFolder, step: int) -> None:
             raise UserError(f"cannot write {moved_path}: {error.strerror or error}") from error
         log.info("%d metrics rows after step %d moved to %s", len(moved), step, moved_path.name)
     write_atomically(path, "".join(line for line, row in rows if row["step"] <= step))
+
+
+def _append(file: Any, line: bytes) -> None:
+    """Write a line whole or not at all; unbuffered: it has left this process when the call returns."""
+    written = file.write(line)
+    if written < len(line):  # what a disk that is about to be full does
+        file.truncate(file.seek(0, os.SEEK_END) - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _open(path: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -319,8 +320,12 @@ def _lock(folder: RunFolder) -> Lock | None:
             f"{folder.path} is in use by a running training ({holder}):"
             " wait for it, stop it, or give another --job.dump_folder"
         ) from error
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except OSError as error:
+        os.close(descriptor)
+        raise _unusable(folder.path, error) from error
     _held.add(descriptor)
     return Lock(descriptor)
 
@@ -346,4 +351,6 @@ def write_atomically(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise UserError(f"cannot write {path}: {error.strerror or error}") from error

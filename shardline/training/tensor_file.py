@@ -28,6 +28,7 @@ _TYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 
 
 class Entry(NamedTuple):
@@ -84,6 +85,17 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
         file.flush()
         os.fsync(file.fileno())
     return {"size": writer.size, "block_bytes": BLOCK_BYTES, "crc32": writer.finish()}
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """What a manifest records of a file that something else wrote; makes the file durable."""
+    checksums, size = [], 0
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            checksums.append(zlib.crc32(block))
+            size += len(block)
+        os.fsync(file.fileno())
+    return {"size": size, "block_bytes": BLOCK_BYTES, "crc32": checksums}
 
 
 def verify_file(path: Path, recorded: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -27,7 +28,6 @@ from shardline.errors import UserError
 from shardline.models.attention import check_attention
 from shardline.models.flavors import resolve
 from shardline.models.fused import parameter_count
-from shardline.models.init import init_weights
 from shardline.precision.mixed import choose_precision
 from shardline.training.build import build_model, seed_of, set_determinism, transform_model
 from shardline.training.clip import clip_, grad_norm, nonfinite_parameters
@@ -37,9 +37,10 @@ from shardline.training.loss import chunked_cross_entropy, count_targets
 from shardline.training.metrics import Meter, Metrics
 from shardline.training.optimizer import build_optimizer
 from shardline.training.profile import Profiler
-from shardline.training.run_folder import open_run_folder
-from shardline.training.saving import DataIdentity, Progress, Saver, resumable_step
+from shardline.training.run_folder import open_run_folder, write_atomically
+from shardline.training.saving import Saver
 from shardline.training.schedule import lr_factor, schedule_notes, set_lr
+from shardline.training.starting import DataIdentity, Progress, Start, resumable_step
 from shardline.training.validate import validation_loss
 
 log = logging.getLogger("shardline")
@@ -64,6 +65,7 @@ class Trainer:
         check(config)
         refuse_pending(config)
         self.device = choose_device()
+        set_determinism(config, self.device)  # first: kernels are chosen by it
         self.arch = resolve(config.model)
         self.tokenizer = choose_tokenizer(config)
         check_vocabulary(self.tokenizer, self.arch)
@@ -78,14 +80,14 @@ class Trainer:
             config,
             resume=options.resume,
             overwrite=options.overwrite,
-            has_good_checkpoint=lambda path: resumable_step(path, config, self.arch),
+            has_good_checkpoint=lambda path: resumable_step(path, config, self.arch, self.total_steps),
         )
         self.config = config.replace({"job.dump_folder": str(self.folder.path)})
-        self.progress = Progress()
         try:
             self._announce()
             self._build()
-            self.finished = self._start()
+            self.progress, self.finished = self._start()
+            self._record()
         except BaseException:
             self.close()
             raise
@@ -94,10 +96,10 @@ class Trainer:
         return build_loader(config, section, self.arch, self.tokenizer, device=self.device)
 
     def _announce(self) -> None:
-        """Say what runs where, what was adjusted and what has no effect; record the config with the run."""
+        """Say what runs where, what was adjusted and what has no effect."""
         config = self.config
         setup_logging(self.folder, rank=0, color=not config.metrics.disable_color_printing)
-        self.folder.write_config(to_toml(config))
+        log.info("%s", config.job.description)
         if config.job.print_config:
             log.info("%s", to_toml(config))
         size = f"{parameter_count(self.arch):,} parameters"
@@ -109,34 +111,39 @@ class Trainer:
 
     def _build(self) -> None:
         config = self.config
-        set_determinism(config, self.device)
         registry.run_hooks("before_build", config)
         self.model = build_model(self.arch, self.device, self.precision)
         self.optimizer = build_optimizer(config, self.model)
-        self.saver = Saver(config, self.folder.path, self.model, self.optimizer)
-        self.saver.identity = DataIdentity(
+        self.identity = DataIdentity(
             seed=seed_of(config),
             dataset=self.loader.samples.store.source_fingerprint,
             seq_len=config.training.seq_len,
             global_batch_size=self.loader.global_batch_size,
             tokenizer=self.tokenizer.fingerprint,
         )
+        self.saver = Saver(config, self.folder.checkpoint_folder, self.model, self.optimizer, self.identity)
         self.compile_loss = config.compile.enable and "loss" in config.compile.components
 
-    def _start(self) -> bool:
-        """Give the model its weights: resumed, loaded or drawn. True when the run had already finished."""
-        finished = False
-        if self.folder.resume:
-            finished = self.saver.resume(self.progress, self.total_steps)
-        elif not self.saver.initial_load(self.progress):
-            init_weights(self.model, seed_of(self.config))
-        self.loader.seek(self.progress.samples)
+    def _start(self) -> tuple[Progress, bool]:
+        """Give the model its weights: resumed, loaded or drawn; (how far the run is, whether it had finished)."""
+        folder, config = self.folder.checkpoint_folder, self.config
+        start = Start(config, folder, self.model, self.optimizer, self.identity, self.total_steps)
+        progress, finished = start.run(self.folder.resume, seed_of(config))
+        self.saver.saved_step = progress.step
+        self.loader.seek(progress.samples)
         registry.run_hooks("after_build", self.model, self.config)
         if self.config.model.print_after_conversion:
             log.info("%s", self.model)
         for line in transform_model(self.model, self.config):
             log.info("%s", line)
-        return finished
+        return progress, finished
+
+    def _record(self) -> None:
+        """Keep the config with the run, once it is sure that the run takes place."""
+        text = to_toml(self.config)
+        self.folder.write_config(text)
+        if self.config.job.save_config_file:
+            write_atomically(Path(self.config.job.save_config_file), text)
 
     # ---- one step ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +172,9 @@ class Trainer:
         loss = self.forward_backward(batches)
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         norm = grad_norm(parameters)
-        lr = self.config.optimizer.lr * lr_factor(self.progress.step, self.config, self.total_steps)
+        origin = self.progress.schedule_start
+        factor = lr_factor(self.progress.step - origin, self.config, self.total_steps - origin)
+        lr = self.config.optimizer.lr * factor
         loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the step's one wait for the device
         if math.isfinite(loss_value) and math.isfinite(norm_value):
             clip_(parameters, norm_value, self.config.training.max_norm)
@@ -202,11 +211,12 @@ class Trainer:
             return Result(0, None)
         config, row = self.config, dict[str, Any]()
         console = Console(config, self.folder.path)
-        metrics = Metrics(config, self.folder, self.progress.step)
+        metrics: Metrics | None = None
         meter = Meter(self.arch, config.training.seq_len, self.device, self.precision.compute)
         console.start(self.total_steps, self.progress.step)
         stopped_by = None
         try:
+            metrics = Metrics(config, self.folder, self.progress.step)
             with _signals() as stop, _controlled_gc(config) as collect, self._profiler() as profiler:
                 reset_peak(self.device)
                 while self.progress.step < self.total_steps and not stop.name:
@@ -232,7 +242,8 @@ class Trainer:
                     stopped_by = stop.name
         finally:
             console.close(stopped_by)
-            metrics.close()
+            if metrics is not None:
+                metrics.close()
             self.close()
         return Result(self.progress.step, row.get("loss"), stopped_by)
 

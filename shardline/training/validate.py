@@ -14,11 +14,12 @@ def validation_loss(model: Decoder, loader: Loader, steps: int, chunk_tokens: in
     """Sum of token losses over number of targets, over `steps` batches (-1: all of them)."""
     was_training = model.training
     model.eval()
-    total, targets = 0.0, 0
+    device = model.tok_embeddings.weight.device
+    total, targets = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in loader.epoch(None if steps < 0 else steps):
         hidden = model.hidden(batch.tokens, documents=batch.documents)
         loss = chunked_cross_entropy(hidden, model.output_weight(), batch.labels, scale=1.0, chunk_tokens=chunk_tokens)
-        total += float(loss)
-        targets += int(count_targets(batch.labels))
+        total += loss
+        targets += count_targets(batch.labels)
     model.train(was_training)
-    return total / max(targets, 1)
+    return float(total / targets.clamp(min=1))

@@ -1,4 +1,4 @@
-"""What only a CUDA device shows: the same numbers as on CPU, bitwise repetition, and packed documents on every kernel."""
+"""What only a CUDA device shows: the numbers of a CPU, bitwise repetition, packed documents on every kernel."""
 
 import pytest
 import torch

@@ -63,7 +63,7 @@ def test_weights_only_never_resume_as_full(tmp_path):
     run(folder, training__steps=3, **settings)
     assert files.find_checkpoint(folder).kind == "model"
     assert Trainer(tiny_config(folder, training__steps=3, **settings)).train().finished_before
-    with pytest.raises(UserError, match="no checkpoint that can be resumed"):
+    with pytest.raises(UserError, match="no good checkpoint to resume from: --overwrite"):
         Trainer(tiny_config(folder, training__steps=6, **settings))
 
 
@@ -173,3 +173,75 @@ def test_no_pickle_in_a_checkpoint(uninterrupted):
     step = uninterrupted[1] / "checkpoint" / "step-8"
     assert {path.name for path in step.iterdir()} == {"manifest.json", "state.safetensors"}
     json.loads((step / "manifest.json").read_text())
+
+
+def test_a_damaged_newest_checkpoint_does_not_cost_the_next_ones(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, training__steps=4, lr_scheduler__total_steps=8, **SAVING)
+    state = folder / "checkpoint" / "step-4" / files.STATE_FILE
+    state.write_bytes(state.read_bytes()[:-1])
+    run(folder, training__steps=3, lr_scheduler__total_steps=8, checkpoint__keep_latest_k=1, **SAVING)
+    assert [s.step for s in files.list_checkpoints(folder / "checkpoint")] == [3]
+    assert (folder / "checkpoint" / "step-4.damaged").is_dir()
+
+
+def test_going_back_sets_later_checkpoints_aside(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, training__steps=6, **SAVING)
+    settings = {**SAVING, "checkpoint__load_step": 2, "checkpoint__keep_latest_k": 2}
+    run(folder, training__steps=4, lr_scheduler__total_steps=6, **settings)
+    assert [s.step for s in files.list_checkpoints(folder / "checkpoint")] == [2, 4]
+    assert (folder / "checkpoint" / "step-6.abandoned").is_dir()
+
+
+def test_a_rename_cut_short_hides_no_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, training__steps=4, **SAVING)
+    (folder / "checkpoint" / "step-4").rename(folder / "checkpoint" / "step-4.replaced")
+    assert [s.step for s in files.list_checkpoints(folder / "checkpoint")] == [2, 4]
+
+
+def test_an_excluded_model_is_drawn_anew(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, training__steps=2, **SAVING)
+    excluded = {"checkpoint__exclude_from_loading": ["model", "optimizer"]}
+    trainer = Trainer(tiny_config(folder, **excluded, **SAVING))
+    fresh = Trainer(tiny_config(tmp_path / "fresh"))
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, dict(fresh.model.named_parameters())[name]), name
+    trainer.close()
+    fresh.close()
+
+
+def test_an_excluded_schedule_starts_again(tmp_path):
+    folder = tmp_path / "run"
+    first = run(folder, training__steps=4, lr_scheduler__total_steps=8, **SAVING)
+    excluded = {"checkpoint__exclude_from_loading": ["lr_scheduler"], "lr_scheduler__total_steps": 8}
+    second = run(folder, training__steps=8, **excluded, **SAVING)
+    assert [row["lr"] for row in second[4:]] == [row["lr"] for row in first]
+
+
+def test_a_refused_resume_leaves_the_config_as_it_was(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, training__steps=2, **SAVING)
+    before = (folder / "config.toml").read_text()
+    with pytest.raises(UserError, match="would change its data"):
+        Trainer(tiny_config(folder, debug__seed=1, **SAVING))
+    assert (folder / "config.toml").read_text() == before
+
+
+def test_a_step_that_is_not_there_and_other_arithmetic_are_noticed(tmp_path, caplog):
+    with pytest.raises(UserError, match=r"load_step = 100"):
+        Trainer(tiny_config(tmp_path / "a", checkpoint__load_step=100, **SAVING))
+    run(tmp_path / "b", training__steps=2, **SAVING)
+    other = {**tiny_config(tmp_path).model.overrides, "rope_theta": 1000.0}
+    initial = {"checkpoint__initial_load_path": str(tmp_path / "b"), "model__overrides": other}
+    Trainer(tiny_config(tmp_path / "c", **initial, **SAVING)).close()
+    assert "another arithmetic: rope_theta: 500000.0 -> 1000.0" in caplog.text
+
+
+def test_an_architecture_without_a_family_is_refused_before_the_first_step(tmp_path):
+    strange = {**tiny_config(tmp_path).model.overrides, "qk_norm": True, "mlp_bias": True}
+    settings = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "model__overrides": strange}
+    with pytest.raises(UserError, match="feed-forward bias"):
+        Trainer(tiny_config(tmp_path / "run", **settings))

@@ -1,7 +1,6 @@
 """Ten training steps against a plain loop around the transformers model, in float32: losses, gradients, weights."""
 
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,14 @@ from shardline.data.loader import Batch
 from shardline.models.decoder import Decoder
 from shardline.models.fused import unfuse
 from shardline.models.hf import hf_name
-from shardline.models.state import logical_state
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import rows, tiny_config
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
-STEPS, BATCH, LENGTH = 10, 6, 40
+STEPS, BATCH, LENGTH, MAX_NORM = 10, 6, 40, 2.5
+LR_FACTORS = [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]  # two steps of warmup, linear decay
 BOS = 256  # of the byte tokenizer: it opens every document
 SIZES = {
     "hidden_size": 48,
@@ -95,7 +95,7 @@ def settings(folder: Path, corpus: Path, **changes: Any) -> dict[str, Any]:
         "training__steps": STEPS,
         "training__seq_len": LENGTH,
         "training__local_batch_size": BATCH,
-        "training__max_norm": 0.8,
+        "training__max_norm": MAX_NORM,
         "optimizer__lr": 4e-3,
         "optimizer__weight_decay": 0.2,
         **changes,
@@ -110,8 +110,8 @@ def under_hf_names(model: Decoder, choose: Callable[[Any], Tensor]) -> dict[str,
     return found
 
 
-def train_ours(run: Path, options: dict[str, Any], mutate: Mutation | None = None) -> tuple[Record, Trainer, list[Any]]:
-    """A whole run of the trainer; also the micro-batches of each step, as its loader gave them."""
+def train_ours(run: Path, options: dict[str, Any], mutate: Mutation | None = None) -> tuple[Record, list[list[Batch]]]:
+    """A whole run of the trainer, and the micro-batches of each step as its loader gave them."""
     trainer = Trainer(tiny_config(run, **options))
     steps: list[list[Batch]] = []
     gradients: dict[str, Tensor] = {}
@@ -133,37 +133,30 @@ def train_ours(run: Path, options: dict[str, Any], mutate: Mutation | None = Non
         mutate(trainer)
     trainer.train()
     written = rows(run)
-    weights = {hf_name(name): tensor for name, tensor in logical_state(trainer.model).items()}
-    record = Record([row["loss"] for row in written], [row["grad_norm"] for row in written], gradients, weights)
-    return record, trainer, steps
+    weights = under_hf_names(trainer.model, lambda parameter: parameter)
+    return Record([row["loss"] for row in written], [row["grad_norm"] for row in written], gradients, weights), steps
 
 
-def train_theirs(folder: Path, trainer: Trainer, steps: list[list[Batch]], lrs: list[float]) -> Record:
+def train_theirs(folder: Path, options: dict[str, Any], steps: list[list[Batch]]) -> Record:
     """The same samples through transformers and torch.optim, each step as one batch."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
-    section = trainer.config.optimizer
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        foreach=False,
-        fused=False,
+        model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=options["optimizer__weight_decay"], foreach=False
     )
     record = Record([], [], {}, {})
-    apart = trainer.arch.attn_mask_type == "block_causal"
-    for batches, lr in zip(steps, lrs, strict=True):
+    apart = options["model__overrides"].get("attn_mask_type") == "block_causal"
+    for batches, factor in zip(steps, LR_FACTORS, strict=True):
         tokens = torch.cat([batch.tokens for batch in batches])
         labels = torch.cat([batch.labels for batch in batches])
-        mask = separate_documents(tokens, trainer.arch.sliding_window or LENGTH) if apart else None
+        mask = separate_documents(tokens, getattr(model.config, "sliding_window", None) or LENGTH) if apart else None
         logits = model(tokens, attention_mask=mask).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
         record.gradients = record.gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.config.training.max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options["training__max_norm"])
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = options["optimizer__lr"] * factor
         optimizer.step()
         record.losses.append(loss.item())
         record.norms.append(norm.item())
@@ -197,11 +190,12 @@ def compare(ours: Record, theirs: Record) -> None:
 def both(
     run: Path, folder: Path, corpus: Path, mutate: Mutation | None = None, **changes: Any
 ) -> tuple[Record, Record, list[list[Batch]]]:
-    ours, trainer, steps = train_ours(run, settings(folder, corpus, **changes), mutate)
-    theirs = train_theirs(folder, trainer, steps, [row["lr"] for row in rows(run)])
-    return ours, theirs, steps
+    options = settings(folder, corpus, **changes)
+    ours, steps = train_ours(run, options, mutate)
+    return ours, train_theirs(folder, options, steps), steps
 
 
+PACKED = {"model__overrides": {"attn_mask_type": "block_causal"}}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "tied": ("llama-tied", {}),
@@ -209,14 +203,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
     "accumulation": ("qwen3", {"training__local_batch_size": 2, "training__global_batch_size": BATCH}),
-    "documents": ("llama-tied", {"model__overrides": {"attn_mask_type": "block_causal"}}),
-    "documents-window-accumulation": (
+    "documents": ("llama-tied", PACKED),
+    # Micro-batches of one sample each, with unequal numbers of targets: a mean of their means would differ.
+    "documents-accumulation": (
         "mistral",
-        {
-            "model__overrides": {"attn_mask_type": "block_causal"},
-            "training__local_batch_size": 1,
-            "training__global_batch_size": BATCH,
-        },
+        {**PACKED, "training__local_batch_size": 1, "training__global_batch_size": BATCH},
     ),
     "checkpointing": ("qwen3", {"activation_checkpoint__mode": "full"}),
     "compiled": ("llama", {"compile__enable": True, "compile__backend": "aot_eager"}),
@@ -227,12 +218,72 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_ten_steps_equal_transformers(variant: str, corpus: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     family, changes = VARIANTS[variant]
     ours, theirs, steps = both(tmp_path / "run", checkpoints[family], corpus, **changes)
-    print(
-        max(abs(a - b) / b for a, b in zip(ours.losses, theirs.losses)),
-        max(abs(a - b) / b for a, b in zip(ours.norms, theirs.norms)),
-        max(((ours.gradients[n] - v).norm() / v.norm()).item() for n, v in theirs.gradients.items()),
-        max(((ours.weights[n] - v).norm() / v.norm()).item() for n, v in theirs.weights.items()),
-        theirs.losses,
-        theirs.norms,
-    )
     compare(ours, theirs)
+    assert theirs.losses[-1] < 0.7 * theirs.losses[0]
+    clipped = [norm > MAX_NORM for norm in theirs.norms]
+    assert any(clipped)
+    assert not all(clipped)
+    samples = torch.cat([batch.sample_ids for batches in steps for batch in batches])
+    assert sorted(samples.tolist()) == list(range(STEPS * BATCH))
+    if variant == "documents-accumulation":
+        assert len({int((batch.labels != -100).sum()) for batch in steps[0]}) > 1
+
+
+def scale_a_gradient(trainer: Trainer) -> None:
+    trainer.model.layers["1"].ffn_norm.weight.register_hook(lambda gradient: gradient * 1.01)
+
+
+def drop_the_clipping(trainer: Trainer) -> None:
+    trainer.config = trainer.config.replace({"training.max_norm": 1e9})
+
+
+def read_a_sample_twice(trainer: Trainer) -> None:
+    read = trainer.loader.step
+
+    def twice() -> list[Batch]:
+        batch = read()[0]
+        double = Batch(batch.tokens.clone(), batch.labels.clone(), batch.documents, batch.sample_ids)
+        double.tokens[1], double.labels[1] = batch.tokens[0], batch.labels[0]
+        return [double]
+
+    trainer.loader.step = twice
+
+
+def see_other_documents(trainer: Trainer) -> None:
+    trainer.model.arch = trainer.arch.with_overrides({"attn_mask_type": "causal"})
+
+
+def forget_weight_decay(trainer: Trainer) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["weight_decay"] = 0.0
+
+
+def step_late(trainer: Trainer) -> None:
+    """The learning rate of the step before."""
+    step = trainer.train_step
+
+    def late(batches: list[Batch]) -> tuple[float, float, float]:
+        trainer.progress.step -= 1
+        result = step(batches)
+        trainer.progress.step += 1
+        return result
+
+    trainer.train_step = late
+
+
+NOTICED = {
+    scale_a_gradient: r"gradient model\.layers\.1\.post_attention_layernorm\.weight",
+    drop_the_clipping: "loss of step 3",
+    read_a_sample_twice: "loss of step 1",
+    see_other_documents: "loss of step 1",
+    forget_weight_decay: "norm of step 2",
+    step_late: "loss of step 2",
+}
+
+
+@pytest.mark.parametrize("mutate", NOTICED)
+def test_the_comparison_notices(mutate: Mutation, corpus: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    changes = PACKED if mutate is see_other_documents else {}
+    ours, theirs, _ = both(tmp_path / "run", checkpoints["llama-tied"], corpus, mutate, **changes)
+    with pytest.raises(AssertionError, match=NOTICED[mutate]):
+        compare(ours, theirs)

@@ -92,6 +92,13 @@ def test_a_module_name_that_matches_nothing_is_an_error():
         run([*MODES["selective op"], f"--{key}=no_such_module"])
 
 
+@pytest.mark.parametrize("name", ["attention.wq", "attention.wk", "feed_forward.w3", "w2"])
+def test_products_of_named_modules_are_computed_again(name):
+    """TorchTitan's names, which here are parts of fused weights."""
+    key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
+    assert run([*MODES["selective op"], f"--{key}={name}"])[0] == pytest.approx(run([])[0], rel=1e-6)
+
+
 def test_an_option_that_is_no_number_is_an_error():
     with pytest.raises(ConfigError, match="every"):
         run(["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=every"])

@@ -1,0 +1,186 @@
+"""What a run starts from: its own newest checkpoint, weights the config names, or fresh weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardline.config.architecture import Architecture
+from shardline.config.schema import Config
+from shardline.errors import UserError
+from shardline.models.decoder import Decoder
+from shardline.models.hf import read_hf
+from shardline.models.init import init_weights
+from shardline.models.state import load_logical_state
+from shardline.training import checkpoint as files
+from shardline.training.checkpoint import Saved
+
+log = logging.getLogger("shardline")
+LOADABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
+
+
+@dataclass
+class Progress:
+    """How far a run is: all that a resumed run needs beside weights and optimizer state."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    schedule_start: int = 0  # the step at which the learning-rate schedule began
+
+
+@dataclass(frozen=True)
+class DataIdentity:
+    """What the samples of a run depend on; a resumed run must not change it unnoticed."""
+
+    seed: int
+    dataset: str
+    seq_len: int
+    global_batch_size: int
+    tokenizer: str
+
+
+@dataclass
+class Start:
+    """Fills a built model and optimizer, and tells where the run stands."""
+
+    config: Config
+    folder: Path  # of the run's checkpoints
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    identity: DataIdentity
+    total_steps: int
+
+    def run(self, resume: bool, seed: int) -> tuple[Progress, bool]:
+        """Give the model its weights; (how far the run is, whether it had already finished)."""
+        self._check()
+        progress = Progress()
+        if resume:
+            return progress, self._resume(progress, seed)
+        if not self._load_initial(progress, seed):
+            self._draw(seed)
+        return progress, False
+
+    def _check(self) -> None:
+        section = self.config.checkpoint
+        unknown = set(section.exclude_from_loading) - set(LOADABLE)
+        if unknown:
+            raise UserError(
+                f"checkpoint.exclude_from_loading: {', '.join(sorted(unknown))}: expected some of {', '.join(LOADABLE)}"
+            )
+
+    def _draw(self, seed: int) -> None:
+        init_weights(self.model, seed)
+        log.info("weights drawn from seed %d", seed)
+
+    def _resume(self, progress: Progress, seed: int) -> bool:
+        step = self.config.checkpoint.load_step
+        for saved in _candidates(self.folder, step):
+            if saved.kind == "model":
+                if saved.step >= self.total_steps:
+                    progress.step = saved.step
+                    return True
+                log.info("%s holds weights only and cannot be resumed", saved.path)
+                continue
+            try:
+                saved.verify()
+            except UserError as error:
+                if step != -1:
+                    raise
+                log.warning("skipping a damaged checkpoint: %s", error)
+                files.set_aside(saved, "damaged")
+                continue
+            self._load(saved, progress, seed, model_only=False)
+            log.info("resumed from %s", saved.path)
+            self._abandon_after(saved.step)
+            return progress.step >= self.total_steps
+        raise UserError(
+            f"{self.folder} holds no checkpoint that can be resumed; --overwrite starts anew,"
+            " checkpoint.initial_load_path starts another run from weights"
+        )
+
+    def _abandon_after(self, step: int) -> None:
+        """Later checkpoints belong to steps that will be trained again: no later start may take them for this run's."""
+        for saved in files.list_checkpoints(self.folder):
+            if saved.step > step:
+                log.info("step %d is trained again: %s", saved.step, files.set_aside(saved, "abandoned"))
+
+    def _load_initial(self, progress: Progress, seed: int) -> bool:
+        section = self.config.checkpoint
+        if not section.enable or (section.initial_load_path is None and not section.initial_load_in_hf):
+            if section.enable and section.load_step != -1:
+                raise UserError(f"checkpoint.load_step = {section.load_step}: {self.folder} holds no such checkpoint")
+            return False
+        if section.initial_load_in_hf:
+            path = Path(section.initial_load_path or self.config.model.hf_assets_path)
+            load_logical_state(self.model, read_hf(path, self.model.arch))
+        else:
+            saved = files.find_checkpoint(Path(str(section.initial_load_path)), section.load_step)
+            path = saved.path
+            saved.verify()
+            if saved.kind == "model" and not section.initial_load_model_only:
+                raise UserError(f"{path} holds weights only; set checkpoint.initial_load_model_only = true")
+            changes = _changes(saved.architecture, self.model.arch)
+            if changes:
+                log.warning("%s was trained with another arithmetic: %s", path, changes)
+            self._load(saved, progress, seed, model_only=section.initial_load_model_only)
+        log.info("initial weights from %s", path)
+        return True
+
+    def _load(self, saved: Saved, progress: Progress, seed: int, *, model_only: bool) -> None:
+        excluded = set(self.config.checkpoint.exclude_from_loading)
+        if excluded:
+            log.info("not loaded, as checkpoint.exclude_from_loading says: %s", ", ".join(sorted(excluded)))
+        if "model" in excluded:
+            self._draw(seed)
+        else:
+            files.load_model(saved, self.model)
+        if model_only:
+            return
+        if "optimizer" not in excluded:
+            files.load_optimizer(saved, self.model, self.optimizer)
+        trainer = saved.trainer
+        if "train_state" not in excluded:
+            progress.step, progress.tokens = trainer["step"], trainer["tokens"]
+            files.set_rng_state(trainer["rng"])
+        progress.schedule_start = progress.step if "lr_scheduler" in excluded else trainer["schedule_start"]
+        if "dataloader" not in excluded:
+            self._check_identity(trainer["data"], saved.path)
+            progress.samples = trainer["samples"]
+
+    def _check_identity(self, recorded: dict[str, Any], path: Path) -> None:
+        now = asdict(self.identity)
+        changed = [f"{key}: {recorded.get(key)!r} -> {now[key]!r}" for key in now if recorded.get(key) != now[key]]
+        if changed:
+            raise UserError(
+                f"resuming {path} would change its data ({', '.join(changed)}); keep them as they were, or start new"
+                ' data from its beginning with checkpoint.exclude_from_loading = ["dataloader"]'
+            )
+
+
+def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps: int) -> int | None:
+    """The step a run in `folder` would continue from, or None; a checkpoint of another model is an error.
+
+    Weights alone count only when they are a finished run's.
+    """
+    candidates = _candidates(folder / config.checkpoint.folder, config.checkpoint.load_step)
+    good = [saved for saved in candidates if saved.kind == "full" or saved.step >= total_steps]
+    if not good:
+        return None
+    changes = _changes(good[0].architecture, arch)
+    if changes:
+        raise UserError(f"{good[0].path} is of another model ({changes}); use another job.dump_folder, or --overwrite")
+    return good[0].step
+
+
+def _candidates(folder: Path, step: int) -> list[Saved]:
+    """Checkpoints a run may start from, best first."""
+    return [saved for saved in reversed(files.list_checkpoints(folder)) if step in (-1, saved.step)]
+
+
+def _changes(a: Architecture, b: Architecture) -> str:
+    return ", ".join(f"{name}: {getattr(a, name)} -> {getattr(b, name)}" for name in files.same_model(a, b))
