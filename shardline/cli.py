@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -150,9 +151,9 @@ def main(words: Sequence[str] | None = None) -> int:
         first, *more = str(error).splitlines() or [""]
         print("\n".join([f"error: {first}", *(f"       {line}" for line in more)]), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:  # holds the number of a signal that a run took
         print("interrupted", file=sys.stderr)
-        return 130
+        return 128 + int(error.args[0] if error.args else signal.SIGINT)
     except BrokenPipeError:
         # Whoever read the output is gone; keep the interpreter from complaining when it flushes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -92,7 +92,11 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
 def resolve(model: ModelSection) -> Architecture:
     """The architecture a config's model section names, with `model.overrides` applied."""
     if model.name == "auto":
-        return architecture_from_hf(Path(model.hf_assets_path)).with_overrides(model.overrides)
+        try:
+            found = architecture_from_hf(Path(model.hf_assets_path))
+        except ConfigError as error:
+            raise ConfigError(f"model.hf_assets_path: {error}") from error
+        return found.with_overrides(model.overrides)
     known = {**FLAVORS.get(model.name, {}), **registry.flavors.get(model.name, {})}
     if model.flavor in known:
         return _architecture(model.name, model.flavor, known[model.flavor]).with_overrides(model.overrides)

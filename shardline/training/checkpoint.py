@@ -9,12 +9,13 @@ checkpoint or one that is recognised as broken. `kind` is "full" (can be resumed
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -147,18 +148,27 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step-N` so that it appears whole or not at all."""
     final = folder / f"step-{step}"
-    partial = folder / f"step-{step}.partial"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
+    with partial_folder(final) as partial:
         partial.mkdir(parents=True)
         files = {STATE_FILE: write_tensors(partial / STATE_FILE, entries)}
         publish(partial, final, manifest(step, kind, architecture, trainer, files))
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"checkpoint {final} was not saved: {error.strerror or error}; earlier ones are intact"
-        ) from error
     return final
+
+
+@contextlib.contextmanager
+def partial_folder(final: Path) -> Iterator[Path]:
+    """Where to write `final`; what ends the writing early, a second Ctrl-C included, leaves nothing there."""
+    partial = final.with_name(f"{final.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        yield partial
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise UserError(
+                f"checkpoint {final} was not saved: {error.strerror or error}; earlier ones are intact"
+            ) from error
+        raise
 
 
 def manifest(
@@ -212,16 +222,17 @@ def read_checkpoint(path: Path) -> Saved:
         raise UserError(f"{path}/manifest.json cannot be read: {error}") from error
 
 
-def list_checkpoints(folder: Path) -> list[Saved]:
-    """Every whole checkpoint under `folder`, oldest first; broken and unfinished ones are left out."""
+def list_checkpoints(folder: Path, report: Callable[[UserError], None] | None = None) -> list[Saved]:
+    """Every whole checkpoint under `folder`, oldest first; broken ones are left out, and told to `report`."""
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else []:
         name = re.fullmatch(r"(step-\d+)(\.replaced)?", path.name)
         if name and (path.name == name[1] or not (folder / name[1]).exists()):  # replaced: a rename was cut short
             try:
                 found.append(read_checkpoint(path))
-            except UserError:
-                continue
+            except UserError as error:
+                if report is not None:
+                    report(error)
     return sorted(found, key=lambda saved: saved.step)
 
 
@@ -249,7 +260,8 @@ def prune(folder: Path, keep: int, protected: Collection[int] = ()) -> list[Path
     every = list_checkpoints(folder)
     kept = [saved for saved in every if saved.kind == "full"][-1:] + [s for s in every if s.step in protected]
     doomed = [saved.path for saved in every[:-keep] if saved not in kept] if keep > 0 else []
-    for path in doomed:
+    cut_short = folder.glob("step-*.partial")  # saves that a crash ended
+    for path in (*doomed, *cut_short):
         shutil.rmtree(path, ignore_errors=True)
     return doomed
 

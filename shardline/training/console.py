@@ -56,7 +56,7 @@ class ConsoleHandler(logging.Handler):
         self.live = False  # a bar or a table shows what records marked `shown_live` say
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.live and getattr(record, "shown_live", False):
+        if getattr(record, "file_only", False) or (self.live and getattr(record, "shown_live", False)):
             return
         try:
             text = self.format(record)

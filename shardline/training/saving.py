@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -34,8 +33,19 @@ class Saver:
         self.config, self.section = config, config.checkpoint
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
         self.saved_step = 0
+        self._check_folder()
         if self.section.enable and self.section.last_save_in_hf:
             export_family(model.arch)  # an architecture that no family has is refused before the first step
+
+    def _check_folder(self) -> None:
+        """A folder that cannot be written is better met now than at the first save."""
+        if self.section.enable and not self.section.load_only:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(
+                    f"checkpoint.folder: cannot write {self.folder}: {error.strerror or error}; name another folder"
+                ) from error
 
     def is_due(self, step: int, total_steps: int) -> bool:
         section = self.section
@@ -67,17 +77,13 @@ class Saver:
             self.save(progress)
 
     def _save_hf(self, step: int, trainer: dict[str, Any], dtype: torch.dtype) -> Path:
-        final, partial = self.folder / f"step-{step}", self.folder / f"step-{step}.partial"
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
+        final = self.folder / f"step-{step}"
+        with files.partial_folder(final) as partial:
             self.folder.mkdir(parents=True, exist_ok=True)
             assets, special = assets_at(trainer["tokenizer"]), special_tokens(trainer["tokenizer"])
             write_hf(_named(self.model), self.model.arch, partial, dtype, assets_from=assets, special_tokens=special)
             recorded = {path.name: describe_file(path) for path in sorted(partial.iterdir())}
             files.publish(partial, final, files.manifest(step, "model", self.model.arch, trainer, recorded))
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise UserError(f"checkpoint {final} was not saved: {error.strerror or error}") from error
         return final
 
     def _trainer_state(self, progress: Progress) -> dict[str, Any]:

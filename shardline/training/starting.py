@@ -79,6 +79,7 @@ class Start:
 
     def _resume(self, progress: Progress, seed: int) -> bool:
         step = self.config.checkpoint.load_step
+        files.list_checkpoints(self.folder, lambda error: log.warning("skipping a damaged checkpoint: %s", error))
         for saved in _candidates(self.folder, step):
             if saved.kind == "model":
                 if saved.step >= self.total_steps:
@@ -167,7 +168,11 @@ def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps
 
     Weights alone count only when they are a finished run's.
     """
-    candidates = _candidates(folder / config.checkpoint.folder, config.checkpoint.load_step)
+    place, step = folder / config.checkpoint.folder, config.checkpoint.load_step
+    candidates = _candidates(place, step)
+    if step != -1 and not candidates:
+        there = ", ".join(str(saved.step) for saved in files.list_checkpoints(place)) or "none"
+        raise UserError(f"checkpoint.load_step = {step}: {place} holds no such checkpoint (steps there: {there})")
     good = [saved for saved in candidates if saved.kind == "full" or saved.step >= total_steps]
     if not good:
         return None

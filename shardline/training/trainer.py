@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import gc
 import logging
@@ -87,7 +88,8 @@ class Trainer:
             self._announce()
             self._build()
             self.progress, self.finished = self._start()
-            self._record()
+            if not self.finished:
+                self._record()
         except BaseException:
             self.close()
             raise
@@ -99,15 +101,24 @@ class Trainer:
         """Say what runs where, what was adjusted and what has no effect."""
         config = self.config
         setup_logging(self.folder, rank=0, color=not config.metrics.disable_color_printing)
-        log.info("%s", config.job.description)
+        if config.is_set("job.description"):
+            log.info("%s", config.job.description)
         if config.job.print_config:
             log.info("%s", to_toml(config))
         size = f"{parameter_count(self.arch):,} parameters"
         log.info("%s %s, %s, on %s", config.model.name, config.model.flavor, size, device_name(self.device))
         log.info("computing in %s, attention by %s", str(self.precision.compute).removeprefix("torch."), self.kernel)
         schedule = schedule_notes(config, self.total_steps) if config.training.epochs is not None else ()
-        for line in (*config.alias_notes, *notes(config), *self.precision.notes, *schedule):
+        for line in (*config.alias_notes, *notes(config), *self.precision.notes, *schedule, *self._length_notes()):
             log.info("note: %s", line)
+
+    def _length_notes(self) -> Iterator[str]:
+        length, longest = self.config.training.seq_len, self.arch.max_seq_len
+        if length > longest:
+            yield (
+                f"training.seq_len = {length} is longer than the model's max_seq_len, {longest}, which an export"
+                " states; model.overrides.max_seq_len changes it"
+            )
 
     def _build(self) -> None:
         config = self.config
@@ -240,12 +251,20 @@ class Trainer:
                 if stop.name and self.progress.step < self.total_steps:
                     self.saver.save_at_stop(self.progress)
                     stopped_by = stop.name
+        except BaseException as error:
+            self._log_failure(error)
+            raise
         finally:
             console.close(stopped_by)
             if metrics is not None:
                 metrics.close()
             self.close()
         return Result(self.progress.step, row.get("loss"), stopped_by)
+
+    def _log_failure(self, error: BaseException) -> None:
+        """For the log file alone: whoever catches the error shows it."""
+        text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        log.error("ended after step %d: %s", self.progress.step, text, extra={"file_only": True})
 
     def _profiler(self) -> Profiler:
         return Profiler(self.config, self.folder.path, device=self.device, start_step=self.progress.step)
@@ -308,9 +327,10 @@ def _signals() -> Iterator[_Stop]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         if stop.name:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
         stop.name = signal.Signals(number).name
-        log.info("%s: stopping after this step (again: at once)", stop.name)
+        # From a thread: the signal may have come in the middle of a print, and one inside another repeats its text.
+        _thread.start_new_thread(log.info, ("%s: stopping after this step (again: at once)", stop.name))
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
