@@ -57,6 +57,7 @@ CONFIG = Command(
         Option("comments", "Add type, default and meaning above each key.", bool, default=False),
         Option("diff", "Print the keys in which two files or presets differ.", str, "A B", count=2),
         Option("markdown", "Print the reference page of all keys.", bool, default=False),
+        Option("compatibility", "Print which features go together.", bool, default=False),
     ),
     config_flags=True,
     details=_CONFIG_DETAILS,
@@ -142,7 +143,7 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reads it on import, and would write into the bar
     debug = "--debug" in given
     try:
-        code = _dispatch(given)
+        code = dispatch(given)
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -160,7 +161,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _dispatch(words: list[str]) -> int:
+def dispatch(given: Sequence[str]) -> int:
+    """Run one command; the exit code. Errors are the caller's."""
+    words = list(given)
     while words[:1] == ["--debug"]:
         words = words[1:]
     if not words or words[0] in ("--help", "-h", "help"):
@@ -254,7 +257,7 @@ def _train(parsed: Parsed) -> int:
     from shardline.config.options import TrainOptions
     from shardline.config.rules import refuse_pending
 
-    options = TrainOptions(**{name: value for name, value in parsed.options.items() if name != "help"})
+    options = TrainOptions(**{name: v for name, v in parsed.options.items() if name != "help"}, words=parsed.words)
     if options.resume and options.overwrite:
         raise UserError("--resume goes on with a run and --overwrite replaces it: give one of them")
     if options.world_size is not None and not options.dry_run:
@@ -272,6 +275,11 @@ def _config(parsed: Parsed) -> int:
     from shardline.config.rules import notes
     from shardline.config.write import diff, markdown, to_toml
 
+    if parsed.options["compatibility"]:
+        from shardline.config.features import compatibility_page
+
+        print(compatibility_page(), end="")
+        return 0
     if parsed.options["markdown"]:
         print(markdown(), end="")
         return 0

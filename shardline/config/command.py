@@ -43,6 +43,7 @@ class Parsed:
     options: dict[str, Any]
     positionals: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)  # config flags, as given
+    words: tuple[str, ...] = ()  # all of it, as given
 
 
 COMMON = (
@@ -54,7 +55,7 @@ COMMON = (
 def parse(command: Command, words: Sequence[str]) -> Parsed:
     """Split words into options, positionals and config flags; what does not fit is a UserError."""
     known = {name: option for option in (*command.options, *COMMON) for name in (option.name, *option.aliases)}
-    parsed = Parsed({option.name.replace("-", "_"): option.default for option in known.values()})
+    parsed = Parsed({option.name.replace("-", "_"): option.default for option in known.values()}, words=tuple(words))
     rest = list(words)
     while rest:
         if not rest[0].startswith("-") or rest[0] == "-":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -19,3 +19,6 @@ class TrainOptions:
     rdzv_endpoint: str = ""
     max_restarts: int = 0
     debug: bool = False  # show tracebacks of user errors
+    words: tuple[str, ...] = field(
+        default=(), compare=False
+    )  # the command line after `train`: every rank is started with it

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from shardline import registry
 from shardline.config.build import line
+from shardline.config.features import refusals
 from shardline.config.schema import Config, leaves
 from shardline.errors import ConfigError
 
@@ -39,7 +40,7 @@ class Pending:
     feature: str
 
 
-OPTIMIZERS = ("AdamW", "Adam")
+OPTIMIZERS = ("AdamW", "Adam", "LAMB", "LARS")
 CONVERTERS = (
     "quantize.linear.float8",
     "quantize.linear.mx",
@@ -81,6 +82,7 @@ EXPERT_KEYS = ("parallelism.expert_tensor_parallel_degree", "parallelism.expert_
 def check(config: Config) -> None:
     """Raise ConfigError for combinations that cannot work, all of them at once."""
     problems = [line(config.origin(key), key, _sentence(rule, config)) for rule, key in _matches(config, "refused")]
+    problems += [f"{a} with {b}: {refusal.reason}; {refusal.remedy}" for a, b, refusal in refusals(config)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -205,6 +207,10 @@ def _decay_too_long(config: Config) -> bool:
     if length is None or ratio is None or _warmup_too_long(config):
         return False
     return config.lr_scheduler.warmup_steps + round(length * ratio) > length
+
+
+def _steps_early(config: Config) -> bool:
+    return config.optimizer.early_step_in_backward
 
 
 def _is_demo(section: Any) -> bool:
@@ -352,21 +358,40 @@ RULES: list[Rule] = [
         "'demo' is generated text, and the training data is not",
         remedy="give validation.dataset_path, or set validation.enable = false",
     ),
+    Rule(
+        "refused",
+        "optimizer.early_step_in_backward",
+        lambda c: _steps_early(c) and c.training.max_norm > 0 and c.optimizer.early_step_clipping == "refuse",
+        "clipping needs the norm of all gradients before the first step",
+        remedy='set optimizer.early_step_clipping = "two_pass" (forward and backward twice) or training.max_norm = 0',
+    ),
+    Rule(
+        "refused",
+        "training.nonfinite",
+        lambda c: _steps_early(c) and c.training.nonfinite == "skip" and c.training.max_norm == 0,
+        "a step in backward cannot be taken back",
+        remedy='set training.nonfinite = "stop", or clip with optimizer.early_step_clipping = "two_pass"',
+    ),
+    Rule(
+        "refused",
+        "optimizer.early_step_in_backward",
+        lambda c: _steps_early(c) and c.optimizer.name in ("LAMB", "LARS"),
+        "a trust ratio needs an all-reduce per parameter in the middle of backward",
+        remedy="choose AdamW",
+    ),
+    Rule(
+        "refused",
+        "optimizer.state_dtype",
+        lambda c: c.optimizer.state_dtype == "bfloat16" and c.optimizer.name not in ("AdamW", "Adam"),
+        "only AdamW and Adam keep narrow moments",
+        remedy='set it to "parameter"',
+    ),
     # Pending: features that are not built yet.
     *_not_built(_feature, "model.name", when=_model_not_built),
     *_not_built(
         _feature, "model.flavor", when=lambda c: not _model_not_built(c) and c.model.flavor in _flavors_not_built(c)
     ),
     *_not_built("low precision", "model.converters"),
-    *_not_built("optimizer step in backward", "optimizer.early_step_in_backward"),
-    *_not_built("CPU offload", "training.enable_cpu_offload"),
-    *_not_built("replicated data parallel", "parallelism.data_parallel_replicate_degree"),
-    *_not_built(
-        "sharded data parallel",
-        "parallelism.data_parallel_shard_degree",
-        when=lambda c: c.parallelism.data_parallel_shard_degree > 1,
-    ),
-    *_not_built("tensor parallel", "parallelism.tensor_parallel_degree"),
     *_not_built("async tensor parallel", "parallelism.enable_async_tensor_parallel"),
     *_degree_not_built("pipeline parallel", "parallelism.pipeline_parallel_degree", *PIPELINE_KEYS),
     *_degree_not_built("context parallel", "parallelism.context_parallel_degree", *CONTEXT_KEYS),
@@ -494,6 +519,25 @@ RULES: list[Rule] = [
             for name in ("early_stop", "preserve_rng_state", "determinism_check", "debug")
         ),
     ),
+    *_needs(
+        "optimizer.name is LAMB or LARS",
+        lambda c: c.optimizer.name not in ("LAMB", "LARS"),
+        "optimizer.implementation",
+        "optimizer.decay_norms",
+    ),
+    *_needs("optimizer.name is LARS", lambda c: c.optimizer.name != "LARS", "optimizer.beta2", "optimizer.eps"),
+    *_needs("optimizer.name is not LARS", lambda c: c.optimizer.name == "LARS", "optimizer.trust_coefficient"),
+    *_needs(
+        "optimizer.lr_scaling is 'none'",
+        lambda c: c.optimizer.lr_scaling != "none",
+        "optimizer.lr_scaling_base_batch",
+    ),
+    *_needs(
+        "it is for clipping with optimizer.early_step_in_backward",
+        lambda c: _steps_early(c) and c.training.max_norm > 0,
+        "optimizer.early_step_clipping",
+    ),
+    *_needs("training.dtype is 'bfloat16'", lambda c: c.training.dtype != "bfloat16", "optimizer.state_dtype"),
     *_needs("debug.deterministic is false", lambda c: c.debug.deterministic, "debug.deterministic_warn_only"),
     Rule(
         "note",

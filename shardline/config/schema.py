@@ -14,6 +14,7 @@ from shardline.config.types import (
     EveryNth,
     Fraction,
     Name,
+    NCCLVariables,
     NonNegative,
     NonNegativeFloat,
     NonNegativeOrLatest,
@@ -85,9 +86,9 @@ class Model(Section):
 
 
 class Optimizer(Section):
-    name: Name = Field(default="AdamW", description="AdamW, Adam, or one that a custom module registered.")
+    name: Name = Field(default="AdamW", description="AdamW, Adam, LAMB, LARS, or one that a custom module registered.")
     lr: NonNegativeFloat = Field(default=8e-4, description="Peak learning rate.")
-    beta1: Beta = Field(default=0.9, description="Decay of the first moment.")
+    beta1: Beta = Field(default=0.9, description="Decay of the first moment; momentum of LARS.")
     beta2: Beta = Field(default=0.95, description="Decay of the second moment.")
     eps: NonNegativeFloat = Field(default=1e-8, description="Added to the denominator of the update.")
     weight_decay: NonNegativeFloat = Field(default=0.1, description="Weight decay (decoupled for AdamW).")
@@ -97,7 +98,23 @@ class Optimizer(Section):
     early_step_in_backward: bool = Field(
         default=False, description="Step each parameter as soon as its gradient is there."
     )
+    early_step_clipping: Literal["refuse", "two_pass"] = Field(
+        default="refuse",
+        description="Clipping with early_step_in_backward: refused, or exact by running forward and backward twice.",
+    )
     decay_norms: bool = Field(default=True, description="Apply weight decay to norm weights and biases too.")
+    trust_coefficient: PositiveFloat = Field(
+        default=0.001, description="LARS: length of a layer's step relative to its weights, per unit of lr."
+    )
+    lr_scaling: Literal["none", "linear"] = Field(
+        default="none", description="linear multiplies lr by the global batch size / lr_scaling_base_batch."
+    )
+    lr_scaling_base_batch: Positive = Field(
+        default=256, description="Sequences per optimizer step that lr is meant for (lr_scaling)."
+    )
+    state_dtype: Literal["parameter", "bfloat16"] = Field(
+        default="parameter", description="Type of the moments of AdamW and Adam between steps."
+    )
 
 
 class LRScheduler(Section):
@@ -131,7 +148,9 @@ class Training(Section):
         default=-1, description="Sequences per optimizer step over all ranks; -1 means one forward pass of each."
     )
     seq_len: Positive = Field(default=2048, description="Tokens per sequence.")
-    max_norm: PositiveFloat = Field(default=1.0, description="Gradients with a larger norm are scaled down to it.")
+    max_norm: NonNegativeFloat = Field(
+        default=1.0, description="Gradients with a larger norm are scaled down to it; 0 does not clip."
+    )
     steps: Positive = Field(default=10000, description="Optimizer steps to run.")
     enable_cpu_offload: bool = Field(
         default=False, description="Keep parameters, gradients and optimizer state in CPU memory."
@@ -173,7 +192,25 @@ class Parallelism(Section):
     )
     tensor_parallel_degree: Positive = Field(default=1, description="Ranks that share each layer's matrices.")
     disable_loss_parallel: bool = Field(
-        default=False, description="Gather the logits instead of computing the loss on shards."
+        default=False, description="Compute the loss with the whole output layer on every rank."
+    )
+    enable_sequence_parallel: bool = Field(
+        default=True, description="Share norms and the residual stream between tensor-parallel ranks, by tokens."
+    )
+    accumulation_sync: Literal["step", "micro_batch", "scatter"] = Field(
+        default="step",
+        description="Sum gradients once a step, after every micro-batch, or (HSDP) scatter each and sum replicas once.",
+    )
+    overlap_gradient_reduction: bool = Field(
+        default=True, description="Sum replicas' gradients while backward goes on; false waits for its end."
+    )
+    gradient_bucket_mib: PositiveFloat = Field(default=25.0, description="MiB of gradients replicas sum in one piece.")
+    gradient_compression: Literal["none", "bfloat16", "powersgd"] = Field(
+        default="none", description="How replicas (DDP) exchange gradients: whole, rounded, or as thin matrices."
+    )
+    powersgd_rank: Positive = Field(default=4, description="Columns of the thin matrices that powersgd sends.")
+    fsdp_prefetch: NonNegative = Field(
+        default=1, description="Blocks whose weights FSDP gathers ahead; 0 gathers ahead in backward alone, by one."
     )
     enable_async_tensor_parallel: bool = Field(
         default=False, description="Run tensor-parallel collectives inside their matrix products."
@@ -316,6 +353,16 @@ class Quantize(Section):
     grouped_mm: QuantizeGrouped = Field(default=QuantizeGrouped(), description="Experts.")
 
 
+class NCCL(Section):
+    algorithm: Name | None = Field(default=None, description="NCCL_ALGO, such as Ring or Tree; unset lets NCCL choose.")
+    protocol: Name | None = Field(default=None, description="NCCL_PROTO, such as Simple or LL128.")
+    min_channels: Positive | None = Field(default=None, description="NCCL_MIN_NCHANNELS.")
+    max_channels: Positive | None = Field(default=None, description="NCCL_MAX_NCHANNELS.")
+    buffer_size: Positive | None = Field(default=None, description="NCCL_BUFFSIZE, in bytes.")
+    net_gdr_level: Name | None = Field(default=None, description="NCCL_NET_GDR_LEVEL: LOC, PIX, PXB, PHB or SYS.")
+    env: NCCLVariables = Field(default={}, description="Any other NCCL_* variables, by name; they win over the above.")
+
+
 class Comm(Section):
     init_timeout_seconds: Positive = Field(
         default=300, description="Longest wait for a collective before the first step ends."
@@ -329,6 +376,14 @@ class Comm(Section):
     mode: Literal["default", "fake_backend", "local_tensor"] = Field(
         default="default", description="Real or simulated communication."
     )
+    stop_timeout_seconds: Positive = Field(
+        default=30,
+        description="Longest wait for ranks to end, and save, after Ctrl-C or SIGTERM; then they are killed.",
+    )
+    bind_cpus: bool = Field(
+        default=False, description="Bind each rank to its share of the cores, on the NUMA node of its GPU where known."
+    )
+    nccl: NCCL = Field(default=NCCL(), description="Settings of NCCL, set in every rank.")
 
 
 class MemoryEstimation(Section):
@@ -378,6 +433,9 @@ class Debug(Section):
     )
     moe_force_load_balance: bool = Field(
         default=False, description="Send every expert the same number of tokens; for tests."
+    )
+    check_replicas_freq: NonNegative = Field(
+        default=0, description="Steps between checks that copies of the model are equal; 0 checks at the start only."
     )
 
 

@@ -60,6 +60,11 @@ EveryNth = Annotated[
     _holds(lambda value: value == "op" or (value.isascii() and value.isdigit() and 0 < len(value.lstrip("0")) < 10)),
     Expect("'op' or a string with a whole number, 1 or more, such as '2'"),
 ]
+NCCLVariables = Annotated[
+    dict[str, str],
+    _holds(lambda table: all(name.startswith("NCCL_") and _is_text(name) and _is_text(table[name]) for name in table)),
+    Expect("a table of strings whose names begin with NCCL_"),
+]
 
 
 class Section(BaseModel):

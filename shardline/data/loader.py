@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shardline.data.order import Order, micro_batches, resolve_global_batch
-from shardline.data.prepare import blame, store_for
+from shardline.data.prepare import store_for
 from shardline.data.progress import say
 from shardline.data.store import TokenStore
 from shardline.data.tokenizer import Tokenizer, check_vocabulary
-from shardline.errors import UserError
+from shardline.errors import UserError, blame
 
 IGNORE = -100  # label of a token that is not a target
 PLAN_AHEAD = 4096  # samples whose places are computed together

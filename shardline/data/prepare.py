@@ -29,7 +29,7 @@ from shardline.data.sources import Source, fingerprint_of, open_source
 from shardline.data.store import END_TYPE, BlockWriter, Part, TokenStore, is_store, token_type
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.data.workers import encode_all
-from shardline.errors import UserError
+from shardline.errors import UserError, blame
 
 PART_TOKENS = 64 * 2**20
 OURS = re.compile(r"(part-\d+\.(tokens|ends|json)|prepare\.json|store\.json)(\.tmp)?|\.lock")
@@ -134,15 +134,6 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
         say(f"preparing {source.name} into {out} (once; later runs read it there)")
     with blame(blamed):
         return prepare(source, tokenizer, out)
-
-
-@contextlib.contextmanager
-def blame(key: str) -> Iterator[None]:
-    """Put the key that is to blame in front of an error."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from error
 
 
 def cache_folder(setting: str | None) -> Path:

@@ -7,7 +7,7 @@ that compilation and activation checkpointing may wrap. The blocks share one fun
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from shardline.config.architecture import Architecture
 from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
-from shardline.models.feed_forward import feed_forward, linear
+from shardline.models.feed_forward import Products, feed_forward, linear
 from shardline.models.fused import gate_block
+from shardline.models.local import local, local_or_none
 from shardline.models.rope import rope_tables, rotate
 
 
@@ -27,12 +28,16 @@ class BlockSpec(NamedTuple):
     group: int  # query heads per KV head
     gate_block: int
     norm_eps: float
+    products: Products = Products()
+    kv_heads: tuple[int, int] | None = None  # of separate K and V weights that every rank holds: first, count used here
 
 
 class BlockWeights(NamedTuple):
     attention_norm: Tensor
-    wqkv: Tensor
+    wqkv: Tensor  # queries alone where `wkv` is there
     wqkv_bias: Tensor | None
+    wkv: Tensor | None
+    wkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     wo: Tensor
@@ -51,13 +56,14 @@ def block_function(
     sin: Tensor,
     mask: AttentionMask,
     spec: BlockSpec,
+    shape: tuple[int, int],
     cache: LayerCache | None = None,
 ) -> Tensor:
-    """One block over x (B, S, dim); weights of any type are cast to the type of x."""
+    """One block over the residual stream x (t, dim) of `shape` (B, S) tokens; weights are cast to the type of x."""
     w = weights
-    x = x + attention_part(rms_norm(x, w.attention_norm, spec.norm_eps), w, cos, sin, mask, spec, cache)
+    x = x + attention_part(rms_norm(x, w.attention_norm, spec.norm_eps), w, cos, sin, mask, spec, shape, cache)
     normed = rms_norm(x, w.ffn_norm, spec.norm_eps)
-    return x + feed_forward(normed, w.w13, w.w13_bias, w.w2, w.w2_bias, spec.gate_block)
+    return x + feed_forward(normed, w.w13, w.w13_bias, w.w2, w.w2_bias, spec.gate_block, spec.products)
 
 
 def attention_part(
@@ -67,18 +73,41 @@ def attention_part(
     sin: Tensor,
     mask: AttentionMask,
     spec: BlockSpec,
+    shape: tuple[int, int],
     cache: LayerCache | None,
 ) -> Tensor:
     """Project, normalise, rotate, attend, project back. Values stay a view of the fused product."""
-    fused = linear(x, w.wqkv, w.wqkv_bias).unflatten(-1, (-1, spec.group + 2, spec.head_dim))
-    q, k, v = fused.split((spec.group, 1, 1), dim=3)  # (B, S, KV, group, D), (B, S, KV, 1, D) twice
+    q, k, v, rows = project(x, w, spec, shape)  # (B, S, KV, group, D), (B, S, KV, 1, D) twice
     if w.q_norm is not None and w.k_norm is not None:
         q, k = rms_norm(q, w.q_norm, spec.norm_eps), rms_norm(k, w.k_norm, spec.norm_eps)
     q, k = rotate(q, cos, sin).flatten(2, 3), rotate(k, cos, sin).flatten(2, 3)
     v = v.squeeze(3)
     if cache is not None:
         k, v = remember(cache, k, v)
-    return linear(attention(q, k, v, mask).flatten(2), w.wo, w.wo_bias)
+    return spec.products.row(attention(q, k, v, mask).reshape(*rows, -1), w.wo, w.wo_bias)
+
+
+def project(
+    x: Tensor, w: BlockWeights, spec: BlockSpec, shape: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
+    """Queries, keys and values of all tokens for the heads of this rank, and the row shape the products have here."""
+    if w.wkv is None:
+        (product,) = spec.products.column(x, (w.wqkv,), (w.wqkv_bias,))
+        fused = product.view(*shape, -1, spec.group + 2, spec.head_dim)
+        q, k, v = fused.split((spec.group, 1, 1), dim=3)
+        return q, k, v, product.shape[:-1]
+    # More ranks than KV heads: every rank holds all of them and uses the one its query heads read.
+    first, count = spec.kv_heads or (0, w.wkv.shape[0] // (2 * spec.head_dim))
+    rows = slice(2 * spec.head_dim * first, 2 * spec.head_dim * (first + count))
+    wkv_bias = None if w.wkv_bias is None else w.wkv_bias[rows]
+    product, kv = spec.products.column(x, (w.wqkv, w.wkv[rows]), (w.wqkv_bias, wkv_bias))
+    k, v = kv.view(*shape, count, 2, spec.head_dim).split(1, dim=3)
+    return product.view(*shape, count, -1, spec.head_dim), k, v, product.shape[:-1]
+
+
+def embed(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Rows of the embedding for tokens (B, S): the beginning of the residual stream."""
+    return F.embedding(tokens, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -98,12 +127,15 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
+    """`function` is where a vocabulary that ranks share gets its collective."""
+
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+        self.function: Any = embed  # (tokens, weight) -> rows
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
+        return self.function(tokens, local(self.weight))
 
 
 class RMSNorm(nn.Module):
@@ -113,16 +145,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, local(self.weight), self.eps)
 
 
 class Attention(nn.Module):
     """The attention weights of a block; the arithmetic is `attention_part`."""
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, arch: Architecture, split_kv: bool) -> None:
         super().__init__()
-        heads = arch.n_heads * arch.head_dim
-        self.wqkv = Linear(heads + 2 * arch.n_kv_heads * arch.head_dim, arch.dim, arch.qkv_bias)
+        heads, kv = arch.n_heads * arch.head_dim, 2 * arch.n_kv_heads * arch.head_dim
+        self.wqkv = None if split_kv else Linear(heads + kv, arch.dim, arch.qkv_bias)
+        self.wq = Linear(heads, arch.dim, arch.qkv_bias) if split_kv else None
+        self.wkv = Linear(kv, arch.dim, arch.qkv_bias) if split_kv else None
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
         self.wo = Linear(arch.dim, heads, arch.out_bias)
@@ -138,10 +172,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, arch: Architecture, window: int) -> None:
+    def __init__(self, arch: Architecture, window: int, split_kv: bool = False) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(arch.dim, arch.norm_eps)
-        self.attention = Attention(arch)
+        self.attention = Attention(arch, split_kv)
         self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)
         self.feed_forward = FeedForward(arch)
         self.window = window
@@ -149,39 +183,50 @@ class Block(nn.Module):
         self.function: Callable[..., Tensor] = block_function
 
     def weights(self) -> BlockWeights:
+        """What this rank holds of each weight, as plain tensors."""
         a, f = self.attention, self.feed_forward
+        queries = a.wqkv if a.wqkv is not None else a.wq
+        assert queries is not None
         return BlockWeights(
-            attention_norm=self.attention_norm.weight,
-            wqkv=a.wqkv.weight,
-            wqkv_bias=a.wqkv.bias,
-            q_norm=None if a.q_norm is None else a.q_norm.weight,
-            k_norm=None if a.k_norm is None else a.k_norm.weight,
-            wo=a.wo.weight,
-            wo_bias=a.wo.bias,
-            ffn_norm=self.ffn_norm.weight,
-            w13=f.w13.weight,
-            w13_bias=f.w13.bias,
-            w2=f.w2.weight,
-            w2_bias=f.w2.bias,
+            attention_norm=local(self.attention_norm.weight),
+            wqkv=local(queries.weight),
+            wqkv_bias=local_or_none(queries.bias),
+            wkv=None if a.wkv is None else local(a.wkv.weight),
+            wkv_bias=None if a.wkv is None else local_or_none(a.wkv.bias),
+            q_norm=None if a.q_norm is None else local(a.q_norm.weight),
+            k_norm=None if a.k_norm is None else local(a.k_norm.weight),
+            wo=local(a.wo.weight),
+            wo_bias=local_or_none(a.wo.bias),
+            ffn_norm=local(self.ffn_norm.weight),
+            w13=local(f.w13.weight),
+            w13_bias=local_or_none(f.w13.bias),
+            w2=local(f.w2.weight),
+            w2_bias=local_or_none(f.w2.bias),
         )
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: AttentionMask, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: AttentionMask,
+        shape: tuple[int, int],
+        cache: LayerCache | None = None,
     ) -> Tensor:
         if cache is not None:  # lengths grow with every token: not for a compiled function
-            return block_function(x, self.weights(), cos, sin, mask, self.spec, cache)
-        return self.function(x, self.weights(), cos, sin, mask, self.spec)
+            return block_function(x, self.weights(), cos, sin, mask, self.spec, shape, cache)
+        return self.function(x, self.weights(), cos, sin, mask, self.spec, shape)
 
 
 class Decoder(nn.Module):
     """Parameters are made on the default device, not initialised; `compute_dtype` None computes in their own type."""
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, arch: Architecture, split_kv: bool = False) -> None:
         super().__init__()
         self.arch = arch
         self.compute_dtype: torch.dtype | None = None
         self.tok_embeddings = Embedding(arch.vocab_size, arch.dim)
-        self.layers = nn.ModuleDict({str(i): Block(arch, window) for i, window in enumerate(windows(arch))})
+        self.layers = nn.ModuleDict({str(i): Block(arch, window, split_kv) for i, window in enumerate(windows(arch))})
         self.norm = RMSNorm(arch.dim, arch.norm_eps)
         self.output = None if arch.tie_word_embeddings else Linear(arch.vocab_size, arch.dim)
         self._tables: tuple[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
@@ -194,7 +239,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Tokens (B, S) to hidden states (B, S, dim) after the final norm.
+        """Tokens (B, S) to hidden states (B, S, dim) after the final norm; ranks that share tokens get their rows.
 
         `positions` (S,) or (B, S) default to 0, 1, ...; `documents` (B, S) keep packed documents apart.
         """
@@ -203,7 +248,8 @@ class Decoder(nn.Module):
         cos, sin = self._rope(tokens, positions, cache)
         masks = make_masks(self.arch, tokens, x.dtype, documents, cache)
         for index, block in enumerate(self.blocks()):
-            x = block(x, cos, sin, masks[block.window], None if cache is None else cache.layer(index))
+            layer = None if cache is None else cache.layer(index)
+            x = block(x, cos, sin, masks[block.window], (tokens.shape[0], tokens.shape[1]), layer)
         if cache is not None:
             cache.used += tokens.shape[1]
         return self.norm(x)
@@ -226,7 +272,7 @@ class Decoder(nn.Module):
 
     def output_weight(self) -> Tensor:
         """(V, dim): the output layer's weight, the embedding's when they are tied."""
-        return self.tok_embeddings.weight if self.output is None else self.output.weight
+        return local(self.tok_embeddings.weight if self.output is None else self.output.weight)
 
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
         """Tables that broadcast to (B, S, KV, group, D/2). Those of 0, 1, ... are kept for the next batch.

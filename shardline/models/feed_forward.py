@@ -1,6 +1,13 @@
-"""SwiGLU on the fused gate-up weight."""
+"""Products and SwiGLU on the fused gate-up weight.
+
+Letters: t rows of the residual stream, one per token: (B, S, dim) on one rank, (tokens / ranks, dim) where ranks share
+the sequence. `Products` is the seam where tensor parallelism puts its collectives beside the products.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -11,10 +18,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+Weights = tuple[Tensor, ...]
+Biases = tuple[Tensor | None, ...]
+
+
+def columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+    """x times each weight; tensor-parallel ranks hold rows of the weights, hence columns of the result."""
+    return tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
+class Products(NamedTuple):
+    """The two kinds of products in a block: into heads or the wide middle (`column`), and back (`row`)."""
+
+    column: Callable[[Tensor, Weights, Biases], tuple[Tensor, ...]] = columns
+    row: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+
+
 def feed_forward(
-    x: Tensor, w13: Tensor, w13_bias: Tensor | None, w2: Tensor, w2_bias: Tensor | None, gate_block: int
+    x: Tensor,
+    w13: Tensor,
+    w13_bias: Tensor | None,
+    w2: Tensor,
+    w2_bias: Tensor | None,
+    gate_block: int,
+    products: Products,
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)); the rows of w13 alternate: `gate_block` of gate, `gate_block` of up."""
-    both = linear(x, w13, w13_bias).unflatten(-1, (-1, 2, gate_block))  # (B, S, F / block, 2, block)
-    gate, up = both.unbind(-2)
-    return linear((F.silu(gate) * up).flatten(-2), w2, w2_bias)
+    (product,) = products.column(x, (w13,), (w13_bias,))
+    gate, up = product.unflatten(-1, (-1, 2, gate_block)).unbind(-2)  # (t, F / block, block) each
+    return products.row((F.silu(gate) * up).flatten(-2), w2, w2_bias)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from shardline import registry
 from shardline.config.architecture import Architecture, RopeScaling, build
 from shardline.config.rules import NOT_BUILT
-from shardline.errors import ConfigError
+from shardline.errors import ConfigError, blame
 from shardline.models.hf_config import architecture_from_hf
 
 
@@ -92,10 +92,8 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
 def resolve(model: ModelSection) -> Architecture:
     """The architecture a config's model section names, with `model.overrides` applied."""
     if model.name == "auto":
-        try:
+        with blame("model.hf_assets_path"):
             found = architecture_from_hf(Path(model.hf_assets_path))
-        except ConfigError as error:
-            raise ConfigError(f"model.hf_assets_path: {error}") from error
         return found.with_overrides(model.overrides)
     known = {**FLAVORS.get(model.name, {}), **registry.flavors.get(model.name, {})}
     if model.flavor in known:

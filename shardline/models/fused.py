@@ -17,7 +17,11 @@ from torch import Tensor
 
 from shardline.config.architecture import Architecture
 
-PARTS = {"attention.wqkv": ("wq", "wk", "wv"), "feed_forward.w13": ("w1", "w3")}
+PARTS = {
+    "attention.wqkv": ("wq", "wk", "wv"),
+    "attention.wkv": ("wk", "wv"),  # beside a separate wq, where more ranks than KV heads share the heads
+    "feed_forward.w13": ("w1", "w3"),
+}
 
 
 def gate_block(arch: Architecture) -> int:
@@ -42,6 +46,9 @@ def unfuse(arch: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
         rows = tensor.unflatten(0, (-1, group + 2, arch.head_dim))  # (KV, group + 2, D, ...)
         parts = (rows[:, :group].flatten(0, 2), rows[:, group].flatten(0, 1), rows[:, group + 1].flatten(0, 1))
         return dict(zip(names, parts, strict=True))
+    if kind == "attention.wkv":
+        rows = tensor.unflatten(0, (-1, 2, arch.head_dim))  # (KV, 2, D, ...)
+        return dict(zip(names, (rows[:, 0].flatten(0, 1), rows[:, 1].flatten(0, 1)), strict=True))
     if kind == "feed_forward.w13":
         rows = tensor.unflatten(0, (-1, 2, gate_block(arch)))  # (F / block, 2, block, ...)
         return dict(zip(names, (rows[:, 0].flatten(0, 1), rows[:, 1].flatten(0, 1)), strict=True))
@@ -57,6 +64,9 @@ def fuse(arch: Architecture, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         q = tensors[0].unflatten(0, (-1, group, arch.head_dim))
         k, v = (tensor.unflatten(0, (-1, 1, arch.head_dim)) for tensor in tensors[1:])
         return torch.cat((q, k, v), dim=1).flatten(0, 2)
+    if kind == "attention.wkv":
+        k, v = (tensor.unflatten(0, (-1, arch.head_dim)) for tensor in tensors)
+        return torch.stack((k, v), dim=1).flatten(0, 2)
     if kind == "feed_forward.w13":
         gate, up = (tensor.unflatten(0, (-1, gate_block(arch))) for tensor in tensors)
         return torch.stack((gate, up), dim=1).flatten(0, 2)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from shardline.config.architecture import Architecture
 from shardline.models.fused import fuse, logical_names, logical_shapes
+from shardline.models.local import copy_into
 
 BLOCK_ROWS = 256
 IN_FLIGHT_BYTES = 4 << 30  # drawn but not yet copied into the model
@@ -85,7 +86,7 @@ def _finish(
 ) -> int:
     for future in futures:
         future.result()
-    parameter.copy_(fuse(arch, name, parts))
+    copy_into(parameter, fuse(arch, name, parts))
     return 4 * parameter.numel()
 
 

@@ -10,13 +10,14 @@ from torch import Tensor
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.fused import fuse, logical_names, unfuse
+from shardline.models.local import copy_into, whole
 
 
 def logical_state(model: Decoder) -> dict[str, Tensor]:
     """Every parameter, detached and unfused. Parts of fused weights are copies, the rest share the model's memory."""
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        for part, tensor in unfuse(model.arch, name, parameter.detach()).items():
+        for part, tensor in unfuse(model.arch, name, whole(parameter.detach())).items():
             state[part] = tensor if part == name else _own(tensor)
     return state
 
@@ -49,11 +50,12 @@ def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bo
 
 
 def _copy(model: Decoder, name: str, parameter: Tensor, parts: dict[str, Tensor]) -> None:
-    shapes = {part: tuple(tensor.shape) for part, tensor in unfuse(model.arch, name, parameter).items()}
+    empty = torch.empty(parameter.shape, device="meta")
+    shapes = {part: tuple(tensor.shape) for part, tensor in unfuse(model.arch, name, empty).items()}
     for part, tensor in parts.items():
         if tuple(tensor.shape) != shapes[part]:
             raise UserError(f"{part} has shape {tuple(tensor.shape)}, the model wants {shapes[part]}")
-    parameter.copy_(fuse(model.arch, name, parts))
+    copy_into(parameter, fuse(model.arch, name, parts))
 
 
 def _difference(missing: list[str], unexpected: list[str]) -> str:

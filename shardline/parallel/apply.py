@@ -1,9 +1,15 @@
-"""The one place that fixes the order in which a model is transformed: activation checkpointing, then compile."""
+"""The one place that fixes the order in which a model is transformed.
+
+    tensor parallel -> activation checkpointing -> compile -> data parallel
+
+Everything happens before the parameters have memory; each step says what it did in a line.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,16 +18,49 @@ from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.models.decoder import Decoder
+from shardline.parallel.data import apply_fsdp, replicate_parameters
+from shardline.parallel.mesh import Mesh
+from shardline.parallel.tensor import TensorParallel, apply_tensor_parallel, check_rows, check_tensor_parallel
+from shardline.precision.mixed import Precision
 from shardline.registry import nearest
 
 
-def apply(model: Decoder, config: Config) -> list[str]:
-    """Transform `model` in place for this run; the returned lines say what was done."""
+@dataclass
+class Applied:
+    """What was done to a model, and what the loop needs to know of it."""
+
+    tensor: TensorParallel | None = None
+    lines: list[str] = field(default_factory=list)
+
+
+def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
+    section = config.parallelism
+    if mesh.layout.tp == 1:
+        return None
+    return TensorParallel(mesh.layout.tp, section.enable_sequence_parallel, not section.disable_loss_parallel)
+
+
+def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> Applied:
+    """Transform `model`, which has no memory yet, for this run's layout."""
+    done = Applied(tensor_plan(config, mesh))
+    if done.tensor is not None:
+        check_tensor_parallel(model.arch, done.tensor.degree)
+        check_rows(config, done.tensor)
+        apply_tensor_parallel(model, mesh, done.tensor)
+        kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"
+        done.lines.append(f"tensor parallel over {done.tensor.degree} ranks, {kind}")
     compiled = config.compile.enable and "model" in config.compile.components
-    lines = apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
+    done.lines += apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
-        lines.append(_compile_blocks(model, config.compile.backend))
-    return lines
+        done.lines.append(_compile_blocks(model, config.compile.backend))
+    if mesh.axis("fsdp") is not None:
+        apply_fsdp(model, mesh, config, precision)
+        copies = f", {mesh.layout.dp_replicate} copies" if mesh.layout.dp_replicate > 1 else ""
+        done.lines.append(f"parameters sharded over {mesh.size('fsdp')} ranks{copies}")
+    elif mesh.axis("dp_replicate") is not None:
+        replicate_parameters(model, mesh)
+        done.lines.append(f"{mesh.layout.dp_replicate} copies of the model (DDP)")
+    return done
 
 
 def _compile_blocks(model: Decoder, backend: str) -> str:

@@ -11,7 +11,9 @@ import torch
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.models.decoder import Decoder
-from shardline.parallel.apply import apply
+from shardline.parallel.apply import Applied, apply
+from shardline.parallel.mesh import Mesh
+from shardline.parallel.tensor import needs_split_kv
 from shardline.precision.mixed import Precision, apply_precision
 
 
@@ -34,16 +36,20 @@ def set_determinism(config: Config, device: torch.device) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def build_model(arch: Architecture, device: torch.device, precision: Precision) -> Decoder:
-    """A model whose parameters have storage on `device` but no values yet."""
+def build_model(
+    arch: Architecture,
+    device: torch.device,
+    precision: Precision,
+    mesh: Mesh | None = None,
+    config: Config | None = None,
+) -> tuple[Decoder, Applied]:
+    """A model, cut and transformed for this run, whose parameters have memory on `device` but no values yet."""
+    tp = 1 if mesh is None else mesh.layout.tp
     with torch.device("meta"):
-        model = Decoder(arch)
+        model = Decoder(arch, split_kv=needs_split_kv(arch, tp))
     apply_precision(model, precision)
-    model.to_empty(device=device)
+    applied = Applied() if mesh is None or config is None else apply(model, config, mesh, precision)
+    offloaded = config is not None and config.training.enable_cpu_offload
+    model.to_empty(device=torch.device("cpu") if offloaded else device)
     model.train()
-    return model
-
-
-def transform_model(model: Decoder, config: Config) -> list[str]:
-    """Apply checkpointing and compile to a model that has its weights; returns lines that say what was done."""
-    return apply(model, config)
+    return model, applied

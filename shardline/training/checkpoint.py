@@ -10,6 +10,7 @@ checkpoint or one that is recognised as broken. `kind` is "full" (can be resumed
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -23,12 +24,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.fused import fuse, logical_names, unfuse
 from shardline.models.hf import HFTensors, read_hf
+from shardline.models.local import local_slices, whole
 from shardline.models.state import load_logical_state
 from shardline.training.optimizer import load_optimizer_state, optimizer_state
 from shardline.training.tensor_file import TYPES, Entry, verify_file, write_tensors
@@ -116,10 +119,18 @@ def optimizer_entries(model: Decoder, optimizer: torch.optim.Optimizer) -> list[
 def _unfused_entries(
     arch: Architecture, prefix: str, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None
 ) -> list[Entry]:
-    shapes = {part: tuple(view.shape) for part, view in unfuse(arch, name, tensor.to("meta")).items()}
+    empty = torch.empty(tensor.shape, device="meta")
+    parts: dict[str, torch.Tensor] = {}
+
+    def read(part: str) -> torch.Tensor:
+        """The parts of one parameter are read one after the other: gather it once."""
+        if not parts:
+            parts.update(unfuse(arch, name, whole(tensor)))
+        return parts.pop(part)
+
     return [
-        Entry(prefix + part, shape, dtype or tensor.dtype, lambda part=part: unfuse(arch, name, tensor)[part])  # type: ignore[misc]
-        for part, shape in shapes.items()
+        Entry(prefix + part, tuple(view.shape), dtype or tensor.dtype, functools.partial(read, part))
+        for part, view in unfuse(arch, name, empty).items()
     ]
 
 
@@ -138,16 +149,43 @@ def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimize
             parts = {part: view[f"{kind}/{part}"] for part in names if f"{kind}/{part}" in view}
             if len(parts) < len(names):
                 continue
-            whole = sum(part.numel() for part in parts.values()) == parameter.numel()
-            state[f"{kind}.{name}"] = fuse(model.arch, name, parts) if whole else parts[names[0]]
+            if sum(part.numel() for part in parts.values()) == parameter.numel():
+                state[f"{kind}.{name}"] = _as_parameter(fuse(model.arch, name, parts), parameter)
+            else:
+                state[f"{kind}.{name}"] = parts[names[0]]
     load_optimizer_state(optimizer, model, state)
 
 
+def _as_parameter(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Whole values cut as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return values
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        values[local_slices(parameter)].to(parameter.device),
+        mesh,
+        placements,
+        run_check=False,
+        shape=values.shape,
+        stride=values.stride(),
+    )
+
+
 def save_checkpoint(
-    folder: Path, step: int, kind: Kind, architecture: Architecture, trainer: dict[str, Any], entries: list[Entry]
+    folder: Path,
+    step: int,
+    kind: Kind,
+    architecture: Architecture,
+    trainer: dict[str, Any],
+    entries: list[Entry],
+    writes: bool = True,
 ) -> Path:
-    """Write `folder/step-N` so that it appears whole or not at all."""
+    """Write `folder/step-N` so that it appears whole or not at all; ranks that do not write help gather the tensors."""
     final = folder / f"step-{step}"
+    if not writes:
+        for entry in entries:
+            entry.read()
+        return final
     with partial_folder(final) as partial:
         partial.mkdir(parents=True)
         files = {STATE_FILE: write_tensors(partial / STATE_FILE, entries)}

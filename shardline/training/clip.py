@@ -1,7 +1,8 @@
-"""Gradient norm and clipping.
+"""Gradient norm and clipping, over all parameters on all ranks.
 
-The norm is the root of a sum of squares. With several ranks each rank's squared sums are divided by how often a
-gradient is replicated and all-reduced between `squared_sums` and the root; nothing else changes.
+Each rank adds up the squares of what it holds, divided by how many ranks hold the same; the sum over all ranks is then
+the square of the norm, whatever the layout. `squared_norm` is that local sum: its all-reduce travels with other numbers
+of the step.
 """
 
 from __future__ import annotations
@@ -11,11 +12,28 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardline.models.local import local
+from shardline.parallel import comm
+
+
+def squared_norm(parameters: Iterable[nn.Parameter], world_size: int = 1) -> Tensor:
+    """This rank's share of the squared norm of all gradients, a 0-d float32 tensor; does not wait for the device."""
+    held = [(local(p.grad), world_size / shards(p)) for p in parameters if p.grad is not None]
+    if not held:
+        return torch.zeros(())
+    squares = squared_sums([gradient for gradient, _ in held])
+    if world_size == 1:
+        return squares.sum()
+    copies = torch.tensor([copies for _, copies in held], dtype=squares.dtype)
+    return (squares / copies.to(squares.device, non_blocking=True)).sum()
 
 
 def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of all gradients together, a 0-d float32 tensor; does not wait for the device."""
-    return squared_sums([parameter.grad for parameter in parameters if parameter.grad is not None]).sum().sqrt()
+    """L2 norm of all gradients of a model that lives on one rank."""
+    return squared_norm(parameters).sqrt()
 
 
 def squared_sums(gradients: list[Tensor]) -> Tensor:
@@ -26,6 +44,14 @@ def squared_sums(gradients: list[Tensor]) -> Tensor:
     return torch.stack([norm.to(gradients[0].device) for norm in norms]).square()
 
 
+def shards(parameter: Tensor) -> int:
+    """Into how many different parts a parameter is cut."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    cut = [isinstance(placement, Shard | _StridedShard) for placement in parameter.placements]
+    return math.prod(size for size, is_cut in zip(parameter.device_mesh.shape, cut, strict=True) if is_cut)
+
+
 def clip_(parameters: Iterable[nn.Parameter], norm: Tensor | float, max_norm: float) -> None:
     """Scale the gradients so that their norm is at most max_norm; `max_norm` 0 or less, or inf, leaves them alone.
 
@@ -33,18 +59,27 @@ def clip_(parameters: Iterable[nn.Parameter], norm: Tensor | float, max_norm: fl
     """
     if max_norm <= 0 or math.isinf(max_norm):
         return
-    if isinstance(norm, float):
-        if norm + 1e-6 <= max_norm:
-            return
-        norm = torch.tensor(norm)
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    if isinstance(norm, float) and norm + 1e-6 <= max_norm:
+        return
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    factor = max_norm / (norm + 1e-6)
+    if isinstance(factor, Tensor):
+        factor = factor.clamp(max=1.0)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
-def nonfinite_parameters(model: nn.Module) -> list[str]:
-    """Names of the parameters whose gradient holds an inf or nan; waits for the device, so only after a bad norm."""
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if not gradients:
+def nonfinite_parameters(model: nn.Module, of_gradients: bool = True) -> list[str]:
+    """Names of the parameters whose gradient (or value) holds an inf or nan on any rank; waits for the device.
+
+    Every rank must call it: only after a bad norm, which all of them see.
+    """
+    tensors = {name: p.grad if of_gradients else p for name, p in model.named_parameters()}
+    held = {name: local(tensor) for name, tensor in tensors.items() if tensor is not None}
+    if not held:
         return []
-    device = next(iter(gradients.values())).device
-    finite = torch.stack([torch.isfinite(gradient).all().to(device) for gradient in gradients.values()])
-    return [name for name, good in zip(gradients, finite.tolist(), strict=True) if not good]
+    device = next(iter(held.values())).device
+    bad = torch.stack([(~torch.isfinite(tensor)).any().to(device, torch.float32) for tensor in held.values()])
+    if comm.axis_size("world") > 1:
+        comm.max_in_place(bad, "world")
+    return [name for name, found in zip(held, bad.tolist(), strict=True) if found]

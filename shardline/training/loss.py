@@ -9,9 +9,8 @@ Shapes: B batch, S sequence, T = B * S tokens, C tokens of one chunk, V vocabula
 The gradients are made in the forward pass, while a chunk's logits are at hand, so the head's product is not computed a
 second time; backward only multiplies them by the incoming gradient.
 
-A vocabulary-parallel head, where each rank holds columns of V, needs its own `Losses` (maximum and sum of exponentials
-all-reduced between `_statistics` and `_write_gradient`, targets looked up only where they are held) and a sum of
-grad_hidden over the ranks. The walk over the chunks, the masks and the accumulation stay as they are.
+A vocabulary that ranks share brings its own `losses` (head.py) and sums grad_hidden over the ranks; the walk over the
+chunks, the masks and the accumulation stay as they are.
 """
 
 from __future__ import annotations
@@ -48,11 +47,12 @@ def chunked_cross_entropy(
     chunk_tokens: int = 0,
     compiled: bool = False,
     backend: str = "inductor",
+    losses: Losses | None = None,
 ) -> Tensor:
     """scale * sum of -log p(label) over the targets: hidden (B, S, dim), weight (V, dim), labels (B, S), IGNORE = none.
 
     Products run in hidden's dtype, the softmax and the sum of the weight's gradient over the chunks in float32.
-    `chunk_tokens` 0 is chosen from V.
+    `chunk_tokens` 0 is chosen from V. `losses` replaces the softmax over all of V.
     """
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels = labels.reshape(-1)
@@ -61,7 +61,7 @@ def chunked_cross_entropy(
     if hidden.shape[0] == 0:
         raise ValueError("a loss over no tokens")
     size = chunk_tokens or choose_chunk_tokens(hidden, weight.shape[0])
-    losses = _compiled_losses(backend) if compiled else _chunk_losses
+    losses = losses or (_compiled_losses(backend) if compiled else _chunk_losses)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _CrossEntropy.apply(hidden, weight, labels, scale, size, losses)
     total, _, _ = _walk(hidden, weight, labels, scale, size, losses, for_hidden=False, for_weight=False)

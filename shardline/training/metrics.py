@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardline")
 
-# One object per logged step has exactly these keys, in this order.
+# One object per logged step has these keys, in this order.
 KEYS = (
     "step",
     "loss",
@@ -39,6 +39,8 @@ KEYS = (
     "mfu",
     "comm_bytes",
 )
+# Keys of some layouts: seconds the step waited for data-parallel communication that nothing hid.
+OPTIONAL_KEYS = ("dp_exposed_seconds",)
 
 
 class Meter:
@@ -120,10 +122,11 @@ class Metrics:
             self.sinks = _open_sinks(config, run_folder, start_step, rank)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Record a logged step. `row` has the keys of KEYS, no more and no less."""
-        if set(row) != set(KEYS):
-            raise ValueError(f"metrics row: keys that differ from the contract's: {sorted(set(row) ^ set(KEYS))}")
-        self._write({key: row[key] for key in KEYS})
+        """Record a logged step. `row` has the keys of KEYS, and may have those of OPTIONAL_KEYS, no others."""
+        differing = set(row).difference(OPTIONAL_KEYS) ^ set(KEYS)
+        if differing:
+            raise ValueError(f"metrics row: keys that differ from the contract's: {sorted(differing)}")
+        self._write({key: row[key] for key in (*KEYS, *OPTIONAL_KEYS) if key in row})
 
     def log_validation(self, step: int, loss: float, **more: Any) -> None:
         self._write({"step": step, "validation_loss": loss, **more})
@@ -133,7 +136,10 @@ class Metrics:
             self.file.close()
             self.file = None
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError as error:
+                log.warning("%s is incomplete: %s", type(sink).__name__, error)
         self.sinks = []
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -144,8 +150,12 @@ class Metrics:
                 raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
         scalars = dict(_scalars(row))
         step = scalars.pop("step")
-        for sink in self.sinks:
-            sink.write(int(step), scalars)
+        for sink in list(self.sinks):
+            try:
+                sink.write(int(step), scalars)
+            except OSError as error:  # metrics.jsonl has the row: the run goes on
+                log.warning("%s is not written any more: %s", type(sink).__name__, error)
+                self.sinks.remove(sink)
 
 
 def to_line(row: dict[str, Any]) -> bytes:

@@ -1,8 +1,9 @@
-"""The optimizer from the config, and its state as named tensors.
+"""The optimizer from the config, its learning rate, and its state as named tensors.
 
 State has the dtype of its parameter: float32 with float32 parameters (mixed precision included), bfloat16 with
-`training.dtype = "bfloat16"`. The learning rate stays a plain number: the update is not compiled, so a new value
-costs nothing, and a tensor would have to be copied to the device each step.
+`training.dtype = "bfloat16"`; `optimizer.state_dtype = "bfloat16"` keeps the moments of float32 parameters in it too.
+The learning rate stays a plain number: the update is not compiled, so a new value costs nothing, and a tensor would
+have to be copied to the device each step.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardline import registry
 from shardline.errors import ConfigError, UserError
+from shardline.models.local import copy_into, local
+from shardline.training.lamb import Lamb, Lars, Reduce, fused_parts
+from shardline.training.narrow_adam import NarrowAdam
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -23,7 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("shardline")
 
-BUILT_IN: dict[str, Callable[..., torch.optim.Optimizer]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+BUILT_IN: dict[str, Callable[..., torch.optim.Adam]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
+LAYERWISE = ("LAMB", "LARS")
 # Each pair is passed whole: leaving one out would let torch choose.
 IMPLEMENTATIONS = {
     "fused": {"fused": True, "foreach": False},
@@ -32,28 +38,65 @@ IMPLEMENTATIONS = {
 }
 
 
-def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """`optimizer.name` over the parameters that are trained: torch's AdamW or Adam, or a registered one."""
+def build_optimizer(config: Config, model: nn.Module, reduce: Reduce | None = None) -> torch.optim.Optimizer:
+    """`optimizer.name` over the parameters that are trained: a built-in one, or a registered one.
+
+    `reduce` sums the small vectors that LAMB and LARS need from all ranks; None takes torch.distributed's all-reduce.
+    """
     section = config.optimizer
-    groups = parameter_groups(section, model)
+    if section.state_dtype != "parameter" and section.name not in BUILT_IN:
+        raise ConfigError(
+            f"optimizer.state_dtype = {section.state_dtype!r}: only {' and '.join(BUILT_IN)} keep narrow moments;"
+            f' optimizer.name = {section.name!r} needs "parameter"'
+        )
     if section.name in registry.optimizers:
-        return registry.optimizers[section.name](groups, section)
+        built = registry.optimizers[section.name](parameter_groups(section, model), section)
+        if not isinstance(built, torch.optim.Optimizer):
+            kind = type(built).__name__
+            raise ConfigError(
+                f"optimizer.name = {section.name!r}: its function gave {kind}, not a torch.optim.Optimizer"
+            )
+        return built
+    if section.name in LAYERWISE:
+        return _build_layerwise(section, model, reduce)
     if section.name not in BUILT_IN:
-        names = [*BUILT_IN, *registry.optimizers]
+        names = [*BUILT_IN, *LAYERWISE, *registry.optimizers]
         raise ConfigError(
             f"optimizer.name = {section.name!r}: expected one of {', '.join(names)}"
             f"{registry.nearest(section.name, names)}"
         )
-    return _build_adam(section, groups)
+    adam = _build_adam(section, parameter_groups(section, model))
+    wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
+    return NarrowAdam(adam) if section.state_dtype == "bfloat16" and wide else adam
+
+
+def scaled_lr(config: Config, global_batch_size: int) -> float:
+    """The peak learning rate: `optimizer.lr`, in proportion to the batch with `lr_scaling = "linear"`."""
+    section = config.optimizer
+    if section.lr_scaling == "none":
+        return section.lr
+    return section.lr * global_batch_size / section.lr_scaling_base_batch
 
 
 def parameter_groups(section: Section, model: nn.Module) -> list[dict[str, Any]]:
     """One group; two with `decay_norms = false`, where norm weights and biases (1-D) get no weight decay."""
+    if section.decay_norms:
+        return [{"params": _trained(model), "weight_decay": section.weight_decay}]
+    return _two_groups(section, model)
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError("the model has no parameter to train: every one is frozen")
-    if section.decay_norms:
-        return [{"params": trained, "weight_decay": section.weight_decay}]
+    for name, parameter in model.named_parameters():
+        if not local(parameter).is_contiguous():  # torch's fused CPU kernel would step the wrong elements in silence
+            raise ValueError(f"{name} is not contiguous in memory")
+    return trained
+
+
+def _two_groups(section: Section, model: nn.Module) -> list[dict[str, Any]]:
+    trained = _trained(model)
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": section.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
@@ -61,8 +104,19 @@ def parameter_groups(section: Section, model: nn.Module) -> list[dict[str, Any]]
     return [group for group in groups if group["params"]]
 
 
-def _build_adam(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    def build(implementation: str) -> torch.optim.Optimizer:
+def _build_layerwise(section: Section, model: nn.Module, reduce: Reduce | None) -> Lamb | Lars:
+    """LAMB or LARS: matrices take trust ratios and decay, norm weights and biases neither."""
+    groups = [{**group, "adapt": group["params"][0].ndim > 1} for group in _two_groups(section, model)]
+    parts = fused_parts(model)
+    if section.name == "LAMB":
+        options = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
+        return Lamb(groups, options, parts, reduce)
+    options = {"lr": section.lr, "momentum": section.beta1, "trust_coefficient": section.trust_coefficient}
+    return Lars(groups, options, parts, reduce)
+
+
+def _build_adam(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Adam:
+    def build(implementation: str) -> torch.optim.Adam:
         return BUILT_IN[section.name](
             groups,
             lr=section.lr,
@@ -99,7 +153,10 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put tensors named as in `optimizer_state` into the optimizer, in the dtype and on the device its state has."""
+    """Put tensors named as in `optimizer_state` into the optimizer, in the dtype and on the device its state has.
+
+    Given tensors are whole or sharded as the parameters are; of a whole one, sharded state takes its part.
+    """
     own = optimizer_state(optimizer, model)
     parameters = _named(optimizer, model)
     _check_names(own, tensors, parameters)
@@ -111,9 +168,25 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
     for key, tensor in tensors.items():
         kind, name = key.split(".", 1)
         if key in own:
-            own[key].copy_(tensor)
+            _fill(own[key], tensor)
         else:
-            optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device, copy=True)
+            optimizer.state[parameters[name]][kind] = _like(tensor, parameters[name])
+
+
+def _like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A copy on the parameter's device, sharded as the parameter is where it has its shape."""
+    if tensor.shape != parameter.shape:
+        return tensor.to(parameter.device, copy=True)
+    made = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
+    _fill(made, tensor)
+    return made
+
+
+def _fill(state: Tensor, tensor: Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        state.copy_(tensor)
+    else:
+        copy_into(state, tensor)
 
 
 def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
@@ -146,7 +219,11 @@ def _named(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.P
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     state, options = optimizer.state[parameter], optimizer.defaults
-    if not state and type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
+    if state:
+        return state
+    if isinstance(optimizer, Lamb | Lars | NarrowAdam):
+        state.update(optimizer.initial_state(parameter))
+    elif type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
         # What the first step would make; a fused step counts on the parameter's device.
         on_device = options["fused"] or options["capturable"]
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import warnings
@@ -108,6 +109,7 @@ class Profiler:
     def _save_trace(self, trace: torch.profiler.profile) -> None:
         if not self._recorded():  # the run ends just when recording began
             return
+        self.traces += 1
         folder = self.folder / self.options.save_traces_folder / f"iteration_{self.at}"
         path = folder / f"rank{self.rank}_trace.json"
         table = folder / ("ops.txt" if self.rank == 0 else f"rank{self.rank}_ops.txt")
@@ -117,8 +119,10 @@ class Profiler:
             table.write_text(ops_table(list(trace.key_averages()), self.options.top_ops))
         except (OSError, RuntimeError) as error:  # the run is worth more than its trace
             log.warning("the trace of step %d was not saved: %s", self.at, error)
+            for left in (path, path.with_name(f"{path.name}.tmp"), table):  # the folder is shared with other ranks
+                with contextlib.suppress(OSError):
+                    left.unlink()
             return
-        self.traces += 1
         log.info("trace of step %d: %s", self.at, path)
 
     # ---- memory snapshots --------------------------------------------------------------------------------------------

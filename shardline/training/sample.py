@@ -112,7 +112,7 @@ def _open(folder: Path) -> tuple[Architecture, Reader, str]:
 def _build(architecture: Architecture, weights: Mapping[str, torch.Tensor], device: torch.device) -> Decoder:
     """The model with its weights, in bfloat16 where the GPU has it."""
     compute = torch.bfloat16 if device.type == "cuda" and supports_bf16(device) else torch.float32
-    model = build_model(architecture, device, Precision(compute, compute, torch.float32))
+    model, _ = build_model(architecture, device, Precision(compute, compute, torch.float32))
     load_logical_state(model, weights)
     return model.eval()
 

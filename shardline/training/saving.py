@@ -28,11 +28,18 @@ log = logging.getLogger("shardline")
 
 class Saver:
     def __init__(
-        self, config: Config, folder: Path, model: Decoder, optimizer: torch.optim.Optimizer, identity: DataIdentity
+        self,
+        config: Config,
+        folder: Path,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        identity: DataIdentity,
+        writes: bool = True,
     ) -> None:
         self.config, self.section = config, config.checkpoint
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
         self.saved_step = 0
+        self.writes = writes  # one rank does; the others help gather what they hold
         self._check_folder()
         if self.section.enable and self.section.last_save_in_hf:
             export_family(model.arch)  # an architecture that no family has is refused before the first step
@@ -62,11 +69,16 @@ class Saver:
             path = self._save_hf(progress.step, trainer, dtype)
         elif last and self.section.last_save_model_only:
             entries = files.model_entries(self.model, dtype)
-            path = files.save_checkpoint(self.folder, progress.step, "model", self.model.arch, trainer, entries)
+            path = files.save_checkpoint(
+                self.folder, progress.step, "model", self.model.arch, trainer, entries, self.writes
+            )
         else:
             entries = files.model_entries(self.model) + files.optimizer_entries(self.model, self.optimizer)
-            path = files.save_checkpoint(self.folder, progress.step, "full", self.model.arch, trainer, entries)
-        removed = files.prune(self.folder, self.section.keep_latest_k, protected={progress.step})
+            path = files.save_checkpoint(
+                self.folder, progress.step, "full", self.model.arch, trainer, entries, self.writes
+            )
+        # one rank prunes: another would take what is being written for what a crash left behind
+        removed = files.prune(self.folder, self.section.keep_latest_k, protected={progress.step}) if self.writes else []
         self.saved_step = progress.step
         log.info("saved %s%s", path, f" (removed {len(removed)} older)" if removed else "")
         return path
@@ -78,6 +90,10 @@ class Saver:
 
     def _save_hf(self, step: int, trainer: dict[str, Any], dtype: torch.dtype) -> Path:
         final = self.folder / f"step-{step}"
+        if not self.writes:
+            for _ in _named(self.model):
+                pass
+            return final
         with files.partial_folder(final) as partial:
             self.folder.mkdir(parents=True, exist_ok=True)
             assets, special = assets_at(trainer["tokenizer"]), special_tokens(trainer["tokenizer"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.hf import read_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
+from shardline.parallel.mesh import Mesh
 from shardline.training import checkpoint as files
 from shardline.training.checkpoint import Saved
 
@@ -54,6 +54,7 @@ class Start:
     optimizer: torch.optim.Optimizer
     identity: DataIdentity
     total_steps: int
+    mesh: Mesh
 
     def run(self, resume: bool, seed: int) -> tuple[Progress, bool]:
         """Give the model its weights; (how far the run is, whether it had already finished)."""
@@ -78,13 +79,24 @@ class Start:
         log.info("weights drawn from seed %d", seed)
 
     def _resume(self, progress: Progress, seed: int) -> bool:
+        """Rank 0 chooses, since it alone may rename what it does not choose; every rank loads."""
+        step, finished = self.mesh.from_rank_0(self._choose)
+        if finished:
+            progress.step = step
+            return True
+        (saved,) = _candidates(self.folder, step)
+        self._load(saved, progress, seed, model_only=False)
+        log.info("resumed from %s", saved.path)
+        return progress.step >= self.total_steps
+
+    def _choose(self) -> tuple[int, bool]:
+        """(step to resume from, whether the run is finished); sets damaged and later checkpoints aside."""
         step = self.config.checkpoint.load_step
         files.list_checkpoints(self.folder, lambda error: log.warning("skipping a damaged checkpoint: %s", error))
         for saved in _candidates(self.folder, step):
             if saved.kind == "model":
                 if saved.step >= self.total_steps:
-                    progress.step = saved.step
-                    return True
+                    return saved.step, True
                 log.info("%s holds weights only and cannot be resumed", saved.path)
                 continue
             try:
@@ -95,10 +107,9 @@ class Start:
                 log.warning("skipping a damaged checkpoint: %s", error)
                 files.set_aside(saved, "damaged")
                 continue
-            self._load(saved, progress, seed, model_only=False)
-            log.info("resumed from %s", saved.path)
+            self._check_identity(saved)
             self._abandon_after(saved.step)
-            return progress.step >= self.total_steps
+            return saved.step, False
         raise UserError(
             f"{self.folder} holds no checkpoint that can be resumed; --overwrite starts anew,"
             " checkpoint.initial_load_path starts another run from weights"
@@ -122,7 +133,7 @@ class Start:
         else:
             saved = files.find_checkpoint(Path(str(section.initial_load_path)), section.load_step)
             path = saved.path
-            saved.verify()
+            self.mesh.from_rank_0(saved.verify)
             if saved.kind == "model" and not section.initial_load_model_only:
                 raise UserError(f"{path} holds weights only; set checkpoint.initial_load_model_only = true")
             changes = _changes(saved.architecture, self.model.arch)
@@ -150,16 +161,18 @@ class Start:
             files.set_rng_state(trainer["rng"])
         progress.schedule_start = progress.step if "lr_scheduler" in excluded else trainer["schedule_start"]
         if "dataloader" not in excluded:
-            self._check_identity(trainer["data"], saved.path)
+            self._check_identity(saved)
             progress.samples = trainer["samples"]
 
-    def _check_identity(self, recorded: dict[str, Any], path: Path) -> None:
-        now = asdict(self.identity)
+    def _check_identity(self, saved: Saved) -> None:
+        if "dataloader" in self.config.checkpoint.exclude_from_loading:
+            return
+        recorded, now = saved.trainer["data"], asdict(self.identity)
         changed = [f"{key}: {recorded.get(key)!r} -> {now[key]!r}" for key in now if recorded.get(key) != now[key]]
         if changed:
             raise UserError(
-                f"resuming {path} would change its data ({', '.join(changed)}); keep them as they were, or start new"
-                ' data from its beginning with checkpoint.exclude_from_loading = ["dataloader"]'
+                f"resuming {saved.path} would change its data ({', '.join(changed)}); keep them as they were, or start"
+                ' new data from its beginning with checkpoint.exclude_from_loading = ["dataloader"]'
             )
 
 

@@ -6,7 +6,7 @@ import _thread
 import contextlib
 import gc
 import logging
-import math
+import os
 import signal
 import threading
 import time
@@ -19,29 +19,35 @@ from typing import Any
 import torch
 
 from shardline import registry
+from shardline.config.layout import resolve_layout
 from shardline.config.options import TrainOptions
 from shardline.config.rules import check, notes, refuse_pending
 from shardline.config.schema import Config
 from shardline.config.write import to_toml
 from shardline.data.loader import Batch, Loader, build_loader, steps_for_epochs
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
-from shardline.errors import UserError
+from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention
 from shardline.models.flavors import resolve
 from shardline.models.fused import parameter_count
+from shardline.parallel import comm, watchdog
+from shardline.parallel.compile_report import CompileReport
+from shardline.parallel.mesh import Mesh, crossing_lines, start_process_group, stop_process_group, world_size
+from shardline.parallel.rendezvous import connect_store, gather_ranks
 from shardline.precision.mixed import choose_precision
-from shardline.training.build import build_model, seed_of, set_determinism, transform_model
-from shardline.training.clip import clip_, grad_norm, nonfinite_parameters
+from shardline.training.binding import prepare_rank
+from shardline.training.build import build_model, seed_of, set_determinism
 from shardline.training.console import Console, setup_logging
 from shardline.training.device import choose_device, device_name, peak_memory_gib, reset_peak, supports_bf16
-from shardline.training.loss import chunked_cross_entropy, count_targets
 from shardline.training.metrics import Meter, Metrics
-from shardline.training.optimizer import build_optimizer
+from shardline.training.optimizer import build_optimizer, scaled_lr
 from shardline.training.profile import Profiler
-from shardline.training.run_folder import open_run_folder, write_atomically
+from shardline.training.rank_main import keep_output
+from shardline.training.run_folder import RunFolder, open_run_folder, write_atomically
 from shardline.training.saving import Saver
-from shardline.training.schedule import lr_factor, schedule_notes, set_lr
+from shardline.training.schedule import lr_factor, schedule_notes
 from shardline.training.starting import DataIdentity, Progress, Start, resumable_step
+from shardline.training.step import Stepper, StepResult
 from shardline.training.validate import validation_loss
 
 log = logging.getLogger("shardline")
@@ -62,27 +68,26 @@ class Trainer:
 
     def __init__(self, config: Config, options: TrainOptions | None = None) -> None:
         options = options or TrainOptions()
+        self.rank_lines = prepare_rank(config)  # before anything of CUDA or NCCL is touched
         registry.import_custom(config.experimental.custom_import)
         check(config)
         refuse_pending(config)
         self.device = choose_device()
+        self.layout = resolve_layout(config.parallelism, world_size())
         set_determinism(config, self.device)  # first: kernels are chosen by it
         self.arch = resolve(config.model)
         self.tokenizer = choose_tokenizer(config)
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
         self.kernel = check_attention(self.arch, self.device, self.precision.compute)
+        self.owns_group = start_process_group(self.device, config.comm.init_timeout_seconds)
+        self.mesh = Mesh(self.layout, self.device.type)
         self.loader = self._open_data(config, "training")
         self.validation = self._open_data(config, "validation") if config.validation.enable else None
         self.total_steps = config.training.steps
         if config.training.epochs is not None:
             self.total_steps = steps_for_epochs(self.loader, config.training.epochs, self.loader.global_batch_size)
-        self.folder = open_run_folder(
-            config,
-            resume=options.resume,
-            overwrite=options.overwrite,
-            has_good_checkpoint=lambda path: resumable_step(path, config, self.arch, self.total_steps),
-        )
+        self.folder = self._open_folder(config, options)
         self.config = config.replace({"job.dump_folder": str(self.folder.path)})
         try:
             self._announce()
@@ -95,22 +100,52 @@ class Trainer:
             raise
 
     def _open_data(self, config: Config, section: Any) -> Loader:
-        return build_loader(config, section, self.arch, self.tokenizer, device=self.device)
+        """This rank's share; tensor-parallel ranks read the same samples."""
+        rank, ranks = self.mesh.data_rank, self.mesh.data_ranks
+        return build_loader(config, section, self.arch, self.tokenizer, rank=rank, ranks=ranks, device=self.device)
+
+    def _open_folder(self, config: Config, options: TrainOptions) -> RunFolder:
+        """Rank 0 takes the folder and tells the others where it is, or why it could not."""
+        opened: list[RunFolder] = []
+
+        def open_it() -> tuple[Path, int | None]:
+            folder = open_run_folder(
+                config,
+                resume=options.resume,
+                overwrite=options.overwrite,
+                has_good_checkpoint=lambda path: resumable_step(path, config, self.arch, self.total_steps),
+            )
+            opened.append(folder)
+            return folder.path, folder.resume_step
+
+        path, resume_step = self.mesh.from_rank_0(open_it)
+        return opened[0] if opened else RunFolder(path, config.checkpoint.folder, resume_step)
 
     def _announce(self) -> None:
         """Say what runs where, what was adjusted and what has no effect."""
         config = self.config
-        setup_logging(self.folder, rank=0, color=not config.metrics.disable_color_printing)
+        if self.owns_group:
+            keep_output(self.folder.path / "log")
+            rows = gather_ranks(connect_store(), self.mesh.rank, self.mesh.world_size)
+            if self.mesh.rank == 0:
+                self.folder.write_ranks(rows)
+        setup_logging(self.folder, rank=self.mesh.rank, color=not config.metrics.disable_color_printing)
         if config.is_set("job.description"):
             log.info("%s", config.job.description)
         if config.job.print_config:
             log.info("%s", to_toml(config))
         size = f"{parameter_count(self.arch):,} parameters"
         log.info("%s %s, %s, on %s", config.model.name, config.model.flavor, size, device_name(self.device))
+        if self.mesh.world_size > 1:
+            log.info("%d ranks: %s", self.mesh.world_size, self.layout)
+            for line in crossing_lines(self.layout, int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.world_size))):
+                log.info("%s", line)
         log.info("computing in %s, attention by %s", str(self.precision.compute).removeprefix("torch."), self.kernel)
         schedule = schedule_notes(config, self.total_steps) if config.training.epochs is not None else ()
         for line in (*config.alias_notes, *notes(config), *self.precision.notes, *schedule, *self._length_notes()):
             log.info("note: %s", line)
+        for line in self.rank_lines:
+            log.info("%s", line)
 
     def _length_notes(self) -> Iterator[str]:
         length, longest = self.config.training.seq_len, self.arch.max_seq_len
@@ -123,8 +158,11 @@ class Trainer:
     def _build(self) -> None:
         config = self.config
         registry.run_hooks("before_build", config)
-        self.model = build_model(self.arch, self.device, self.precision)
-        self.optimizer = build_optimizer(config, self.model)
+        self.model, self.applied = build_model(self.arch, self.device, self.precision, self.mesh, config)
+        self.optimizer = build_optimizer(config, self.model, reduce=comm.sum_over_group)
+        self.base_lr = scaled_lr(config, self.loader.global_batch_size)
+        if config.optimizer.lr_scaling != "none":
+            log.info("learning rate %g for a global batch of %d", self.base_lr, self.loader.global_batch_size)
         self.identity = DataIdentity(
             seed=seed_of(config),
             dataset=self.loader.samples.store.source_fingerprint,
@@ -132,81 +170,40 @@ class Trainer:
             global_batch_size=self.loader.global_batch_size,
             tokenizer=self.tokenizer.fingerprint,
         )
-        self.saver = Saver(config, self.folder.checkpoint_folder, self.model, self.optimizer, self.identity)
-        self.compile_loss = config.compile.enable and "loss" in config.compile.components
+        folder, writes = self.folder.checkpoint_folder, self.mesh.rank == 0
+        self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, writes)
+        self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied.tensor)
 
     def _start(self) -> tuple[Progress, bool]:
         """Give the model its weights: resumed, loaded or drawn; (how far the run is, whether it had finished)."""
         folder, config = self.folder.checkpoint_folder, self.config
-        start = Start(config, folder, self.model, self.optimizer, self.identity, self.total_steps)
+        start = Start(config, folder, self.model, self.optimizer, self.identity, self.total_steps, self.mesh)
         progress, finished = start.run(self.folder.resume, seed_of(config))
         self.saver.saved_step = progress.step
         self.loader.seek(progress.samples)
         registry.run_hooks("after_build", self.model, self.config)
         if self.config.model.print_after_conversion:
             log.info("%s", self.model)
-        for line in transform_model(self.model, self.config):
+        for line in self.applied.lines:
             log.info("%s", line)
         return progress, finished
 
     def _record(self) -> None:
         """Keep the config with the run, once it is sure that the run takes place."""
+        if self.mesh.rank != 0:
+            return
         text = to_toml(self.config)
         self.folder.write_config(text)
         if self.config.job.save_config_file:
-            write_atomically(Path(self.config.job.save_config_file), text)
+            with blame("job.save_config_file"):
+                write_atomically(Path(self.config.job.save_config_file), text)
 
-    # ---- one step ----------------------------------------------------------------------------------------------------
-
-    def forward_backward(self, batches: list[Batch]) -> torch.Tensor:
-        """Gradients of the mean loss over all targets of the global batch; returns that loss."""
-        targets = sum((count_targets(batch.labels) for batch in batches), torch.zeros((), device=self.device))
-        scale = 1.0 / targets.clamp(min=1)
-        total = torch.zeros((), device=self.device)
-        for batch in batches:
-            hidden = self.model.hidden(batch.tokens, documents=batch.documents)
-            loss = chunked_cross_entropy(
-                hidden,
-                self.model.output_weight(),
-                batch.labels,
-                scale=scale,
-                chunk_tokens=self.config.training.loss_chunk_tokens,
-                compiled=self.compile_loss,
-                backend=self.config.compile.backend,
-            )
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    def train_step(self, batches: list[Batch]) -> tuple[float, float, float]:
-        """One optimizer step; returns loss, gradient norm and learning rate."""
-        loss = self.forward_backward(batches)
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        norm = grad_norm(parameters)
+    def train_step(self, batches: list[Batch], asked_to_stop: bool = False) -> tuple[StepResult, float]:
+        """One optimizer step; returns the job's numbers and the learning rate."""
         origin = self.progress.schedule_start
         factor = lr_factor(self.progress.step - origin, self.config, self.total_steps - origin)
-        lr = self.config.optimizer.lr * factor
-        loss_value, norm_value = torch.stack([loss, norm]).tolist()  # the step's one wait for the device
-        if math.isfinite(loss_value) and math.isfinite(norm_value):
-            clip_(parameters, norm_value, self.config.training.max_norm)
-            set_lr(self.optimizer, lr)
-            self.optimizer.step()
-        else:
-            self._nonfinite(loss_value, norm_value)
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss_value, norm_value, lr
-
-    def _nonfinite(self, loss: float, norm: float) -> None:
-        broken = [name for name, parameter in self.model.named_parameters() if not torch.isfinite(parameter).all()]
-        names = nonfinite_parameters(self.model)
-        where = f"; not finite in the gradient of {_shortened(names)}" if names else ""
-        where = f"; not finite in the weights of {_shortened(broken)}" if broken else where  # the cause, not its trail
-        text = f"step {self.progress.step + 1}: loss {loss}, gradient norm {norm}{where}"
-        if self.config.training.nonfinite == "stop":
-            raise UserError(
-                f'{text}. The parameters were not changed. Lower optimizer.lr, or set training.nonfinite = "skip"'
-            )
-        log.warning("%s: step skipped", text)
+        lr = self.base_lr * factor
+        return self.stepper.step(batches, lr, self.progress.step + 1, asked_to_stop), lr
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -221,36 +218,50 @@ class Trainer:
             self.close()
             return Result(0, None)
         config, row = self.config, dict[str, Any]()
-        console = Console(config, self.folder.path)
+        console = Console(config, self.folder.path, rank=self.mesh.rank)
         metrics: Metrics | None = None
-        meter = Meter(self.arch, config.training.seq_len, self.device, self.precision.compute)
+        meter = Meter(
+            self.arch, config.training.seq_len, self.device, self.precision.compute, devices=self.mesh.world_size
+        )
         console.start(self.total_steps, self.progress.step)
         stopped_by = None
         try:
-            metrics = Metrics(config, self.folder, self.progress.step)
+            metrics = Metrics(config, self.folder, self.progress.step, rank=self.mesh.rank)
             with _signals() as stop, _controlled_gc(config) as collect, self._profiler() as profiler:
                 reset_peak(self.device)
-                while self.progress.step < self.total_steps and not stop.name:
+                stopping, first_step = False, self.progress.step
+                compilations = CompileReport()
+                while self.progress.step < self.total_steps and not stopping:
+                    comm.traffic.take()
                     fetch_started = time.perf_counter()
                     batches = self.loader.step()
                     meter.fetched(time.perf_counter() - fetch_started)
-                    loss, norm, lr = self.train_step(batches)
+                    if watchdog.current is not None:
+                        watchdog.current.step(self.progress.step + 1)
+                    result, lr = self.train_step(batches, stop.name is not None)
+                    if self.progress.step == first_step and self.mesh.world_size > 1:
+                        watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
+                    stopping = result.stopping
                     self._advance(batches, meter)
                     console.advance(self.progress.step)
                     if self._is_logged(self.progress.step):
-                        row = self._row(loss, norm, lr, meter)
+                        row = self._row(result, lr, meter)
                         metrics.log(row)
                         console.update(row)
-                    registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": loss, "lr": lr})
+                    for line in compilations.lines(self.progress.step, first_step):
+                        log.warning(line)
+                    registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": result.loss, "lr": lr})
                     with self._pause(meter, profiler):
                         self._validate(metrics, console)
                         if self.saver.is_due(self.progress.step, self.total_steps):
-                            self.saver.save(self.progress, last=self.progress.step == self.total_steps)
+                            with watchdog.patiently("saving a checkpoint", comm.groups()):
+                                self.saver.save(self.progress, last=self.progress.step == self.total_steps)
                         profiler.step()
                     collect(self.progress.step)
-                if stop.name and self.progress.step < self.total_steps:
-                    self.saver.save_at_stop(self.progress)
-                    stopped_by = stop.name
+                if stopping and self.progress.step < self.total_steps:
+                    with watchdog.patiently("saving a checkpoint", comm.groups()):
+                        self.saver.save_at_stop(self.progress)
+                    stopped_by = stop.name or "SIGTERM"
         except BaseException as error:
             self._log_failure(error)
             raise
@@ -267,10 +278,12 @@ class Trainer:
         log.error("ended after step %d: %s", self.progress.step, text, extra={"file_only": True})
 
     def _profiler(self) -> Profiler:
-        return Profiler(self.config, self.folder.path, device=self.device, start_step=self.progress.step)
+        return Profiler(
+            self.config, self.folder.path, self.mesh.rank, device=self.device, start_step=self.progress.step
+        )
 
     def _advance(self, batches: list[Batch], meter: Meter) -> None:
-        tokens = sum(batch.tokens.numel() for batch in batches)
+        tokens = self.loader.global_batch_size * self.config.training.seq_len
         self.progress.step += 1
         self.progress.tokens += tokens
         self.progress.samples = self.loader.position
@@ -279,9 +292,14 @@ class Trainer:
     def _is_logged(self, step: int) -> bool:
         return step == 1 or step == self.total_steps or step % self.config.metrics.log_freq == 0
 
-    def _row(self, loss: float, norm: float, lr: float, meter: Meter) -> dict[str, Any]:
-        row = {"step": self.progress.step, "loss": loss, "grad_norm": norm, "lr": lr, "tokens": self.progress.tokens}
-        return row | meter.rates() | {"memory_gib": peak_memory_gib(self.device), "comm_bytes": {}}
+    def _row(self, result: StepResult, lr: float, meter: Meter) -> dict[str, Any]:
+        row: dict[str, Any] = {"step": self.progress.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
+        sent = comm.traffic.take()
+        memory = torch.tensor(peak_memory_gib(self.device), device=self.device)
+        if self.mesh.world_size > 1:
+            comm.max_in_place(memory, "world")
+        row |= {"tokens": self.progress.tokens, "memory_gib": memory.item(), "comm_bytes": sent}
+        return row | meter.rates()
 
     def _pause(self, meter: Meter, profiler: Profiler) -> contextlib.AbstractContextManager[None]:
         """Stop the clock for what is not training, after the device has finished the step that is."""
@@ -301,7 +319,7 @@ class Trainer:
         section, step = self.config.validation, self.progress.step
         if self.validation is None or not self._validates():
             return
-        loss = validation_loss(self.model, self.validation, section.steps, self.config.training.loss_chunk_tokens)
+        loss = validation_loss(self.model, self.stepper.head, self.validation, section.steps, self.mesh)
         metrics.log_validation(step, loss)
         console.message(f"step {step}  validation loss {loss:.4f}")
 
@@ -311,6 +329,9 @@ class Trainer:
         if self.validation is not None:
             self.validation.close()
         self.folder.close()
+        if self.owns_group:
+            stop_process_group()
+            self.owns_group = False
 
 
 class _Stop:
@@ -358,8 +379,3 @@ def _controlled_gc(config: Config) -> Iterator[Any]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _shortened(names: list[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

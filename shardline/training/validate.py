@@ -6,20 +6,24 @@ import torch
 
 from shardline.data.loader import Loader
 from shardline.models.decoder import Decoder
-from shardline.training.loss import chunked_cross_entropy, count_targets
+from shardline.parallel import comm
+from shardline.parallel.mesh import Mesh
+from shardline.training.head import Head
+from shardline.training.loss import count_targets
 
 
 @torch.no_grad()
-def validation_loss(model: Decoder, loader: Loader, steps: int, chunk_tokens: int) -> float:
-    """Sum of token losses over number of targets, over `steps` batches (-1: all of them)."""
+def validation_loss(model: Decoder, head: Head, loader: Loader, steps: int, mesh: Mesh) -> float:
+    """Sum of token losses over number of targets, over `steps` batches (-1: all of them) of every data rank."""
     was_training = model.training
     model.eval()
-    device = model.tok_embeddings.weight.device
-    total, targets = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = torch.zeros(2, dtype=torch.float64, device=loader.device)
     for batch in loader.epoch(None if steps < 0 else steps):
         hidden = model.hidden(batch.tokens, documents=batch.documents)
-        loss = chunked_cross_entropy(hidden, model.output_weight(), batch.labels, scale=1.0, chunk_tokens=chunk_tokens)
-        total += loss
-        targets += count_targets(batch.labels)
+        sums[0] += head.loss(model, hidden, batch.labels, 1.0) * head.share
+        sums[1] += count_targets(batch.labels) / mesh.layout.tp
+    if mesh.world_size > 1:
+        comm.sum_in_place(sums, "world")
     model.train(was_training)
-    return float(total / targets.clamp(min=1))
+    total, targets = sums.tolist()
+    return total / max(targets, 1.0)

@@ -66,7 +66,7 @@ def test_precision_is_really_in_force(tmp_path, settings, stored, computed):
     trainer = Trainer(tiny_config(tmp_path / "run", **settings))
     batches = trainer.loader.step()
     hidden = trainer.model.hidden(batches[0].tokens)
-    trainer.forward_backward(batches)
+    trainer.stepper.forward_backward(batches)
     assert hidden.dtype == computed
     assert {p.dtype for p in trainer.model.parameters()} == {stored}
     assert {p.grad.dtype for p in trainer.model.parameters()} == {stored}

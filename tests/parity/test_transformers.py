@@ -115,7 +115,7 @@ def train_ours(run: Path, options: dict[str, Any], mutate: Mutation | None = Non
     trainer = Trainer(tiny_config(run, **options))
     steps: list[list[Batch]] = []
     gradients: dict[str, Tensor] = {}
-    read, compute = trainer.loader.step, trainer.forward_backward
+    read, compute = trainer.loader.step, trainer.stepper.forward_backward
 
     def recorded_read() -> list[Batch]:
         steps.append(read())
@@ -128,7 +128,7 @@ def train_ours(run: Path, options: dict[str, Any], mutate: Mutation | None = Non
         return loss
 
     trainer.loader.step = recorded_read
-    trainer.forward_backward = recorded_compute
+    trainer.stepper.forward_backward = recorded_compute
     if mutate is not None:
         mutate(trainer)
     trainer.train()
@@ -234,7 +234,7 @@ def scale_a_gradient(trainer: Trainer) -> None:
 
 
 def drop_the_clipping(trainer: Trainer) -> None:
-    trainer.config = trainer.config.replace({"training.max_norm": 1e9})
+    trainer.stepper.config = trainer.config.replace({"training.max_norm": 1e9})
 
 
 def read_a_sample_twice(trainer: Trainer) -> None:
@@ -262,9 +262,9 @@ def step_late(trainer: Trainer) -> None:
     """The learning rate of the step before."""
     step = trainer.train_step
 
-    def late(batches: list[Batch]) -> tuple[float, float, float]:
+    def late(batches: list[Batch], asked_to_stop: bool) -> Any:
         trainer.progress.step -= 1
-        result = step(batches)
+        result = step(batches, asked_to_stop)
         trainer.progress.step += 1
         return result
 

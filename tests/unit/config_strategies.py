@@ -16,6 +16,7 @@ SPECIAL = {
     "model.converters": st.lists(NAMES, max_size=3, unique=True).map(
         lambda names: [name for name in names if name not in ("float8", "mx")]
     ),
+    "comm.nccl.env": st.dictionaries(st.sampled_from(["NCCL_DEBUG", "NCCL_IB_HCA"]), TEXT),
     "model.overrides": st.fixed_dictionaries(
         {},
         optional={

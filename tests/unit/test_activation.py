@@ -5,11 +5,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
 from shardline.models.init import init_weights
 from shardline.parallel.apply import apply
+from shardline.parallel.mesh import Mesh
+from shardline.precision.mixed import Precision
 
 ARCH = Architecture(
     dim=64,
@@ -29,7 +32,8 @@ def run(overrides):
     config = load_config(overrides=overrides)
     model = Decoder(ARCH)
     init_weights(model, seed=1)
-    lines = apply(model, config)
+    precision = Precision(torch.float32, torch.float32, torch.float32)
+    lines = apply(model, config, Mesh(Layout(), "cpu"), precision).lines
     tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(0))
     kept = {}
 

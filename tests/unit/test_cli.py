@@ -79,7 +79,7 @@ def test_each_command_explains_itself(run, name):
         (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
         (
             ["train", "--preset", "llama3_70b"],
-            "parallelism.tensor_parallel_degree: 8 is not built yet (tensor parallel)",
+            "is not built yet",
         ),
         (["config", "--model.flavor=9B"], "command line: model.flavor = '9B': llama3 has no such flavor"),
         (["config", "--model.overrides.n_kv_heads=3"], "command line: model: n_kv_heads (3) must divide n_heads (16)"),
@@ -101,6 +101,12 @@ def test_user_errors_exit_2_without_traceback(run, words, expected):
     assert err.startswith("error: ")
     assert expected in err
     assert "Traceback" not in err
+
+
+def test_help_states_defaults_of_nothing_too(run):
+    _, out, _ = run("generate", "--help")
+    assert "higher is more varied. Default: 0.0." in out
+    assert "Seed of the choice. Default: 0." in out
 
 
 def test_debug_shows_the_traceback(run):

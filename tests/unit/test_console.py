@@ -214,6 +214,26 @@ def test_notes_of_the_folder_are_said(tmp_path):
     assert "resuming from step 5" in log_text(tmp_path)
 
 
+def test_records_for_the_file_alone_are_not_shown(tmp_path):
+    _, stream = open_console(tmp_path)
+    logging.getLogger("shardline").error("why it ended", extra={"file_only": True})
+    assert "why it ended" in log_text(tmp_path)
+    assert stream.getvalue() == ""
+
+
+def test_a_log_file_that_cannot_be_written_is_said_once(tmp_path, capsys, monkeypatch):
+    log = setup_logging(RunFolder(tmp_path), terminal=rich.console.Console(file=io.StringIO()))
+    file = next(handler for handler in log.handlers if isinstance(handler, logging.FileHandler))
+
+    def full(text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file.stream, "write", full, raising=False)
+    log.info("one")
+    log.info("two")
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
 @pytest.mark.parametrize(("color", "no_color", "expected"), [(True, "", True), (False, "", False), (True, "1", False)])
 def test_colors_can_be_switched_off(monkeypatch, color, no_color, expected):
     monkeypatch.setenv("NO_COLOR", no_color)

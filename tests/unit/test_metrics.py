@@ -96,6 +96,51 @@ def test_full_disk_ends_with_a_message(tmp_path):
 # ---- resume ----------------------------------------------------------------------------------------------------------
 
 
+class AlmostFull:
+    """A disk with room for `room` more bytes: a write beyond it is cut short, as the kernel does."""
+
+    def __init__(self, file, room):
+        self.file, self.room = file, room
+
+    def write(self, data):
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_a_row_that_does_not_fit_leaves_no_part(tmp_path):
+    folder = RunFolder(tmp_path)
+    metrics = Metrics(make_config(), folder)
+    metrics.log_validation(1, 2.25)
+    metrics.file = AlmostFull(metrics.file, 10)
+    with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl: No space left"):
+        metrics.log_validation(2, 2.5)
+    assert strict_rows(folder.metrics_path) == [{"step": 1, "validation_loss": 2.25}]
+    metrics.close()
+
+
+def test_a_sink_that_fails_is_left_out_and_the_rows_go_on(tmp_path, caplog):
+    class Broken:
+        def write(self, step, scalars):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            raise AssertionError("closed although it was given up")
+
+    folder = RunFolder(tmp_path)
+    metrics = Metrics(make_config(), folder)
+    metrics.sinks = [Broken()]
+    with caplog.at_level(logging.WARNING, "shardline"):
+        metrics.log_validation(1, 2.25)
+        metrics.log_validation(2, 2.5)
+    assert [row["step"] for row in strict_rows(folder.metrics_path)] == [1, 2]
+    assert caplog.text.count("Broken is not written any more") == 1
+    metrics.close()
+
+
 def write_rows(path, steps, tail=""):
     path.write_text("".join(json.dumps({"step": step, "loss": 1}) + "\n" for step in steps) + tail)
 

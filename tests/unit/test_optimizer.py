@@ -12,7 +12,7 @@ from torch import nn
 from shardline import registry
 from shardline.errors import ConfigError, UserError
 from shardline.training import optimizer as module
-from shardline.training.optimizer import build_optimizer, load_optimizer_state, optimizer_state
+from shardline.training.optimizer import build_optimizer, load_optimizer_state, optimizer_state, scaled_lr
 
 DEFAULTS = {
     "name": "AdamW",
@@ -23,6 +23,9 @@ DEFAULTS = {
     "weight_decay": 0.1,
     "implementation": "fused",
     "decay_norms": True,
+    "state_dtype": "parameter",
+    "lr_scaling": "none",
+    "lr_scaling_base_batch": 256,
 }
 
 
@@ -113,8 +116,14 @@ def test_frozen_parameters_are_left_out():
 
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest(monkeypatch):
     monkeypatch.setitem(registry.optimizers, "Lion", lambda groups, section: None)
-    with pytest.raises(ConfigError, match=r"'AdmaW'.*AdamW, Adam, Lion, did you mean 'AdamW'"):
+    with pytest.raises(ConfigError, match=r"'AdmaW'.*AdamW, Adam, LAMB, LARS, Lion, did you mean 'AdamW'"):
         build_optimizer(config(name="AdmaW"), Tiny())
+
+
+def test_a_registered_function_must_give_an_optimizer(monkeypatch):
+    monkeypatch.setitem(registry.optimizers, "Mine", lambda groups, section: None)
+    with pytest.raises(ConfigError, match=r"optimizer.name = 'Mine': its function gave NoneType"):
+        build_optimizer(config(name="Mine"), Tiny())
 
 
 def test_a_registered_optimizer_gets_the_groups_and_the_section(monkeypatch):
@@ -216,3 +225,17 @@ def test_state_that_is_no_tensor_is_named():
     optimizer.state[model.norm.weight]["calls"] = 3
     with pytest.raises(UserError, match=r"'calls' of norm\.weight as a int"):
         optimizer_state(optimizer, model)
+
+
+def test_the_learning_rate_grows_with_the_batch_by_option():
+    assert scaled_lr(config(), 512) == 0.01
+    linear = config(lr_scaling="linear")
+    assert scaled_lr(linear, 512) == pytest.approx(0.02)
+    assert scaled_lr(config(lr_scaling="linear", lr_scaling_base_batch=32), 8) == pytest.approx(0.0025)
+
+
+def test_a_parameter_that_is_not_contiguous_is_not_stepped_wrongly():
+    model = Tiny()
+    model.last.weight = nn.Parameter(torch.zeros(3, 12)[:, ::2])
+    with pytest.raises(ValueError, match=r"last\.weight is not contiguous"):
+        build_optimizer(config(), model)

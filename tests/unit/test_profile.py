@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +115,17 @@ def test_full_disk_costs_the_trace_and_not_the_run(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "shardline"):
         run(make_config(), tmp_path, 5)
     assert "the trace of step 4 was not saved" in caplog.text
+    assert "no trace was recorded" not in caplog.text
+
+
+def test_a_trace_that_is_half_written_goes(tmp_path, monkeypatch):
+    def full(self, path):
+        Path(f"{path}.tmp").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", full)
+    run(make_config(), tmp_path, 4)
+    assert files_in(tmp_path) == set()
 
 
 # ---- memory snapshots ------------------------------------------------------------------------------------------------

@@ -237,6 +237,19 @@ def test_unwritable_folder_is_refused(monkeypatch, tmp_path):
         start(None)
 
 
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_full_disk_leaves_nothing_half_written(monkeypatch, tmp_path, call):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(UserError, match="No space left on device"):
+        start(tmp_path / "run")
+    assert files_in(tmp_path / "run") <= {"log/lock"}
+    monkeypatch.undo()
+    start(tmp_path / "run").close()
+
+
 # ---- two runs at once ------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,138 @@
+"""How much of the data-parallel communication hides behind computation, on two hosts with a shaped link.
+
+    python benchmarks/dp_overlap.py                          # root and iproute2: two network namespaces, 1 Gbit/s
+    python benchmarks/dp_overlap.py --rate 200mbit --variants ddp "ddp, after backward"
+    python benchmarks/dp_overlap.py -- --training.seq_len=512   # words after -- go to every run
+
+One rank per host, one thread each. One JSON line per variant: medians over the faster half of the steps after warm-up,
+since whatever else runs on the machine can only slow a step down.
+
+    step_seconds          of the whole step
+    dp_exposed_seconds    of it, waiting for data-parallel communication (the slower rank)
+    comm_seconds          what the bytes of the step take with nothing beside them, by the run that sums after backward
+    hidden                1 - dp_exposed_seconds / comm_seconds (below 0: ranks waited for each other, not for bytes)
+
+Without root the ranks talk over 127.0.0.1, unshaped; the line says so, and then says little about overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.hosts import missing, two_hosts  # noqa: E402
+
+DDP = ["--parallelism.data_parallel_replicate_degree=2"]
+FSDP = ["--parallelism.data_parallel_shard_degree=2"]
+SERIAL = "ddp, after backward"  # first: it tells how long the bytes take
+VARIANTS = {
+    SERIAL: [*DDP, "--parallelism.overlap_gradient_reduction=false"],
+    "ddp": DDP,
+    "ddp, bfloat16": [*DDP, "--parallelism.gradient_compression=bfloat16"],
+    "ddp, powersgd": [*DDP, "--parallelism.gradient_compression=powersgd"],
+    "fsdp": FSDP,
+    "fsdp, prefetch 0": [*FSDP, "--parallelism.fsdp_prefetch=0"],
+    "fsdp, never freed": [*FSDP, "--parallelism.fsdp_reshard_after_forward=never"],
+}
+WARM_UP = 3
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def words(options: argparse.Namespace, folder: Path) -> list[str]:
+    sizes = {"dim": 512, "n_layers": options.layers, "n_heads": 8, "n_kv_heads": 4, "head_dim": 64, "ffn_dim": 1408}
+    return [
+        *(f"--model.overrides.{name}={value}" for name, value in (sizes | {"vocab_size": 272}).items()),
+        f"--training.seq_len={options.seq_len}",
+        f"--training.local_batch_size={options.batch}",
+        f"--training.steps={options.steps}",
+        f"--parallelism.gradient_bucket_mib={options.bucket}",
+        "--metrics.log_freq=1",
+        f"--job.dump_folder={folder}",
+        *options.words,
+    ]
+
+
+@contextlib.contextmanager
+def places(rate: str) -> Iterator[tuple[str, list[Start], str]]:
+    """The first rank's address, how to start a process where each rank lives, and what link is between them."""
+    reason = missing()
+    if reason:
+        yield "127.0.0.1", [start_here, start_here], f"127.0.0.1, unshaped ({reason})"
+        return
+    with two_hosts(rate=rate) as (a, b):
+        yield a.address, [a.start, b.start], rate
+
+
+def start_here(command: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **env}, **options)
+
+
+def run(options: argparse.Namespace, variant: list[str], address: str, starts: list[Start]) -> list[dict[str, Any]]:
+    """The rows of one run's metrics.jsonl."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "run"
+        command = [sys.executable, "-m", "shardline", "train", *words(options, folder), *variant]
+        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        jobs = []
+        for rank, start in enumerate(starts):
+            own = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+            pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+            jobs.append(start(command, env=meeting | own, **pipes))
+        errors = [job.communicate()[1] for job in jobs]
+        if any(job.returncode for job in jobs):
+            sys.exit("\n".join(errors))
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    after = sorted(rows[WARM_UP:], key=lambda row: row["step_seconds"])
+    kept = after[: (len(after) + 1) // 2]
+    middle = {key: statistics.median(row[key] for row in kept) for key in ("step_seconds", "dp_exposed_seconds")}
+    sent = sum(size for axis, size in kept[-1]["comm_bytes"].items() if axis.startswith("dp_"))
+    return {**middle, "mib_sent": sent / 2**20}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=13)
+    parser.add_argument("--bucket", type=float, default=4.0, help="MiB of gradients that DDP sums in one piece")
+    parser.add_argument("words", nargs="*", help="settings for every run, after --")
+    options = parser.parse_args()
+    seconds_per_mib: float | None = None
+    with places(options.rate) as (address, starts, link):
+        for name in dict.fromkeys([SERIAL, *options.variants]):
+            line = summary(run(options, VARIANTS[name], address, starts))
+            if name == SERIAL:
+                seconds_per_mib = line["dp_exposed_seconds"] / line["mib_sent"]
+            assert seconds_per_mib is not None
+            line["comm_seconds"] = seconds_per_mib * line["mib_sent"]
+            line["hidden"] = 1 - line["dp_exposed_seconds"] / line["comm_seconds"]
+            print(json.dumps({"variant": name, "link": link} | {k: round(v, 4) for k, v in line.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""How many ranks each dimension of parallelism gets: numbers only, no process groups."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from shardline.config.schema import Parallelism
+from shardline.errors import ConfigError
+
+# Outermost first: ranks of the last axis are neighbours, so that its traffic, the heaviest, stays inside a node.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees by axis. Rank = ((((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.degrees)
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def __str__(self) -> str:
+        named = [f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1]
+        return " x ".join(named) or "one rank"
+
+
+def resolve_layout(section: Parallelism, world_size: int) -> Layout:
+    """The layout for `world_size` ranks; `data_parallel_shard_degree = -1` takes what the others leave.
+
+    A section that leaves data parallel sharding at -1 and names replicas only gives plain replicas (DDP).
+    """
+    degrees = {axis: getattr(section, key) for axis, key in KEYS.items()}
+    given = math.prod(degree for degree in degrees.values() if degree != -1)
+    if degrees["dp_shard"] == -1:
+        degrees["dp_shard"] = max(world_size // given, 1)
+    layout = Layout(**degrees)
+    if layout.world_size != world_size:
+        raise ConfigError(_mismatch(section, degrees, world_size))
+    return layout
+
+
+def _mismatch(section: Parallelism, degrees: dict[str, int], world_size: int) -> str:
+    """The equation with its numbers, and layouts for which it holds."""
+    wanted = {axis: getattr(section, key) for axis, key in KEYS.items()}
+    numbers = " x ".join(f"{axis} {degree}" for axis, degree in wanted.items())
+    product, rest = math.prod(degrees.values()), ""
+    if wanted["dp_shard"] == -1:
+        named = [degree for axis, degree in degrees.items() if axis != "dp_shard"]
+        product, rest = math.prod(named), ", which it must divide (dp_shard -1 takes the rest)"
+        numbers += f": {' x '.join(map(str, named))}"
+        wanted["dp_shard"] = 0
+    good = [_flags(layout, wanted) for layout in suggestions(wanted, world_size)]
+    if world_size == 1:  # of which there is one layout
+        good.append(f"{product} ranks: --nproc {product}")
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    return f"parallelism: {numbers} = {product} does not match {ranks}{rest}; try {'; or '.join(good)}"
+
+
+def suggestions(wanted: dict[str, int], world_size: int) -> list[Layout]:
+    """Two layouts of this many ranks (there is one of 1 rank), as near as can be to the degrees asked for.
+
+    pp, cp and tp are kept or made smaller; the data axes take what is left. `dp_shard` 0 stands for any.
+    """
+    model = (_up_to(wanted[axis], world_size) for axis in ("pp", "cp", "tp"))
+    found = [
+        Layout(pp=pp, dp_replicate=replicas, dp_shard=world_size // (pp * cp * tp * replicas), cp=cp, tp=tp)
+        for pp, cp, tp in itertools.product(*model)
+        if world_size % (pp * cp * tp) == 0
+        for replicas in _up_to(world_size, world_size // (pp * cp * tp))
+    ]
+    return sorted(found, key=lambda layout: _distance(layout, wanted))[:2]
+
+
+def _up_to(most: int, number: int) -> list[int]:
+    return [divisor for divisor in range(1, min(most, number) + 1) if number % divisor == 0]
+
+
+def _distance(layout: Layout, wanted: dict[str, int]) -> tuple[int, float, int, float]:
+    """How many axes differ from what was asked for, and by how much: those that cut the model count first."""
+    return *_change(layout, wanted, ("pp", "cp", "tp")), *_change(layout, wanted, ("dp_replicate", "dp_shard"))
+
+
+def _change(layout: Layout, wanted: dict[str, int], axes: tuple[str, ...]) -> tuple[int, float]:
+    """Changed axes, and the sum of their changes in doublings; a factor that is not whole counts for more."""
+    ratios = [getattr(layout, axis) / wanted[axis] for axis in axes if wanted[axis] not in (0, getattr(layout, axis))]
+    odd = sum(1 for ratio in ratios if ratio % 1 and (1 / ratio) % 1)
+    return len(ratios), 0.75 * odd + sum(abs(math.log2(ratio)) for ratio in ratios)
+
+
+def _flags(layout: Layout, wanted: dict[str, int]) -> str:
+    """Flags that lead to a layout, whatever the config says: degrees above 1, and what was asked otherwise."""
+    degrees = dict(zip(AXES, layout.degrees, strict=True))
+    named = [axis for axis in AXES if degrees[axis] > 1 or wanted[axis] != 1]
+    return " ".join(f"--parallelism.{KEYS[axis]}={degrees[axis]}" for axis in named)

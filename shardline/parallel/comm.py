@@ -1,0 +1,303 @@
+"""Every collective a rank issues, named after the mesh axis it runs over, and counted.
+
+Bytes are those a rank sends, by the ring algorithms' convention for n ranks and a whole tensor of `size` bytes:
+
+    all_gather, reduce_scatter   (n - 1) / n x size        all_reduce   2 (n - 1) / n x size
+
+`all_gather`, `reduce_scatter`, `copy` and `all_reduce` are differentiable and work on rows (dimension 0). In a compiled
+function they are custom ops, so that the graph keeps them whole and the counters see every run; in eager code they are
+plain autograd functions, which cost less.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.parallel import watchdog
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks of one mesh dimension that this rank talks to."""
+
+    name: str
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+
+
+class Traffic:
+    """Bytes sent and calls made per axis since the last `take`."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = defaultdict(int)
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def add(self, axis: str, size: float) -> None:
+        self.bytes[axis] += int(size)
+        self.calls[axis] += 1
+
+    def take(self) -> dict[str, int]:
+        taken = dict(self.bytes)
+        self.bytes.clear()
+        self.calls.clear()
+        return taken
+
+
+traffic = Traffic()
+_axes: dict[str, Axis] = {}
+
+
+def register_axes(axes: dict[str, Axis]) -> None:
+    """Called by the mesh; an op names its axis, so that compiled graphs hold a string and no process group."""
+    _axes.clear()
+    _axes.update(axes)
+    traffic.take()
+    watchdog.set_members({name: dist.get_process_group_ranks(over.group) for name, over in axes.items()})
+
+
+def axis(name: str) -> Axis:
+    return _axes[name]
+
+
+def groups() -> list[dist.ProcessGroup]:
+    return [over.group for over in _axes.values()]
+
+
+def axis_size(name: str) -> int:
+    return _axes[name].size if name in _axes else 1
+
+
+# Plain collectives: fill `out` or change `x` in place, return when the result may be used
+
+
+def gather_into(out: Tensor, x: Tensor, name: str) -> None:
+    """out (n * rows, ...) = the rows of all ranks, in their order."""
+    over = _axes[name]
+    with _issued(name, "all_gather", x, (over.size - 1) * _bytes(x)):
+        _all_gather(out, x, group=over.group)
+
+
+def scatter_sum_into(out: Tensor, x: Tensor, name: str) -> None:
+    """out (rows / n, ...) = this rank's rows of the sum over ranks."""
+    over = _axes[name]
+    with _issued(name, "reduce_scatter", x, (over.size - 1) * _bytes(out)):
+        _reduce_scatter(out, x, group=over.group)
+
+
+def sum_in_place(x: Tensor, name: str) -> Tensor:
+    return _reduce_in_place(x, name, dist.ReduceOp.SUM)
+
+
+def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum over a group that somebody else's mesh names, None for all ranks; counted under its axis."""
+    if group is None:
+        return sum_in_place(x, "world") if "world" in _axes else x
+    name = next(over.name for over in _axes.values() if over.group is group)
+    return sum_in_place(x, name)
+
+
+def max_in_place(x: Tensor, name: str) -> Tensor:
+    return _reduce_in_place(x, name, dist.ReduceOp.MAX)
+
+
+class Started(NamedTuple):
+    """A collective that was issued and runs on."""
+
+    work: dist.Work
+    name: str
+    tag: str
+    sequence: int
+
+    def wait(self) -> None:
+        """Return when the result may be used."""
+        if watchdog.current is not None:
+            watchdog.current.wait(self.sequence, self.tag, self.name)
+        self.work.wait()
+        if watchdog.current is not None:
+            watchdog.current.leave()
+
+
+def start_sum(x: Tensor, name: str) -> Started:
+    """Begin summing `x` in place over an axis."""
+    over = _axes[name]
+    tag = _issued(name, "all_reduce", x, 2 * (over.size - 1) / over.size * _bytes(x)).tag
+    sequence = watchdog.current.issue(tag, name) if watchdog.current is not None else 0
+    work = dist.all_reduce(x, group=over.group, async_op=True)
+    assert work is not None
+    return Started(work, name, tag, sequence)
+
+
+def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
+    over = _axes[name]
+    with _issued(name, "all_reduce", x, 2 * (over.size - 1) / over.size * _bytes(x)):
+        dist.all_reduce(x, how, group=over.group)
+    return x
+
+
+class _issued:
+    """Counts a collective, and lets the watchdog know where this rank is while it waits in it."""
+
+    def __init__(self, name: str, what: str, x: Tensor, size: float) -> None:
+        traffic.add(name, size)
+        self.name = name
+        self.tag = f"{what} over {name} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+
+    def __enter__(self) -> None:
+        if watchdog.current is not None:
+            watchdog.current.enter(self.tag, self.name)
+
+    def __exit__(self, *error: object) -> None:
+        if watchdog.current is not None:
+            watchdog.current.leave()
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+# Newer releases have another name for the same call and warn about the old one.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+# Differentiable collectives over rows
+
+
+def all_gather(x: Tensor, name: str) -> Tensor:
+    """(t, ...) -> (n t, ...): the rows of all ranks. Backward: this rank's rows of the sum of the gradients."""
+    out: Tensor = _gather_op(x, name) if torch.compiler.is_compiling() else _Gather.apply(x, name)
+    return out
+
+
+def reduce_scatter(x: Tensor, name: str) -> Tensor:
+    """(n t, ...) -> (t, ...): this rank's rows of the sum. Backward: the gradient's rows of all ranks."""
+    out: Tensor = _scatter_op(x, name) if torch.compiler.is_compiling() else _Scatter.apply(x, name)
+    return out
+
+
+def all_reduce(x: Tensor, name: str) -> Tensor:
+    """The sum over ranks on every rank. Backward: the gradient as it is, which every rank has whole."""
+    out: Tensor = _sum_op(x, name) if torch.compiler.is_compiling() else _Sum.apply(x, name)
+    return out
+
+
+def copy(x: Tensor, name: str) -> Tensor:
+    """x itself, where every rank goes on with its own part of the work. Backward: the sum of the gradients."""
+    out: Tensor = _copy_op(x, name) if torch.compiler.is_compiling() else _Copy.apply(x, name)
+    return out
+
+
+def _gather_rows(x: Tensor, name: str) -> Tensor:
+    out = x.new_empty(_axes[name].size * x.shape[0], *x.shape[1:])
+    gather_into(out, x.contiguous(), name)
+    return out
+
+
+def _scatter_rows(x: Tensor, name: str) -> Tensor:
+    out = x.new_empty(x.shape[0] // _axes[name].size, *x.shape[1:])
+    scatter_sum_into(out, x.contiguous(), name)
+    return out
+
+
+def _sum_rows(x: Tensor, name: str) -> Tensor:
+    return sum_in_place(x.clone(memory_format=torch.contiguous_format), name)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return _gather_rows(x, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _scatter_rows(gradient, ctx.name), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return _scatter_rows(x, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather_rows(gradient, ctx.name), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        return _sum_rows(x, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum_rows(gradient, ctx.name), None
+
+
+@torch.library.custom_op("shardline::all_gather", mutates_args=())
+def _gather_op(x: Tensor, name: str) -> Tensor:
+    return _gather_rows(x, name)
+
+
+@torch.library.custom_op("shardline::reduce_scatter", mutates_args=())
+def _scatter_op(x: Tensor, name: str) -> Tensor:
+    return _scatter_rows(x, name)
+
+
+@torch.library.custom_op("shardline::all_reduce", mutates_args=())
+def _sum_op(x: Tensor, name: str) -> Tensor:
+    return _sum_rows(x, name)
+
+
+@torch.library.custom_op("shardline::copy", mutates_args=())
+def _copy_op(x: Tensor, name: str) -> Tensor:
+    return x.clone()
+
+
+@_gather_op.register_fake
+def _(x: Tensor, name: str) -> Tensor:
+    return x.new_empty(_axes[name].size * x.shape[0], *x.shape[1:])
+
+
+@_scatter_op.register_fake
+def _(x: Tensor, name: str) -> Tensor:
+    return x.new_empty(x.shape[0] // _axes[name].size, *x.shape[1:])
+
+
+@_sum_op.register_fake
+def _(x: Tensor, name: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_copy_op.register_fake
+def _(x: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _remember_name(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.name = inputs[1]
+
+
+_gather_op.register_autograd(lambda ctx, g: (_scatter_op(g, ctx.name), None), setup_context=_remember_name)
+_scatter_op.register_autograd(lambda ctx, g: (_gather_op(g, ctx.name), None), setup_context=_remember_name)
+_sum_op.register_autograd(lambda ctx, g: (g.clone(), None), setup_context=_remember_name)
+_copy_op.register_autograd(lambda ctx, g: (_sum_op(g, ctx.name), None), setup_context=_remember_name)

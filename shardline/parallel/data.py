@@ -1,0 +1,338 @@
+"""Data parallelism: ranks read different samples and sum their gradients.
+
+    FSDP (dp_shard)            parameters, gradients and optimizer state cut over the ranks; a block's weights are
+                               gathered just before it runs, its gradients summed and scattered after its backward
+    DDP (dp_replicate alone)   every rank holds everything; gradients are summed in buckets while backward goes on
+    HSDP (both)                FSDP inside a group, gradients also summed between groups
+
+Gradients are summed, never averaged: the loss is already divided by the targets of the global batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from shardline.config.schema import Config, Parallelism
+from shardline.models.decoder import Decoder
+from shardline.models.local import local
+from shardline.parallel import comm, watchdog
+from shardline.parallel.compression import Exchange, LowRankExchange, WholeExchange
+from shardline.parallel.exposed import exposed
+from shardline.parallel.mesh import Mesh
+from shardline.parallel.tensor import replace_parameter
+from shardline.precision.mixed import DTYPES, Precision
+
+# ---- FSDP and HSDP ---------------------------------------------------------------------------------------------------
+
+
+def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision) -> None:
+    """Shard each block, then the rest of the model, over dp_shard x cp; replicate over dp_replicate."""
+    dp = mesh.joined("dp_replicate", "fsdp")
+    assert dp is not None
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute if precision.compute != precision.storage else None,
+        reduce_dtype=precision.reduce,
+        cast_forward_inputs=False,  # rotary tables stay float32
+    )
+    on_gpu = dp.device_type == "cuda"
+    # Page-locked memory lets copies to and from the GPU run beside the computation; without a GPU there is none.
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.training.enable_cpu_offload else OffloadPolicy()
+    reshard = _reshard_after_forward(config)
+    options: dict[str, Any] = {"mesh": dp, "mp_policy": policy, "offload_policy": offload}
+    for block in model.blocks():
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    # What the root holds (embedding, norm, head) is used first and last: gathering it twice would gain nothing.
+    fully_shard(model, reshard_after_forward=False, **options)
+    register_fsdp_forward_method(model, "hidden")
+    exposed.measured = not on_gpu  # there FSDP's waits are between streams, where only a profile shows them
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _count(module, replicated=mesh.axis("dp_replicate") is not None)
+    _prefetch(model, config.parallelism.fsdp_prefetch)
+
+
+def _count(module: FSDPModule, replicated: bool) -> None:
+    """Sum instead of average, and through our own collectives. None of these settings reaches inner modules."""
+    module.set_force_sum_reduction_for_comms(True)  # before the factor: other reductions are NCCL's alone
+    module.set_gradient_divide_factor(1.0)
+    scatter = CountedScatter()
+    module.set_custom_all_gather(CountedGather())  # type: ignore[arg-type]
+    module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+    if replicated:
+        module.set_all_reduce_hook(scatter.all_reduced)
+
+
+def _prefetch(model: Decoder, depth: int) -> None:
+    """Gather the weights of the next `depth` blocks while one computes; 0 leaves it to FSDP (backward alone)."""
+    if depth == 0:
+        return
+    chain = [cast(FSDPModule, module) for module in (model, *model.blocks())]
+    for index, module in enumerate(chain):
+        module.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + depth])
+        before = chain[1:index] if index else chain[1:]  # backward begins with the root, then goes from the last block
+        module.set_modules_to_backward_prefetch(before[::-1][:depth])
+
+
+def _reshard_after_forward(config: Config) -> bool:
+    """`default` frees gathered weights after forward, except under a pipeline, which would gather them anew."""
+    choice = config.parallelism.fsdp_reshard_after_forward
+    if choice == "default":
+        return config.parallelism.pipeline_parallel_degree == 1
+    return choice == "always"
+
+
+class _Allocate:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedGather(_Allocate):
+    """On CPU the gather goes on in the background until FSDP needs the weights, whether it asks for that or not."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        comm.traffic.add("dp_shard", _bytes(input_tensor) * (group.size() - 1))
+        on_cpu = input_tensor.device.type == "cpu"
+        issued = Issued("all_gather", input_tensor)
+        work = comm._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
+        return TimedWork(work, issued) if on_cpu else work
+
+
+class CountedScatter(_Allocate):
+    """FSDP uses the result at once: on CPU the step waits here, on a GPU another stream does."""
+
+    def __init__(self) -> None:
+        self.ended = 0.0
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        comm.traffic.add("dp_shard", _bytes(output_tensor) * (group.size() - 1))
+        started = time.perf_counter()
+        with Issued("reduce_scatter", input_tensor):
+            work = comm._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        self.ended = time.perf_counter()
+        exposed.add(self.ended - started)
+        return work
+
+    def all_reduced(self, reduced: Tensor) -> None:
+        """HSDP has summed a scattered gradient between replicas, which it does right after scattering it."""
+        size = comm.axis("dp_replicate").size
+        comm.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
+        exposed.add(time.perf_counter() - self.ended)
+
+
+class Issued:
+    """A collective of FSDP's, as the watchdog knows it; the rank waits for it inside the context."""
+
+    def __init__(self, what: str, x: Tensor) -> None:
+        self.dog = watchdog.current
+        if self.dog is not None:
+            self.tag = f"{what} over dp_shard of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            self.sequence = self.dog.issue(self.tag, "dp_shard")
+
+    def __enter__(self) -> None:
+        if self.dog is not None:
+            self.dog.wait(self.sequence, self.tag, "dp_shard")
+
+    def __exit__(self, *error: object) -> None:
+        if self.dog is not None:
+            self.dog.leave()
+
+
+class TimedWork(dist.Work):
+    """A collective in the background; the time spent waiting for it counts as exposed."""
+
+    def __init__(self, work: dist.Work, issued: Issued) -> None:
+        super().__init__()
+        self.work, self.issued = work, issued
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        with exposed.waiting(torch.device("cpu")), self.issued:
+            return self.work.wait(timeout)
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> None:
+    """Before a micro-batch: what FSDP does with its gradients, and with its weights after backward.
+
+    step: keep whole gradients, reduce with the last one; micro_batch: reduce every time; scatter: reduce-scatter every
+    time, all-reduce between replicas with the last one. Weights that are never freed stay until the step's end.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    mode = section.accumulation_sync
+    model.set_requires_gradient_sync(last or mode != "step")
+    model.set_requires_all_reduce(last or mode != "scatter")
+    model.set_is_last_backward(last)
+    if section.fsdp_reshard_after_forward == "never":
+        model.set_reshard_after_backward(last)
+
+
+# ---- DDP -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bucket:
+    """Gradients that are summed together."""
+
+    parameters: list[nn.Parameter]
+    exchange: Exchange
+    missing: set[nn.Parameter] = field(default_factory=set)
+    going: bool = False  # an exchange was started and its result not yet taken
+    totals: list[Tensor] | None = None  # of the step so far
+
+
+class Replicas:
+    """Sums gradients over dp_replicate in buckets, starting each as soon as its last gradient is there.
+
+        backward:  ... grads of layer 3 -> bucket 0 | grads of layer 2 -> bucket 1 | ...        finish
+        link:                     sum of bucket 0 ------ | sum of bucket 1 ------ |              wait for the rest
+
+    A bucket takes its gradients along: `p.grad` is empty until `finish` puts the sums there. Summing after every
+    micro-batch therefore sums what that one added, and goes on during the next one's forward. Buckets start in one
+    order on all ranks. A parameter that gets no gradient on a rank counts as zero there.
+    """
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        self.overlap = config.parallelism.overlap_gradient_reduction
+        self.buckets = _buckets(model, config)
+        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.device = local(next(iter(self.bucket_of))).device
+        self.enabled = False
+        self.next = 0  # bucket to start
+        exposed.measured = True
+        for parameter in self.bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def expect(self, last: bool, every_micro_batch: bool) -> None:
+        """Before a micro-batch: whether its gradients are to be summed, with those kept since the last sum."""
+        self._start_rest()
+        self.enabled = last or every_micro_batch
+        self.next = 0
+        for bucket in self.buckets:
+            bucket.missing = {parameter for parameter in bucket.parameters if parameter.requires_grad}
+
+    def finish(self) -> None:
+        """After the last backward: wait for the sums and put them where the optimizer looks for them."""
+        self._start_rest()
+        for bucket in self.buckets:
+            self._settle(bucket)
+            totals, bucket.totals = bucket.totals, None
+            for parameter, total in zip(bucket.parameters, totals or [], strict=True):
+                parameter.grad = _like(parameter, total) if parameter.requires_grad else None
+
+    def _arrived(self, parameter: Any) -> None:
+        if not self.enabled:
+            return
+        bucket = self.bucket_of[parameter]
+        if parameter not in bucket.missing:
+            raise RuntimeError(f"the gradient of {self.names[parameter]} came twice in one backward")
+        bucket.missing.discard(parameter)
+        while self.overlap and self.next < len(self.buckets) and not self.buckets[self.next].missing:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        bucket = self.buckets[self.next]
+        self._settle(bucket)
+        gradients = [None if p.grad is None else local(p.grad) for p in bucket.parameters]
+        bucket.exchange.start(gradients, self.device)
+        bucket.going = True
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        if self.next > 0:  # has been on its way since the bucket before was full
+            self.buckets[self.next - 1].exchange.advance()
+        self.next += 1
+
+    def _start_rest(self) -> None:
+        """After backward: what did not start during it, because gradients are missing or nothing was to overlap."""
+        if not self.enabled:
+            return
+        self.enabled = False
+        while self.next < len(self.buckets):
+            self._start_next()
+        if not self.overlap:
+            for bucket in self.buckets:
+                self._settle(bucket)
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Wait for a bucket's sum and add it to the step's."""
+        if not bucket.going:
+            return
+        sums = bucket.exchange.finish()
+        bucket.going = False
+        if bucket.totals is None:
+            bucket.totals = sums
+        else:
+            torch._foreach_add_(bucket.totals, sums)
+
+
+def replicate_parameters(model: Decoder, mesh: Mesh) -> None:
+    """Declare every parameter whole on each dp_replicate rank (beside its cut over tp), before it has memory."""
+    for name, parameter in list(model.named_parameters()):
+        if isinstance(parameter, DTensor):
+            joined = mesh.joined("dp_replicate", "tp")
+            placements = [Replicate(), *parameter.placements]
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        else:
+            joined, placements, whole = mesh.axis("dp_replicate"), [Replicate()], parameter.detach()
+        replace_parameter(model, name, distribute_tensor(whole, joined, placements, src_data_rank=None))
+
+
+def _buckets(model: nn.Module, config: Config) -> list[Bucket]:
+    """Parameters in the order backward reaches them, cut where a bucket would exceed its limit."""
+    section = config.parallelism
+    limit, dtype = section.gradient_bucket_mib * 2**20, DTYPES[config.training.mixed_precision_reduce]
+    groups: list[list[tuple[str, nn.Parameter]]] = []
+    size = 0.0
+    for name, parameter in reversed(list(model.named_parameters())):
+        if not parameter.requires_grad:
+            continue
+        added = local(parameter).numel() * dtype.itemsize
+        if not groups or size + added > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append((name, parameter))
+        size += added
+    return [Bucket([p for _, p in group], _exchange(group, section, dtype)) for group in groups]
+
+
+def _exchange(group: list[tuple[str, nn.Parameter]], section: Parallelism, dtype: torch.dtype) -> Exchange:
+    """`gradient_compression` as the sum of one bucket; of what tp cuts, each rank sums its own part."""
+    shapes = [local(parameter).shape for _, parameter in group]
+    if section.gradient_compression == "powersgd":
+        names = [name for name, _ in group]
+        return LowRankExchange(names, shapes, section.powersgd_rank, dtype, "dp_replicate")
+    rounded = section.gradient_compression == "bfloat16"
+    return WholeExchange(shapes, dtype, "dp_replicate", sent=torch.bfloat16 if rounded else dtype)
+
+
+def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
+    """A gradient from its local part, which becomes part of it, in the parameter's type and layout."""
+    part = part.to(parameter.dtype)
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())

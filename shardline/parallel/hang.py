@@ -1,0 +1,183 @@
+"""From what the ranks of a job published: does it hang, and who is missing?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_NAMED = 8
+LONG_SILENCE = 15.0  # seconds without a sign of life that tell a stopped rank from one that computes
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a rank waits in. Sequence 0: not for one collective but for all it has issued, as for a device."""
+
+    axis: str
+    sequence: int
+    tag: str
+    seconds: float
+    members: tuple[int, ...] | None = None  # None: all ranks
+    presumed: bool = False  # it was issued, and nothing has happened since
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a rank is, as published."""
+
+    rank: int
+    host: str
+    pid: int
+    beat: int  # grows as long as the rank is alive
+    step: int = 0
+    idle: float = 0.0  # seconds since anything was reported to the watchdog
+    place: str = ""
+    busy: str = ""  # what it does that may take long
+    counts: dict[str, tuple[int, str]] = field(default_factory=dict)  # axis -> last sequence number and tag
+    wait: Wait | None = None
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+    def doing(self) -> str:
+        step = f"in step {self.step}, " if self.step else ""
+        place = f", at {self.place}" if self.place else ""
+        if self.wait is not None and not self.wait.presumed:
+            return f"{step}in {named(self.wait)}{place}"
+        last = max(self.counts.values(), default=(0, ""))[1]
+        return f"{step}in no collective for {self.idle:.0f} s{place}" + (f"; its last was {last}" if last else "")
+
+
+def decode_status(text: bytes) -> Status:
+    values: dict[str, Any] = json.loads(text)
+    values["counts"] = {axis: (sequence, tag) for axis, (sequence, tag) in values["counts"].items()}
+    if values["wait"] is not None:
+        members = values["wait"].pop("members")
+        values["wait"] = Wait(**values["wait"], members=None if members is None else tuple(members))
+    return Status(**values)
+
+
+@dataclass(frozen=True)
+class View:
+    """All ranks as one of them sees them. `silent`: seconds for which a rank has published nothing new."""
+
+    statuses: Mapping[int, Status]
+    silent: Mapping[int, float]
+    world_size: int
+    limit: float
+    silent_limit: float
+
+    def hang(self) -> str | None:
+        """The message that ends the job, or None where nobody waits too long for somebody who should be there."""
+        alive = [status for rank, status in self.statuses.items() if not self._is_gone(rank)]
+        if any(status.busy for status in alive):
+            return None
+        late = [status for status in alive if status.wait is not None and status.wait.seconds > self.limit]
+        found = [(status, missing) for status in late if (missing := self._missing(status))]
+        if found:
+            # A rank that waits elsewhere is held up itself: those that wait for nobody are the ones to name.
+            status, missing = next((one for one in found if any(map(self._is_idle, one[1]))), found[0])
+            return self._missing_message(status, missing)
+        return self._stuck(late) or self._silence(alive)
+
+    def _is_gone(self, rank: int) -> bool:
+        return self.silent.get(rank, 0.0) >= self.silent_limit
+
+    def _is_idle(self, rank: int) -> bool:
+        """Waits for nobody, as far as is known."""
+        wait = self.statuses[rank].wait if rank in self.statuses else None
+        return wait is None or wait.presumed or self._is_gone(rank)
+
+    def _members(self, wait: Wait) -> Iterable[int]:
+        return range(self.world_size) if wait.members is None else wait.members
+
+    def _missing(self, status: Status) -> list[int]:
+        assert status.wait is not None
+        return [rank for rank in self._members(status.wait) if rank != status.rank and self._lacks(rank, status)]
+
+    def _lacks(self, rank: int, waiter: Status) -> bool:
+        """Whether `rank` has not come to what `waiter` waits in."""
+        wait, other = waiter.wait, self.statuses.get(rank)
+        if other is None or self._is_gone(rank):
+            return True
+        assert wait is not None
+        if wait.sequence == 0:
+            behind = other.counts.get("world", (0, ""))[0] < waiter.counts.get("world", (0, ""))[0]
+            return behind or other.step < waiter.step
+        sequence, tag = other.counts.get(wait.axis, (0, ""))
+        return sequence < wait.sequence or (sequence == wait.sequence and tag != wait.tag)
+
+    def _missing_message(self, status: Status, missing: list[int]) -> str:
+        wait = status.wait
+        assert wait is not None
+        arrived = [rank for rank in self._members(wait) if rank not in missing]
+        verb = "wait" if len(arrived) > 1 else "waits"
+        return "\n".join(
+            [
+                f"no progress for {wait.seconds:.0f} s: {ranks(arrived)} {verb} in {named(wait)},"
+                f" where {ranks(missing)} did not arrive:",
+                *self._about(missing),
+            ]
+        )
+
+    def _stuck(self, late: list[Status]) -> str | None:
+        """Everybody is there and nothing moves."""
+        waits = {status.rank: status.wait for status in late if status.wait is not None and not status.wait.presumed}
+        for wait in waits.values():
+            members = list(self._members(wait))
+            if all(
+                rank in waits and (waits[rank].axis, waits[rank].sequence) == (wait.axis, wait.sequence)
+                for rank in members
+            ):
+                return (
+                    f"no progress for {wait.seconds:.0f} s: {ranks(members)} all arrived in {named(wait)}, but it"
+                    f" does not end: the network between them, or a device, is stuck"
+                )
+        return None
+
+    def _silence(self, alive: list[Status]) -> str | None:
+        """Nobody waits in a collective that is watched, but some do not move and others have fallen silent."""
+        enough = max(self.silent_limit, min(self.limit, LONG_SILENCE))
+        gone = [rank for rank in self.statuses if self.silent.get(rank, 0.0) >= enough]
+        idle = max((status.idle for status in alive), default=0.0)
+        if not gone or idle <= self.limit:
+            return None
+        return "\n".join([f"no progress for {idle:.0f} s:", *self._about(gone)])
+
+    def _about(self, missing: list[int]) -> list[str]:
+        lines = []
+        for rank in missing[:MOST_NAMED]:
+            status = self.statuses.get(rank)
+            if status is None:
+                lines.append(f"  rank {rank} never reported")
+            elif self._is_gone(rank):
+                lines.append(
+                    f"  {status.who} has not been heard of for {self.silent[rank]:.0f} s or more: it is stopped, or its"
+                    f" host is out of reach; last seen {status.doing()}"
+                )
+            else:
+                lines.append(f"  {status.who} is {status.doing()}")
+        return lines + ([f"  and {len(missing) - MOST_NAMED} more"] if len(missing) > MOST_NAMED else [])
+
+
+def named(wait: Wait) -> str:
+    return f"{wait.tag} (call {wait.sequence})" if wait.sequence else wait.tag
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-6, 8`."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {spans(numbers)}"
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-6, 8`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)

@@ -1,0 +1,51 @@
+"""The store through which ranks find each other, for what is not a collective: who is where, and time-outs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+MARGIN = 1.2  # the backends' own time-outs name nobody: they come after the watchdog's
+LEAST_MARGIN_SECONDS = 20
+
+
+def connect_store(timeout_seconds: float = 60) -> dist.Store:
+    """A connection of its own to the job's store: one that a collective waits on is blocked for everybody else."""
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+    return dist.PrefixStore(f"shardline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def gather_ranks(store: dist.Store, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """Rank, host and pid of every worker, on rank 0; the other ranks only tell theirs and get an empty list."""
+    own = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+    store.set(f"ranks/{rank}", json.dumps(own))
+    if rank != 0:
+        return []
+    return [json.loads(text) for text in store.multi_get([f"ranks/{other}" for other in range(world_size)])]
+
+
+def backend_timeout(seconds: float) -> timedelta:
+    """The time-out to give a process group where the watchdog has `seconds`."""
+    return timedelta(seconds=max(seconds * MARGIN, seconds + LEAST_MARGIN_SECONDS))
+
+
+def set_group_timeouts(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
+    """Change the time-out of collectives that are issued from now on, where this release of torch can."""
+    from torch.distributed import distributed_c10d
+
+    change = getattr(distributed_c10d, "_set_pg_timeout", None)
+    if change is not None:
+        for group in groups:
+            change(timeout, group)

@@ -1,0 +1,99 @@
+"""Do the ranks that must hold the same weights hold the same bits?
+
+Each rank hashes what it holds of every parameter; only the hashes travel. A parameter is compared over dp_replicate and
+over tp where its placement there is `Replicate`. A single flipped bit always changes the hash.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardline.errors import UserError
+from shardline.models.local import local
+from shardline.parallel import comm
+
+AXES = ("dp_replicate", "tp")
+CHUNK = 2**22  # numbers hashed at a time: the copy as int64 stays small
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> type of the same size
+MOST_NAMED = 8
+
+
+def check_replicas(model: nn.Module, step: int) -> None:
+    """Raise UserError, on every rank, that names the parameters and ranks that differ. Every rank must call it."""
+    shared = {axis: replicated(model, axis) for axis in AXES if comm.axis_size(axis) > 1}
+    if not any(shared.values()):
+        return
+    hashes = {name: fingerprint(local(p)) for name, p in model.named_parameters() if _is_in(name, shared)}
+    differs = torch.zeros(1, dtype=torch.int64, device=next(iter(hashes.values())).device)
+    for axis, names in shared.items():
+        if names:
+            differs |= _differ(torch.stack([hashes[name] for name in names]), axis)
+    comm.max_in_place(differs, "world")
+    if differs.item():
+        raise UserError(_report(hashes, shared, step))
+
+
+def replicated(model: nn.Module, axis: str) -> list[str]:
+    """Names of the parameters that every rank of this axis must hold alike."""
+    found = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            axes = parameter.device_mesh.mesh_dim_names or ()
+            if any(dim == axis and cut == Replicate() for dim, cut in zip(axes, parameter.placements, strict=True)):
+                found.append(name)
+    return found
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """An int64 scalar: the sum, modulo 2^64, of the numbers' bits times odd factors that depend on their place."""
+    bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), device=tensor.device)
+        total += (part * (places * 0x5851F42D4C957F2D * 2 + 1)).sum()
+    return total
+
+
+def _is_in(name: str, shared: dict[str, list[str]]) -> bool:
+    return any(name in names for names in shared.values())
+
+
+def _differ(hashes: Tensor, axis: str) -> Tensor:
+    """1 where not all ranks of the axis have the same; one all-reduce gives largest and smallest."""
+    extremes = comm.max_in_place(torch.stack([hashes, ~hashes]), axis)
+    return (extremes[0] != ~extremes[1]).any().to(torch.int64)
+
+
+def _report(hashes: dict[str, Tensor], shared: dict[str, list[str]], step: int) -> str:
+    """What any rank sees of its groups, said by all."""
+    seen = [line for axis, names in shared.items() if names for line in _differences(hashes, names, axis)]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, seen)
+    lines = sorted({line for found in everyone for line in found})
+    rest = f"; and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
+    return (
+        f"step {step}: copies of the model differ: {'; '.join(lines[:MOST_NAMED])}{rest}."
+        " Continue from a checkpoint saved before, and test the machines of those ranks"
+    )
+
+
+def _differences(hashes: dict[str, Tensor], names: list[str], axis: str) -> Iterator[str]:
+    """Which ranks differ from most of their group; without a majority, the whole group."""
+    mine = torch.stack([hashes[name] for name in names])
+    gathered = mine.new_empty(comm.axis_size(axis) * len(names))
+    comm.gather_into(gathered, mine, axis)
+    ranks = dist.get_process_group_ranks(comm.axis(axis).group)
+    for name, values in zip(names, gathered.view(-1, len(names)).T.tolist(), strict=True):
+        usual, count = Counter(values).most_common(1)[0]
+        odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
+        if odd and 2 * count > len(ranks):
+            yield f"{name} on rank {', '.join(map(str, odd))}"
+        elif odd:
+            yield f"{name} between ranks {', '.join(map(str, ranks))}"

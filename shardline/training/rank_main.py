@@ -1,0 +1,93 @@
+"""What runs in a rank that our launcher started: `python -m shardline.training.rank_main MODULE:FUNCTION WORDS...`.
+
+The function gets the words and returns an exit code. An error that it does not handle goes into the rank's report,
+not to the console: the launcher shows the one that was the cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shardline.errors import UserError
+from shardline.parallel.report import report_of, write_report
+
+LAUNCHER_VARIABLE = "SHARDLINE_LAUNCHER"  # pid of the process that started this rank
+OUTPUT_VARIABLE = "SHARDLINE_OUTPUT"  # file that takes what this rank prints; rank 0 prints to the console
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    tie_to_launcher()
+    faulthandler.enable()
+    entry, words = sys.argv[1], sys.argv[2:]
+    sys.argv = [entry, *words]
+    code = run(entry, words)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        logging.shutdown()
+        os._exit(code)  # no destructors: those of process groups may wait for ranks that are gone
+    sys.exit(0)
+
+
+def run(entry: str, words: Sequence[str]) -> int:
+    """The exit code of a rank; what it did not handle is reported."""
+    try:
+        return find(entry)(words)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt as error:  # holds the number of a signal that a run took
+        return 128 + int(error.args[0] if error.args else signal.SIGINT)
+    except BaseException as error:
+        report = report_of(error)
+        if not write_report(report):
+            sys.stderr.write(report.details)
+        return 2 if isinstance(error, UserError) else 1
+
+
+def find(entry: str) -> Callable[[Sequence[str]], int]:
+    module, _, name = entry.partition(":")
+    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def tie_to_launcher() -> None:
+    """Die with the launcher, however it dies: nobody else would end this process."""
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is None:
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(launcher):  # it died before this was set up
+        os._exit(1)
+
+
+def keep_output(folder: Path) -> None:
+    """From now on, what this rank prints goes into the run's log folder, with what it has printed so far."""
+    place = os.environ.get(OUTPUT_VARIABLE)
+    if place is None:
+        return
+    kept = folder / f"rank-{os.environ['RANK']}.out.log"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(place, "rb") as before, open(kept, "ab") as after:
+        after.write(before.read())
+        after.flush()
+        os.dup2(after.fileno(), 1)
+        os.dup2(after.fileno(), 2)
+    link = f"{place}.link"  # the launcher goes on looking at the old place
+    os.symlink(kept.resolve(), link)
+    os.replace(link, place)
+
+
+if __name__ == "__main__":
+    main()

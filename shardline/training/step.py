@@ -1,0 +1,144 @@
+"""One optimizer step on every rank: forward and backward of the micro-batches, sum, clip, step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.config.schema import Config
+from shardline.data.loader import Batch
+from shardline.errors import UserError
+from shardline.memory.early_step import EarlyStep, step_early
+from shardline.models.decoder import Decoder
+from shardline.parallel import comm
+from shardline.parallel.data import Replicas, set_gradient_sync
+from shardline.parallel.mesh import Mesh
+from shardline.parallel.tensor import TensorParallel, replicated_parameters, sum_replicated_gradients
+from shardline.training.clip import clip_, nonfinite_parameters, shards, squared_norm
+from shardline.training.head import Head
+from shardline.training.loss import count_targets
+from shardline.training.schedule import set_lr
+
+log = logging.getLogger("shardline")
+
+
+class StepResult(NamedTuple):
+    """Numbers of the whole job: every rank has the same."""
+
+    loss: float
+    grad_norm: float
+    stopping: bool  # some rank was asked to stop
+
+
+class Stepper:
+    def __init__(
+        self,
+        config: Config,
+        model: Decoder,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        tensor: TensorParallel | None,
+    ) -> None:
+        self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
+        compiled = config.compile.enable and "loss" in config.compile.components
+        self.head = Head(tensor, config.training.loss_chunk_tokens, compiled, config.compile.backend)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
+        plain_replicas = mesh.axis("dp_replicate") is not None and mesh.axis("fsdp") is None
+        self.replicas = Replicas(model, config) if plain_replicas else None
+        self.early = None
+        if config.optimizer.early_step_in_backward:
+            self.early = EarlyStep(
+                optimizer, late=self.summed_over_tp, share=lambda parameter: shards(parameter) / mesh.world_size
+            )
+
+    def forward_backward(self, batches: list[Batch]) -> Tensor:
+        """Gradients of the mean loss over all targets of the global batch, summed over data ranks.
+
+        Returns this rank's part of that loss.
+        """
+        device = batches[0].labels.device
+        targets = sum((count_targets(batch.labels) for batch in batches), torch.zeros((), device=device))
+        if self.mesh.size("loss") > 1:
+            comm.sum_in_place(targets, "loss")
+        scale = 1.0 / targets.clamp(min=1)
+        total = torch.zeros((), device=device)
+        section = self.config.parallelism
+        for number, batch in enumerate(batches, start=1):
+            last = number == len(batches)
+            set_gradient_sync(self.model, section, last)
+            if self.early is not None:
+                self.early.enabled = last
+            if self.replicas is not None:
+                self.replicas.expect(last, every_micro_batch=section.accumulation_sync == "micro_batch")
+            hidden = self.model.hidden(batch.tokens, documents=batch.documents)
+            loss = self.head.loss(self.model, hidden, batch.labels, scale)
+            loss.backward()
+            total += loss.detach()
+        if self.replicas is not None:
+            self.replicas.finish()
+        sum_replicated_gradients(self.summed_over_tp)
+        return total
+
+    def step(self, batches: list[Batch], lr: float, number: int, asked_to_stop: bool = False) -> StepResult:
+        """One optimizer step, unless its loss or gradients are not finite."""
+        if self.early is not None:
+            return self._step_early(self.early, batches, lr, number, asked_to_stop)
+        loss = self.forward_backward(batches)
+        result = self._agree(loss, asked_to_stop)
+        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+            clip_(self.parameters, result.grad_norm, self.config.training.max_norm)
+            set_lr(self.optimizer, lr)
+            self.optimizer.step()
+        else:
+            self._nonfinite(result, number)
+        self.optimizer.zero_grad(set_to_none=True)
+        return result
+
+    def _step_early(
+        self, early: EarlyStep, batches: list[Batch], lr: float, number: int, asked_to_stop: bool
+    ) -> StepResult:
+        """The same with parameters updated inside backward."""
+        set_lr(self.optimizer, lr)
+        result, changed = step_early(
+            early,
+            lambda: self.forward_backward(batches),
+            lambda loss, squares: self._agree(loss, asked_to_stop, squares),
+            self.config.training.max_norm,
+        )
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            self._nonfinite(result, number, changed)
+        return result
+
+    def _agree(self, loss: Tensor, asked_to_stop: bool, squares: Tensor | None = None) -> StepResult:
+        """Loss, gradient norm and the wish to stop, of all ranks: one all-reduce, one wait for the device a step."""
+        squares = squared_norm(self.parameters, self.mesh.world_size) if squares is None else squares
+        stop = torch.full((), float(asked_to_stop), device=loss.device)
+        numbers = torch.stack([loss * self.head.share, squares.to(loss.device), stop])
+        if self.mesh.world_size > 1:
+            comm.sum_in_place(numbers, "world")
+        total, squared, stopping = numbers.tolist()
+        return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, stopping > 0)
+
+    def _nonfinite(self, result: StepResult, number: int, changed: bool = False) -> None:
+        broken = nonfinite_parameters(self.model, of_gradients=False)
+        names = nonfinite_parameters(self.model)
+        where = f"; not finite in the gradient of {_shortened(names)}" if names else ""
+        where = f"; not finite in the weights of {_shortened(broken)}" if broken else where  # the cause, not its trail
+        text = f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{where}"
+        if changed:
+            raise UserError(f"{text}. The weights were already changed: continue from the last checkpoint")
+        if self.config.training.nonfinite == "stop":
+            raise UserError(
+                f'{text}. The parameters were not changed. Lower optimizer.lr, or set training.nonfinite = "skip"'
+            )
+        log.warning("%s: step skipped", text)
+
+
+def _shortened(names: list[str], most: int = 5) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

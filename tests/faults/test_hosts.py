@@ -1,0 +1,69 @@
+"""Ranks on two hosts: they meet, the link carries what they send, and a cut link ends the job on both sides."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts import two_hosts
+
+ROOT = Path(__file__).parents[2]
+MEBIBYTE = 2**20
+
+
+@pytest.fixture
+def hosts():
+    with two_hosts(rate="1gbit") as pair:
+        yield pair
+
+
+def start(host, number, first, *words):
+    """Launch one rank on a host, as a user does on each machine."""
+    meeting = ["--node-rank", str(number), "--rdzv-endpoint", f"{first.address}:29871"]
+    command = [sys.executable, "-m", "tests.faults.two_nodes", *meeting, *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return host.start(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+
+
+def test_ranks_on_two_hosts_sum_over_the_shaped_link(hosts):
+    a, b = hosts
+    before = a.sent_bytes()
+    jobs = [start(a, 0, a, "sum", "16"), start(b, 1, a, "sum", "16")]
+    ended = [(*job.communicate(timeout=60), job.returncode) for job in jobs]
+    assert [code for _, _, code in ended] == [0, 0], ended
+    seconds = float(re.search(r"took ([\d.]+) s", ended[0][0])[1])
+    # Two ranks send the whole tensor each: 16 MiB at 1 Gbit/s, with nothing to spare, is 0.134 s.
+    assert 0.12 < seconds < 5
+    assert 16 * MEBIBYTE <= a.sent_bytes() - before < 20 * MEBIBYTE
+    assert ended[1][0] == ""  # rank 1 is on another host, and still not the one to print
+
+
+def test_a_cut_link_ends_the_job_on_both_hosts(hosts, tmp_path):
+    a, b = hosts
+    jobs = [start(a, 0, a, "loop", str(tmp_path)), start(b, 1, a, "loop", str(tmp_path))]
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"step-{rank}").exists() for rank in (0, 1)):
+        assert time.monotonic() < deadline, [job.poll() for job in jobs]
+        time.sleep(0.1)
+    b.cut()
+    (_, error_a), (_, error_b) = (job.communicate(timeout=30) for job in jobs)
+    assert [job.returncode for job in jobs] == [1, 1], (error_a, error_b)
+    assert "where rank 1 did not arrive" in error_a
+    assert re.search(r"rank 1 \(.*has not been heard of", error_a)
+    assert "has not reached the store of the job at" in error_b
+    assert not os.path.exists(f"/proc/{(tmp_path / 'pid-1').read_text()}")
+
+
+def test_a_failure_on_one_host_is_shown_on_both(hosts, tmp_path):
+    a, b = hosts
+    jobs = [start(a, 0, a, "raise", str(tmp_path)), start(b, 1, a, "raise", str(tmp_path))]
+    errors = [job.communicate(timeout=60)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [1, 1]
+    for error in errors:
+        assert error.count("Traceback") == 1
+        assert re.search(r"error: rank 1 \(.*\) failed:", error)
+        assert "ValueError: a fault of its own" in error

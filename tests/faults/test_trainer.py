@@ -1,0 +1,123 @@
+"""The same faults in real training: one rank raises, is stopped or killed, or the user interrupts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.faults.test_ranks import PROMPT, is_alive, wait_until
+
+# Ranks say in files which step they have done; rank 1 may raise.
+HOOKS = """
+import os
+from pathlib import Path
+from shardline.registry import register_hook
+
+@register_hook("after_step")
+def tell(trainer, row):
+    folder, rank = Path(os.environ["FAULT_FOLDER"]), os.environ["RANK"]
+    for name, value in (("pid", os.getpid()), ("step", row["step"])):
+        part = folder / f"{name}-{rank}.part"
+        part.write_text(str(value))
+        part.replace(folder / f"{name}-{rank}")
+    if os.environ.get("FAULT") == "raise" and rank == "1" and row["step"] == 3:
+        raise ValueError("a fault of its own")
+"""
+SMALL = {
+    "model.overrides.n_layers": 2,
+    "model.overrides.dim": 32,
+    "model.overrides.vocab_size": 512,
+    "training.seq_len": 32,
+    "training.local_batch_size": 1,
+    "training.steps": 100000,
+    "comm.train_timeout_seconds": 3,
+}
+
+
+class Run:
+    def __init__(self, folder, fault="", **more):
+        self.folder = folder
+        (folder / "hooks.py").write_text(HOOKS)
+        keys = {**SMALL, **more, "job.dump_folder": folder / "run", "experimental.custom_import": folder / "hooks.py"}
+        flags = [f"--{key}={value}" for key, value in keys.items()]
+        environment = {**os.environ, "FAULT_FOLDER": str(folder), "FAULT": fault}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shardline", "train", "--nproc", "2", *flags],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def wait_for_step(self, step):
+        wait_until(lambda: self.process.poll() is not None or self.step() >= step, 60)
+
+    def step(self):
+        try:
+            return min(int((self.folder / f"step-{rank}").read_text()) for rank in (0, 1))
+        except (OSError, ValueError):
+            return 0
+
+    def pid(self, rank):
+        return int((self.folder / f"pid-{rank}").read_text())
+
+    def end(self, within):
+        stdout, stderr = self.process.communicate(timeout=within)
+        wait_until(lambda: not any(is_alive(self.pid(rank)) for rank in (0, 1)), 2)
+        return self.process.returncode, stdout, stderr
+
+
+@pytest.fixture
+def run(tmp_path):
+    runs = []
+
+    def start(*arguments, **more):
+        runs.append(Run(tmp_path, *arguments, **more))
+        return runs[-1]
+
+    yield start
+    for one in runs:
+        one.process.terminate()
+        try:
+            one.process.communicate(timeout=PROMPT)
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+
+
+def test_a_step_that_fails_on_one_rank_ends_training_with_its_traceback(run):
+    code, _, stderr = run("raise").end(90)
+    assert code == 1
+    assert stderr.count("Traceback") == 1
+    assert "error: rank 1 (" in stderr
+    assert stderr.rstrip().endswith("ValueError: a fault of its own")
+
+
+def test_a_stopped_rank_ends_training_after_the_time_out(run):
+    one = run()
+    one.wait_for_step(2)
+    os.kill(one.pid(1), signal.SIGSTOP)
+    stopped = time.monotonic()
+    code, _, stderr = one.end(25)
+    assert code == 1, stderr
+    assert time.monotonic() - stopped < 20
+    assert f"pid {one.pid(1)}) has not been heard of" in stderr
+    assert "over dp_shard" in stderr or "over world" in stderr
+    assert "no progress for" in (one.folder / "run" / "log" / "rank-0.log").read_text()
+
+
+def test_ctrl_c_saves_the_step_that_all_ranks_have_done(run):
+    one = run(**{"checkpoint.enable": "true", "checkpoint.interval": 100000})
+    one.wait_for_step(2)
+    os.killpg(one.process.pid, signal.SIGINT)
+    code, stdout, stderr = one.end(30)
+    assert (code, stderr) == (130, ""), stderr
+    assert "at your request (SIGINT)" in stdout
+    (saved,) = (one.folder / "run" / "checkpoint").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) == one.step()
+    ranks = json.loads((one.folder / "run" / "log" / "ranks.json").read_text())
+    assert [(row["rank"], row["pid"]) for row in ranks] == [(rank, one.pid(rank)) for rank in (0, 1)]

@@ -1,0 +1,137 @@
+"""Two hosts on one machine: network namespaces with a veth pair between them, shaped to the speed of a real link.
+
+    with two_hosts(rate="1gbit") as (a, b):
+        job = b.start([sys.executable, "program.py"], {"MASTER_ADDR": a.address})
+        a.run([...])
+        a.sent_bytes()
+
+Needs root and iproute2; a test that asks for hosts where they cannot be made is skipped, and says why.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+NETWORK = "10.77.0"
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str  # of its namespace
+    interface: str
+    address: str
+
+    def start(self, words: Sequence[str], env: Mapping[str, str] | None = None, **options) -> subprocess.Popen:
+        """A process on this host; gloo and NCCL are told which interface to use."""
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        command = ["ip", "netns", "exec", self.name, *words]
+        return subprocess.Popen(command, env={**environment, **(env or {})}, **options)
+
+    def run(
+        self, words: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60, **options
+    ) -> subprocess.CompletedProcess:
+        """Run a process on this host to its end."""
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+        with self.start(words, env, **options) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+        return subprocess.CompletedProcess(list(words), process.returncode, stdout, stderr)
+
+    def sent_bytes(self) -> int:
+        return self._counter("tx_bytes")
+
+    def received_bytes(self) -> int:
+        return self._counter("rx_bytes")
+
+    def cut(self) -> None:
+        """Take the link down; both sides stop hearing of each other, without a word."""
+        _ip("netns", "exec", self.name, "ip", "link", "set", self.interface, "down")
+
+    def _counter(self, name: str) -> int:
+        # sysfs belongs to the network namespace it was mounted in: `ip netns exec` mounts its own.
+        path = f"/sys/class/net/{self.interface}/statistics/{name}"
+        return int(_ip("netns", "exec", self.name, "cat", path))
+
+
+@contextlib.contextmanager
+def two_hosts(rate: str | None = "1gbit", delay: str | None = None) -> Iterator[tuple[Host, Host]]:
+    """Two hosts and their link: `rate` and `delay` as tc writes them ("1gbit", "2ms"), None for no limit."""
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    mark = uuid.uuid4().hex[:6]
+    a, b = (
+        Host(f"shl-{mark}-{side}", f"v{mark}{side}", f"{NETWORK}.{number}") for number, side in ((1, "a"), (2, "b"))
+    )
+    made = []
+    try:
+        for host in (a, b):
+            _ip("netns", "add", host.name)
+            made.append(host)
+        _ip("link", "add", a.interface, "netns", a.name, "type", "veth", "peer", "name", b.interface, "netns", b.name)
+        for host in (a, b):
+            _set_up(host, rate, delay)
+        yield a, b
+    finally:
+        for host in made:
+            _end_processes(host)
+            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
+
+
+def missing() -> str:
+    """Why two hosts cannot be made here, or nothing."""
+    if shutil.which("ip") is None or shutil.which("tc") is None:
+        return "two hosts need the commands ip and tc: apt-get install iproute2"
+    if os.geteuid() != 0:
+        return "two hosts need root, to make network namespaces"
+    probe = f"shl-{uuid.uuid4().hex[:6]}"
+    tried = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
+    return f"two hosts need network namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def _set_up(host: Host, rate: str | None, delay: str | None) -> None:
+    _ip("-n", host.name, "link", "set", "lo", "up")
+    _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
+    _ip("-n", host.name, "link", "set", host.interface, "up")
+    # netem outside delays each packet, tbf inside lets them go at the rate.
+    parent = ["root", "handle", "1:"]
+    if delay is not None:
+        _tc(host, *parent, "netem", "delay", delay, "limit", "100000")
+        parent = ["parent", "1:", "handle", "2:"]
+    if rate is not None:
+        _tc(host, *parent, "tbf", "rate", rate, "burst", "256kb", "latency", "100ms")
+
+
+def _tc(host: Host, *words: str) -> None:
+    _checked(["tc", "-n", host.name, "qdisc", "add", "dev", host.interface, *words])
+
+
+def _ip(*words: str) -> str:
+    return _checked(["ip", *words])
+
+
+def _checked(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _end_processes(host: Host) -> None:
+    """What still runs on the host would keep the namespace alive."""
+    pids = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout.split()
+    for pid in pids:
+        if Path(f"/proc/{pid}").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), 9)

@@ -1,0 +1,214 @@
+"""The layouts that are compared with one process: a table, not code.
+
+Degrees are written as `ddp=2, fsdp=2, tp=2`; everything else a case changes follows as config keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.parity.harness import BFLOAT16, FLOAT32, Tolerances
+from tests.parity.pool import TIMEOUT_SECONDS
+
+DEGREES = {
+    "ddp": "parallelism.data_parallel_replicate_degree",
+    "fsdp": "parallelism.data_parallel_shard_degree",
+    "tp": "parallelism.tensor_parallel_degree",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    ranks: int
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    tolerances: Tolerances = FLOAT32
+    slow: bool = False
+    timeout: float = TIMEOUT_SECONDS
+
+
+def case(
+    name: str,
+    *changes: Mapping[str, Any],
+    ddp: int = 1,
+    fsdp: int = 1,
+    tp: int = 1,
+    tolerances: Tolerances = FLOAT32,
+    slow: bool = False,
+    timeout: float = TIMEOUT_SECONDS,
+) -> Case:
+    overrides: dict[str, Any] = {DEGREES["ddp"]: ddp, DEGREES["fsdp"]: fsdp, DEGREES["tp"]: tp}
+    model: dict[str, Any] = {}
+    for change in changes:
+        overrides |= change
+        model |= change.get("model.overrides", {})
+    if model:
+        overrides["model.overrides"] = model
+    return Case(name, ddp * fsdp * tp, overrides, tolerances, slow, timeout)
+
+
+def model(**fields: Any) -> dict[str, Any]:
+    return {"model.overrides": fields}
+
+
+# Changes that several cases share.
+TIED = model(tie_word_embeddings=True)
+ONE_KV_HEAD = model(n_kv_heads=1)
+TWO_KV_HEADS = model(n_kv_heads=2)
+ODD_VOCABULARY = model(vocab_size=271)
+QK_NORM = model(qk_norm=True)
+BIASES = model(qkv_bias=True, out_bias=True, mlp_bias=True)
+DOCUMENTS = model(attn_mask_type="block_causal")
+WINDOW = model(sliding_window=8)
+NO_SEQUENCE = {"parallelism.enable_sequence_parallel": False}
+NO_LOSS_PARALLEL = {"parallelism.disable_loss_parallel": True}
+NEVER = {"parallelism.fsdp_reshard_after_forward": "never"}
+ALWAYS = {"parallelism.fsdp_reshard_after_forward": "always"}
+SMALL_BATCHES = {"training.local_batch_size": 1}
+EVERY_MICRO_BATCH = {"parallelism.accumulation_sync": "micro_batch"}
+SCATTER = {"parallelism.accumulation_sync": "scatter"}
+FULL_AC = {"activation_checkpoint.mode": "full"}
+OP_AC = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+EVERY_SECOND_AC = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"}
+COMPILE = {"compile.enable": True, "compile.backend": "aot_eager"}
+# The partitioner that trades memory for time works in this backend too, without a C++ compiler.
+BUDGET_AC = {
+    "activation_checkpoint.mode": "memory_budget",
+    "activation_checkpoint.memory_budget": 0.5,
+    "compile.enable": True,
+    "compile.backend": "aot_eager_decomp_partition",
+}
+UNCLIPPED = {"training.max_norm": 0.0}
+EARLY = {"optimizer.early_step_in_backward": True}
+TWO_PASSES = {"optimizer.early_step_clipping": "two_pass"}
+VALIDATION = {"validation.enable": True, "validation.freq": 5, "validation.steps": 4, "validation.seq_len": 32}
+WHOLE_VALIDATION = VALIDATION | {"validation.freq": 10, "validation.steps": -1}
+EPOCHS = {"training.epochs": 0.25}
+SMALL_BUCKETS = {"parallelism.gradient_bucket_mib": 0.05}
+NO_OVERLAP = {"parallelism.overlap_gradient_reduction": False}
+LAMB = {"optimizer.name": "LAMB", "optimizer.lr": 1e-2}
+LARS = {"optimizer.name": "LARS", "optimizer.lr": 10.0}
+OFFLOAD = {"training.enable_cpu_offload": True}
+CHUNKS = {"training.loss_chunk_tokens": 48}
+BF16 = {"training.mixed_precision_param": "bfloat16", "optimizer.lr": 1e-3}
+
+COMPRESSED = {"parallelism.gradient_compression": "bfloat16", "optimizer.lr": 1e-3}
+CHECKED = {"debug.check_replicas_freq": 3}
+PREFETCH_TWO = {"parallelism.fsdp_prefetch": 2}
+NO_PREFETCH = {"parallelism.fsdp_prefetch": 0}
+NARROW_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.lr": 1e-3}
+NO_DECAY_OF_NORMS = {"optimizer.decay_norms": False}
+
+CASES = [
+    # data parallel: replicas
+    case("ddp2", ddp=2),
+    case("ddp4", ddp=4),
+    case("ddp2-small-buckets", SMALL_BUCKETS, ddp=2),
+    case("ddp2-reduce-after-backward", SMALL_BUCKETS, NO_OVERLAP, ddp=2),
+    case("ddp2-accumulation", SMALL_BATCHES, ddp=2),
+    case("ddp2-accumulation-every-micro-batch", SMALL_BATCHES, EVERY_MICRO_BATCH, ddp=2),
+    case("ddp2-checked", CHECKED, ddp=2),
+    case("ddp2-tied", TIED, ddp=2),
+    case("ddp2-documents", DOCUMENTS, SMALL_BATCHES, ddp=2),
+    case("ddp2-bf16", BF16, ddp=2, tolerances=BFLOAT16),
+    case("ddp2-compressed-gradients", COMPRESSED, ddp=2, tolerances=BFLOAT16),
+    case("ddp8", ddp=8, slow=True),
+    # data parallel: shards
+    case("fsdp2", fsdp=2),
+    case("fsdp2-always", ALWAYS, fsdp=2),
+    case("fsdp2-never", NEVER, fsdp=2),
+    case("fsdp2-never-accumulation", NEVER, SMALL_BATCHES, fsdp=2),
+    case("fsdp4", fsdp=4),
+    case("fsdp2-prefetch-two", PREFETCH_TWO, fsdp=2),
+    case("fsdp2-no-prefetch", NO_PREFETCH, fsdp=2, slow=True),
+    case("fsdp2-accumulation", SMALL_BATCHES, fsdp=2),
+    case("fsdp2-accumulation-every-micro-batch", SMALL_BATCHES, EVERY_MICRO_BATCH, fsdp=2),
+    case("fsdp2-tied", TIED, fsdp=2),
+    case("fsdp2-documents", DOCUMENTS, SMALL_BATCHES, fsdp=2),
+    case("fsdp2-odd-vocabulary", ODD_VOCABULARY, fsdp=2),
+    case("fsdp2-full-ac", FULL_AC, fsdp=2),
+    case("fsdp2-op-ac", OP_AC, fsdp=2),
+    case("fsdp2-validation", VALIDATION, fsdp=2),
+    case("fsdp2-early-step", EARLY, UNCLIPPED, fsdp=2),
+    case("fsdp2-early-step-clipped", EARLY, TWO_PASSES, SMALL_BATCHES, fsdp=2),
+    case("fsdp2-lamb", LAMB, fsdp=2),
+    case("fsdp2-lars", LARS, fsdp=2),
+    case("fsdp2-offload", OFFLOAD, fsdp=2),
+    case("fsdp2-narrow-state", NARROW_STATE, fsdp=2, tolerances=BFLOAT16),
+    case("fsdp2-no-decay-of-norms", NO_DECAY_OF_NORMS, fsdp=2),
+    case("fsdp2-epochs", EPOCHS, fsdp=2),
+    case("fsdp2-bf16", BF16, fsdp=2, tolerances=BFLOAT16),
+    case("fsdp2-compile", COMPILE, fsdp=2, slow=True),
+    case("fsdp8", fsdp=8, slow=True),
+    # both: shards inside a group, replicas between groups
+    case("hsdp2x2", ddp=2, fsdp=2),
+    case("hsdp2x2-early-step", EARLY, UNCLIPPED, ddp=2, fsdp=2),
+    case("hsdp2x2-never", NEVER, ddp=2, fsdp=2, slow=True),
+    case("hsdp2x2-accumulation", SMALL_BATCHES, ddp=2, fsdp=2),
+    case("hsdp2x2-accumulation-every-micro-batch", SMALL_BATCHES, EVERY_MICRO_BATCH, ddp=2, fsdp=2, slow=True),
+    case("hsdp2x2-accumulation-scatter", SMALL_BATCHES, SCATTER, ddp=2, fsdp=2),
+    case("hsdp2x4", ddp=2, fsdp=4, slow=True),
+    # tensor parallel
+    case("tp2", tp=2),
+    case("tp4", tp=4),
+    case("tp2-no-sequence", NO_SEQUENCE, tp=2),
+    case("tp4-no-sequence", NO_SEQUENCE, tp=4, slow=True),
+    case("tp2-no-loss-parallel", NO_LOSS_PARALLEL, tp=2),
+    case("tp2-no-sequence-no-loss-parallel", NO_SEQUENCE, NO_LOSS_PARALLEL, tp=2),
+    case("tp2-tied", TIED, tp=2),
+    case("tp2-tied-no-sequence", TIED, NO_SEQUENCE, tp=2),
+    case("tp2-tied-no-loss-parallel", TIED, NO_LOSS_PARALLEL, tp=2),
+    case("tp2-odd-vocabulary", ODD_VOCABULARY, tp=2),
+    case("tp4-odd-vocabulary-tied", ODD_VOCABULARY, TIED, tp=4),
+    case("tp4-one-kv-head", ONE_KV_HEAD, tp=4),
+    case("tp4-two-kv-heads", TWO_KV_HEADS, tp=4),
+    case("tp4-two-kv-heads-biases-qk-norm", TWO_KV_HEADS, BIASES, QK_NORM, tp=4),
+    case("tp4-one-kv-head-no-sequence", ONE_KV_HEAD, NO_SEQUENCE, BIASES, QK_NORM, tp=4),
+    case("tp2-qk-norm", QK_NORM, tp=2),
+    case("tp2-biases", BIASES, tp=2),
+    case("tp2-biases-qk-norm-no-sequence", BIASES, QK_NORM, NO_SEQUENCE, tp=2),
+    case("tp2-documents", DOCUMENTS, SMALL_BATCHES, tp=2),
+    case("tp2-window", WINDOW, tp=2),
+    case("tp2-loss-chunks", CHUNKS, tp=2),
+    case("tp2-full-ac", FULL_AC, tp=2),
+    case("tp2-op-ac", OP_AC, tp=2),
+    case("tp2-every-second-ac", EVERY_SECOND_AC, tp=2),
+    case("tp2-validation", WHOLE_VALIDATION, tp=2),
+    case("tp2-early-step", EARLY, UNCLIPPED, tp=2),
+    case("tp2-early-step-clipped", EARLY, TWO_PASSES, tp=2),
+    case("tp2-lamb", LAMB, tp=2),
+    case("tp2-bf16", BF16, tp=2, tolerances=BFLOAT16),
+    case("tp2-compile", COMPILE, tp=2),
+    case("tp2-compile-full-ac", COMPILE, FULL_AC, tp=2, slow=True),
+    case("tp2-compile-op-ac-no-sequence", COMPILE, OP_AC, NO_SEQUENCE, tp=2, slow=True),
+    case("tp8", tp=8, slow=True),
+    # tensor parallel with data parallel
+    case("ddp2-tp2", ddp=2, tp=2),
+    case("ddp2-tp2-accumulation-tied", SMALL_BATCHES, TIED, ddp=2, tp=2),
+    case("ddp2-tp2-no-sequence", NO_SEQUENCE, ddp=2, tp=2),
+    case("ddp2-tp2-validation", VALIDATION, ddp=2, tp=2, slow=True),
+    case("ddp2-tp4", ddp=2, tp=4, slow=True),
+    case("fsdp2-tp2", fsdp=2, tp=2),
+    case("fsdp2-tp2-never", NEVER, fsdp=2, tp=2, slow=True),
+    case("fsdp2-tp2-tied-odd-vocabulary", TIED, ODD_VOCABULARY, fsdp=2, tp=2),
+    case("fsdp2-tp2-biases-qk-norm", BIASES, QK_NORM, fsdp=2, tp=2),
+    case("fsdp2-tp2-no-sequence", NO_SEQUENCE, fsdp=2, tp=2, slow=True),
+    case("fsdp2-tp2-no-loss-parallel", NO_LOSS_PARALLEL, fsdp=2, tp=2, slow=True),
+    case("fsdp2-tp2-documents-accumulation", DOCUMENTS, SMALL_BATCHES, fsdp=2, tp=2),
+    case("fsdp2-tp2-full-ac", FULL_AC, fsdp=2, tp=2),
+    case("fsdp2-tp2-early-step", EARLY, UNCLIPPED, fsdp=2, tp=2),
+    case("fsdp2-tp2-early-step-clipped", EARLY, TWO_PASSES, SMALL_BATCHES, fsdp=2, tp=2, slow=True),
+    case("fsdp2-tp2-lamb", LAMB, fsdp=2, tp=2),
+    case("fsdp2-tp2-bf16", BF16, fsdp=2, tp=2, tolerances=BFLOAT16, slow=True),
+    case("fsdp2-tp2-compile", COMPILE, fsdp=2, tp=2, slow=True),
+    case("fsdp2-tp2-validation-epochs", EPOCHS, WHOLE_VALIDATION, fsdp=2, tp=2, slow=True),
+    case("fsdp4-tp2", fsdp=4, tp=2, slow=True),
+    case("fsdp2-tp4-one-kv-head", ONE_KV_HEAD, fsdp=2, tp=4),
+    case("hsdp2x2-tp2", ddp=2, fsdp=2, tp=2),
+    case("hsdp2x2-tp2-accumulation-scatter", SMALL_BATCHES, SCATTER, DOCUMENTS, ddp=2, fsdp=2, tp=2, slow=True),
+    case("hsdp2x2-tp2-tied", TIED, TWO_KV_HEADS, BIASES, ddp=2, fsdp=2, tp=2, slow=True),
+]
+BY_NAME = {entry.name: entry for entry in CASES}
+assert len(BY_NAME) == len(CASES), "two cases have one name"

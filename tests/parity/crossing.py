@@ -1,0 +1,101 @@
+"""Cases drawn from the table of features: together they turn on every pair that the table allows.
+
+The cases written by hand cover many pairs already; for the rest, features are put together as long as the table allows
+it and each adds a pair that no case has yet.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import combinations
+from typing import Any
+
+from shardline.config.features import EXCLUSIVE, FEATURES, NEEDS, REFUSED, active, allowed_pairs
+from shardline.config.load import load_config
+from tests.parity import cases
+from tests.parity.cases import Case, case
+from tests.parity.harness import BFLOAT16, FLOAT32, complete
+
+Pair = frozenset[str]
+
+# Feature -> its word in a case's name, the degrees it sets, the keys it sets.
+HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "DDP": ("ddp", {"ddp": 2}, {}),
+    "FSDP": ("fsdp", {"fsdp": 2}, {}),
+    "HSDP": ("hsdp", {"ddp": 2, "fsdp": 2}, {}),
+    "TP": ("tp", {"tp": 2}, {}),
+    "TP without sequence parallel": ("no_sequence", {}, cases.NO_SEQUENCE),
+    "whole loss on every TP rank": ("whole_loss", {}, cases.NO_LOSS_PARALLEL),
+    "accumulation": ("accumulation", {}, cases.SMALL_BATCHES),
+    "AC full": ("full_ac", {}, cases.FULL_AC),
+    "AC selective": ("op_ac", {}, cases.OP_AC),
+    "AC memory budget": ("budget_ac", {}, cases.BUDGET_AC),
+    "compile": ("compile", {}, cases.COMPILE),
+    "optimizer in backward": ("early", {}, cases.EARLY | cases.TWO_PASSES),
+    "CPU offload": ("offload", {}, cases.OFFLOAD),
+    "bfloat16": ("bf16", {}, cases.BF16),
+    "tied embeddings": ("tied", {}, cases.TIED),
+    "packed documents": ("documents", {}, cases.DOCUMENTS),
+    "validation": ("validation", {}, cases.VALIDATION),
+}
+# What a case needs in order to have any effect, beyond what the table says. The first choice costs fewer ranks.
+ALSO_NEEDS = {"CPU offload": ("FSDP", "HSDP")}
+
+
+def pairs_of(entry: Case) -> set[Pair]:
+    """The pairs of features that are on in a case, as its config says."""
+    config = load_config(overrides=complete(entry.overrides, entry.ranks))
+    return {frozenset(pair) for pair in combinations(active(config), 2)}
+
+
+@functools.cache
+def crossed() -> tuple[Case, ...]:
+    left = allowed_pairs() - {pair for entry in cases.CASES for pair in pairs_of(entry)}
+    found: list[Case] = []
+    while left:
+        features = _grow(left)
+        found.append(_case_of(features))
+        left -= {frozenset(pair) for pair in combinations(features, 2)}
+    return tuple(found)
+
+
+def _grow(left: set[Pair]) -> list[str]:
+    """Features that go together, from the first pair that is left; each further one covers as many as possible."""
+    order = list(FEATURES)
+    chosen = _closed(min((sorted(pair, key=order.index) for pair in left), key=lambda pair: [*map(order.index, pair)]))
+    while True:
+        options = [closed for name in order if name not in chosen and _fits(closed := _closed([*chosen, name]))]
+        gains = [sum(frozenset(pair) in left for pair in combinations(option, 2)) for option in options]
+        now = sum(frozenset(pair) in left for pair in combinations(chosen, 2))
+        if not options or max(gains) == now:
+            return sorted(chosen, key=order.index)
+        chosen = options[gains.index(max(gains))]
+
+
+def _closed(features: list[str]) -> list[str]:
+    """With what they need."""
+    whole = list(dict.fromkeys(features))
+    for name in whole:  # grows while it is walked
+        whole += [other for other in NEEDS.get(name, ()) if other not in whole]
+        choices = ALSO_NEEDS.get(name, ())
+        if choices and not set(choices) & set(whole):
+            whole.append(choices[0])
+    return whole
+
+
+def _fits(features: list[str]) -> bool:
+    pairs = [frozenset(pair) for pair in combinations(features, 2)]
+    return not any(pair in REFUSED or any(pair <= choice for choice in EXCLUSIVE) for pair in pairs)
+
+
+def _case_of(features: list[str]) -> Case:
+    words, degrees, changes = [], dict[str, int](), list[dict[str, Any]]()
+    for name in features:
+        word, more, change = HOW[name]
+        words.append(word)
+        degrees |= more
+        changes.append(change)
+    if "AC memory budget" in features:
+        changes.append(cases.BUDGET_AC)  # its compiler comes after the usual one
+    tolerances = BFLOAT16 if "bfloat16" in features else FLOAT32
+    return case("-".join(["x", *words]), *changes, **degrees, tolerances=tolerances, slow=True, timeout=300)

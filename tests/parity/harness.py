@@ -1,0 +1,377 @@
+"""Train a tiny model under some layout and compare every number with one process.
+
+    reference = harness.reference(overrides)         one process, the whole global batch at once
+    result = harness.run(overrides, ranks=4)         the same samples, cut over ranks and micro-batches
+    compare(reference, result)                       AssertionError that names the first difference
+
+The trainer runs its own loop; `_watch` only writes down what passes by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from shardline.config.layout import Layout, resolve_layout
+from shardline.config.load import load_config
+from shardline.data.demo import documents
+from shardline.models.fused import unfuse
+from tests.parity.pool import TIMEOUT_SECONDS, Pool
+
+STEPS = 10
+GLOBAL_BATCH = 8
+DEVICE = os.environ.get("SHARDLINE_PARITY_DEVICE", "cpu")  # "cuda": ranks share the GPU, gloo carries the collectives
+
+MODEL = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "head_dim": 8,
+    "ffn_dim": 128,
+    "vocab_size": 272,
+}
+BASE: dict[str, Any] = {
+    "model.tokenizer_path": "bytes",
+    "training.seq_len": 32,
+    "training.global_batch_size": GLOBAL_BATCH,
+    "training.steps": STEPS,
+    "training.mixed_precision_param": "float32",
+    "training.max_norm": 1.0,  # gradient norms here are about 2: every step is clipped
+    "optimizer.lr": 3e-3,
+    "lr_scheduler.warmup_steps": 2,
+    "metrics.log_freq": 1,
+}
+# How a run is cut up, not what it computes: the reference leaves these out.
+LAYOUT_KEYS = ("parallelism.", "activation_checkpoint.", "compile.", "comm.", "optimizer.early_step", "debug.check")
+LAYOUT_KEYS += ("training.local_batch_size", "validation.local_batch_size", "training.enable_cpu_offload")
+
+Overrides = Mapping[str, Any]
+# Breaks a built trainer while the context it returns is open, on every rank: for tests of the harness itself.
+Mutation = Callable[[Any], contextlib.AbstractContextManager[None]]
+
+
+@dataclass
+class Result:
+    """What a run computed. Tensors are whole, under their logical names; `samples[step][data rank]` are sample ids."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    gradients: dict[str, Tensor]  # of step 1, as the optimizer got them
+    parameters: dict[str, Tensor]  # after the last step
+    samples: list[list[list[int]]]
+    validation_losses: list[float] = field(default_factory=list)
+    comm_bytes: list[dict[str, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Relative; for tensors the norm of the difference over the norm."""
+
+    loss: float = 1e-4
+    grad_norm: float = 1e-4
+    gradient: float = 1e-3
+    parameter: float = 1e-3
+
+
+FLOAT32 = Tolerances()
+# bfloat16 keeps 8 bits of each number, and what is summed where depends on the layout.
+# Measured at a learning rate of 1e-3: 3e-5, 5e-4, 6e-3, 5e-3; cutting the batch alone, on one process, costs as much.
+BFLOAT16 = Tolerances(loss=2e-4, grad_norm=3e-3, gradient=2e-2, parameter=2e-2)
+
+
+class Harness:
+    """Runs cases in a pool of workers; one reference for all cases that compute the same."""
+
+    def __init__(self, pool: Pool, folder: Path) -> None:
+        self.pool, self.folder = pool, folder
+        self.corpus = write_corpus(folder / "corpus.jsonl")
+        self._references: dict[str, Result] = {}
+        self._numbers = itertools.count()
+
+    def reference(self, overrides: Overrides, timeout: float = TIMEOUT_SECONDS) -> Result:
+        kept = {key: value for key, value in overrides.items() if not key.startswith(LAYOUT_KEYS)}
+        name = json.dumps(kept, sort_keys=True, default=str)
+        if name not in self._references:
+            self._references[name] = self.run(kept, 1, timeout=timeout)
+        return self._references[name]
+
+    def run(
+        self, overrides: Overrides, ranks: int, mutation: Mutation | None = None, timeout: float = TIMEOUT_SECONDS
+    ) -> Result:
+        folder = self.folder / f"run-{next(self._numbers)}"
+        settings = self.settings(overrides, ranks) | {"job.dump_folder": str(folder)}
+        layout = resolve_layout(load_config(overrides=settings).parallelism, ranks)
+        try:
+            records = self.pool.run(ranks, train, settings, mutation, timeout=timeout)
+            return join(records, layout, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def settings(self, overrides: Overrides, ranks: int) -> dict[str, Any]:
+        return complete(overrides, ranks) | {
+            "training.dataset_path": str(self.corpus),
+            "training.cache_folder": str(self.folder / "cache"),
+            "validation.dataset_path": str(self.corpus),
+        }
+
+
+def complete(overrides: Overrides, ranks: int) -> dict[str, Any]:
+    """The whole config of a case. Unless it says otherwise, each data rank takes its share in one micro-batch."""
+    settings: dict[str, Any] = {**BASE, **overrides, "model.overrides": MODEL | overrides.get("model.overrides", {})}
+    if "training.epochs" in settings:
+        del settings["training.steps"]
+    layout = resolve_layout(load_config(overrides=settings).parallelism, ranks)
+    share = settings["training.global_batch_size"] // layout.data_ranks
+    settings.setdefault("training.local_batch_size", share)
+    settings.setdefault("validation.local_batch_size", share)
+    return settings
+
+
+def write_corpus(path: Path) -> Path:
+    """Long and very short documents mixed, so that samples have different numbers of targets under block_causal."""
+    chance = random.Random(0)
+    texts = [text[: chance.choice((1, 2, 5, len(text)))] for text in documents("validation")[:400]]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+# ---- on a rank -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Record:
+    """What one rank saw. Rank 0 carries the tensors; of the others' only the fingerprints, which must be the same."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    samples: list[list[int]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    gradient_prints: dict[str, str] = field(default_factory=dict)
+    parameter_prints: dict[str, str] = field(default_factory=dict)
+
+
+def train(settings: dict[str, Any], mutation: Mutation | None) -> Record:
+    """A worker's part of a case: build the trainer, run its loop, write down what it did."""
+    from shardline.training.trainer import Trainer
+
+    with _chosen_device(), _own_logging():
+        trainer = Trainer(load_config(overrides=settings))
+        record = Record()
+        with contextlib.nullcontext() if mutation is None else mutation(trainer):
+            _watch(trainer, record)
+            trainer.train()
+        record.parameters, record.parameter_prints = _whole(trainer, lambda parameter: parameter.detach())
+        if int(os.environ.get("RANK", "0")) > 0:
+            record.gradients, record.parameters = {}, {}
+        return record
+
+
+@contextlib.contextmanager
+def _chosen_device() -> Iterator[None]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with patch("shardline.training.trainer.choose_device", lambda *_: torch.device(DEVICE)):
+        yield
+
+
+@contextlib.contextmanager
+def _own_logging() -> Iterator[None]:
+    """Take the run's log files away from the loggers: the folder is removed before the next case."""
+    try:
+        yield
+    finally:
+        for name in ("shardline", "py.warnings"):
+            for handler in list(logging.getLogger(name).handlers):
+                logging.getLogger(name).removeHandler(handler)
+                handler.close()
+
+
+def _watch(trainer: Any, record: Record) -> None:
+    fetch, step = trainer.loader.step, trainer.train_step
+
+    def watched_fetch() -> Any:
+        batches = fetch()
+        record.samples.append([int(number) for batch in batches for number in batch.sample_ids.tolist()])
+        return batches
+
+    def watched_step(*arguments: Any) -> Any:
+        outcome = step(*arguments)
+        record.losses.append(outcome[0].loss)
+        record.grad_norms.append(outcome[0].grad_norm)
+        if not record.gradients:  # an optimizer that runs in backward keeps no gradient, but this one's first moment
+            decay = 1 - trainer.config.optimizer.beta1
+            record.gradients, record.gradient_prints = _whole(
+                trainer, lambda parameter: trainer.optimizer.state[parameter]["exp_avg"] / decay
+            )
+        return outcome
+
+    trainer.loader.step, trainer.train_step = watched_fetch, watched_step
+    if not trainer.config.optimizer.early_step_in_backward:
+        _watch_gradients(trainer, record)
+
+
+def _watch_gradients(trainer: Any, record: Record) -> None:
+    """Keep the gradients that the first optimizer step is given: summed over ranks, clipped."""
+    update = trainer.optimizer.step
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        if not record.gradients:
+            record.gradients, record.gradient_prints = _whole(trainer, lambda parameter: parameter.grad)
+        return update(*arguments, **options)
+
+    trainer.optimizer.step = watched
+
+
+def _whole(trainer: Any, value: Callable[[Any], Tensor | None]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A tensor of each parameter, gathered from its shards and unfused; every rank must call this."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in trainer.model.named_parameters():
+        tensor = value(parameter)
+        if tensor is None:
+            raise AssertionError(f"{name} has no gradient")
+        if hasattr(tensor, "full_tensor"):
+            tensor = tensor.full_tensor()
+        for part, content in unfuse(trainer.arch, name, tensor.detach()).items():
+            tensors[part] = content.float().cpu().clone(memory_format=torch.contiguous_format)
+    return tensors, {name: hashlib.sha1(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def join(records: list[Record], layout: Layout, folder: Path) -> Result:
+    """One result from the ranks' records; what every rank must have alike is checked here."""
+    first = records[0]
+    for rank, record in enumerate(records):
+        for what in ("losses", "grad_norms", "gradient_prints", "parameter_prints"):
+            _check_alike(what, rank, getattr(first, what), getattr(record, what))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["loss"] for row in steps] == first.losses, "metrics.jsonl shows other losses than the steps had"
+    return Result(
+        losses=first.losses,
+        grad_norms=first.grad_norms,
+        gradients=first.gradients,
+        parameters=first.parameters,
+        samples=_samples_by_data_rank(records, layout),
+        validation_losses=[row["validation_loss"] for row in rows if "validation_loss" in row],
+        comm_bytes=[row["comm_bytes"] for row in steps],
+    )
+
+
+def _check_alike(what: str, rank: int, first: Any, other: Any) -> None:
+    """Loss and norm are the world's, and so is a gathered tensor: bit by bit the same on every rank."""
+    if first == other:
+        return
+    if isinstance(first, dict):
+        names = [name for name in first if first[name] != other.get(name)]
+        raise AssertionError(f"{what}: rank {rank} differs from rank 0 in {len(names)} of {len(first)}: {names[:5]}")
+    step = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    raise AssertionError(
+        f"{what}: rank {rank} differs from rank 0 at step {step + 1}: {other[step:][:1]} {first[step:][:1]}"
+    )
+
+
+def _samples_by_data_rank(records: list[Record], layout: Layout) -> list[list[list[int]]]:
+    by_data_rank: dict[int, list[list[int]]] = {}
+    for rank, record in enumerate(records):
+        place = layout.coordinates(rank)
+        data_rank = place["dp_replicate"] * layout.dp_shard + place["dp_shard"]
+        seen = by_data_rank.setdefault(data_rank, record.samples)
+        assert seen == record.samples, f"rank {rank} read other samples than the ranks it shares its batch with"
+    return [list(step) for step in zip(*(by_data_rank[number] for number in sorted(by_data_rank)), strict=True)]
+
+
+def compare(reference: Result, result: Result, tolerances: Tolerances = FLOAT32) -> None:
+    """Raise AssertionError that names the first difference, in the order in which a run computes things."""
+    kinds = (
+        _sample_differences(reference, result),
+        _number_differences("loss", reference.losses[:1], result.losses[:1], tolerances.loss),
+        _tensor_differences("gradient", reference.gradients, result.gradients, tolerances.gradient),
+        _number_differences("grad_norm", reference.grad_norms, result.grad_norms, tolerances.grad_norm),
+        _number_differences("loss", reference.losses, result.losses, tolerances.loss),
+        _number_differences("validation_loss", reference.validation_losses, result.validation_losses, tolerances.loss),
+        _tensor_differences("parameter", reference.parameters, result.parameters, tolerances.parameter),
+    )
+    lines = [line for kind in kinds for line in _shortened(list(kind))]
+    if lines:
+        raise AssertionError("\n  ".join(dict.fromkeys(lines)))
+
+
+def _shortened(lines: list[str], most: int = 5) -> list[str]:
+    return lines[:most] + ([f"... and {len(lines) - most} more of these"] if len(lines) > most else [])
+
+
+def _sample_differences(reference: Result, result: Result) -> Iterator[str]:
+    if len(reference.samples) != len(result.samples):
+        yield f"{len(result.samples)} steps read samples, the reference has {len(reference.samples)}"
+    for step, (wanted, ranks) in enumerate(zip(reference.samples, result.samples, strict=False), 1):
+        expected = sorted(number for rank in wanted for number in rank)
+        seen = sorted(number for rank in ranks for number in rank)
+        if seen != expected or len(set(seen)) != len(seen):
+            twice = sorted({number for number in seen if seen.count(number) > 1})
+            missing = sorted(set(expected) - set(seen))
+            yield f"samples at step {step}: read twice {twice}, not read {missing}, by data rank {ranks}"
+
+
+def _number_differences(what: str, wanted: list[float], seen: list[float], tolerance: float) -> Iterator[str]:
+    if len(wanted) != len(seen):
+        yield f"{what}: {len(seen)} values, the reference has {len(wanted)}"
+    for step, (a, b) in enumerate(zip(wanted, seen, strict=False), 1):
+        relative = abs(a - b) / max(abs(a), 1e-12)
+        if not relative <= tolerance:
+            yield f"{what} at step {step}: {b!r}, the reference has {a!r} (relative {relative:.2e} > {tolerance:g})"
+
+
+def _tensor_differences(
+    what: str, wanted: dict[str, Tensor], seen: dict[str, Tensor], tolerance: float
+) -> Iterator[str]:
+    """Worst first: one wrong gradient also changes the norm, and with it all that are clipped by it."""
+    for name in sorted(wanted.keys() ^ seen.keys()):
+        yield f"{what} {name} is only in the {'reference' if name in wanted else 'result'}"
+    errors = {}
+    for name in (name for name in wanted if name in seen):
+        if wanted[name].shape != seen[name].shape:
+            yield f"{what} {name}: shape {tuple(seen[name].shape)}, the reference has {tuple(wanted[name].shape)}"
+        else:
+            errors[name] = relative_error(wanted[name], seen[name])
+    for name, relative in sorted(errors.items(), key=lambda item: -item[1]):
+        if not relative <= tolerance:
+            ratio = float(seen[name].norm() / wanted[name].norm().clamp(min=1e-30))
+            yield f"{what} of {name}: relative {relative:.2e} > {tolerance:g} (norm {ratio:.4f} of the reference's)"
+
+
+def relative_error(wanted: Tensor, seen: Tensor) -> float:
+    return float((seen.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+
+
+def worst(reference: Result, result: Result) -> dict[str, float]:
+    """The largest relative error of each kind: how far inside its band a case is."""
+
+    def numbers(wanted: list[float], seen: list[float]) -> float:
+        return max((abs(a - b) / max(abs(a), 1e-12) for a, b in zip(wanted, seen, strict=True)), default=0.0)
+
+    def tensors(wanted: dict[str, Tensor], seen: dict[str, Tensor]) -> float:
+        return max((relative_error(wanted[name], seen[name]) for name in wanted), default=0.0)
+
+    return {
+        "loss": numbers(reference.losses, result.losses),
+        "grad_norm": numbers(reference.grad_norms, result.grad_norms),
+        "gradient": tensors(reference.gradients, result.gradients),
+        "parameter": tensors(reference.parameters, result.parameters),
+    }

@@ -1,0 +1,292 @@
+"""Worker processes that live as long as the test session: torch is imported once per process, not once per case.
+
+A case asks for N ranks and gets the first N workers, joined in a fresh gloo group:
+
+    pool.run(4, function, *arguments)  ->  [what rank 0 returned, ..., what rank 3 returned]
+
+`function` lives in a module and travels by name. A rank that raises, dies or hangs ends the case with `CaseFailed`,
+which says what happened to the rank that failed first; workers that did not come back are replaced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+MOST_RANKS = 8
+TIMEOUT_SECONDS = 120.0
+GRACE_SECONDS = 10.0  # for the other ranks to notice a failed one
+LOG_LINES = 30
+
+
+class CaseFailed(Exception):
+    """A case did not come to its end on every rank; `rank` is the one that failed first."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} {reason}")
+        self.rank, self.reason = rank, reason
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one worker does for one case."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    rank: int
+    ranks: int
+    store: str  # file through which the ranks find each other
+    port: int
+    timeout: float
+
+    def environment(self) -> dict[str, str]:
+        """What torchrun would set. A single rank gets nothing: it is a plain process."""
+        if self.ranks == 1:
+            return {}
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.ranks),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """A worker's answer: a pickled value, or the traceback of an error and when it came (the clock is one for all)."""
+
+    value: bytes = b""
+    error: str | None = None
+    at: float = 0.0
+
+
+# ---- inside a worker -------------------------------------------------------------------------------------------------
+
+
+def _serve(connection: Connection, log: str) -> None:
+    """Do jobs until the other end of the pipe is closed."""
+    _write_output_to(log)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which ends its workers
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except (EOFError, OSError):
+            return
+        connection.send_bytes(pickle.dumps(_perform(message)))
+
+
+def _write_output_to(path: str) -> None:
+    file = open(path, "a", buffering=1)  # noqa: SIM115 - stays open as long as the process
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    sys.stdout = sys.stderr = file
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file)  # a hung worker is asked where it is
+
+
+def _perform(message: bytes) -> Report:
+    environment = dict(os.environ)
+    try:
+        job: Job = pickle.loads(message)
+        os.environ.update(job.environment())
+        with _group(job):
+            report = Report(pickle.dumps(job.function(*job.arguments)))
+    except BaseException:
+        report = Report(error=traceback.format_exc(), at=time.monotonic())
+    _leave_no_trace(environment)
+    return report
+
+
+@contextlib.contextmanager
+def _group(job: Job) -> Iterator[None]:
+    """The default process group of this case; the barrier keeps a fast rank from closing connections others use."""
+    if job.ranks == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=job.timeout)
+    store = dist.FileStore(job.store, job.ranks)
+    store.set_timeout(limit)
+    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
+    yield
+    dist.barrier()
+
+
+def _leave_no_trace(environment: dict[str, str]) -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()  # graphs of one case must not serve another
+    _forget_meshes()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _forget_meshes() -> None:
+    """Equal meshes of two cases have different groups, but torch's cache of DTensor layouts takes one for the other."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
+
+
+# ---- in the session --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Worker:
+    process: Any  # multiprocessing's SpawnProcess
+    connection: Connection
+    log: Path
+
+    def last_lines(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-LOG_LINES:])
+
+    def where(self) -> str:
+        """The stacks of a worker that does not answer."""
+        before = self.log.stat().st_size if self.log.exists() else 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        text = self.log.read_bytes()[before:].decode(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[:LOG_LINES])
+
+    def end(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+
+
+class Pool:
+    """Up to eight workers, started when a case first needs them."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="parity-pool-"))
+        self.workers: list[Worker | None] = [None] * MOST_RANKS
+        self.started = 0  # workers over the pool's life: shows reuse and replacement
+        self.cases = 0
+        atexit.register(self.close)  # a process waits for its children at exit, and these wait for it
+
+    def run(
+        self, ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT_SECONDS
+    ) -> list[Any]:
+        """Call `function(*arguments)` on every rank; what each returned, by rank."""
+        if not 1 <= ranks <= MOST_RANKS:
+            raise ValueError(f"a case has 1 to {MOST_RANKS} ranks, got {ranks}")
+        self.cases += 1
+        store, port = str(self.folder / f"store-{self.cases}"), _free_port()
+        messages = [pickle.dumps(Job(function, arguments, rank, ranks, store, port, timeout)) for rank in range(ranks)]
+        workers = [self._worker(rank) for rank in range(ranks)]
+        for worker, message in zip(workers, messages, strict=True):
+            with contextlib.suppress(OSError):  # already dead: found out below
+                worker.connection.send_bytes(message)
+        reports, dead = _collect(workers, timeout)
+        failure = _failure(workers, reports, dead, timeout)
+        for rank in range(ranks):
+            if rank not in reports:
+                self._drop(rank)
+        if failure is not None:
+            raise failure
+        return [pickle.loads(reports[rank].value) for rank in range(ranks)]
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        for rank in range(MOST_RANKS):
+            self._drop(rank)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _worker(self, rank: int) -> Worker:
+        worker = self.workers[rank]
+        if worker is None or not worker.process.is_alive():
+            self._drop(rank)
+            worker = self.workers[rank] = self._start(rank)
+        return worker
+
+    def _start(self, rank: int) -> Worker:
+        ours, theirs = multiprocessing.Pipe()
+        log = self.folder / f"worker-{rank}-{self.started}.log"
+        self.started += 1
+        process = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=(theirs, str(log)), name=f"parity-{rank}"
+        )
+        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}):
+            process.start()
+        theirs.close()  # so that the pipe ends with the worker
+        return Worker(process, ours, log)
+
+    def _drop(self, rank: int) -> None:
+        worker, self.workers[rank] = self.workers[rank], None
+        if worker is not None:
+            worker.end()
+
+
+def _collect(workers: list[Worker], timeout: float) -> tuple[dict[int, Report], list[int]]:
+    """Reports by rank, and the ranks whose process ended without one. Ranks in neither did not answer in time."""
+    waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
+    reports: dict[int, Report] = {}
+    dead: list[int] = []
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)  # type: ignore[call-overload]
+            try:
+                reports[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                dead.append(rank)
+            if rank in dead or reports[rank].error is not None:
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    return reports, dead
+
+
+def _failure(workers: list[Worker], reports: dict[int, Report], dead: list[int], timeout: float) -> CaseFailed | None:
+    """What went wrong first: a death explains the errors of others, an error explains why others hang."""
+    if dead:
+        rank = dead[0]
+        workers[rank].process.join(5)
+        return CaseFailed(rank, f"died, exit code {workers[rank].process.exitcode}\n{workers[rank].last_lines()}")
+    errors = {rank: report for rank, report in reports.items() if report.error is not None}
+    if errors:
+        rank = min(errors, key=lambda rank: errors[rank].at)
+        return CaseFailed(rank, f"raised\n{errors[rank].error}")
+    missing = [rank for rank in range(len(workers)) if rank not in reports]
+    if missing:
+        text = "\n".join(f"rank {rank} is at\n{workers[rank].where()}" for rank in missing)
+        return CaseFailed(missing[0], f"did not finish in {timeout:g} s (ranks that did not: {missing})\n{text}")
+    return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

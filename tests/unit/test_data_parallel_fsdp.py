@@ -1,0 +1,165 @@
+"""FSDP and HSDP: what is gathered when, and how many bytes each choice costs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from shardline.config.layout import Layout
+from shardline.config.load import load_config
+from shardline.models.flavors import resolve
+from shardline.models.init import init_weights
+from shardline.parallel import comm
+from shardline.parallel.data import CountedGather, CountedScatter, set_gradient_sync
+from shardline.parallel.exposed import exposed
+from shardline.parallel.mesh import Mesh
+from shardline.precision.mixed import choose_precision
+from shardline.training.build import build_model
+from tests.parity.harness import MODEL
+from tests.unit.test_data_parallel import ranks
+
+CPU = torch.device("cpu")
+BLOCKS = 4
+
+
+def build(layout: Layout, **overrides):
+    settings = {f"parallelism.{key}": value for key, value in overrides.items() if "." not in key}
+    settings |= {key: value for key, value in overrides.items() if "." in key}
+    config = load_config(overrides={"model.overrides": MODEL | {"n_layers": BLOCKS}, **settings})
+    mesh = Mesh(layout, "cpu")
+    model, _ = build_model(resolve(config.model), CPU, choose_precision(config, CPU, True), mesh, config)
+    init_weights(model, 0)
+    return config, model
+
+
+def backward(config, model, batches: int = 1) -> None:
+    for number in range(batches):
+        set_gradient_sync(model, config.parallelism, last=number == batches - 1)
+        tokens = torch.arange(16).view(2, 8) + number
+        (model.hidden(tokens).square().sum() + model.output_weight().square().sum()).backward()
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def sent(layout: Layout, batches: int, **overrides):
+    """Bytes of a step, and the parameters of the blocks and of the rest."""
+    config, model = build(layout, **overrides)
+    comm.traffic.take()
+    backward(config, model, batches)
+    blocks = sum(p.numel() for p in model.layers.parameters())
+    return comm.traffic.take(), 4 * blocks, 4 * (sum(p.numel() for p in model.parameters()) - blocks)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gathers_of_blocks", "gathers_of_rest", "scatters"),
+    [
+        # Three micro-batches. Weights that are freed after forward are gathered again for backward.
+        ({}, 6, 3, 1),
+        ({"fsdp_reshard_after_forward": "always"}, 6, 3, 1),
+        ({"fsdp_reshard_after_forward": "never"}, 1, 1, 1),
+        ({"accumulation_sync": "micro_batch"}, 6, 3, 3),
+        ({"accumulation_sync": "micro_batch", "fsdp_reshard_after_forward": "never"}, 1, 1, 3),
+    ],
+)
+def test_bytes_of_shards(overrides, gathers_of_blocks, gathers_of_rest, scatters):
+    for traffic, blocks, rest in ranks().run(2, functools.partial(sent, Layout(dp_shard=2), 3, **overrides)):
+        gathered = gathers_of_blocks * blocks + gathers_of_rest * rest
+        assert traffic == {"dp_shard": (gathered + scatters * (blocks + rest)) // 2}
+
+
+@pytest.mark.parametrize(("mode", "scatters", "sums"), [("step", 1, 1), ("micro_batch", 3, 3), ("scatter", 3, 1)])
+def test_bytes_of_replicated_shards(mode, scatters, sums):
+    layout = Layout(dp_replicate=2, dp_shard=2)
+    for traffic, blocks, rest in ranks().run(4, functools.partial(sent, layout, 3, accumulation_sync=mode)):
+        assert traffic["dp_shard"] == (6 * blocks + 3 * rest + scatters * (blocks + rest)) // 2
+        assert traffic["dp_replicate"] == sums * (blocks + rest) // 2
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+class NamedGather(CountedGather):
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def __call__(self, *arguments, **options):
+        self.log.append(f"gather {self.name}")
+        return super().__call__(*arguments, **options)
+
+
+class NamedScatter(CountedScatter):
+    def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
+        self.name, self.log = name, log
+
+    def __call__(self, *arguments, **options):
+        self.log.append(f"scatter {self.name}")
+        return super().__call__(*arguments, **options)
+
+
+def order(depth: int) -> list[str]:
+    config, model = build(Layout(dp_shard=2), fsdp_prefetch=depth)
+    log: list[str] = []
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(NamedGather(name or "root", log))
+            module.set_custom_reduce_scatter(NamedScatter(name or "root", log))
+    for name, block in model.layers.items():
+
+        def logged(*arguments, name=name, function=block.function):
+            log.append(f"run layers.{name}")
+            return function(*arguments)
+
+        block.function = logged
+    backward(config, model)
+    return [entry.replace("layers.", "") for entry in log]
+
+
+def test_weights_of_the_next_blocks_are_gathered_ahead():
+    none, one, two = (ranks().run(2, order, depth)[0] for depth in (0, 1, 2))
+    forward = "gather root, gather 0, run 0, gather 1, run 1, gather 2, run 2, gather 3, run 3"
+    assert ", ".join(none).startswith(forward)
+    forward = "gather root, gather 0, gather 1, run 0, gather 2, run 1, gather 3, run 2, run 3"
+    assert ", ".join(one).startswith(forward)
+    forward = "gather root, gather 0, gather 1, gather 2, run 0, gather 3, run 1, run 2, run 3"
+    assert ", ".join(two).startswith(forward)
+    # In backward the root is still there; block 3 is needed first.
+    assert (
+        ", ".join(one[9:])
+        == "gather 3, gather 2, scatter 3, gather 1, scatter 2, gather 0, scatter 1, scatter 0, scatter root"
+    )
+    assert (
+        ", ".join(two[9:])
+        == "gather 3, gather 2, gather 1, scatter 3, gather 0, scatter 2, scatter 1, scatter 0, scatter root"
+    )
+
+
+# ---- waiting, offload ------------------------------------------------------------------------------------------------
+
+
+def waited(layout: Layout, **overrides):
+    config, model = build(layout, **overrides)
+    exposed.take()
+    backward(config, model)
+    seconds = exposed.take()
+    gradients = [p.grad.to_local().clone() for p in model.parameters()]
+    return seconds, exposed.take(), gradients, {p.grad.device.type for p in model.parameters()}
+
+
+def test_the_time_that_communication_takes_is_measured():
+    for layout in (Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)):
+        for seconds, after, _, _ in ranks().run(layout.world_size, waited, layout):
+            assert 0 < seconds < 30
+            assert after == 0
+
+
+def test_offload_works_without_a_gpu_and_changes_no_number():
+    plain = ranks().run(2, waited, Layout(dp_shard=2))
+    offloaded = ranks().run(2, functools.partial(waited, Layout(dp_shard=2), **{"training.enable_cpu_offload": True}))
+    for (_, _, wanted, _), (_, _, seen, devices) in zip(plain, offloaded, strict=True):
+        assert devices == {"cpu"}
+        assert all(torch.equal(a, b) for a, b in zip(wanted, seen, strict=True))

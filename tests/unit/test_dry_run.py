@@ -1,0 +1,270 @@
+"""Dry runs of many ranks: shards that add up to the model, and the collectives of a step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardline.cli import main
+from shardline.config.layout import KEYS, resolve_layout
+from shardline.config.load import load_config
+from shardline.config.schema import Config
+from shardline.errors import UserError
+from shardline.models.flavors import resolve
+from shardline.models.fused import parameter_count
+from shardline.parallel import comm
+from shardline.parallel.fake import fake_group
+from shardline.precision.mixed import Precision
+from shardline.training import dry_step
+from shardline.training.dry_build import build_rank, chosen_ranks, held, same_shapes, shapes
+from shardline.training.dry_run import describe
+from shardline.training.dry_step import step_collectives
+
+FLOAT32 = Precision(torch.float32, torch.float32, torch.float32)
+TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 64, "vocab_size": 333}
+BATCH, LENGTH = 2, 16
+
+
+def tiny(overrides: dict | None = None, **settings) -> Config:
+    """Settings: axes of the layout, and config keys with `__` for the dot."""
+    values = {
+        "model.flavor": "debugmodel",
+        "model.overrides": {**TINY, **(overrides or {})},
+        "training.local_batch_size": BATCH,
+        "training.seq_len": LENGTH,
+        "training.mixed_precision_param": "float32",
+        "training.loss_chunk_tokens": BATCH * LENGTH,
+    }
+    for name, value in settings.items():
+        key = f"parallelism.{KEYS[name]}" if name in KEYS else name.replace("__", ".")
+        values[key] = value
+    return load_config(overrides=values)
+
+
+def collectives(ranks: int, config: Config, micro_batches: int = 1) -> dict[tuple[str, str], Counter]:
+    layout = resolve_layout(config.parallelism, ranks)
+    return step_collectives(resolve(config.model), config, layout, FLOAT32, micro_batches)
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "overrides"),
+    [
+        (4, {"dp_shard": 4}, {}),
+        (3, {"dp_shard": 3}, {}),  # nothing is divided evenly
+        (4, {"tp": 4}, {}),  # more ranks than KV heads, and an uneven vocabulary
+        (4, {"tp": 4, "parallelism__disable_loss_parallel": True}, {}),
+        (2, {"tp": 2}, {"tie_word_embeddings": True, "qkv_bias": True, "out_bias": True, "qk_norm": True}),
+        (6, {"dp_shard": 3, "tp": 2}, {}),
+        (8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"vocab_size": 334}),
+        (4, {"dp_replicate": 2, "tp": 2}, {}),
+        (40, {"dp_shard": 40}, {}),  # more ranks than rows of a norm: some hold nothing of it
+        (8, {"dp_shard": 2, "cp": 2, "tp": 2}, {}),
+        (4, {"pp": 2, "tp": 2}, {}),
+    ],
+    ids=str,
+)
+def test_shards_of_all_ranks_add_up_to_the_model(ranks, degrees, overrides):
+    config = tiny(overrides, **degrees)
+    arch, layout = resolve(config.model), resolve_layout(config.parallelism, ranks)
+    built = [build_rank(arch, config, layout, FLOAT32, rank) for rank in range(ranks)]
+    kinds = list(built[0].counts)
+    once = sum(
+        one.counts[kind] * torch.Size(one.shards[kind]).numel() / kind.copies(layout) for one in built for kind in kinds
+    )
+    assert once == parameter_count(arch)
+    for one in built:  # what is said of ranks that are not built is what they would build
+        assert one.counts == built[0].counts
+        assert tuple(one.shards[kind] for kind in kinds) == shapes(kinds, layout, one.rank)
+    alike = same_shapes(built[0], layout)
+    assert sorted(rank for some in alike.values() for rank in some) == list(range(ranks))
+    assert held(built[0], layout, alike) == (sum(one.elements for one in built), parameter_count(arch))
+
+
+def test_the_ranks_that_are_built():
+    alike = {((1,),): [0, 1, 4], ((2,),): [2, 5], ((3,),): [3], ((0,),): [6, 7]}
+    assert chosen_ranks(alike, 8, most=10) == [0, 2, 3, 6, 7]
+    assert chosen_ranks(alike, 8, most=2) == [0, 7]
+    assert chosen_ranks({((1,),): [0, 1, 2]}, 3, most=4) == [0, 2]
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def test_tensor_parallel_sends_two_gathers_and_two_scatters_a_block_and_pass():
+    counted = collectives(2, tiny(tp=2))
+    activations = BATCH * LENGTH * 32 * 4 // 2  # (n - 1) / n of the tokens, float32
+    # forward and backward of 2 blocks, and of the embedding and the head once each
+    expected = {"calls": 2 * 4 + 2, "bytes": (2 * 4 + 2) * activations}
+    assert counted["tp", "all-gather"] == expected
+    assert counted["tp", "reduce-scatter"] == expected
+    tokens, norms = BATCH * LENGTH, 5 * 32
+    assert counted["tp", "all-reduce"] == {"calls": 3, "bytes": 4 * (3 * tokens + norms)}  # maximum, two sums; norms
+    assert counted["world", "all-reduce"]["calls"] == 1
+    assert set(counted) == {("tp", kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")} | {
+        ("world", "all-reduce")
+    }
+
+
+def test_without_sequence_parallelism_everything_is_an_all_reduce():
+    counted = collectives(2, tiny(tp=2, parallelism__enable_sequence_parallel=False))
+    assert set(counted) == {("tp", "all-reduce"), ("world", "all-reduce")}
+    assert counted["tp", "all-reduce"]["calls"] == 2 * 4 + 2 + 2
+
+
+def test_checkpointing_gathers_again():
+    plain, again = collectives(2, tiny(tp=2)), collectives(2, tiny(tp=2, activation_checkpoint__mode="full"))
+    assert again["tp", "all-gather"]["calls"] == plain["tp", "all-gather"]["calls"] + 2 * 2
+
+
+def test_fsdp_gathers_twice_and_scatters_once():
+    config = tiny({"vocab_size": 320}, dp_shard=4)
+    counted, size = collectives(4, config), 4 * parameter_count(resolve(config.model)) * 3 // 4
+    root = 4 * (2 * 320 * 32 + 32) * 3 // 4  # the embedding, the last norm and the head stay gathered
+    assert counted["dp_shard", "all-gather"] == {"calls": 2 * 2 + 1, "bytes": 2 * size - root}
+    assert counted["dp_shard", "reduce-scatter"] == {"calls": 3, "bytes": size}
+    kept = collectives(4, tiny({"vocab_size": 320}, dp_shard=4, parallelism__fsdp_reshard_after_forward="never"))
+    assert kept["dp_shard", "all-gather"] == {"calls": 3, "bytes": size}
+
+
+def test_replicas_sum_their_gradients():
+    config = tiny(dp_replicate=2)
+    counted = collectives(2, config)
+    assert counted["dp_replicate", "all-reduce"] == {"calls": 1, "bytes": 4 * parameter_count(resolve(config.model))}
+    assert counted["loss", "all-reduce"]["calls"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layers", "settings"),
+    [
+        (4, 6, {"dp_shard": 2, "tp": 2, "activation_checkpoint__mode": "full"}),
+        (4, 6, {"dp_replicate": 2, "dp_shard": 2, "parallelism__accumulation_sync": "scatter"}),
+        (2, 6, {"dp_shard": 2, "parallelism__accumulation_sync": "micro_batch"}),
+        (
+            2,
+            11,
+            {"tp": 2, "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "2"},
+        ),
+        (2, 6, {"dp_replicate": 2, "parallelism__gradient_bucket_mib": 0.05}),
+    ],
+    ids=str,
+)
+def test_proportion_gives_what_all_layers_and_micro_batches_give(ranks, layers, settings):
+    config = tiny({"n_layers": layers}, **settings)
+    arch, layout = resolve(config.model), resolve_layout(config.parallelism, ranks)
+    whole = dry_step._step(arch, config, layout, FLOAT32, layers, 3)
+    assert step_collectives(arch, config, layout, FLOAT32, 3) == whole
+
+
+def test_every_mode_that_needs_a_device_is_stepped_without_one():
+    config = tiny(
+        {"attn_backend": "flex", "sliding_window": 4, "sliding_window_layers": [1]},
+        tp=2,
+        compile__enable=True,
+        activation_checkpoint__mode="memory_budget",
+        training__enable_cpu_offload=True,
+        training__loss_chunk_tokens=0,
+    )
+    assert collectives(2, config) == collectives(2, tiny(tp=2))
+
+
+def test_nothing_is_left_behind():
+    before = comm.traffic
+    describe(tiny(tp=2), 2)
+    assert comm.traffic is before
+    assert not dist.is_initialized()
+    with pytest.raises(UserError, match="heads cannot be shared"):
+        describe(tiny(tp=8), 8)
+    assert not dist.is_initialized()
+
+
+def test_a_torch_without_a_fake_group_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.distributed.fake_pg", None)
+    with pytest.raises(UserError, match=r"PyTorch [\w.+]+ has no fake process group"), fake_group(0, 2):
+        pass
+
+
+# ---- the text --------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_run():
+    text = describe(tiny({"n_layers": 3}, dp_shard=2, tp=4), 8)
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "llama3 debugmodel on 8 ranks: dp_shard 2 x tp 4"
+    assert "dp_shard 2 ranks, the first group: 0, 4" in lines
+    assert "tp 4 ranks, the first group: 0, 1, 2, 3" in lines
+    assert "layers.*.attention.wq.weight 3 x (32, 32) rows over tp, rows over dp_shard (4, 32) 384" in lines
+    assert "layers.*.attention.wkv.weight 3 x (32, 32) rows over dp_shard (16, 32) 1,536" in lines
+    assert "layers.*.feed_forward.w2.weight 3 x (32, 64) columns over tp, rows over dp_shard (16, 16) 768" in lines
+    assert "tok_embeddings.weight 1 x (333, 32) rows over tp, rows over dp_shard (42, 32) 1,344" in lines
+    # 333 rows are 84, 84, 84, 81; 81 are 41 and 40
+    last = lines.index(next(line for line in lines if line.startswith("rank 7 holds")))
+    assert lines[last].endswith("other shards than rank 0:")
+    assert lines[last + 1] == "tok_embeddings.weight 1 x (333, 32) rows over tp, rows over dp_shard (40, 32) 1,280"
+    assert any(line.startswith("8 ranks, 3 different sets of shards (3 ranks were built)") for line in lines)
+    total = parameter_count(resolve(tiny({"n_layers": 3}).model))
+    assert f"with copies counted once: {total:,}, the parameters of the model" in lines
+    assert f"step: 1 x micro-batch x 2 data ranks = {BATCH * LENGTH * 2} tokens" in lines
+    assert any(line.startswith("dp_shard all-gather 7 x") for line in lines)
+
+
+def test_one_rank():
+    lines = [" ".join(line.split()) for line in describe(tiny(), 1).splitlines()]
+    assert lines[0] == "llama3 debugmodel on 1 rank"
+    assert "layers.*.attention.wo.weight 2 x (32, 32) 2,048" in lines
+    assert not any("collectives" in line or "mesh" in line for line in lines)
+
+
+def test_bytes_follow_the_types():
+    def sizes(**settings) -> str:
+        text = describe(tiny({"vocab_size": 65536, "dim": 1024}, dp_shard=2, **settings), 2)
+        return next(line for line in text.splitlines() if line.startswith("rank 0 holds")).split(": ")[1]
+
+    assert sizes() == "weights 0.25 GiB, gradients 0.25 GiB, AdamW state 0.50 GiB"
+    assert sizes(optimizer__state_dtype="bfloat16") == "weights 0.25 GiB, gradients 0.25 GiB, AdamW state 0.25 GiB"
+    assert sizes(training__dtype="bfloat16") == "weights 0.13 GiB, gradients 0.13 GiB, AdamW state 0.25 GiB"
+
+
+def test_ranks_are_as_many_as_the_degrees_ask_for():
+    assert describe(tiny(dp_shard=2, tp=2)).startswith("llama3 debugmodel on 4 ranks")
+    assert describe(tiny()).startswith("llama3 debugmodel on 1 rank")
+
+
+def test_tp_over_a_node_boundary_is_in_the_text():
+    assert "tp 4 crosses nodes of 2 ranks" in describe(tiny(tp=4), 4, ranks_per_node=2)
+    assert "crosses" not in describe(tiny(tp=4), 4, ranks_per_node=4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--parallelism.tensor_parallel_degree=3"], "= 3 does not match 8 ranks"),
+        (["--parallelism.tensor_parallel_degree=8"], "4 heads cannot be shared by 8 ranks"),
+        (["--parallelism.tensor_parallel_degree=4", "--training.seq_len=15"], "nearest lengths: 14 and 16"),
+        (["--training.global_batch_size=20"], "global_batch_size"),
+    ],
+)
+def test_layouts_that_cannot_be_end_with_2(words, message, capsys):
+    sizes = [f"--model.overrides.{name}={value}" for name, value in TINY.items()]
+    common = ["--training.local_batch_size=2", "--training.seq_len=16", "--dry-run", "--world-size=8"]
+    assert main(["train", *sizes, *common, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_405b_for_512_ranks_takes_seconds(capsys):
+    started = time.process_time()
+    assert main(["train", "--preset=llama3_405b", "--dry-run", "--world-size=512"]) == 0
+    assert time.process_time() - started < 20  # 3 on an idle core of today
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "with copies counted once: 405,853,388,800, the parameters of the model" in lines
+    assert "pp 8 is not built yet: below, every rank has all layers and no pipeline" in lines
+    assert "not built yet: parallelism.pipeline_parallel_degree = 8 (pipeline parallel)" in lines
+    # forward, backward and recomputation of 126 blocks, two each; the embedding and the head
+    assert any(line.startswith(f"tp all-gather {126 * 6 + 2} x") for line in lines)
