@@ -93,7 +93,8 @@ def project(
     """Queries, keys and values of all tokens for the heads of this rank, and the row shape the products have here."""
     if w.wkv is None:
         (product,) = spec.products.column(x, (w.wqkv,), (w.wqkv_bias,))
-        fused = product.view(*shape, -1, spec.group + 2, spec.head_dim)
+        heads = w.wqkv.shape[0] // ((spec.group + 2) * spec.head_dim)  # from the weight: never a symbol when compiled
+        fused = product.view(*shape, heads, spec.group + 2, spec.head_dim)
         q, k, v = fused.split((spec.group, 1, 1), dim=3)
         return q, k, v, product.shape[:-1]
     # More ranks than KV heads: every rank holds all of them and uses the one its query heads read.
@@ -102,7 +103,8 @@ def project(
     wkv_bias = None if w.wkv_bias is None else w.wkv_bias[rows]
     product, kv = spec.products.column(x, (w.wqkv, w.wkv[rows]), (w.wqkv_bias, wkv_bias))
     k, v = kv.view(*shape, count, 2, spec.head_dim).split(1, dim=3)
-    return product.view(*shape, count, -1, spec.head_dim), k, v, product.shape[:-1]
+    group = w.wqkv.shape[0] // (count * spec.head_dim)
+    return product.view(*shape, count, group, spec.head_dim), k, v, product.shape[:-1]
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -49,6 +49,11 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         apply_tensor_parallel(model, mesh, done.tensor)
         kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"
         done.lines.append(f"tensor parallel over {done.tensor.degree} ranks, {kind}")
+    if config.training.enable_cpu_offload and mesh.axis("fsdp") is None:
+        raise ConfigError(
+            "training.enable_cpu_offload keeps sharded parameters in host memory, and nothing is sharded here:"
+            " start more ranks with parallelism.data_parallel_shard_degree above 1, or leave it out"
+        )
     compiled = config.compile.enable and "model" in config.compile.components
     done.lines += apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
