@@ -9,7 +9,7 @@ since whatever else runs on the machine can only slow a step down.
 
     step_seconds          of the whole step
     dp_exposed_seconds    of it, waiting for data-parallel communication (the slower rank)
-    comm_seconds          what the bytes of the step take with nothing beside them, by the run that sums after backward
+    comm_seconds          what the step's collectives take with nothing beside them, by the rates in the first line
     hidden                1 - dp_exposed_seconds / comm_seconds (below 0: ranks waited for each other, not for bytes)
 
 Without root the ranks talk over 127.0.0.1, unshaped; the line says so, and then says little about overlap.
@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,8 @@ from tests.hosts import missing, two_hosts  # noqa: E402
 
 DDP = ["--parallelism.data_parallel_replicate_degree=2"]
 FSDP = ["--parallelism.data_parallel_shard_degree=2"]
-SERIAL = "ddp, after backward"  # first: it tells how long the bytes take
 VARIANTS = {
-    SERIAL: [*DDP, "--parallelism.overlap_gradient_reduction=false"],
+    "ddp, after backward": [*DDP, "--parallelism.overlap_gradient_reduction=false"],
     "ddp": DDP,
     "ddp, bfloat16": [*DDP, "--parallelism.gradient_compression=bfloat16"],
     "ddp, powersgd": [*DDP, "--parallelism.gradient_compression=powersgd"],
@@ -51,10 +51,22 @@ WARM_UP = 3
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
+def sizes(options: argparse.Namespace) -> dict[str, int]:
+    heads = {"n_heads": 8, "n_kv_heads": 4, "head_dim": 64}
+    return {"dim": 512, "n_layers": options.layers, **heads, "ffn_dim": 1408, "vocab_size": 272}
+
+
+def parameters(options: argparse.Namespace) -> int:
+    from shardline.config.load import load_config
+    from shardline.models.flavors import resolve
+    from shardline.models.fused import parameter_count
+
+    return parameter_count(resolve(load_config(overrides={"model.overrides": sizes(options)}).model))
+
+
 def words(options: argparse.Namespace, folder: Path) -> list[str]:
-    sizes = {"dim": 512, "n_layers": options.layers, "n_heads": 8, "n_kv_heads": 4, "head_dim": 64, "ffn_dim": 1408}
     return [
-        *(f"--model.overrides.{name}={value}" for name, value in (sizes | {"vocab_size": 272}).items()),
+        *(f"--model.overrides.{name}={value}" for name, value in sizes(options).items()),
         f"--training.seq_len={options.seq_len}",
         f"--training.local_batch_size={options.batch}",
         f"--training.steps={options.steps}",
@@ -84,17 +96,58 @@ def run(options: argparse.Namespace, variant: list[str], address: str, starts: l
     """The rows of one run's metrics.jsonl."""
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
-        command = [sys.executable, "-m", "shardline", "train", *words(options, folder), *variant]
-        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-        jobs = []
-        for rank, start in enumerate(starts):
-            own = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
-            pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-            jobs.append(start(command, env=meeting | own, **pipes))
-        errors = [job.communicate()[1] for job in jobs]
-        if any(job.returncode for job in jobs):
-            sys.exit("\n".join(errors))
+        both(["-m", "shardline", "train", *words(options, folder), *variant], address, starts)
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def both(program: list[str], address: str, starts: list[Start]) -> str:
+    """Run a program as two ranks, to its end; what rank 0 printed."""
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    jobs = []
+    for rank, start in enumerate(starts):
+        own = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+        jobs.append(start([sys.executable, *program], env=meeting | own, **pipes))
+    ended = [job.communicate() for job in jobs]
+    if any(job.returncode for job in jobs):
+        sys.exit("\n".join(error for _, error in ended))
+    return ended[0][0]
+
+
+def measure() -> None:
+    """On a rank: seconds that each collective takes for one MiB of what `comm_bytes` counts."""
+    import torch
+    import torch.distributed as dist
+
+    from shardline.parallel import comm
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    whole, half = torch.ones(2**20), torch.ones(2**19)  # 4 MiB and 2
+    calls: dict[str, tuple[Callable[[], Any], int]] = {
+        "all_reduce": (lambda: dist.all_reduce(whole), 4),
+        "reduce_scatter": (lambda: comm._reduce_scatter(half, whole), 2),
+        "all_gather": (lambda: comm._all_gather(whole, half), 2),
+    }
+    rates = {}
+    for name, (call, size) in calls.items():
+        call()
+        dist.barrier()
+        started = time.perf_counter()
+        for _ in range(10):
+            call()
+        rates[name] = (time.perf_counter() - started) / 10 / size
+    if dist.get_rank() == 0:
+        print(json.dumps(rates))
+    dist.destroy_process_group()
+
+
+def alone(name: str, sent: dict[str, int], gradients: float, rates: dict[str, float]) -> float:
+    """Seconds the bytes of a step take by themselves; `gradients`: MiB of all, of which FSDP sends half."""
+    if name.startswith("ddp"):
+        return sent["dp_replicate"] / 2**20 * rates["all_reduce"]
+    gathered = sent["dp_shard"] / 2**20 - gradients / 2
+    return gradients / 2 * rates["reduce_scatter"] + gathered * rates["all_gather"]
 
 
 def free_port() -> int:
@@ -103,12 +156,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     after = sorted(rows[WARM_UP:], key=lambda row: row["step_seconds"])
     kept = after[: (len(after) + 1) // 2]
-    middle = {key: statistics.median(row[key] for row in kept) for key in ("step_seconds", "dp_exposed_seconds")}
-    sent = sum(size for axis, size in kept[-1]["comm_bytes"].items() if axis.startswith("dp_"))
-    return {**middle, "mib_sent": sent / 2**20}
+    return {key: statistics.median(row[key] for row in kept) for key in ("step_seconds", "dp_exposed_seconds")}
 
 
 def main() -> None:
@@ -120,18 +171,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--bucket", type=float, default=4.0, help="MiB of gradients that DDP sums in one piece")
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help="settings for every run, after --")
     options = parser.parse_args()
-    seconds_per_mib: float | None = None
+    if options.measure:
+        return measure()
     with places(options.rate) as (address, starts, link):
-        for name in dict.fromkeys([SERIAL, *options.variants]):
-            line = summary(run(options, VARIANTS[name], address, starts))
-            if name == SERIAL:
-                seconds_per_mib = line["dp_exposed_seconds"] / line["mib_sent"]
-            assert seconds_per_mib is not None
-            line["comm_seconds"] = seconds_per_mib * line["mib_sent"]
+        rates = json.loads(both([str(Path(__file__)), "--measure"], address, starts))
+        print(json.dumps({"link": link, "seconds_per_mib": {k: round(v, 5) for k, v in rates.items()}}), flush=True)
+        for name in options.variants:
+            rows = run(options, VARIANTS[name], address, starts)
+            line, sent = summary(rows), rows[-1]["comm_bytes"]
+            line["mib_sent"] = sum(size for axis, size in sent.items() if axis.startswith("dp_")) / 2**20
+            line["comm_seconds"] = alone(name, sent, parameters(options) * 4 / 2**20, rates)
             line["hidden"] = 1 - line["dp_exposed_seconds"] / line["comm_seconds"]
-            print(json.dumps({"variant": name, "link": link} | {k: round(v, 4) for k, v in line.items()}), flush=True)
+            print(json.dumps({"variant": name} | {k: round(v, 4) for k, v in line.items()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -209,6 +209,17 @@ def _decay_too_long(config: Config) -> bool:
     return config.lr_scheduler.warmup_steps + round(length * ratio) > length
 
 
+def _is_hsdp(config: Config) -> bool:
+    part = config.parallelism
+    return part.data_parallel_replicate_degree > 1 and part.data_parallel_shard_degree != 1
+
+
+def _is_ddp(config: Config) -> bool:
+    """Replicas without sharding; -1 takes the ranks that are left, which may be one."""
+    part = config.parallelism
+    return part.data_parallel_replicate_degree > 1 and part.data_parallel_shard_degree in (-1, 1)
+
+
 def _steps_early(config: Config) -> bool:
     return config.optimizer.early_step_in_backward
 
@@ -538,6 +549,27 @@ RULES: list[Rule] = [
         "optimizer.early_step_clipping",
     ),
     *_needs("training.dtype is 'bfloat16'", lambda c: c.training.dtype != "bfloat16", "optimizer.state_dtype"),
+    *_needs(
+        "only HSDP (both data parallel degrees above 1) has sums between replicas to put off",
+        lambda c: c.parallelism.accumulation_sync != "scatter" or _is_hsdp(c),
+        "parallelism.accumulation_sync",
+    ),
+    *_needs(
+        "parallelism.gradient_compression is not 'powersgd'",
+        lambda c: c.parallelism.gradient_compression == "powersgd",
+        "parallelism.powersgd_rank",
+    ),
+    *_needs(
+        "only plain replicas (DDP) sum gradients in buckets",
+        _is_ddp,
+        *(f"parallelism.{name}" for name in ("gradient_compression", "gradient_bucket_mib")),
+        "parallelism.overlap_gradient_reduction",
+    ),
+    *_needs(
+        "nothing is sharded over data-parallel ranks",
+        lambda c: c.parallelism.data_parallel_shard_degree != 1,
+        "parallelism.fsdp_prefetch",
+    ),
     *_needs("debug.deterministic is false", lambda c: c.debug.deterministic, "debug.deterministic_warn_only"),
     Rule(
         "note",

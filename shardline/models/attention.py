@@ -25,6 +25,7 @@ from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 
 HALF = (torch.bfloat16, torch.float16)
+SMALLEST_FLEX_HEAD = 16
 logger = logging.getLogger("shardline")
 
 
@@ -209,8 +210,15 @@ def choose_kernel(arch: Architecture, device: torch.device, dtype: torch.dtype, 
                 "'flex' can (--model.overrides.attn_backend=flex)"
             )
         return "varlen"
+    if backend == "flex" and arch.head_dim < SMALLEST_FLEX_HEAD:
+        raise UserError(
+            f"model.overrides.attn_backend = 'flex' needs heads of at least {SMALLEST_FLEX_HEAD}, not {arch.head_dim};"
+            " 'sdpa' takes any (--model.overrides.attn_backend=sdpa)"
+        )
     if backend == "flex" or (backend == "auto" and not plain):
-        return "flex" if backend == "flex" or _no_varlen(arch.head_dim, dtype, device) else "varlen"
+        if backend == "auto" and not _no_varlen(arch.head_dim, dtype, device):
+            return "varlen"
+        return "flex" if arch.head_dim >= SMALLEST_FLEX_HEAD else "sdpa"
     if plain:
         return fastest_causal(arch.head_dim, dtype, device, torch.are_deterministic_algorithms_enabled())
     return "sdpa"

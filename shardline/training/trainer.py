@@ -32,8 +32,10 @@ from shardline.models.flavors import resolve
 from shardline.models.fused import parameter_count
 from shardline.parallel import comm, watchdog
 from shardline.parallel.compile_report import CompileReport
+from shardline.parallel.exposed import exposed
 from shardline.parallel.mesh import Mesh, crossing_lines, start_process_group, stop_process_group, world_size
 from shardline.parallel.rendezvous import connect_store, gather_ranks
+from shardline.parallel.replica_check import check_replicas
 from shardline.precision.mixed import choose_precision
 from shardline.training.binding import prepare_rank
 from shardline.training.build import build_model, seed_of, set_determinism
@@ -186,6 +188,7 @@ class Trainer:
             log.info("%s", self.model)
         for line in self.applied.lines:
             log.info("%s", line)
+        check_replicas(self.model, progress.step)
         return progress, finished
 
     def _record(self) -> None:
@@ -233,6 +236,7 @@ class Trainer:
                 compilations = CompileReport()
                 while self.progress.step < self.total_steps and not stopping:
                     comm.traffic.take()
+                    exposed.reset()
                     fetch_started = time.perf_counter()
                     batches = self.loader.step()
                     meter.fetched(time.perf_counter() - fetch_started)
@@ -250,6 +254,9 @@ class Trainer:
                         console.update(row)
                     for line in compilations.lines(self.progress.step, first_step):
                         log.warning(line)
+                    freq = config.debug.check_replicas_freq
+                    if freq and self.progress.step % freq == 0:
+                        check_replicas(self.model, self.progress.step)
                     registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": result.loss, "lr": lr})
                     with self._pause(meter, profiler):
                         self._validate(metrics, console)
@@ -294,11 +301,14 @@ class Trainer:
 
     def _row(self, result: StepResult, lr: float, meter: Meter) -> dict[str, Any]:
         row: dict[str, Any] = {"step": self.progress.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
-        sent = comm.traffic.take()
-        memory = torch.tensor(peak_memory_gib(self.device), device=self.device)
+        sent, waited = comm.traffic.take(), exposed.take()
+        highest = torch.tensor([peak_memory_gib(self.device), waited or 0.0], device=self.device)
         if self.mesh.world_size > 1:
-            comm.max_in_place(memory, "world")
-        row |= {"tokens": self.progress.tokens, "memory_gib": memory.item(), "comm_bytes": sent}
+            comm.max_in_place(highest, "world")
+        memory, waited_longest = highest.tolist()
+        row |= {"tokens": self.progress.tokens, "memory_gib": memory, "comm_bytes": sent}
+        if waited is not None and self.mesh.data_ranks > 1:
+            row["dp_exposed_seconds"] = waited_longest
         return row | meter.rates()
 
     def _pause(self, meter: Meter, profiler: Profiler) -> contextlib.AbstractContextManager[None]:

@@ -8,13 +8,13 @@ from tests.parity.harness import Harness
 from tests.parity.pool import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def harness(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Harness:
     return Harness(pool, tmp_path_factory.mktemp("parity"))
