@@ -135,8 +135,17 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
     assert not children()
 
 
+@pytest.fixture(autouse=True)
+def others(monkeypatch):
+    """Children that were there before, of other tests in this process, do not count."""
+    monkeypatch.setitem(OTHERS, "pids", {child.pid for child in psutil.Process().children()})
+
+
+OTHERS: dict[str, set[int]] = {}
+
+
 def children() -> list[psutil.Process]:
-    return psutil.Process().children()
+    return [child for child in psutil.Process().children() if child.pid not in OTHERS["pids"]]
 
 
 # What the processes below run: every chunk of 20 documents is a part; `stop` chunks come, then the source hangs.
