@@ -242,3 +242,15 @@ def test_cuda_choice_runs_compiled() -> None:
             loss.backward()
             losses.append(loss.detach())
         torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize(("head_dim", "kernel"), [(8, "sdpa"), (16, "flex")])
+def test_small_heads_do_not_get_a_kernel_that_cannot_take_them(head_dim, kernel):
+    """float32 on CUDA rules varlen out; the choice needs no device."""
+    sizes = {"dim": 64, "n_layers": 1, "n_heads": 4, "head_dim": head_dim, "ffn_dim": 64, "vocab_size": 16}
+    arch = Architecture(**sizes)
+    assert choose_kernel(arch, torch.device("cuda"), torch.float32, plain=False) == kernel
+    if kernel == "sdpa":
+        forced = arch.with_overrides({"attn_backend": "flex"})
+        with pytest.raises(UserError, match="attn_backend=sdpa"):
+            choose_kernel(forced, torch.device("cuda"), torch.float32, plain=False)
