@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +20,35 @@ def local_or_none(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else local(parameter)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; every rank of its mesh must ask for it."""
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor, shared memory or a copy; every rank of its mesh must ask for it.
+
+    DTensor's own `full_tensor` crashes the process where gloo carries tensors of a GPU (torch 2.11), and its
+    collectives are neither counted nor watched.
+    """
+    if not hasattr(tensor, "placements"):
+        plain: Tensor = tensor
+        return plain
+    part, mesh = tensor.to_local(), tensor.device_mesh
+    cut = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if not cut:
+        return local(tensor)
+    from shardline.parallel import comm
+
+    largest = math.prod(_place(tensor, [0] * mesh.ndim)[0])  # rank 0 never holds less than another
+    parts = part.new_empty(largest)
+    parts[: part.numel()] = part.flatten()
+    for i in cut:
+        parts = comm.gather_over_group(parts, mesh.get_group(i))
+    full = part.new_empty(tensor.shape)
+    # Gathered over the last dimension last: its coordinate counts slowest
+    for at, piece in zip(np.ndindex(*(mesh.size(i) for i in reversed(cut))), parts.view(-1, largest), strict=True):
+        coordinates = [0] * mesh.ndim
+        for i, coordinate in zip(reversed(cut), at, strict=True):
+            coordinates[i] = coordinate
+        sizes, offsets = _place(tensor, coordinates)
+        target = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+        full[target] = piece[: math.prod(sizes)].view(sizes)
     return full
 
 
@@ -32,7 +60,15 @@ def copy_into(parameter: Tensor, values: Tensor) -> None:
 
 def local_slices(parameter: Any) -> tuple[slice, ...]:
     """Where in the whole tensor this rank's part lies."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    sizes, offsets = _place(parameter, parameter.device_mesh.get_coordinate())
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def _place(tensor: Any, coordinates: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and offsets of the part that the rank at these coordinates of the tensor's mesh holds."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    sizes, offsets = _compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh.shape, coordinates, tensor.placements
+    )
+    return tuple(sizes), tuple(offsets)

@@ -11,7 +11,9 @@ plain autograd functions, which cost less.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +44,15 @@ class Traffic:
     def add(self, axis: str, size: float) -> None:
         self.bytes[axis] += int(size)
         self.calls[axis] += 1
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave out what is sent meanwhile: a look at the run, not a part of it."""
+        kept = dict(self.bytes), dict(self.calls)
+        yield
+        for counter, values in zip((self.bytes, self.calls), kept, strict=True):
+            counter.clear()
+            counter.update(values)
 
     def take(self) -> dict[str, int]:
         taken = dict(self.bytes)
@@ -101,6 +112,12 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         return sum_in_place(x, "world") if "world" in _axes else x
     name = next(over.name for over in _axes.values() if over.group is group)
     return sum_in_place(x, name)
+
+
+def gather_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The values of all ranks of a group that a DTensor's mesh names, one rank's after the other's."""
+    name = next(over.name for over in _axes.values() if over.group is group)
+    return _gather_rows(x, name)
 
 
 def max_in_place(x: Tensor, name: str) -> Tensor:

@@ -30,6 +30,8 @@ from shardline.config.layout import Layout, resolve_layout
 from shardline.config.load import load_config
 from shardline.data.demo import documents
 from shardline.models.fused import unfuse
+from shardline.models.local import whole
+from shardline.parallel.comm import traffic
 from tests.parity.pool import TIMEOUT_SECONDS, Pool
 
 STEPS = 10
@@ -244,9 +246,9 @@ def _whole(trainer: Any, value: Callable[[Any], Tensor | None]) -> tuple[dict[st
         tensor = value(parameter)
         if tensor is None:
             raise AssertionError(f"{name} has no gradient")
-        if hasattr(tensor, "full_tensor"):
-            tensor = tensor.full_tensor()
-        for part, content in unfuse(trainer.arch, name, tensor.detach()).items():
+        with traffic.uncounted():
+            full = whole(tensor.detach())
+        for part, content in unfuse(trainer.arch, name, full).items():
             tensors[part] = content.float().cpu().clone(memory_format=torch.contiguous_format)
     return tensors, {name: hashlib.sha1(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
 
