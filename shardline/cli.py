@@ -15,6 +15,7 @@ from shardline.errors import ConfigError, UserError
 from shardline.registry import nearest
 
 if TYPE_CHECKING:
+    from shardline.config.options import TrainOptions
     from shardline.config.schema import Config
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -23,6 +24,13 @@ FILE is TOML or YAML. Flags change single keys: --training.steps 100, --training
 --compile.no_enable; lists are comma separated. `shardline config --comments` explains every key.
 --preset NAME starts from a packaged file: {presets}."""
 
+_MEETING = (
+    Option("nnodes", "Machines, or a range of them.", str, "N|MIN:MAX", default="1"),
+    Option("node-rank", "Number of this machine.", int, "N", default=0, low=0),
+    Option("rdzv-id", "Name of the job that machines meet under.", str, "ID", default="none"),
+    Option("rdzv-backend", "How machines meet: static or c10d.", str, "NAME", default="static"),
+    Option("rdzv-endpoint", "Where machines meet.", str, "HOST:PORT", default=""),
+)
 TRAIN = Command(
     "train",
     "Train a model from a config file, a preset or flags alone.",
@@ -33,11 +41,7 @@ TRAIN = Command(
         Option("dry-run", "Build and report, do not train.", bool, default=False),
         Option("world-size", "Ranks to build for in a dry run.", int, "N", low=1),
         Option("nproc", "Processes on this machine.", int, "N", ("nproc-per-node",), default=1, low=1),
-        Option("nnodes", "Machines, or a range of them.", str, "N|MIN:MAX", default="1"),
-        Option("node-rank", "Number of this machine.", int, "N", default=0, low=0),
-        Option("rdzv-id", "Name of the job that machines meet under.", str, "ID", default="none"),
-        Option("rdzv-backend", "How machines meet: static or c10d.", str, "NAME", default="static"),
-        Option("rdzv-endpoint", "Where machines meet.", str, "HOST:PORT", default=""),
+        *_MEETING,
         Option("max-restarts", "How often failed workers are started again.", int, "N", default=0, low=0),
     ),
     config_flags=True,
@@ -135,6 +139,66 @@ GENERATE = Command(
     details="FOLDER: a run, a checkpoint, or a Hugging Face folder.",
     examples=('shardline generate outputs/run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95',),
 )
+BENCH_COMM = Command(
+    "bench comm",
+    "Measure how fast collectives run over one mesh dimension, by size.",
+    ("[FILE]",),
+    (
+        Option("sizes", "One, a range in doubling steps, or a list: 1M, 1M:2G, 4K,1M.", str, "SIZES", default="1M:64M"),
+        Option(
+            "ops",
+            "Which, with commas between.",
+            str,
+            "NAMES",
+            default="all_reduce,all_gather,reduce_scatter,all_to_all,p2p",
+        ),
+        Option("dim", "Mesh dimension: tp, dp_shard, ..., world for all ranks.", str, "NAME", default="world"),
+        Option("tp", "Tensor-parallel ranks; --parallelism.* tells the rest of a layout.", int, "N", low=1),
+        Option("dtype", f"{', '.join(DTYPES)}.", str, "TYPE", choices=DTYPES, default="float32"),
+        Option("iterations", "Calls that are timed; unset: half a second of them.", int, "N", low=1),
+        Option("json", "Print one JSON object per line.", bool, default=False),
+        Option("nproc", "Processes on this machine; unset: as the layout needs.", int, "N", ("nproc-per-node",), low=1),
+        *_MEETING,
+    ),
+    config_flags=True,
+    details="Bandwidths are counted as nccl-tests count them. Without a layout, the dimension has all ranks.",
+    examples=(
+        "shardline bench comm --sizes 1M:2G --nproc 2",
+        "shardline bench comm run.toml --dim tp --ops all_gather,reduce_scatter --dtype bfloat16",
+        "shardline bench comm --dim tp --tp 2 --parallelism.data_parallel_shard_degree 2 --json",
+    ),
+)
+BENCH_OVERLAP = Command(
+    "bench overlap",
+    "Measure the overlapped tensor-parallel products of a model against collective-then-multiply.",
+    (),
+    (
+        Option("model", "Model family.", str, "NAME", default="llama3"),
+        Option("flavor", "Size of the model.", str, "NAME", default="8B"),
+        Option("tp", "Tensor-parallel ranks.", int, "N", default=2, low=1),
+        Option("seq", "Length of a sequence.", int, "N", default=8192, low=1),
+        Option("batch", "Sequences of a micro-batch.", int, "N", default=1, low=1),
+        Option("backend", "Measure this one beside serial; unset: every one that can run.", str, "NAME"),
+        Option("dtype", f"{', '.join(DTYPES)}; unset: bfloat16 on a GPU, else float32.", str, "TYPE", choices=DTYPES),
+        Option("iterations", "Calls that are timed; unset: half a second of them.", int, "N", low=1),
+        Option("json", "Print one JSON object per line.", bool, default=False),
+        Option("nproc", "Processes on this machine; unset: as --tp needs.", int, "N", ("nproc-per-node",), low=1),
+        *_MEETING,
+    ),
+    config_flags=True,
+    examples=(
+        "shardline bench overlap --model llama3 --flavor 8B --tp 2 --seq 8192 --batch 1",
+        "shardline bench overlap --flavor debugmodel --tp 2 --seq 256 --backend ring --json",
+    ),
+)
+TRACE_OVERLAP = Command(
+    "trace overlap",
+    "Say how much communication a profiler's traces show, and how much of it computation hides.",
+    ("TRACE...",),
+    (Option("json", "Print one JSON object per line.", bool, default=False),),
+    details="TRACE: .json or .json.gz of one rank, as `--profiling.enable_profiling` writes them; one for each rank.",
+    examples=("shardline trace overlap outputs/run/profile_traces/iteration_10/rank*_trace.json",),
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -175,15 +239,18 @@ def dispatch(given: Sequence[str]) -> int:
         print(f"shardline {__version__}")
         return 0
     name, rest = words[0], words[1:]
-    if name == "data":
+    groups = _groups()
+    if name in groups:
+        names = groups[name]
         if rest[:1] in ([], ["--help"], ["-h"]):
-            print(help_text(PREPARE))
+            print("\n\n".join(help_text(COMMANDS[f"{name} {second}"][0]) for second in names))
             return 0
-        if rest[0] != "prepare":
-            raise UserError(f"shardline data: there is no command {rest[0]!r}{nearest(rest[0], ['prepare'])} (prepare)")
-        name, rest = "data prepare", rest[1:]
+        if rest[0] not in names:
+            close = nearest(rest[0], names)
+            raise UserError(f"shardline {name}: there is no command {rest[0]!r}{close} ({', '.join(names)})")
+        name, rest = f"{name} {rest[0]}", rest[1:]
     if name not in COMMANDS:
-        names = [*COMMANDS, "data"]
+        names = [*COMMANDS, *groups]
         raise UserError(f"there is no command {name!r}{nearest(name, names)} (shardline --help)")
     command, run = COMMANDS[name]
     parsed = parse(command, rest)
@@ -191,6 +258,15 @@ def dispatch(given: Sequence[str]) -> int:
         print(_with_presets(help_text(command)))
         return 0
     return run(parsed)
+
+
+def _groups() -> dict[str, list[str]]:
+    """First words of commands of two words, and the second words that there are."""
+    groups: dict[str, list[str]] = {}
+    for first, _, second in (name.partition(" ") for name in COMMANDS):
+        if second:
+            groups.setdefault(first, []).append(second)
+    return groups
 
 
 def _overview() -> str:
@@ -338,6 +414,47 @@ def _generate(parsed: Parsed) -> int:
     return command(parsed.positionals[0], **_named(parsed, *names))
 
 
+def _bench_comm(parsed: Parsed) -> int:
+    from shardline.config.options import CommOptions
+
+    if parsed.options["tp"] is not None:
+        parsed.flags.append(f"--parallelism.tensor_parallel_degree={parsed.options['tp']}")
+    options = CommOptions(
+        load(parsed), _starting(parsed), **_named(parsed, "sizes", "ops", "dim", "dtype", "iterations", "json")
+    )
+    from shardline.bench.comm import run
+
+    return run(options)
+
+
+def _bench_overlap(parsed: Parsed) -> int:
+    from shardline.config.options import OverlapOptions
+
+    keys = {"model": "model.name", "flavor": "model.flavor", "tp": "parallelism.tensor_parallel_degree"}
+    parsed.flags += [f"--{key}={parsed.options[name]}" for name, key in keys.items()]
+    config = load(parsed)
+    _check_model(config)
+    names = ("seq", "batch", "backend", "dtype", "iterations", "json")
+    options = OverlapOptions(config, _starting(parsed), **_named(parsed, *names))
+    from shardline.bench.overlap import run
+
+    return run(options)
+
+
+def _starting(parsed: Parsed) -> TrainOptions:
+    """How a benchmark's ranks start; nproc 0 where no number was given."""
+    from shardline.config.options import TrainOptions
+
+    names = ("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "debug")
+    return TrainOptions(nproc=parsed.options["nproc"] or 0, words=parsed.words, **_named(parsed, *names))
+
+
+def _trace_overlap(parsed: Parsed) -> int:
+    from shardline.bench.trace import command
+
+    return command(parsed.positionals, **_named(parsed, "json"))
+
+
 def _named(parsed: Parsed, *names: str) -> dict[str, Any]:
     return {name: parsed.options[name] for name in names}
 
@@ -349,4 +466,7 @@ COMMANDS: dict[str, tuple[Command, Callable[[Parsed], int]]] = {
     "import": (IMPORT, _import),
     "export": (EXPORT, _export),
     "generate": (GENERATE, _generate),
+    "bench comm": (BENCH_COMM, _bench_comm),
+    "bench overlap": (BENCH_OVERLAP, _bench_overlap),
+    "trace overlap": (TRACE_OVERLAP, _trace_overlap),
 }

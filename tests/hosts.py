@@ -5,7 +5,8 @@
         a.run([...])
         a.sent_bytes()
 
-Needs root and iproute2; a test that asks for hosts where they cannot be made is skipped, and says why.
+Each has a name of its own, and knows both. Needs root and iproute2; a test that asks for hosts where they
+cannot be made is skipped, and says why.
 """
 
 import contextlib
@@ -20,19 +21,20 @@ from pathlib import Path
 import pytest
 
 NETWORK = "10.77.0"
+FILES = Path("/etc/netns")  # `ip netns exec NAME` shows the files in FILES/NAME as those in /etc
+NAMED = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
 
 
 @dataclass(frozen=True)
 class Host:
-    name: str  # of its namespace
+    name: str  # of its namespace, and its hostname
     interface: str
     address: str
 
     def start(self, words: Sequence[str], env: Mapping[str, str] | None = None, **options) -> subprocess.Popen:
-        """A process on this host; gloo and NCCL are told which interface to use."""
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
-        command = ["ip", "netns", "exec", self.name, *words]
-        return subprocess.Popen(command, env={**environment, **(env or {})}, **options)
+        """A process on this host."""
+        command = ["ip", "netns", "exec", self.name, *NAMED, self.name, *words]
+        return subprocess.Popen(command, env={**os.environ, **(env or {})}, **options)
 
     def run(
         self, words: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60, **options
@@ -64,8 +66,13 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(rate: str | None = "1gbit", delay: str | None = None) -> Iterator[tuple[Host, Host]]:
-    """Two hosts and their link: `rate` and `delay` as tc writes them ("1gbit", "2ms"), None for no limit."""
+def two_hosts(
+    rate: str | None = "1gbit", delay: str | None = None, loopback_names: bool = False
+) -> Iterator[tuple[Host, Host]]:
+    """Two hosts and their link: `rate` and `delay` as tc writes them ("1gbit", "2ms"), None for no limit.
+
+    `loopback_names`: a host's own name stands for its loopback, as many systems are installed.
+    """
     reason = missing()
     if reason:
         pytest.skip(reason)
@@ -78,6 +85,7 @@ def two_hosts(rate: str | None = "1gbit", delay: str | None = None) -> Iterator[
         for host in (a, b):
             _ip("netns", "add", host.name)
             made.append(host)
+            _name_hosts(host, (a, b), "127.0.1.1" if loopback_names else host.address)
         _ip("link", "add", a.interface, "netns", a.name, "type", "veth", "peer", "name", b.interface, "netns", b.name)
         for host in (a, b):
             _set_up(host, rate, delay)
@@ -86,18 +94,28 @@ def two_hosts(rate: str | None = "1gbit", delay: str | None = None) -> Iterator[
         for host in made:
             _end_processes(host)
             subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
+            shutil.rmtree(FILES / host.name, ignore_errors=True)
 
 
 def missing() -> str:
     """Why two hosts cannot be made here, or nothing."""
-    if shutil.which("ip") is None or shutil.which("tc") is None:
-        return "two hosts need the commands ip and tc: apt-get install iproute2"
+    absent = [name for name in ("ip", "tc", "unshare", "hostname") if shutil.which(name) is None]
+    if absent:
+        return f"two hosts need the commands {', '.join(absent)}: apt-get install iproute2 util-linux hostname"
     if os.geteuid() != 0:
         return "two hosts need root, to make network namespaces"
     probe = f"shl-{uuid.uuid4().hex[:6]}"
     tried = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "delete", probe], capture_output=True)
     return f"two hosts need network namespaces: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+def _name_hosts(host: Host, hosts: Sequence[Host], own: str) -> None:
+    folder = FILES / host.name
+    folder.mkdir(parents=True)
+    addresses = {one.name: one.address for one in hosts} | {host.name: own}
+    lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())]
+    (folder / "hosts").write_text("\n".join(lines) + "\n")
 
 
 def _set_up(host: Host, rate: str | None, delay: str | None) -> None:

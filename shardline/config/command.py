@@ -31,7 +31,7 @@ class Command:
 
     name: str
     summary: str
-    positionals: tuple[str, ...] = ()  # "[FILE]" may be left out
+    positionals: tuple[str, ...] = ()  # "[FILE]" may be left out, "FILE..." be several
     options: tuple[Option, ...] = ()
     config_flags: bool = False
     details: str = ""
@@ -153,6 +153,7 @@ def _check_positionals(command: Command, given: list[str]) -> None:
         raise UserError(
             f"shardline {command.name}: {missing} is missing: shardline {command.name} {' '.join(command.positionals)}"
         )
-    if len(given) > len(command.positionals):
+    several = bool(command.positionals) and command.positionals[-1].endswith("...")
+    if len(given) > len(command.positionals) and not several:
         extra = given[len(command.positionals)]
         raise UserError(f"shardline {command.name}: unexpected argument {extra!r}")

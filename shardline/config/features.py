@@ -47,6 +47,7 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "HSDP": lambda c: _shards(c) and _replicates(c),
     "TP": _tensor,
     "TP without sequence parallel": lambda c: _tensor(c) and not c.parallelism.enable_sequence_parallel,
+    "async TP": lambda c: _tensor(c) and c.parallelism.enable_async_tensor_parallel,
     "whole loss on every TP rank": lambda c: _tensor(c) and c.parallelism.disable_loss_parallel,
     "accumulation": lambda c: c.training.global_batch_size > c.training.local_batch_size * _known_data_ranks(c),
     "AC full": _mode("full"),
@@ -56,6 +57,8 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "optimizer in backward": lambda c: c.optimizer.early_step_in_backward,
     "CPU offload": lambda c: c.training.enable_cpu_offload,
     "bfloat16": lambda c: c.training.mixed_precision_param == "bfloat16" and c.is_set("training.mixed_precision_param"),
+    "LAMB": lambda c: c.optimizer.name == "LAMB",
+    "LARS": lambda c: c.optimizer.name == "LARS",
     "tied embeddings": _override("tie_word_embeddings", True),
     "packed documents": _override("attn_mask_type", "block_causal"),
     "validation": lambda c: c.validation.enable,
@@ -64,21 +67,30 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
 EXCLUSIVE: tuple[frozenset[str], ...] = (
     frozenset({"DDP", "FSDP", "HSDP"}),
     frozenset({"AC full", "AC selective", "AC memory budget"}),
+    frozenset({"LAMB", "LARS"}),
 )
 
+_TRUST_RATIO = Refusal(
+    "a trust ratio needs an all-reduce per parameter in the middle of backward",
+    'set optimizer.name = "AdamW", or optimizer.early_step_in_backward = false',
+)
 REFUSED: dict[frozenset[str], Refusal] = {
     frozenset({"DDP", "optimizer in backward"}): Refusal(
         "gradients wait in buckets for their sum, so nothing would be saved",
         "shard instead: set parallelism.data_parallel_shard_degree above 1",
     ),
     frozenset({"DDP", "CPU offload"}): Refusal(
-        "only sharded parameters can be kept in host memory", "set parallelism.data_parallel_shard_degree above 1"
+        "every replica would keep all of the model in host memory",
+        "shard instead: set parallelism.data_parallel_shard_degree above 1",
     ),
+    frozenset({"optimizer in backward", "LAMB"}): _TRUST_RATIO,
+    frozenset({"optimizer in backward", "LARS"}): _TRUST_RATIO,
 }
 
 # Features that make no sense without another one.
 NEEDS: dict[str, tuple[str, ...]] = {
     "TP without sequence parallel": ("TP",),
+    "async TP": ("TP",),
     "whole loss on every TP rank": ("TP",),
     "AC memory budget": ("compile",),
 }

@@ -1,8 +1,12 @@
-"""What `shardline train` is told besides the config: how to start, not what to train."""
+"""What commands that start ranks are told besides the config: how to start, what to measure; not what to train."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardline.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -21,4 +25,32 @@ class TrainOptions:
     debug: bool = False  # show tracebacks of user errors
     words: tuple[str, ...] = field(
         default=(), compare=False
-    )  # the command line after `train`: every rank is started with it
+    )  # the command line after the command's name: every rank is started with it
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """`shardline bench comm`; the config tells the layout."""
+
+    config: Config
+    start: TrainOptions  # nproc 0: as many as the layout needs
+    sizes: str = "1M:64M"
+    ops: str = "all_reduce,all_gather,reduce_scatter,all_to_all,p2p"
+    dim: str = "world"
+    dtype: str = "float32"
+    iterations: int | None = None  # unset: as many as fit into a moment
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """`shardline bench overlap`; the config tells the model and the layout."""
+
+    config: Config
+    start: TrainOptions  # nproc 0: one per tensor-parallel rank
+    seq: int = 8192
+    batch: int = 1
+    backend: str | None = None  # unset: every one that can run
+    dtype: str | None = None  # unset: bfloat16 on a GPU, float32 on a CPU
+    iterations: int | None = None  # unset: as many as fit into a moment
+    json: bool = False

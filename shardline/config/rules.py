@@ -385,13 +385,6 @@ RULES: list[Rule] = [
     ),
     Rule(
         "refused",
-        "optimizer.early_step_in_backward",
-        lambda c: _steps_early(c) and c.optimizer.name in ("LAMB", "LARS"),
-        "a trust ratio needs an all-reduce per parameter in the middle of backward",
-        remedy="choose AdamW",
-    ),
-    Rule(
-        "refused",
         "optimizer.state_dtype",
         lambda c: c.optimizer.state_dtype == "bfloat16" and c.optimizer.name not in ("AdamW", "Adam"),
         "only AdamW and Adam keep narrow moments",
@@ -403,7 +396,6 @@ RULES: list[Rule] = [
         _feature, "model.flavor", when=lambda c: not _model_not_built(c) and c.model.flavor in _flavors_not_built(c)
     ),
     *_not_built("low precision", "model.converters"),
-    *_not_built("async tensor parallel", "parallelism.enable_async_tensor_parallel"),
     *_degree_not_built("pipeline parallel", "parallelism.pipeline_parallel_degree", *PIPELINE_KEYS),
     *_degree_not_built("context parallel", "parallelism.context_parallel_degree", *CONTEXT_KEYS),
     *_degree_not_built("expert parallel", "parallelism.expert_parallel_degree", *EXPERT_KEYS),
@@ -499,8 +491,12 @@ RULES: list[Rule] = [
     ),
     *_needs(
         "the layout has one rank",
-        lambda c: not _one_rank(c),
+        lambda c: not _one_rank(c) or c.training.enable_cpu_offload,
         "parallelism.fsdp_reshard_after_forward",
+    ),
+    *_needs(
+        "the layout has one rank",
+        lambda c: not _one_rank(c),
         "parallelism.disable_loss_parallel",
         "comm.init_timeout_seconds",
         "comm.train_timeout_seconds",

@@ -215,6 +215,9 @@ class Parallelism(Section):
     enable_async_tensor_parallel: bool = Field(
         default=False, description="Run tensor-parallel collectives inside their matrix products."
     )
+    async_tensor_parallel_backend: Literal["auto", "serial", "ring", "symmetric"] = Field(
+        default="auto", description="How they run inside: auto measures each product at the start, others are forced."
+    )
     pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline ranks.")
     module_fqns_per_model_part: list[list[Text]] | None = Field(
         default=None, description="Module names of each pipeline stage, instead of an even cut."

@@ -97,8 +97,9 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
     def policy(context: Any, op: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         if op in _kept_attention_ops():
             return CheckpointPolicy.MUST_SAVE
-        if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            if tuple(arguments[-1].shape) in recompute_shapes:
+        shape = _product_shape(op, arguments)
+        if shape is not None:
+            if shape in recompute_shapes:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             phase = "recompute" if context.is_recompute else "forward"
             seen[phase] += 1
@@ -106,6 +107,16 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def _product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """(in, out) of a matrix product's weight, None where `op` is none."""
+    if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return tuple(arguments[-1].shape)
+    if getattr(op, "namespace", "") == "shardline" and "linear" in op.name() and "backward" not in op.name():
+        weight = arguments[1][0] if isinstance(arguments[1], (list, tuple)) else arguments[1]
+        return tuple(weight.t().shape)
+    return None
 
 
 @functools.cache

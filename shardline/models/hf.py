@@ -20,6 +20,7 @@ from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.fused import logical_shapes
 from shardline.models.hf_config import architecture_from_hf, export_family, hf_config, read_config
+from shardline.models.overflow import Converter
 
 logger = logging.getLogger("shardline")
 INDEX = "model.safetensors.index.json"
@@ -271,13 +272,14 @@ def _write_shards(
     room = _header_room(wanted)
     shards: list[dict[str, int]] = []
     shard, first = _Shard(folder / "shard-0", room), None
+    convert = Converter()
     try:
         for name, tensor in tensors:
             if name == "output.weight" and arch.tie_word_embeddings:
                 continue
             if wanted.pop(name, None) != tuple(tensor.shape):
                 raise ValueError(f"{name} {tuple(tensor.shape)} is not a tensor of this model, or was given twice")
-            tensor = tensor.to(dtype or tensor.dtype)
+            tensor = convert(name, tensor, dtype or tensor.dtype)
             first = first or tensor.dtype
             if shard.size and shard.size + tensor.nbytes > limit:
                 shards.append(shard.close())
@@ -289,6 +291,7 @@ def _write_shards(
         shards.append(shard.close())
     finally:
         shard.file.close()
+    convert.warn()
     assert first is not None
     return shards, first
 

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 
+def gather_over_group(x: Tensor, group: Any) -> Tensor:
+    """The values x of all ranks of a group, one rank's after the other's; whoever owns the groups puts itself here."""
+    raise RuntimeError("a tensor is shared between ranks, but nobody gathers: shardline.parallel.comm is not imported")
+
+
 def local(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter: itself, or the local part of a DTensor."""
     part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -30,16 +35,14 @@ def whole(tensor: Any) -> Tensor:
         plain: Tensor = tensor
         return plain
     part, mesh = tensor.to_local(), tensor.device_mesh
-    cut = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    cut = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate() and mesh.size(i) > 1]
     if not cut:
         return local(tensor)
-    from shardline.parallel import comm
-
     largest = math.prod(_place(tensor, [0] * mesh.ndim)[0])  # rank 0 never holds less than another
     parts = part.new_empty(largest)
     parts[: part.numel()] = part.flatten()
     for i in cut:
-        parts = comm.gather_over_group(parts, mesh.get_group(i))
+        parts = gather_over_group(parts, mesh.get_group(i))
     full = part.new_empty(tensor.shape)
     # Gathered over the last dimension last: its coordinate counts slowest
     for at, piece in zip(np.ndindex(*(mesh.size(i) for i in reversed(cut))), parts.view(-1, largest), strict=True):

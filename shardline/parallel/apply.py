@@ -37,7 +37,12 @@ def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
     section = config.parallelism
     if mesh.layout.tp == 1:
         return None
-    return TensorParallel(mesh.layout.tp, section.enable_sequence_parallel, not section.disable_loss_parallel)
+    return TensorParallel(
+        mesh.layout.tp,
+        section.enable_sequence_parallel,
+        not section.disable_loss_parallel,
+        section.enable_async_tensor_parallel,
+    )
 
 
 def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> Applied:
@@ -49,19 +54,17 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         apply_tensor_parallel(model, mesh, done.tensor)
         kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"
         done.lines.append(f"tensor parallel over {done.tensor.degree} ranks, {kind}")
-    if config.training.enable_cpu_offload and mesh.axis("fsdp") is None:
-        raise ConfigError(
-            "training.enable_cpu_offload keeps sharded parameters in host memory, and nothing is sharded here:"
-            " start more ranks with parallelism.data_parallel_shard_degree above 1, or leave it out"
-        )
     compiled = config.compile.enable and "model" in config.compile.components
     done.lines += apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
         done.lines.append(_compile_blocks(model, config.compile.backend))
     if mesh.axis("fsdp") is not None:
         apply_fsdp(model, mesh, config, precision)
-        copies = f", {mesh.layout.dp_replicate} copies" if mesh.layout.dp_replicate > 1 else ""
-        done.lines.append(f"parameters sharded over {mesh.size('fsdp')} ranks{copies}")
+        if mesh.size("fsdp") > 1:
+            copies = f", {mesh.layout.dp_replicate} copies" if mesh.layout.dp_replicate > 1 else ""
+            done.lines.append(f"parameters sharded over {mesh.size('fsdp')} ranks{copies}")
+        if config.training.enable_cpu_offload:
+            done.lines.append("parameters, gradients and optimizer state are kept in host memory")
     elif mesh.axis("dp_replicate") is not None:
         replicate_parameters(model, mesh)
         done.lines.append(f"{mesh.layout.dp_replicate} copies of the model (DDP)")

@@ -21,7 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardline.models import local
 from shardline.parallel import watchdog
+from shardline.parallel.hidden import clock
+from shardline.parallel.spans import Running, labelled, now, runs_on_host, spans
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,11 @@ class Traffic:
     """Bytes sent and calls made per axis since the last `take`."""
 
     def __init__(self) -> None:
-        self.bytes: dict[str, int] = defaultdict(int)
+        self.bytes: dict[str, float] = defaultdict(float)
         self.calls: dict[str, int] = defaultdict(int)
 
     def add(self, axis: str, size: float) -> None:
-        self.bytes[axis] += int(size)
+        self.bytes[axis] += size
         self.calls[axis] += 1
 
     @contextlib.contextmanager
@@ -50,24 +53,28 @@ class Traffic:
         """Leave out what is sent meanwhile: a look at the run, not a part of it."""
         kept = dict(self.bytes), dict(self.calls)
         yield
-        for counter, values in zip((self.bytes, self.calls), kept, strict=True):
-            counter.clear()
-            counter.update(values)
+        self.bytes.clear()
+        self.calls.clear()
+        self.bytes.update(kept[0])
+        self.calls.update(kept[1])
 
     def take(self) -> dict[str, int]:
-        taken = dict(self.bytes)
+        taken = {axis: round(size) for axis, size in self.bytes.items()}
         self.bytes.clear()
         self.calls.clear()
         return taken
 
 
 traffic = Traffic()
+# Axis -> who gathers and scatters tensors of a GPU there instead of the process group (see symmetric.py)
+direct: dict[str, Any] = {}
 _axes: dict[str, Axis] = {}
 
 
 def register_axes(axes: dict[str, Axis]) -> None:
     """Called by the mesh; an op names its axis, so that compiled graphs hold a string and no process group."""
     _axes.clear()
+    direct.clear()
     _axes.update(axes)
     traffic.take()
     watchdog.set_members({name: dist.get_process_group_ranks(over.group) for name, over in axes.items()})
@@ -75,6 +82,10 @@ def register_axes(axes: dict[str, Axis]) -> None:
 
 def axis(name: str) -> Axis:
     return _axes[name]
+
+
+def axes() -> dict[str, Axis]:
+    return dict(_axes)
 
 
 def groups() -> list[dist.ProcessGroup]:
@@ -91,15 +102,23 @@ def axis_size(name: str) -> int:
 def gather_into(out: Tensor, x: Tensor, name: str) -> None:
     """out (n * rows, ...) = the rows of all ranks, in their order."""
     over = _axes[name]
-    with _issued(name, "all_gather", x, (over.size - 1) * _bytes(x)):
-        _all_gather(out, x, group=over.group)
+    directly = name in direct and x.is_cuda
+    with _issued(name, "all_gather", x, (over.size - 1) * _bytes(x), directly):
+        if directly:
+            direct[name].gather_into(out, x, name)
+        else:
+            _all_gather(out, x, group=over.group)
 
 
 def scatter_sum_into(out: Tensor, x: Tensor, name: str) -> None:
     """out (rows / n, ...) = this rank's rows of the sum over ranks."""
     over = _axes[name]
-    with _issued(name, "reduce_scatter", x, (over.size - 1) * _bytes(out)):
-        _reduce_scatter(out, x, group=over.group)
+    directly = name in direct and x.is_cuda
+    with _issued(name, "reduce_scatter", x, (over.size - 1) * _bytes(out), directly):
+        if directly:
+            direct[name].scatter_sum_into(out, x, name)
+        else:
+            _reduce_scatter(out, x, group=over.group)
 
 
 def sum_in_place(x: Tensor, name: str) -> Tensor:
@@ -117,7 +136,10 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def gather_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The values of all ranks of a group that a DTensor's mesh names, one rank's after the other's."""
     name = next(over.name for over in _axes.values() if over.group is group)
-    return _gather_rows(x, name)
+    return gather_rows(x, name)
+
+
+local.gather_over_group = gather_over_group  # models know of no process groups
 
 
 def max_in_place(x: Tensor, name: str) -> Tensor:
@@ -131,12 +153,18 @@ class Started(NamedTuple):
     name: str
     tag: str
     sequence: int
+    running: Running | None = None  # its span, where spans are recorded
 
     def wait(self) -> None:
         """Return when the result may be used."""
         if watchdog.current is not None:
             watchdog.current.wait(self.sequence, self.tag, self.name)
-        self.work.wait()
+        if self.running is None:
+            self.work.wait()
+        else:
+            with spans.waiting(self.name, self.running.what):
+                self.work.wait()
+            self.running.end()
         if watchdog.current is not None:
             watchdog.current.leave()
 
@@ -146,9 +174,12 @@ def start_sum(x: Tensor, name: str) -> Started:
     over = _axes[name]
     tag = _issued(name, "all_reduce", x, 2 * (over.size - 1) / over.size * _bytes(x)).tag
     sequence = watchdog.current.issue(tag, name) if watchdog.current is not None else 0
+    start = now()
     work = dist.all_reduce(x, group=over.group, async_op=True)
     assert work is not None
-    return Started(work, name, tag, sequence)
+    recorded = spans.enabled and runs_on_host(over.group, x.device)
+    running = Running(work, name, "all_reduce", start) if recorded else None
+    return Started(work, name, tag, sequence, running)
 
 
 def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
@@ -159,18 +190,31 @@ def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
 
 
 class _issued:
-    """Counts a collective, and lets the watchdog know where this rank is while it waits in it."""
+    """Counts a collective, and lets the watchdog and the spans know where this rank is while it waits in it."""
 
-    def __init__(self, name: str, what: str, x: Tensor, size: float) -> None:
+    def __init__(self, name: str, what: str, x: Tensor, size: float, directly: bool = False) -> None:
         traffic.add(name, size)
-        self.name = name
+        self.name, self.what, self.device, self.directly = name, what, x.device, directly
+        self.start: int | None = None
+        self.timed = contextlib.ExitStack()
         self.tag = f"{what} over {name} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
 
     def __enter__(self) -> None:
         if watchdog.current is not None:
             watchdog.current.enter(self.tag, self.name)
+        if self.directly:
+            self.timed.enter_context(labelled(self.name, self.what))
+        elif spans.enabled and runs_on_host(_axes[self.name].group, self.device):
+            if self.device.type == "cuda":  # it would wait for the values as well, and that is not communication
+                torch.cuda.current_stream(self.device).synchronize()
+            self.start = now()
+        if clock.axis == self.name:
+            self.timed.enter_context(clock.around(self.name))
 
     def __exit__(self, *error: object) -> None:
+        self.timed.close()
+        if self.start is not None:
+            spans.blocked(self.name, self.what, self.start)
         if watchdog.current is not None:
             watchdog.current.leave()
 
@@ -211,13 +255,13 @@ def copy(x: Tensor, name: str) -> Tensor:
     return out
 
 
-def _gather_rows(x: Tensor, name: str) -> Tensor:
+def gather_rows(x: Tensor, name: str) -> Tensor:
     out = x.new_empty(_axes[name].size * x.shape[0], *x.shape[1:])
     gather_into(out, x.contiguous(), name)
     return out
 
 
-def _scatter_rows(x: Tensor, name: str) -> Tensor:
+def scatter_rows(x: Tensor, name: str) -> Tensor:
     out = x.new_empty(x.shape[0] // _axes[name].size, *x.shape[1:])
     scatter_sum_into(out, x.contiguous(), name)
     return out
@@ -231,22 +275,22 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.name = name
-        return _gather_rows(x, name)
+        return gather_rows(x, name)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _scatter_rows(gradient, ctx.name), None
+        return scatter_rows(gradient, ctx.name), None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.name = name
-        return _scatter_rows(x, name)
+        return scatter_rows(x, name)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather_rows(gradient, ctx.name), None
+        return gather_rows(gradient, ctx.name), None
 
 
 class _Sum(torch.autograd.Function):
@@ -272,12 +316,12 @@ class _Copy(torch.autograd.Function):
 
 @torch.library.custom_op("shardline::all_gather", mutates_args=())
 def _gather_op(x: Tensor, name: str) -> Tensor:
-    return _gather_rows(x, name)
+    return gather_rows(x, name)
 
 
 @torch.library.custom_op("shardline::reduce_scatter", mutates_args=())
 def _scatter_op(x: Tensor, name: str) -> Tensor:
-    return _scatter_rows(x, name)
+    return scatter_rows(x, name)
 
 
 @torch.library.custom_op("shardline::all_reduce", mutates_args=())

@@ -34,7 +34,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.local import local
 from shardline.parallel import comm, watchdog
 from shardline.parallel.compression import Exchange, LowRankExchange, WholeExchange
-from shardline.parallel.exposed import exposed
+from shardline.parallel.exposed import StreamWaits, can_watch_streams, exposed, mark
 from shardline.parallel.mesh import Mesh
 from shardline.parallel.tensor import replace_parameter
 from shardline.precision.mixed import DTYPES, Precision
@@ -61,22 +61,25 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     # What the root holds (embedding, norm, head) is used first and last: gathering it twice would gain nothing.
     fully_shard(model, reshard_after_forward=False, **options)
     register_fsdp_forward_method(model, "hidden")
-    exposed.measured = not on_gpu  # there FSDP's waits are between streams, where only a profile shows them
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            _count(module, replicated=mesh.axis("dp_replicate") is not None)
+    waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() else None
+    exposed.measured = waits is not None or not on_gpu
+    count(model, waits, replicated=mesh.axis("dp_replicate") is not None)
     _prefetch(model, config.parallelism.fsdp_prefetch)
 
 
-def _count(module: FSDPModule, replicated: bool) -> None:
+def count(model: Decoder, waits: StreamWaits | None, replicated: bool) -> None:
     """Sum instead of average, and through our own collectives. None of these settings reaches inner modules."""
-    module.set_force_sum_reduction_for_comms(True)  # before the factor: other reductions are NCCL's alone
-    module.set_gradient_divide_factor(1.0)
-    scatter = CountedScatter()
-    module.set_custom_all_gather(CountedGather())  # type: ignore[arg-type]
-    module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
-    if replicated:
-        module.set_all_reduce_hook(scatter.all_reduced)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # before the factor: other reductions are NCCL's alone
+            module.set_gradient_divide_factor(1.0)
+            scatter = CountedScatter(waits, is_last=module is model)
+            module.set_custom_all_gather(CountedGather(waits, module))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+            if replicated:
+                module.set_all_reduce_hook(scatter.all_reduced)
+    if waits is not None:
+        waits.watch(model, model.blocks())
 
 
 def _prefetch(model: Decoder, depth: int) -> None:
@@ -106,6 +109,9 @@ class _Allocate:
 class CountedGather(_Allocate):
     """On CPU the gather goes on in the background until FSDP needs the weights, whether it asks for that or not."""
 
+    def __init__(self, waits: StreamWaits | None = None, module: Any = None) -> None:
+        self.waits, self.module = waits, module
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
@@ -113,31 +119,52 @@ class CountedGather(_Allocate):
         on_cpu = input_tensor.device.type == "cpu"
         issued = Issued("all_gather", input_tensor)
         work = comm._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
+        if self.waits is not None:
+            self.waits.gathered[self.module] = mark()
         return TimedWork(work, issued) if on_cpu else work
 
 
 class CountedScatter(_Allocate):
-    """FSDP uses the result at once: on CPU the step waits here, on a GPU another stream does."""
+    """FSDP uses the result at once: on CPU the step waits here, on a GPU another stream does.
 
-    def __init__(self) -> None:
-        self.ended = 0.0
+    The last gradients of a backward are waited for at its end, where nothing is left to hide them behind.
+    """
+
+    def __init__(self, waits: StreamWaits | None = None, is_last: bool = False) -> None:
+        self.waits, self.is_last = waits, is_last
+        self.ended: Any = 0.0  # seconds, or an event
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         comm.traffic.add("dp_shard", _bytes(output_tensor) * (group.size() - 1))
-        started = time.perf_counter()
+        started = time.perf_counter() if self.waits is None else mark()
         with Issued("reduce_scatter", input_tensor):
             work = comm._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        self.ended = time.perf_counter()
-        exposed.add(self.ended - started)
+        self._scattered(started)
         return work
+
+    def _scattered(self, started: Any) -> None:
+        if self.waits is None:
+            self.ended = time.perf_counter()
+            exposed.add(self.ended - started)
+            return
+        self.ended = self.waits.scattered = mark()
+        if self._ends_step():
+            self.waits.scattered = None
+            exposed.between(started, self.ended)
+
+    def _ends_step(self) -> bool:
+        return self.is_last and exposed.last_backward
 
     def all_reduced(self, reduced: Tensor) -> None:
         """HSDP has summed a scattered gradient between replicas, which it does right after scattering it."""
         size = comm.axis("dp_replicate").size
         comm.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
-        exposed.add(time.perf_counter() - self.ended)
+        if self.waits is None:
+            exposed.add(time.perf_counter() - self.ended)
+        elif self._ends_step():
+            exposed.between(self.ended, mark())
 
 
 class Issued:
@@ -183,11 +210,19 @@ def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> Non
     if not isinstance(model, FSDPModule):
         return
     mode = section.accumulation_sync
+    exposed.last_backward = last
     model.set_requires_gradient_sync(last or mode != "step")
     model.set_requires_all_reduce(last or mode != "scatter")
     model.set_is_last_backward(last)
     if section.fsdp_reshard_after_forward == "never":
         model.set_reshard_after_backward(last)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """After a forward without a backward: free the weights that FSDP keeps for it, so that the shards are the model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 # ---- DDP -------------------------------------------------------------------------------------------------------------

@@ -1,35 +1,48 @@
-"""How long a rank waits for data-parallel communication that nothing hides."""
+"""How long a rank waits for data-parallel communication that nothing hides.
+
+On a CPU the rank itself waits, and a clock tells how long. On a GPU a stream waits for another one:
+
+    compute stream   | backward of block 3 |x . . . . | backward of block 2 |       x: `ready`, as the stream came there
+    other stream              | gather weights of 2  x|                             x: `done`, as they had arrived
+
+`done` - `ready` is what nothing hid. Where FSDP makes its stream wait, `StreamWaits` marks both.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 
 class Exposed:
-    """Adds up waits. Those of a GPU lie between two events on its stream, so `take` waits for the device."""
+    """Adds up waits. Those of a GPU lie between two events, so `take` waits for the device."""
 
     def __init__(self) -> None:
         self.measured = True  # False: the waits of this run cannot be seen
+        self.last_backward = True  # of a step: FSDP waits for all gradients at its end
         self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
         """Around a wait, on the stream that waits."""
         if device.type == "cuda":
-            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            began.record()
+            ready = mark()
             yield
-            ended.record()
-            self._events.append((began, ended))
+            self.between(ready, mark())
         else:
             started = time.perf_counter()
             yield
             self.add(time.perf_counter() - started)
+
+    def between(self, ready: torch.cuda.Event, done: torch.cuda.Event) -> None:
+        """A stream that was at `ready` goes on at `done`; where that came first, it did not wait."""
+        self._gaps.append((ready, done))
 
     def add(self, seconds: float) -> None:
         self._seconds += seconds
@@ -37,16 +50,99 @@ class Exposed:
     def take(self) -> float | None:
         """Seconds since the last call; None where they cannot be measured."""
         seconds, self._seconds = self._seconds, 0.0
-        events, self._events = self._events, []
-        if events:
-            events[-1][1].synchronize()
-        seconds += sum(began.elapsed_time(ended) for began, ended in events) / 1000
+        gaps, self._gaps = self._gaps, []
+        for event in (event for gap in gaps for event in gap):
+            event.synchronize()
+        for ready, done in gaps:
+            first = gaps[0][0]  # nothing is before it: what elapses between events in the wrong order is not defined
+            seconds += max(0.0, first.elapsed_time(done) - first.elapsed_time(ready)) / 1000
         return seconds if self.measured else None
 
     def reset(self) -> None:
         """Forget what was measured, without waiting for the device."""
         self._seconds = 0.0
-        self._events = []
+        self._gaps = []
 
 
 exposed = Exposed()
+
+
+def mark() -> torch.cuda.Event:
+    """Where the current stream is."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class StreamWaits:
+    """The waits of the compute stream inside FSDP: for the weights of a module, and for scattered gradients.
+
+    FSDP waits for weights in its hooks before forward and backward of a block; for the gradients of the block before,
+    once those of a block are complete; and for the last ones after backward. Hooks of ours stand before each of these
+    waits and mark where the stream is; the collectives mark their ends. The weights' wait is settled after FSDP's hook,
+    since a gather that nothing asked for ahead is issued in there.
+    """
+
+    def __init__(self) -> None:
+        self.root: nn.Module | None = None
+        self.ready: dict[nn.Module | None, torch.cuda.Event] = {}
+        self.gathered: dict[nn.Module | None, torch.cuda.Event] = {}  # weights that nobody has waited for
+        self.scattered: torch.cuda.Event | None = None  # the last gradients, likewise
+
+    def watch(self, model: Any, blocks: Sequence[nn.Module]) -> None:
+        """After FSDP has put its own hooks; `model.hidden` is FSDP's way into the root."""
+        for block in blocks:
+            block.register_forward_pre_hook(self._before_forward, prepend=True)
+            block.register_forward_pre_hook(self._after_gather)
+            block.register_forward_hook(self._before_backward, prepend=True)
+            block.register_forward_hook(self._after_forward)
+        self.root, model.hidden = model, self._watched_root(model, model.hidden)
+
+    def _before_forward(self, block: nn.Module, arguments: Any) -> None:
+        self._settle(self.root)  # by now the root has its weights; its wait was the step's first
+        self.ready[block] = mark()
+
+    def _after_gather(self, block: nn.Module, arguments: Any) -> None:
+        self._settle(block)
+        if arguments[0].requires_grad:  # FSDP's node is behind it: its gradient comes here first
+            arguments[0].register_hook(self._before_scatter)
+
+    def _before_backward(self, block: nn.Module, arguments: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._before_forward(block, None))
+
+    def _after_forward(self, block: nn.Module, arguments: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._settle(block))
+
+    def _settle(self, module: nn.Module | None) -> None:
+        ready, done = self.ready.pop(module, None), self.gathered.pop(module, None)
+        if ready is not None and done is not None:
+            exposed.between(ready, done)
+
+    def _before_scatter(self, gradient: Tensor | None = None) -> None:
+        done, self.scattered = self.scattered, None
+        if done is not None:
+            exposed.between(mark(), done)
+
+    def _watched_root(self, model: nn.Module, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def hidden(*arguments: Any, **options: Any) -> Tensor:
+            self.gathered.clear()
+            self.ready[model] = mark()
+            out = inner(*arguments, **options)
+            if out.requires_grad:
+                out = out.view_as(out)  # of which FSDP knows nothing: this hook comes before its own
+                out.register_hook(lambda gradient: at_end_of_backward(self._before_scatter))
+            return out
+
+        return hidden
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """During backward: what to do when it is through. FSDP ends its own so, and what was queued first comes first."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def can_watch_streams() -> bool:
+    """Whether this release of torch has what `at_end_of_backward` needs, which is private to it."""
+    return hasattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback")

@@ -5,7 +5,8 @@
                              loss = dp_replicate x dp_shard x cp, over which losses and targets are summed
                              world = all ranks
 
-TP is innermost, so its ranks are neighbours. An axis of degree 1 has no group and no DTensor dimension.
+TP is innermost, so its ranks are neighbours. An axis of degree 1 has no group and no DTensor dimension, except dp_shard
+with CPU offload: FSDP moves weights between host and device, and wants a mesh even where one rank holds them all.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardline.config.layout import AXES, Layout
 from shardline.errors import UserError
-from shardline.parallel import comm, watchdog
+from shardline.parallel import comm, symmetric, watchdog
 from shardline.parallel.rendezvous import backend_timeout
 
 Result = TypeVar("Result")
 
 
 class Mesh:
-    """Groups of one layout. Built on every rank, after `start_process_group`."""
+    """Groups of one layout. Built on every rank, after `start_process_group`; both know of `offload`."""
 
-    def __init__(self, layout: Layout, device_type: str) -> None:
+    def __init__(self, layout: Layout, device_type: str, offload: bool = False) -> None:
         self.layout = layout
         self.world_size = layout.world_size
         self.rank = dist.get_rank() if self.world_size > 1 else 0
         self.coordinates = layout.coordinates(self.rank)
         self.root: DeviceMesh | None = None
         self._meshes: dict[str, DeviceMesh] = {}
-        if self.world_size > 1:
-            self._build(device_type)
+        if self.world_size > 1 or offload:
+            self._build(device_type, offload)
 
-    def _build(self, device_type: str) -> None:
+    def _build(self, device_type: str, offload: bool) -> None:
         degrees = dict(zip(AXES, self.layout.degrees, strict=True))
-        used = tuple(axis for axis in AXES if degrees[axis] > 1)
+        used = tuple(axis for axis in AXES if degrees[axis] > 1 or (offload and axis == "dp_shard"))
         self.root = init_device_mesh(device_type, tuple(degrees[axis] for axis in used), mesh_dim_names=used)
         self._meshes = {axis: self.root[axis] for axis in used}
         self._flatten("fsdp", [axis for axis in ("dp_shard", "cp") if axis in used])
@@ -60,11 +61,11 @@ class Mesh:
             self._meshes[name] = self.root[tuple(parts)]._flatten("_".join(parts))
 
     def axis(self, name: str) -> DeviceMesh | None:
-        """The one-dimensional mesh of an axis, None where its degree is 1."""
+        """The one-dimensional mesh of an axis, None where there is none."""
         return self._meshes.get(name)
 
     def joined(self, *names: str) -> DeviceMesh | None:
-        """A mesh of the named axes that have more than one rank, in this order; None where none has."""
+        """A mesh of those of the named axes that are there, in this order; None where none is."""
         present = [name for name in names if name in self._meshes]
         if not present:
             return None
@@ -124,23 +125,39 @@ def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:
 
 def world_size() -> int:
     """Ranks of this job, as the launcher says."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return told_by_launcher("WORLD_SIZE", 1)
 
 
-def start_process_group(device: torch.device, timeout_seconds: int) -> bool:
-    """Join the other ranks; True when this call made the group. NCCL where each rank has its own GPU, else gloo."""
-    if world_size() == 1 or dist.is_initialized():
+def told_by_launcher(name: str, otherwise: int) -> int:
+    """A number of ranks in the environment."""
+    text = os.environ.get(name, str(otherwise))
+    if not text.isdecimal() or int(text) == 0:
+        raise UserError(f"{name}={text} in the environment: a launcher sets it to a number of ranks; unset it")
+    return int(text)
+
+
+def start_process_group(device: torch.device, timeout_seconds: int, offload: bool = False) -> bool:
+    """Join the other ranks; True when this call made the group. NCCL where each rank has its own GPU, else gloo.
+
+    A single rank has no group, except with CPU offload: then one in which it is alone.
+    """
+    alone = world_size() == 1
+    if dist.is_initialized() or (alone and not offload):
         return False
-    own_gpu = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= torch.cuda.device_count()
+    own_gpu = device.type == "cuda" and told_by_launcher("LOCAL_WORLD_SIZE", 1) <= torch.cuda.device_count()
     backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
-    dist.init_process_group(backend, timeout=backend_timeout(timeout_seconds))
-    watchdog.start_watchdog(timeout_seconds)
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, timeout=backend_timeout(timeout_seconds))
+        watchdog.start_watchdog(timeout_seconds)
     return True
 
 
 def stop_process_group() -> None:
     """Leave the other ranks; quiet when they are gone already."""
     watchdog.stop_watchdog()
+    symmetric.release()
     comm.register_axes({})
     if dist.is_initialized():
         dist.destroy_process_group()

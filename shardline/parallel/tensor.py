@@ -32,7 +32,7 @@ from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
 from shardline.models.feed_forward import Biases, Products, Weights, columns, linear
 from shardline.models.fused import gate_block
-from shardline.parallel import comm
+from shardline.parallel import comm, overlap
 from shardline.parallel.mesh import Mesh
 
 # Ending of a parameter's name -> how tp cuts it; everything else is whole on every rank.
@@ -51,11 +51,12 @@ PLAN: dict[str, Placement] = {
 
 
 class TensorParallel(NamedTuple):
-    """What the config asks for; `loss_parallel` cuts the vocabulary in the loss."""
+    """What the config asks for; `loss_parallel` cuts the vocabulary in the loss, `overlapped` is async TP."""
 
     degree: int
     sequence_parallel: bool
     loss_parallel: bool
+    overlapped: bool = False
 
 
 def needs_split_kv(arch: Architecture, degree: int) -> bool:
@@ -129,7 +130,7 @@ def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> N
             parameter.detach(), tp, [placement(name, plan, arch.tie_word_embeddings)], src_data_rank=None
         )
         replace_parameter(model, name, cut)
-    products = Products(gather_columns, row_scatter) if plan.sequence_parallel else Products(copy_columns, row_sum)
+    products = PRODUCTS[plan.sequence_parallel, plan.overlapped]
     kv_heads = None
     if needs_split_kv(arch, plan.degree):
         kv_heads = (rank * arch.n_kv_heads // plan.degree, 1)
@@ -172,6 +173,38 @@ def copy_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, .
 def row_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out = comm.all_reduce(linear(x, weight, None), "tp")
     return out if bias is None else out + bias.to(out.dtype)
+
+
+# The same with the collective inside the product
+
+
+def overlapped_gather(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+    return _with_biases(overlap.all_gather_linear(x, weights, "tp"), biases)
+
+
+def overlapped_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _with_biases((overlap.linear_reduce_scatter(x, weight, "tp"),), (bias,))[0]
+
+
+def overlapped_copy(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+    return _with_biases(overlap.copy_linear(x, weights, "tp"), biases)
+
+
+def overlapped_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _with_biases((overlap.linear_all_reduce(x, weight, "tp"),), (bias,))[0]
+
+
+def _with_biases(products: tuple[Tensor, ...], biases: Biases) -> tuple[Tensor, ...]:
+    return tuple(y if bias is None else y + bias.to(y.dtype) for y, bias in zip(products, biases, strict=True))
+
+
+# (sequence parallel, overlapped) -> how a block multiplies
+PRODUCTS = {
+    (True, False): Products(gather_columns, row_scatter),
+    (False, False): Products(copy_columns, row_sum),
+    (True, True): Products(overlapped_gather, overlapped_scatter),
+    (False, True): Products(overlapped_copy, overlapped_sum),
+}
 
 
 class ParallelEmbedding(NamedTuple):

@@ -66,20 +66,26 @@ class Watchdog:
         self._turn = ""
         self._main = threading.main_thread().ident
         self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin to publish, and become `current`."""
         global current
         self._publish()
         for work in (self._watch, self._guard):
-            threading.Thread(target=work, name="shardline-watchdog", daemon=True).start()
+            self._threads.append(threading.Thread(target=work, name="shardline-watchdog", daemon=True))
+            self._threads[-1].start()
         current = self
 
     def close(self) -> None:
+        """Stop publishing. A thread that came back from the store while Python shuts down would abort the process."""
         global current
         self._closed.set()
         if current is self:
             current = None
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2 * self.period)
 
     # ---- what the rank tells -----------------------------------------------------------------------------------------
 

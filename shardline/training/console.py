@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,12 +110,15 @@ class Seen:
     memory: float = 0.0
     speed: float = 0.0  # mean tokens per second; the first row's holds start-up costs and counts only while alone
     counted: int = 0
+    tensor: list[tuple[float, float, float]] = field(default_factory=list)  # seconds: step, tp communication, exposed
 
     def add(self, row: dict[str, Any]) -> None:
         self.counted = 0 if self.last is self.first else self.counted
         self.speed += (row["tokens_per_second"] - self.speed) / (self.counted + 1)
         self.counted += 1
         self.memory = max(self.memory, row["memory_gib"])
+        if "tp_comm_seconds" in row:
+            self.tensor.append((row["step_seconds"], row["tp_comm_seconds"], row["tp_exposed_seconds"]))
         self.first = self.first or row
         self.last = row
 
@@ -250,14 +254,26 @@ def summary(seen: Seen, step: int, total: int, folder: Path) -> list[tuple[str, 
     """Name and value of each line of the closing table."""
     assert seen.first is not None
     assert seen.last is not None
+    tensor = [("tp communication", tensor_summary(seen.tensor))] if seen.tensor else []
     return [
         ("steps", f"{step}" if step == total else f"{step} of {total}"),
         ("first loss", f"{seen.first['loss']:.4f} (step {seen.first['step']})"),
         ("last loss", f"{seen.last['loss']:.4f} (step {seen.last['step']})"),
         ("tokens/s", f"{seen.speed:,.0f}"),
         ("peak memory", f"{seen.memory:.2f} GiB"),
+        *tensor,
         ("run folder", str(folder)),
     ]
+
+
+def tensor_summary(rows: list[tuple[float, float, float]]) -> str:
+    """How long tensor-parallel communication takes, what was hidden, and what that gained of what it could gain."""
+    step, sent, exposed = (statistics.median(column) for column in zip(*(rows[1:] or rows), strict=True))
+    hidden = max(sent - exposed, 0.0)
+    serial = step + hidden  # the step with nothing hidden
+    share = min(sent / serial, 0.999) if serial > 0 else 0.0
+    reached = f"speed-up {serial / step:.2f} of at most {1 / (1 - share):.2f}" if step > 0 else ""
+    return f"{sent:.3f} s a step ({share:.0%}), {hidden / sent if sent else 0:.0%} hidden: {reached}"
 
 
 def _table(lines: list[tuple[str, str]]) -> Table:

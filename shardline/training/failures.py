@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sys
 import threading
 import time
@@ -11,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shardline.errors import UserError
-from shardline.parallel.report import Report, decode, encode
+from shardline.parallel.report import Report, decode, encode, report_of
 
 OTHER_HOST_GRACE = 5.0  # seconds to wait for word from another machine, where the cause seems to lie there
 STORE_PERIOD = 1.0
@@ -28,6 +30,7 @@ class Others:
         self.failure: Report | None = None
         self.done = False
         self.finished = False
+        self.cut_off = False  # the store does not answer
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="shardline-launchers", daemon=True)
         self.thread.start()
@@ -35,12 +38,14 @@ class Others:
     def close(self) -> None:
         """A thread that comes back from the store while the interpreter ends would abort the process."""
         self.closed.set()
-        self.thread.join(2 * STORE_PERIOD)
+        if not self.cut_off:
+            self.thread.join(2 * STORE_PERIOD)
+            self.cut_off = self.thread.is_alive()
 
     def _watch(self) -> None:
         """In a thread: where the network is cut, an answer may never come."""
         told = False
-        while not self.closed.wait(STORE_PERIOD):
+        while not self.closed.wait(STORE_PERIOD / 4 if self.finished else STORE_PERIOD):
             try:
                 if self.finished and not told:
                     told = bool(self.store.add("done", 1))
@@ -66,10 +71,13 @@ class Others:
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(OTHER_HOST_GRACE)
+        self.cut_off = thread.is_alive()
         return answer[0]
 
     def linger(self) -> None:
         """The store may live in this process: stay until the others have read it, or for a few seconds."""
+        if self.cut_off:
+            return
         deadline = time.monotonic() + 2 * STORE_PERIOD + 1
 
         def wait() -> None:
@@ -95,6 +103,21 @@ def choose_cause(reports: list[Report]) -> Report:
         return (0 if killed else order[report.kind], report.at)
 
     return min(reports, key=key)
+
+
+def explain(error: RuntimeError) -> str | None:
+    """Where another launcher started this rank, and so nobody compares errors: one that others are the cause of."""
+    report = report_of(error)
+    why = str(error).strip().partition("\n")[0]
+    meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if isinstance(error, dist.DistStoreError) and "waiting for clients" in why:
+        return f"{report.who}: not every rank came to {meeting}: {why}"
+    if isinstance(error, dist.DistNetworkError) and "trying to connect" in why:
+        return f"{report.who} cannot reach rank 0 at {meeting}: {why}"
+    if report.kind == "lost_peer":
+        said = re.sub(r"^\[\S+\] ", "", why).partition(". ")[0]  # gloo names a line of its own and gives advice
+        return f"{report.who} lost another rank, whose own error is the cause: {said}"
+    return None
 
 
 def show(cause: Report, debug: bool = False) -> int:

@@ -10,13 +10,14 @@ from shardline.config.layout import resolve_layout
 from shardline.config.options import TrainOptions
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.training.rank_main import LAUNCHER_VARIABLE
 
 BACKENDS = ("static", "c10d")
 
 
 def train(config: Config, options: TrainOptions) -> int:
     """Exit code: 0 finished, 128 + signal number when a signal ended the run at a step boundary."""
-    nodes = _nodes(options.nnodes)
+    nodes = nodes_of(options.nnodes)
     if options.dry_run:
         from shardline.training.dry_run import describe
 
@@ -26,34 +27,63 @@ def train(config: Config, options: TrainOptions) -> int:
         return 0
     if options.max_restarts:
         raise UserError("--max-restarts is not built yet: leave it out")
-    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ  # started by us, by torchrun or by another launcher
-    world_size = int(os.environ["WORLD_SIZE"]) if is_rank else nodes * options.nproc
+    started = started_ranks()
+    world_size = started or nodes * options.nproc
     resolve_layout(config.parallelism, world_size)
-    if not is_rank and nodes == 1:
-        _note_idle(options)
-    return _start(config, options, nodes) if world_size > 1 and not is_rank else _run(config, options)
+    _note_idle(options, nodes, bool(started))
+    if world_size > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
+    return start("train", config, options) if world_size > 1 and not started else _run(config, options)
+
+
+def started_ranks() -> int:
+    """How many ranks this process is one of, by us, torchrun or another launcher; 0 where it is to start them."""
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not given:
+        return 0
+    if len(given) == 1 or not all(text.isdecimal() for text in given.values()):
+        shown = ", ".join(f"{name}={text}" for name, text in given.items())
+        raise UserError(f"a launcher sets RANK and WORLD_SIZE, whole numbers: found {shown}")
+    rank, ranks = int(given["RANK"]), int(given["WORLD_SIZE"])
+    if rank >= ranks:
+        raise UserError(f"RANK={rank}: with WORLD_SIZE={ranks} it is below {ranks}")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if ranks > 1 and missing:
+        raise UserError(f"{ranks} ranks meet at MASTER_ADDR and MASTER_PORT, of rank 0: set {' and '.join(missing)}")
+    return ranks
 
 
 def _run(config: Config, options: TrainOptions) -> int:
     from shardline.training.trainer import Trainer
 
-    result = Trainer(config, options).train()
+    try:
+        result = Trainer(config, options).train()
+    except RuntimeError as error:
+        if started_ranks() < 2 or LAUNCHER_VARIABLE in os.environ or options.debug:
+            raise
+        from shardline.training.failures import explain
+
+        explanation = explain(error)
+        if explanation is None:
+            raise
+        print(f"error: {explanation}", file=sys.stderr)
+        return 1
     if result.stopped_by is not None:
         return 128 + int(signal.Signals[result.stopped_by])
     return 0
 
 
-def _start(config: Config, options: TrainOptions, nodes: int) -> int:
-    """Start this machine's ranks, each with the same command line."""
+def start(command: str, config: Config, options: TrainOptions) -> int:
+    """Start this machine's ranks, each with the same command line; the exit code."""
+    nodes = nodes_of(options.nnodes)
     if nodes > 1:
         _check_meeting(options, nodes)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; the ranks get it too
     from shardline.training.ranks import Launch, start_ranks
 
     return start_ranks(
         Launch(
             entry="shardline.cli:dispatch",
-            words=("train", *options.words),
+            words=(*command.split(), *options.words),
             nproc=options.nproc,
             nnodes=nodes,
             node_rank=options.node_rank,
@@ -66,7 +96,7 @@ def _start(config: Config, options: TrainOptions, nodes: int) -> int:
     )
 
 
-def _nodes(text: str) -> int:
+def nodes_of(text: str) -> int:
     """`2`, or `2:2`; a range in which machines come and go is not built."""
     low, _, high = text.partition(":")
     if not low.isdecimal() or not (high or low).isdecimal() or not 1 <= int(low) <= int(high or low):
@@ -78,7 +108,7 @@ def _nodes(text: str) -> int:
 
 def _check_meeting(options: TrainOptions, nodes: int) -> None:
     host, _, port = options.rdzv_endpoint.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(
             f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, an address of the first machine,"
             f" got {options.rdzv_endpoint!r}"
@@ -89,8 +119,17 @@ def _check_meeting(options: TrainOptions, nodes: int) -> None:
         raise UserError(f"--node-rank {options.node_rank}: with --nnodes {nodes} it is below {nodes}")
 
 
-def _note_idle(options: TrainOptions) -> None:
-    names = ("node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint")
+def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
+    """Say which options of the start have no effect."""
+    names, why = ["node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint"], "on one machine"
+    if is_rank and (LAUNCHER_VARIABLE in os.environ or os.environ["RANK"] != "0"):
+        return  # our own launcher gives its ranks its own command line, and has said it
+    if is_rank:
+        names, why = ["nproc", "nnodes", *names], "under another launcher"
+    elif nodes > 1:
+        names, why = ["node_rank"], "with --rdzv-backend c10d, where machines are numbered as they come"
+        if options.rdzv_backend != "c10d":
+            return
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != getattr(TrainOptions, name)]
     if given:
-        print(f"note: no effect on one machine: {', '.join(given)}", file=sys.stderr)
+        print(f"note: no effect {why}: {', '.join(given)}", file=sys.stderr)

@@ -39,8 +39,9 @@ KEYS = (
     "mfu",
     "comm_bytes",
 )
-# Keys of some layouts: seconds the step waited for data-parallel communication that nothing hid.
-OPTIONAL_KEYS = ("dp_exposed_seconds",)
+# Keys of some layouts: seconds the step waited for data-parallel communication that nothing hid; seconds of
+# tensor-parallel communication in the logged step, those the ranks stood still for, and the share that was hidden.
+OPTIONAL_KEYS = ("dp_exposed_seconds", "tp_comm_seconds", "tp_exposed_seconds", "tp_hidden_fraction")
 
 
 class Meter:

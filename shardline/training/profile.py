@@ -14,6 +14,9 @@ import torch
 from torch.autograd import DeviceType
 
 from shardline.errors import UserError
+from shardline.parallel import comm
+from shardline.parallel.spans import spans
+from shardline.training.trace_file import add_spans
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -38,6 +41,7 @@ class Profiler:
         self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.since, self.traces = start_step, 0
         self.trace = self._new_trace() if self.options.enable_profiling else None
+        self._record_spans()
         self.snapshots = self._start_snapshots()
 
     def __enter__(self) -> Profiler:
@@ -58,6 +62,7 @@ class Profiler:
         self.at += 1
         if self.trace is not None:
             self.trace.step()
+            self._record_spans()
         if self.snapshots and self.at % self.options.profile_freq == 0:
             self._save_snapshot(f"iteration_{self.at}")
 
@@ -70,6 +75,7 @@ class Profiler:
         if self.trace is not None:
             self.trace.stop()
             self.trace = None
+            self._record_spans()
             if self.traces == 0:
                 log.warning("no trace was recorded: the run ended before profile_freq=%d", self.options.profile_freq)
         if self.snapshots:
@@ -106,6 +112,14 @@ class Profiler:
         in_cycle = (self.at - self.since - 1) % self.options.profile_freq + 1
         return self.at > self.since and in_cycle > self.options.profile_freq - self.options.profiler_active
 
+    def _record_spans(self) -> None:
+        """Keep the communication of the steps that the trace records."""
+        next_in_cycle = (self.at - self.since) % self.options.profile_freq + 1
+        if self.trace is not None and next_in_cycle > self.options.profile_freq - self.options.profiler_active:
+            spans.record("trace")
+        else:
+            spans.stop("trace")
+
     def _save_trace(self, trace: torch.profiler.profile) -> None:
         if not self._recorded():  # the run ends just when recording began
             return
@@ -116,6 +130,7 @@ class Profiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(path))
+            add_spans(path, self.rank, self.since + 1, comm.axes(), spans.take("trace"))
             table.write_text(ops_table(list(trace.key_averages()), self.options.top_ops))
         except (OSError, RuntimeError) as error:  # the run is worth more than its trace
             log.warning("the trace of step %d was not saved: %s", self.at, error)

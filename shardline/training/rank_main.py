@@ -6,6 +6,7 @@ not to the console: the launcher shows the one that was the cause.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -14,8 +15,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from shardline.errors import UserError
 from shardline.parallel.report import report_of, write_report
@@ -31,12 +34,18 @@ def main() -> None:
     entry, words = sys.argv[1], sys.argv[2:]
     sys.argv = [entry, *words]
     code = run(entry, words)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End a rank without destructors: those of process groups may wait for ranks that are gone, or abort a good end."""
+    if code == 0:
+        threading._shutdown()  # type: ignore[attr-defined]  # what Python does itself: wait for threads,
+        atexit._run_exitfuncs()  # then call what was registered
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        logging.shutdown()
-        os._exit(code)  # no destructors: those of process groups may wait for ranks that are gone
-    sys.exit(0)
+    os._exit(code)
 
 
 def run(entry: str, words: Sequence[str]) -> int:
@@ -76,6 +85,9 @@ def keep_output(folder: Path) -> None:
     place = os.environ.get(OUTPUT_VARIABLE)
     if place is None:
         return
+    folder.mkdir(
+        parents=True, exist_ok=True
+    )  # rank 0 made it on its own machine, which may share no disk with this one
     kept = folder / f"rank-{os.environ['RANK']}.out.log"
     sys.stdout.flush()
     sys.stderr.flush()

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,11 +30,10 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from shardline.parallel.report import REPORT_VARIABLE, Report, read_report
 from shardline.training.failures import OTHER_HOST_GRACE, Others, choose_cause, show
+from shardline.training.meeting import Meeting, interface_towards
 from shardline.training.rank_main import LAUNCHER_VARIABLE, OUTPUT_VARIABLE
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
@@ -101,37 +99,23 @@ def _handling(agent: Agent) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _handler(launch: Launch) -> Any:
+def _meeting(launch: Launch) -> Meeting:
     """One machine needs no address; several meet at an endpoint."""
     if launch.nnodes == 1:
-        parameters = RendezvousParameters(
-            "c10d", "127.0.0.1:0", uuid.uuid4().hex, 1, 1, local_addr="127.0.0.1", timeout=launch.rdzv_timeout_seconds
-        )
-    else:
-        parameters = RendezvousParameters(
-            launch.rdzv_backend,
-            launch.rdzv_endpoint,
-            launch.rdzv_id,
-            launch.nnodes,
-            launch.nnodes,
-            rank=launch.node_rank,
-            timeout=launch.rdzv_timeout_seconds,
-        )
-    handler = get_rendezvous_handler(parameters)
-    handler.num_nodes_waiting = lambda: 0  # type: ignore[method-assign]  # asks the store, and hangs where that is cut off
-    return handler
+        return Meeting("127.0.0.1:0", 1, 0, launch.rdzv_id, launch.rdzv_timeout_seconds)
+    number = launch.node_rank if launch.rdzv_backend == "static" else None
+    return Meeting(launch.rdzv_endpoint, launch.nnodes, number, launch.rdzv_id, launch.rdzv_timeout_seconds)
 
 
 class Agent(SimpleElasticAgent):
     """Torchrun's agent with processes, signals and errors handled here."""
 
     def __init__(self, launch: Launch, folder: Path) -> None:
-        handler = _handler(launch)
         super().__init__(
             WorkerSpec(
                 role="rank",
                 local_world_size=launch.nproc,
-                rdzv_handler=handler,
+                rdzv_handler=_meeting(launch),
                 entrypoint=launch.entry,
                 max_restarts=0,
             )
@@ -152,6 +136,10 @@ class Agent(SimpleElasticAgent):
         count = len(worker_group.workers)
         threads = str(max(1, len(os.sched_getaffinity(0)) // count))
         address, port = str(worker_group.master_addr), str(worker_group.master_port)
+        defaults = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        interface = interface_towards(address) if self.launch.nnodes > 1 else None
+        if interface is not None:
+            defaults["GLOO_SOCKET_IFNAME"] = interface
         for worker in worker_group.workers:
             environment = {
                 "RANK": str(worker.global_rank),
@@ -168,7 +156,6 @@ class Agent(SimpleElasticAgent):
                 LAUNCHER_VARIABLE: str(os.getpid()),
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             }
-            defaults = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
             self.ranks.append(self._start_rank(worker.global_rank, {**defaults, **os.environ, **environment}))
         if self.launch.nnodes > 1:
             self.others = Others(address, int(port), self.launch.nnodes)

@@ -106,6 +106,7 @@ class Saver:
         return {
             **asdict(progress),
             "data": asdict(self.identity),
+            "optimizer": self.config.optimizer.name,
             "tokenizer": tokenizer_of_run(self.config),
             "config_sha256": hashlib.sha256(to_toml(self.config).encode()).hexdigest(),
             "torch": torch.__version__,

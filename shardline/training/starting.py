@@ -108,6 +108,7 @@ class Start:
                 files.set_aside(saved, "damaged")
                 continue
             self._check_identity(saved)
+            self._check_optimizer(saved)
             self._abandon_after(saved.step)
             return saved.step, False
         raise UserError(
@@ -154,6 +155,7 @@ class Start:
         if model_only:
             return
         if "optimizer" not in excluded:
+            self._check_optimizer(saved)
             files.load_optimizer(saved, self.model, self.optimizer)
         trainer = saved.trainer
         if "train_state" not in excluded:
@@ -173,6 +175,16 @@ class Start:
             raise UserError(
                 f"resuming {saved.path} would change its data ({', '.join(changed)}); keep them as they were, or start"
                 ' new data from its beginning with checkpoint.exclude_from_loading = ["dataloader"]'
+            )
+
+    def _check_optimizer(self, saved: Saved) -> None:
+        """State of another optimizer may fit and mean something else."""
+        name = self.config.optimizer.name
+        recorded = saved.trainer.get("optimizer", name)
+        if recorded != name and "optimizer" not in self.config.checkpoint.exclude_from_loading:
+            raise UserError(
+                f"{saved.path} holds the state of optimizer.name = {recorded!r}, this run has {name!r}; set it back, or"
+                ' begin without state: checkpoint.exclude_from_loading = ["optimizer"]'
             )
 
 

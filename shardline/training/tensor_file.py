@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from shardline.errors import UserError
+from shardline.models.overflow import Converter
 
 BLOCK_BYTES = 8 << 20
 _TYPE_NAMES = {
@@ -80,10 +81,12 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
     with open(path, "wb") as file:
         writer = _ChecksumWriter(file)
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
+        convert = Converter()
         for entry in entries:
-            writer.write(_bytes(entry.read().to(entry.dtype)))
+            writer.write(_bytes(convert(entry.name, entry.read(), entry.dtype)))
         file.flush()
         os.fsync(file.fileno())
+    convert.warn()
     return {"size": writer.size, "block_bytes": BLOCK_BYTES, "crc32": writer.finish()}
 
 

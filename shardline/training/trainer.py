@@ -5,8 +5,8 @@ from __future__ import annotations
 import _thread
 import contextlib
 import gc
+import json
 import logging
-import os
 import signal
 import threading
 import time
@@ -25,15 +25,24 @@ from shardline.config.rules import check, notes, refuse_pending
 from shardline.config.schema import Config
 from shardline.config.write import to_toml
 from shardline.data.loader import Batch, Loader, build_loader, steps_for_epochs
+from shardline.data.prepare import cache_folder
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
 from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention
 from shardline.models.flavors import resolve
 from shardline.models.fused import parameter_count
-from shardline.parallel import comm, watchdog
+from shardline.parallel import async_tensor, comm, symmetric, watchdog
 from shardline.parallel.compile_report import CompileReport
 from shardline.parallel.exposed import exposed
-from shardline.parallel.mesh import Mesh, crossing_lines, start_process_group, stop_process_group, world_size
+from shardline.parallel.hidden import Sampler, Times
+from shardline.parallel.mesh import (
+    Mesh,
+    crossing_lines,
+    start_process_group,
+    stop_process_group,
+    told_by_launcher,
+    world_size,
+)
 from shardline.parallel.rendezvous import connect_store, gather_ranks
 from shardline.parallel.replica_check import check_replicas
 from shardline.precision.mixed import choose_precision
@@ -82,16 +91,16 @@ class Trainer:
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
         self.kernel = check_attention(self.arch, self.device, self.precision.compute)
-        self.owns_group = start_process_group(self.device, config.comm.init_timeout_seconds)
-        self.mesh = Mesh(self.layout, self.device.type)
-        self.loader = self._open_data(config, "training")
-        self.validation = self._open_data(config, "validation") if config.validation.enable else None
-        self.total_steps = config.training.steps
-        if config.training.epochs is not None:
-            self.total_steps = steps_for_epochs(self.loader, config.training.epochs, self.loader.global_batch_size)
-        self.folder = self._open_folder(config, options)
-        self.config = config.replace({"job.dump_folder": str(self.folder.path)})
+        self._open = contextlib.ExitStack()
         try:
+            self._join(config)
+            self.loader = self._open_data(config, "training")
+            self.validation = self._open_data(config, "validation") if config.validation.enable else None
+            self.total_steps = config.training.steps
+            if config.training.epochs is not None:
+                self.total_steps = steps_for_epochs(self.loader, config.training.epochs, self.loader.global_batch_size)
+            self.folder = self._open_folder(config, options)
+            self.config = config.replace({"job.dump_folder": str(self.folder.path)})
             self._announce()
             self._build()
             self.progress, self.finished = self._start()
@@ -101,10 +110,20 @@ class Trainer:
             self.close()
             raise
 
+    def _join(self, config: Config) -> None:
+        """Meet the other ranks, if there are any."""
+        offload = config.training.enable_cpu_offload
+        self.owns_group = start_process_group(self.device, config.comm.init_timeout_seconds, offload)
+        if self.owns_group:
+            self._open.callback(stop_process_group)
+        self.mesh = Mesh(self.layout, self.device.type, offload)
+
     def _open_data(self, config: Config, section: Any) -> Loader:
         """This rank's share; tensor-parallel ranks read the same samples."""
         rank, ranks = self.mesh.data_rank, self.mesh.data_ranks
-        return build_loader(config, section, self.arch, self.tokenizer, rank=rank, ranks=ranks, device=self.device)
+        loader = build_loader(config, section, self.arch, self.tokenizer, rank=rank, ranks=ranks, device=self.device)
+        self._open.callback(loader.close)
+        return loader
 
     def _open_folder(self, config: Config, options: TrainOptions) -> RunFolder:
         """Rank 0 takes the folder and tells the others where it is, or why it could not."""
@@ -121,12 +140,14 @@ class Trainer:
             return folder.path, folder.resume_step
 
         path, resume_step = self.mesh.from_rank_0(open_it)
-        return opened[0] if opened else RunFolder(path, config.checkpoint.folder, resume_step)
+        folder = opened[0] if opened else RunFolder(path, config.checkpoint.folder, resume_step)
+        self._open.callback(folder.close)
+        return folder
 
     def _announce(self) -> None:
         """Say what runs where, what was adjusted and what has no effect."""
         config = self.config
-        if self.owns_group:
+        if self.owns_group and self.mesh.world_size > 1:
             keep_output(self.folder.path / "log")
             rows = gather_ranks(connect_store(), self.mesh.rank, self.mesh.world_size)
             if self.mesh.rank == 0:
@@ -140,7 +161,7 @@ class Trainer:
         log.info("%s %s, %s, on %s", config.model.name, config.model.flavor, size, device_name(self.device))
         if self.mesh.world_size > 1:
             log.info("%d ranks: %s", self.mesh.world_size, self.layout)
-            for line in crossing_lines(self.layout, int(os.environ.get("LOCAL_WORLD_SIZE", self.mesh.world_size))):
+            for line in crossing_lines(self.layout, told_by_launcher("LOCAL_WORLD_SIZE", self.mesh.world_size)):
                 log.info("%s", line)
         log.info("computing in %s, attention by %s", str(self.precision.compute).removeprefix("torch."), self.kernel)
         schedule = schedule_notes(config, self.total_steps) if config.training.epochs is not None else ()
@@ -172,6 +193,17 @@ class Trainer:
             global_batch_size=self.loader.global_batch_size,
             tokenizer=self.tokenizer.fingerprint,
         )
+        self.async_tensor = async_tensor.prepare(
+            config,
+            self.arch,
+            self.mesh,
+            self.applied.tensor,
+            self.precision.compute,
+            self.device,
+            cache_folder(config.training.cache_folder),
+        )
+        self.applied.lines += self.async_tensor.lines
+        self.sampler = Sampler(self.device) if self.applied.tensor is not None else None
         folder, writes = self.folder.checkpoint_folder, self.mesh.rank == 0
         self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, writes)
         self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied.tensor)
@@ -197,6 +229,8 @@ class Trainer:
             return
         text = to_toml(self.config)
         self.folder.write_config(text)
+        if self.async_tensor.measured:
+            write_atomically(self.folder.path / async_tensor.FILE, json.dumps(self.async_tensor.rows(), indent=1))
         if self.config.job.save_config_file:
             with blame("job.save_config_file"):
                 write_atomically(Path(self.config.job.save_config_file), text)
@@ -242,14 +276,18 @@ class Trainer:
                     meter.fetched(time.perf_counter() - fetch_started)
                     if watchdog.current is not None:
                         watchdog.current.step(self.progress.step + 1)
+                    sampled = self.sampler is not None and self._is_logged(self.progress.step + 1)
+                    if self.sampler is not None and sampled:
+                        self.sampler.begin()
                     result, lr = self.train_step(batches, stop.name is not None)
+                    times = self.sampler.end() if self.sampler is not None and sampled else None
                     if self.progress.step == first_step and self.mesh.world_size > 1:
                         watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
                     stopping = result.stopping
                     self._advance(batches, meter)
                     console.advance(self.progress.step)
                     if self._is_logged(self.progress.step):
-                        row = self._row(result, lr, meter)
+                        row = self._row(result, lr, meter, times)
                         metrics.log(row)
                         console.update(row)
                     for line in compilations.lines(self.progress.step, first_step):
@@ -299,16 +337,22 @@ class Trainer:
     def _is_logged(self, step: int) -> bool:
         return step == 1 or step == self.total_steps or step % self.config.metrics.log_freq == 0
 
-    def _row(self, result: StepResult, lr: float, meter: Meter) -> dict[str, Any]:
+    def _row(self, result: StepResult, lr: float, meter: Meter, times: Times | None = None) -> dict[str, Any]:
         row: dict[str, Any] = {"step": self.progress.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
         sent, waited = comm.traffic.take(), exposed.take()
-        highest = torch.tensor([peak_memory_gib(self.device), waited or 0.0], device=self.device)
+        of_tp = times or Times(0.0, 0.0)
+        numbers = [peak_memory_gib(self.device) + symmetric.shared_gib(), waited or 0.0, *of_tp]
+        highest = torch.tensor(numbers, device=self.device)
         if self.mesh.world_size > 1:
             comm.max_in_place(highest, "world")
-        memory, waited_longest = highest.tolist()
+        memory, waited_longest, *of_tp_longest = highest.tolist()
         row |= {"tokens": self.progress.tokens, "memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.data_ranks > 1:
             row["dp_exposed_seconds"] = waited_longest
+        if times is not None:
+            slowest = Times(*of_tp_longest)
+            row |= {"tp_comm_seconds": slowest.comm, "tp_exposed_seconds": slowest.exposed}
+            row["tp_hidden_fraction"] = slowest.hidden
         return row | meter.rates()
 
     def _pause(self, meter: Meter, profiler: Profiler) -> contextlib.AbstractContextManager[None]:
@@ -334,14 +378,8 @@ class Trainer:
         console.message(f"step {step}  validation loss {loss:.4f}")
 
     def close(self) -> None:
-        """Stop data workers and give the run's folder free."""
-        self.loader.close()
-        if self.validation is not None:
-            self.validation.close()
-        self.folder.close()
-        if self.owns_group:
-            stop_process_group()
-            self.owns_group = False
+        """Give the run's folder free, stop data workers, leave the other ranks."""
+        self._open.close()
 
 
 class _Stop:

@@ -7,6 +7,7 @@ import torch
 from shardline.data.loader import Loader
 from shardline.models.decoder import Decoder
 from shardline.parallel import comm
+from shardline.parallel.data import free_gathered
 from shardline.parallel.mesh import Mesh
 from shardline.training.head import Head
 from shardline.training.loss import count_targets
@@ -24,6 +25,7 @@ def validation_loss(model: Decoder, head: Head, loader: Loader, steps: int, mesh
         sums[1] += count_targets(batch.labels) / mesh.layout.tp
     if mesh.world_size > 1:
         comm.sum_in_place(sums, "world")
+    free_gathered(model)
     model.train(was_training)
     total, targets = sums.tolist()
     return total / max(targets, 1.0)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from tests.e2e.tiny import run, tiny_config
+from shardline.models.local import local
+from shardline.training.trainer import Trainer
+from tests.e2e.tiny import rows, run, tiny_config
 
 pytestmark = pytest.mark.gpu
 KERNEL_SIZES = {"head_dim": 64, "attn_mask_type": "block_causal"}
@@ -52,3 +54,16 @@ def test_pinned_memory_and_workers(tmp_path):
     plain = numbers(run(tmp_path / "plain"))
     workers = {"training__dataloader__num_workers": 2, "training__dataloader__pin_memory": True}
     assert numbers(run(tmp_path / "workers", **workers)) == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_weights_in_host_memory_give_the_same_numbers(tmp_path, early):
+    """The CPU steps with gradients that have arrived, and the GPU computes with weights that have."""
+    settings = {"training__mixed_precision_param": "float32", "training__steps": 10, "training__max_norm": 0.0}
+    plain = numbers(run(tmp_path / "plain", **settings))
+    settings |= {"training__enable_cpu_offload": True, "optimizer__early_step_in_backward": early}
+    trainer = Trainer(tiny_config(tmp_path / "offload", **settings))
+    trainer.train()
+    assert all(local(parameter).is_pinned() for parameter in trainer.model.parameters())
+    for a, b in zip(numbers(rows(tmp_path / "offload")), plain, strict=True):
+        assert a == pytest.approx(b, rel=1e-4)

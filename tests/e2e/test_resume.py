@@ -245,3 +245,20 @@ def test_an_architecture_without_a_family_is_refused_before_the_first_step(tmp_p
     settings = {"checkpoint__enable": True, "checkpoint__last_save_in_hf": True, "model__overrides": strange}
     with pytest.raises(UserError, match="feed-forward bias"):
         Trainer(tiny_config(tmp_path / "run", **settings))
+
+
+def test_the_state_of_another_optimizer_is_refused(tmp_path):
+    folder, lamb = tmp_path / "run", {"optimizer__name": "LAMB", **SAVING}
+    run(folder, training__steps=2, **SAVING)
+    kept = sorted(path.name for path in (folder / "checkpoint").iterdir())
+    with pytest.raises(UserError, match=r"'AdamW', this run has 'LAMB'.*exclude_from_loading = \[\"optimizer\"\]"):
+        Trainer(tiny_config(folder, **lamb))
+    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == kept
+    initial = {"checkpoint__initial_load_path": str(folder), "checkpoint__initial_load_model_only": False}
+    with pytest.raises(UserError, match="'AdamW', this run has 'LAMB'"):
+        Trainer(tiny_config(tmp_path / "other", **initial, **lamb))
+    Trainer(tiny_config(tmp_path / "weights", checkpoint__initial_load_path=str(folder), **lamb)).close()
+    trainer = Trainer(tiny_config(folder, checkpoint__exclude_from_loading=["optimizer"], **lamb))
+    assert trainer.progress.step == 2
+    assert not any(trainer.optimizer.state.values())
+    trainer.close()

@@ -56,14 +56,3 @@ def test_a_cut_link_ends_the_job_on_both_hosts(hosts, tmp_path):
     assert re.search(r"rank 1 \(.*has not been heard of", error_a)
     assert "has not reached the store of the job at" in error_b
     assert not os.path.exists(f"/proc/{(tmp_path / 'pid-1').read_text()}")
-
-
-def test_a_failure_on_one_host_is_shown_on_both(hosts, tmp_path):
-    a, b = hosts
-    jobs = [start(a, 0, a, "raise", str(tmp_path)), start(b, 1, a, "raise", str(tmp_path))]
-    errors = [job.communicate(timeout=60)[1] for job in jobs]
-    assert [job.returncode for job in jobs] == [1, 1]
-    for error in errors:
-        assert error.count("Traceback") == 1
-        assert re.search(r"error: rank 1 \(.*\) failed:", error)
-        assert "ValueError: a fault of its own" in error

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
+from tests.faults.ahead import fixtures, job
 
 ROOT = Path(__file__).parents[2]
 PROMPT = 10.0  # seconds within which one rank's end is everybody's
@@ -17,7 +17,7 @@ PROMPT = 10.0  # seconds within which one rank's end is everybody's
 class Job:
     """A launcher and its ranks, running `tests.faults.programs`."""
 
-    def __init__(self, fault, folder, ranks=2):
+    def __init__(self, folder, fault, ranks=2):
         self.folder, self.ranks = folder, ranks
         command = [sys.executable, "-m", "tests.faults.programs", fault, str(ranks), str(folder)]
         self.process = subprocess.Popen(
@@ -49,21 +49,11 @@ class Job:
     def pids(self):
         return [int(path.read_text()) for path in self.folder.glob("pid-*")]
 
-
-@pytest.fixture
-def start(tmp_path):
-    jobs = []
-
-    def run(fault, **options):
-        jobs.append(Job(fault, tmp_path, **options))
-        return jobs[-1]
-
-    yield run
-    for job in jobs:
-        for pid in [job.process.pid, *job.pids()]:
+    def close(self):
+        for pid in [self.process.pid, *self.pids()]:
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-        job.process.communicate()
+        self.process.communicate()
 
 
 def is_alive(pid):
@@ -81,8 +71,12 @@ def wait_until(condition, seconds):
         time.sleep(0.05)
 
 
-def test_a_rank_that_raises_ends_all_with_its_own_traceback_once(start):
-    code, stdout, stderr = start("raise", ranks=3).end(60)
+run, jobs = fixtures(Job, ahead=2)
+
+
+@job("raise", ranks=3)
+def test_a_rank_that_raises_ends_all_with_its_own_traceback_once(run):
+    code, stdout, stderr = run.end(60)
     assert code == 1
     assert stderr.count("Traceback") == 1
     assert stderr.count("ValueError: a fault of its own") == 1
@@ -91,75 +85,79 @@ def test_a_rank_that_raises_ends_all_with_its_own_traceback_once(start):
     assert "stray words of rank 1" not in stdout + stderr
 
 
-def test_an_error_of_the_user_on_every_rank_is_shown_once_without_a_traceback(start):
-    code, _, stderr = start("user everywhere").end(60)
+@job("user everywhere")
+def test_an_error_of_the_user_on_every_rank_is_shown_once_without_a_traceback(run):
+    code, _, stderr = run.end(60)
     assert (code, stderr) == (2, "error: the data is not there\n")
 
 
-def test_a_rank_that_just_exits_is_named_with_its_last_words(start):
-    code, _, stderr = start("exit").end(60)
+@job("exit")
+def test_a_rank_that_just_exits_is_named_with_its_last_words(run):
+    code, _, stderr = run.end(60)
     assert code == 1
     assert re.search(r"error: rank 1 \(host \S+, pid \d+\) ended with exit code 7\n", stderr)
     assert "last words" in stderr
 
 
-def test_a_killed_rank_is_named_with_its_signal(start):
-    job = start("none")
-    job.wait_for_step(3)
-    pid = job.pid(1)
+@job("none")
+def test_a_killed_rank_is_named_with_its_signal(run):
+    run.wait_for_step(3)
+    pid = run.pid(1)
     os.kill(pid, signal.SIGKILL)
-    code, _, stderr = job.end(PROMPT)
+    code, _, stderr = run.end(PROMPT)
     assert code == 1
     assert stderr.startswith(f"error: rank 1 (host {os.uname().nodename}, pid {pid}) was killed by SIGKILL")
     assert "Traceback" not in stderr
 
 
-def test_a_stopped_rank_ends_the_job_after_the_time_out_and_is_named(start):
-    job = start("none", ranks=3)
-    job.wait_for_step(3)
-    os.kill(job.pid(1), signal.SIGSTOP)
-    code, _, stderr = job.end(PROMPT)
+@job("none", ranks=3)
+def test_a_stopped_rank_ends_the_job_after_the_time_out_and_is_named(run):
+    run.wait_for_step(3)
+    os.kill(run.pid(1), signal.SIGSTOP)
+    code, _, stderr = run.end(PROMPT)
     assert code == 1
     assert stderr.count("no progress for") == 1
     assert "ranks 0, 2 wait in all_reduce over world of (4,) float32" in stderr
     assert "where rank 1 did not arrive" in stderr
-    assert f"pid {job.pid(1)}) has not been heard of" in stderr
+    assert f"pid {run.pid(1)}) has not been heard of" in stderr
 
 
-def test_a_mismatched_collective_names_both_sides(start):
-    code, _, stderr = start("mismatch", ranks=2).end(60)
+@job("mismatch")
+def test_a_mismatched_collective_names_both_sides(run):
+    code, _, stderr = run.end(60)
     assert code == 1
     assert re.search(r"rank [01] waits in all_\w+ over world of .* \(call 3\), where rank [01] did not arrive", stderr)
     assert "in all_gather over world of (2,) float32 (call 3)" in stderr
     assert "in all_reduce over world of (4,) float32 (call 3)" in stderr
 
 
-def test_a_rank_that_says_it_is_busy_may_take_longer_than_the_time_out(start):
-    code, stdout, stderr = start("busy").end(60)
+@job("busy")
+def test_a_rank_that_says_it_is_busy_may_take_longer_than_the_time_out(run):
+    code, stdout, stderr = run.end(60)
     assert (code, stderr) == (0, "")
     assert "ranks" in stdout
 
 
-def test_ctrl_c_ends_all_ranks_at_the_same_step(start):
-    job = start("none")
-    job.wait_for_step(3)
-    os.killpg(job.process.pid, signal.SIGINT)
-    code, _, stderr = job.end(PROMPT)
+@job("none")
+def test_ctrl_c_ends_all_ranks_at_the_same_step(run):
+    run.wait_for_step(3)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, _, stderr = run.end(PROMPT)
     assert (code, stderr) == (130, "")
-    assert (job.folder / "stopped-0").read_text() == (job.folder / "stopped-1").read_text()
+    assert (run.folder / "stopped-0").read_text() == (run.folder / "stopped-1").read_text()
 
 
-def test_ranks_that_do_not_heed_a_signal_are_killed(start):
-    job = start("deaf")
-    job.wait_for_step(1)
-    job.process.terminate()
-    code, _, stderr = job.end(PROMPT)
+@job("deaf")
+def test_ranks_that_do_not_heed_a_signal_are_killed(run):
+    run.wait_for_step(1)
+    run.process.terminate()
+    code, _, stderr = run.end(PROMPT)
     assert code == 143
     assert "rank 0, 1 did not stop within 2 s" in stderr
 
 
-def test_ranks_die_with_a_launcher_that_is_killed(start):
-    job = start("none")
-    job.wait_for_step(1)
-    job.process.kill()
-    assert job.end(PROMPT)[0] == -signal.SIGKILL
+@job("none")
+def test_ranks_die_with_a_launcher_that_is_killed(run):
+    run.wait_for_step(1)
+    run.process.kill()
+    assert run.end(PROMPT)[0] == -signal.SIGKILL

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 
-import pytest
-
+from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import PROMPT, is_alive, wait_until
 
 # Ranks say in files which step they have done; rank 1 may raise.
 HOOKS = """
 import os
+import time
 from pathlib import Path
 from shardline.registry import register_hook
 
@@ -24,7 +24,9 @@ def tell(trainer, row):
         part = folder / f"{name}-{rank}.part"
         part.write_text(str(value))
         part.replace(folder / f"{name}-{rank}")
+    time.sleep(0.05)  # other jobs start meanwhile
     if os.environ.get("FAULT") == "raise" and rank == "1" and row["step"] == 3:
+        (folder / "raising").touch()
         raise ValueError("a fault of its own")
 """
 SMALL = {
@@ -71,53 +73,47 @@ class Run:
         wait_until(lambda: not any(is_alive(self.pid(rank)) for rank in (0, 1)), 2)
         return self.process.returncode, stdout, stderr
 
-
-@pytest.fixture
-def run(tmp_path):
-    runs = []
-
-    def start(*arguments, **more):
-        runs.append(Run(tmp_path, *arguments, **more))
-        return runs[-1]
-
-    yield start
-    for one in runs:
-        one.process.terminate()
+    def close(self):
+        self.process.terminate()
         try:
-            one.process.communicate(timeout=PROMPT)
+            self.process.communicate(timeout=PROMPT)
         except subprocess.TimeoutExpired:
-            one.process.kill()
+            self.process.kill()
 
 
+run, jobs = fixtures(Run)
+
+
+@job("raise")
 def test_a_step_that_fails_on_one_rank_ends_training_with_its_traceback(run):
-    code, _, stderr = run("raise").end(90)
+    code, _, stderr = run.end(90)
     assert code == 1
     assert stderr.count("Traceback") == 1
     assert "error: rank 1 (" in stderr
     assert stderr.rstrip().endswith("ValueError: a fault of its own")
 
 
+@job()
 def test_a_stopped_rank_ends_training_after_the_time_out(run):
-    one = run()
-    one.wait_for_step(2)
-    os.kill(one.pid(1), signal.SIGSTOP)
+    run.wait_for_step(2)
+    os.kill(run.pid(1), signal.SIGSTOP)
     stopped = time.monotonic()
-    code, _, stderr = one.end(25)
+    code, _, stderr = run.end(25)
     assert code == 1, stderr
     assert time.monotonic() - stopped < 20
-    assert f"pid {one.pid(1)}) has not been heard of" in stderr
+    assert f"pid {run.pid(1)}) has not been heard of" in stderr
     assert "over dp_shard" in stderr or "over world" in stderr
-    assert "no progress for" in (one.folder / "run" / "log" / "rank-0.log").read_text()
+    assert "no progress for" in (run.folder / "run" / "log" / "rank-0.log").read_text()
 
 
+@job(**{"checkpoint.enable": "true", "checkpoint.interval": 100000})
 def test_ctrl_c_saves_the_step_that_all_ranks_have_done(run):
-    one = run(**{"checkpoint.enable": "true", "checkpoint.interval": 100000})
-    one.wait_for_step(2)
-    os.killpg(one.process.pid, signal.SIGINT)
-    code, stdout, stderr = one.end(30)
+    run.wait_for_step(2)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, stdout, stderr = run.end(30)
     assert (code, stderr) == (130, ""), stderr
     assert "at your request (SIGINT)" in stdout
-    (saved,) = (one.folder / "run" / "checkpoint").glob("step-*")
-    assert int(saved.name.removeprefix("step-")) == one.step()
-    ranks = json.loads((one.folder / "run" / "log" / "ranks.json").read_text())
-    assert [(row["rank"], row["pid"]) for row in ranks] == [(rank, one.pid(rank)) for rank in (0, 1)]
+    (saved,) = (run.folder / "run" / "checkpoint").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) == run.step()
+    ranks = json.loads((run.folder / "run" / "log" / "ranks.json").read_text())
+    assert [(row["rank"], row["pid"]) for row in ranks] == [(rank, run.pid(rank)) for rank in (0, 1)]

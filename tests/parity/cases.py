@@ -63,6 +63,7 @@ BIASES = model(qkv_bias=True, out_bias=True, mlp_bias=True)
 DOCUMENTS = model(attn_mask_type="block_causal")
 WINDOW = model(sliding_window=8)
 NO_SEQUENCE = {"parallelism.enable_sequence_parallel": False}
+ASYNC = {"parallelism.enable_async_tensor_parallel": True, "parallelism.async_tensor_parallel_backend": "ring"}
 NO_LOSS_PARALLEL = {"parallelism.disable_loss_parallel": True}
 NEVER = {"parallelism.fsdp_reshard_after_forward": "never"}
 ALWAYS = {"parallelism.fsdp_reshard_after_forward": "always"}
@@ -95,6 +96,16 @@ CHUNKS = {"training.loss_chunk_tokens": 48}
 BF16 = {"training.mixed_precision_param": "bfloat16", "optimizer.lr": 1e-3}
 
 COMPRESSED = {"parallelism.gradient_compression": "bfloat16", "optimizer.lr": 1e-3}
+# PowerSGD is exact where gradients have no higher rank than its matrices have columns: 8 samples of 4 tokens give 32.
+# The usual eps of Adam would make a whole step of what rounding leaves of a gradient that is 0.
+POWERSGD = {
+    "parallelism.gradient_compression": "powersgd",
+    "parallelism.powersgd_rank": 32,
+    "training.seq_len": 4,
+    "optimizer.eps": 1e-3,
+}
+# A rank that holds a part of the vocabulary sees another rank of gradient every step, and only the first Q is random.
+ONE_STEP = {"training.steps": 1}
 CHECKED = {"debug.check_replicas_freq": 3}
 PREFETCH_TWO = {"parallelism.fsdp_prefetch": 2}
 NO_PREFETCH = {"parallelism.fsdp_prefetch": 0}
@@ -102,6 +113,13 @@ NARROW_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.lr": 1e-3}
 NO_DECAY_OF_NORMS = {"optimizer.decay_norms": False}
 
 CASES = [
+    # one rank
+    case("offload", OFFLOAD),
+    case("offload-accumulation-validation", OFFLOAD, SMALL_BATCHES, VALIDATION),
+    case("offload-early-step-clipped", OFFLOAD, EARLY, TWO_PASSES),
+    case("offload-never-tied-full-ac", OFFLOAD, NEVER, TIED, FULL_AC),
+    case("offload-bf16-documents", OFFLOAD, BF16, DOCUMENTS, tolerances=BFLOAT16),
+    case("offload-lamb", OFFLOAD, LAMB),
     # data parallel: replicas
     case("ddp2", ddp=2),
     case("ddp4", ddp=4),
@@ -114,6 +132,10 @@ CASES = [
     case("ddp2-documents", DOCUMENTS, SMALL_BATCHES, ddp=2),
     case("ddp2-bf16", BF16, ddp=2, tolerances=BFLOAT16),
     case("ddp2-compressed-gradients", COMPRESSED, ddp=2, tolerances=BFLOAT16),
+    case("ddp2-powersgd", POWERSGD, ddp=2),
+    case("ddp2-powersgd-every-micro-batch", POWERSGD, SMALL_BATCHES, EVERY_MICRO_BATCH, ddp=2),
+    case("ddp2-lamb", LAMB, ddp=2),
+    case("ddp2-lars", LARS, ddp=2),
     case("ddp8", ddp=8, slow=True),
     # data parallel: shards
     case("fsdp2", fsdp=2),
@@ -179,14 +201,40 @@ CASES = [
     case("tp2-early-step", EARLY, UNCLIPPED, tp=2),
     case("tp2-early-step-clipped", EARLY, TWO_PASSES, tp=2),
     case("tp2-lamb", LAMB, tp=2),
+    case("tp2-lars", LARS, tp=2),
+    case("tp2-offload", OFFLOAD, tp=2),
     case("tp2-bf16", BF16, tp=2, tolerances=BFLOAT16),
     case("tp2-compile", COMPILE, tp=2),
     case("tp2-compile-full-ac", COMPILE, FULL_AC, tp=2, slow=True),
     case("tp2-compile-op-ac-no-sequence", COMPILE, OP_AC, NO_SEQUENCE, tp=2, slow=True),
     case("tp8", tp=8, slow=True),
+    # async tensor parallel: collectives inside the products
+    case("tp2-async", ASYNC, tp=2),
+    case("tp4-async", ASYNC, tp=4),
+    case("tp2-async-auto", ASYNC, {"parallelism.async_tensor_parallel_backend": "auto"}, tp=2),
+    case("tp2-async-symmetric", ASYNC, {"parallelism.async_tensor_parallel_backend": "symmetric"}, tp=2),
+    case("tp2-async-serial", ASYNC, {"parallelism.async_tensor_parallel_backend": "serial"}, tp=2),
+    case("tp2-async-no-sequence", ASYNC, NO_SEQUENCE, tp=2),
+    case("tp2-async-tied-biases-qk-norm", ASYNC, TIED, BIASES, QK_NORM, tp=2),
+    case("tp4-async-one-kv-head", ASYNC, ONE_KV_HEAD, tp=4),
+    case("tp4-async-two-kv-heads-no-sequence", ASYNC, TWO_KV_HEADS, BIASES, NO_SEQUENCE, tp=4),
+    case("tp2-async-full-ac", ASYNC, FULL_AC, tp=2),
+    case("tp2-async-op-ac", ASYNC, OP_AC, tp=2),
+    case("tp2-async-op-ac-no-sequence", ASYNC, OP_AC, NO_SEQUENCE, tp=2),
+    case("tp2-async-every-second-ac", ASYNC, EVERY_SECOND_AC, tp=2),
+    case("tp2-async-compile", ASYNC, COMPILE, tp=2),
+    case("tp2-async-compile-op-ac", ASYNC, COMPILE, OP_AC, tp=2, slow=True),
+    case("tp2-async-compile-no-sequence", ASYNC, COMPILE, NO_SEQUENCE, tp=2, slow=True),
+    case("tp2-async-validation", ASYNC, WHOLE_VALIDATION, tp=2),
+    case("tp2-async-bf16", ASYNC, BF16, tp=2, tolerances=BFLOAT16),
+    case("ddp2-tp2-async-accumulation", ASYNC, SMALL_BATCHES, ddp=2, tp=2),
+    case("fsdp2-tp2-async", ASYNC, fsdp=2, tp=2),
+    case("fsdp2-tp2-async-early-step", ASYNC, EARLY, UNCLIPPED, fsdp=2, tp=2),
+    case("hsdp2x2-tp2-async", ASYNC, ddp=2, fsdp=2, tp=2, slow=True),
     # tensor parallel with data parallel
     case("ddp2-tp2", ddp=2, tp=2),
     case("ddp2-tp2-accumulation-tied", SMALL_BATCHES, TIED, ddp=2, tp=2),
+    case("ddp2-tp2-powersgd", POWERSGD, ONE_STEP, ddp=2, tp=2),
     case("ddp2-tp2-no-sequence", NO_SEQUENCE, ddp=2, tp=2),
     case("ddp2-tp2-validation", VALIDATION, ddp=2, tp=2, slow=True),
     case("ddp2-tp4", ddp=2, tp=4, slow=True),
@@ -201,6 +249,7 @@ CASES = [
     case("fsdp2-tp2-early-step", EARLY, UNCLIPPED, fsdp=2, tp=2),
     case("fsdp2-tp2-early-step-clipped", EARLY, TWO_PASSES, SMALL_BATCHES, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-lamb", LAMB, fsdp=2, tp=2),
+    case("fsdp2-tp2-lars", LARS, fsdp=2, tp=2),
     case("fsdp2-tp2-bf16", BF16, fsdp=2, tp=2, tolerances=BFLOAT16, slow=True),
     case("fsdp2-tp2-compile", COMPILE, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-validation-epochs", EPOCHS, WHOLE_VALIDATION, fsdp=2, tp=2, slow=True),

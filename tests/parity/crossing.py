@@ -25,6 +25,7 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "HSDP": ("hsdp", {"ddp": 2, "fsdp": 2}, {}),
     "TP": ("tp", {"tp": 2}, {}),
     "TP without sequence parallel": ("no_sequence", {}, cases.NO_SEQUENCE),
+    "async TP": ("async", {}, cases.ASYNC),
     "whole loss on every TP rank": ("whole_loss", {}, cases.NO_LOSS_PARALLEL),
     "accumulation": ("accumulation", {}, cases.SMALL_BATCHES),
     "AC full": ("full_ac", {}, cases.FULL_AC),
@@ -34,12 +35,12 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "optimizer in backward": ("early", {}, cases.EARLY | cases.TWO_PASSES),
     "CPU offload": ("offload", {}, cases.OFFLOAD),
     "bfloat16": ("bf16", {}, cases.BF16),
+    "LAMB": ("lamb", {}, cases.LAMB),
+    "LARS": ("lars", {}, cases.LARS),
     "tied embeddings": ("tied", {}, cases.TIED),
     "packed documents": ("documents", {}, cases.DOCUMENTS),
     "validation": ("validation", {}, cases.VALIDATION),
 }
-# What a case needs in order to have any effect, beyond what the table says. The first choice costs fewer ranks.
-ALSO_NEEDS = {"CPU offload": ("FSDP", "HSDP")}
 
 
 def pairs_of(entry: Case) -> set[Pair]:
@@ -77,9 +78,6 @@ def _closed(features: list[str]) -> list[str]:
     whole = list(dict.fromkeys(features))
     for name in whole:  # grows while it is walked
         whole += [other for other in NEEDS.get(name, ()) if other not in whole]
-        choices = ALSO_NEEDS.get(name, ())
-        if choices and not set(choices) & set(whole):
-            whole.append(choices[0])
     return whole
 
 

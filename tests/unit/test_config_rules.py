@@ -19,12 +19,9 @@ SEEDS = Path(__file__).parent / "seeds"
 PARALLEL = "parallelism."
 
 SEED_MARKS = {
-    "async_tp_405b": {PARALLEL + "enable_async_tensor_parallel"},
-    "async_tp_70b": {
-        "model.converters",
-        PARALLEL + "enable_async_tensor_parallel",
-    },
-    "async_tp_minimal": {"model.converters", PARALLEL + "enable_async_tensor_parallel"},
+    "async_tp_405b": set(),
+    "async_tp_70b": {"model.converters"},
+    "async_tp_minimal": {"model.converters"},
     "mixed_precision": set(),
     "compile_model": set(),
     "tp_4": set(),
@@ -35,7 +32,6 @@ SEED_MARKS = {
     },
     "fsdp_tp_pp_512": {
         "model.converters",
-        PARALLEL + "enable_async_tensor_parallel",
         PARALLEL + "pipeline_parallel_degree",
         PARALLEL + "pipeline_parallel_schedule",
     },
@@ -284,7 +280,7 @@ def test_optimizer_in_backward_never_skips_clipping_in_silence():
     check(given(**early, training__max_norm=0.0))
     with pytest.raises(ConfigError, match="cannot be taken back"):
         check(given(**early, training__max_norm=0.0, training__nonfinite="skip"))
-    with pytest.raises(ConfigError, match="choose AdamW"):
+    with pytest.raises(ConfigError, match=r'optimizer in backward with LAMB: .*set optimizer.name = "AdamW"'):
         check(given(**early, optimizer__name="LAMB", training__max_norm=0.0))
 
 
@@ -292,6 +288,14 @@ def test_features_that_do_not_go_together_are_refused_with_a_remedy():
     layout = {"parallelism__data_parallel_replicate_degree": 2, "parallelism__data_parallel_shard_degree": 1}
     with pytest.raises(ConfigError, match=r"DDP with CPU offload: .*data_parallel_shard_degree"):
         check(given(**layout, training__enable_cpu_offload=True))
+    check(given(training__enable_cpu_offload=True))
+    check(given(training__enable_cpu_offload=True, parallelism__tensor_parallel_degree=2))
+
+
+def test_one_rank_with_offload_has_shards_to_free():
+    never = {"parallelism__fsdp_reshard_after_forward": "never"}
+    assert any("fsdp_reshard_after_forward has no effect" in line for line in notes(given(**never)))
+    assert not notes(given(**never, training__enable_cpu_offload=True))
 
 
 def test_the_compatibility_page_is_up_to_date():

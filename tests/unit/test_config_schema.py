@@ -33,6 +33,7 @@ OWN_KEYS = {
     "debug.check_replicas_freq",
     "model.overrides",
     "optimizer.decay_norms",
+    "parallelism.async_tensor_parallel_backend",
     "optimizer.early_step_clipping",
     "optimizer.lr_scaling",
     "optimizer.lr_scaling_base_batch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.parallel import comm
-from shardline.parallel.data import CountedGather, CountedScatter, set_gradient_sync
-from shardline.parallel.exposed import exposed
+from shardline.parallel import comm, data
+from shardline.parallel import exposed as waiting
+from shardline.parallel.data import CountedGather, CountedScatter, TimedWork, set_gradient_sync
+from shardline.parallel.exposed import Exposed, StreamWaits, exposed
 from shardline.parallel.mesh import Mesh
 from shardline.precision.mixed import choose_precision
 from shardline.training.build import build_model
@@ -84,6 +86,7 @@ def test_bytes_of_replicated_shards(mode, scatters, sums):
 
 class NamedGather(CountedGather):
     def __init__(self, name: str, log: list[str]) -> None:
+        super().__init__()
         self.name, self.log = name, log
 
     def __call__(self, *arguments, **options):
@@ -163,3 +166,92 @@ def test_offload_works_without_a_gpu_and_changes_no_number():
     for (_, _, wanted, _), (_, _, seen, devices) in zip(plain, offloaded, strict=True):
         assert devices == {"cpu"}
         assert all(torch.equal(a, b) for a, b in zip(wanted, seen, strict=True))
+
+
+# ---- waiting between the streams of a GPU ----------------------------------------------------------------------------
+
+
+class Moment:
+    """An event of a stream that runs as fast as it is told to."""
+
+    def __init__(self, milliseconds: float) -> None:
+        self.at = milliseconds
+
+    def elapsed_time(self, other: Moment) -> float:
+        assert other.at >= self.at, "not defined"
+        return other.at - self.at
+
+    def synchronize(self) -> None: ...
+
+
+def test_only_what_a_stream_waited_for_counts():
+    total = Exposed()
+    total.between(Moment(1.0), Moment(3.0))  # waited 2 ms
+    total.between(Moment(7.0), Moment(5.0))  # was there already
+    total.between(Moment(8.0), Moment(8.5))
+    assert total.take() == pytest.approx(0.0025)
+    assert total.take() == 0
+
+
+def marked(layout: Layout, batches: int):
+    """What happens in which order, with `N` for the Nth mark and `N-M` for a wait that began and ended at those."""
+    two_blocks = {"model.overrides": MODEL | {"n_layers": 2}}
+    (plain_config, plain), (config, model) = (build(layout, fsdp_prefetch=1, **two_blocks) for _ in range(2))
+    names = {module: (name or "root").removeprefix("layers.") for name, module in model.named_modules()}
+    log: list[str] = []
+    marks: list[Moment] = []
+    gather, scatter, wait = CountedGather.__call__, CountedScatter.__call__, TimedWork.wait
+
+    def mark():
+        marks.append(Moment(len(marks) + 1))
+        log.append(str(len(marks)))
+        return marks[-1]
+
+    def told(word, function):
+        return lambda self, *arguments, **options: log.append(word(self)) or function(self, *arguments, **options)
+
+    with (
+        patch.object(waiting, "mark", mark),
+        patch.object(data, "mark", mark),
+        patch.object(exposed, "between", lambda ready, done: log.append(f"{ready.at}-{done.at}")),
+        patch.object(CountedGather, "__call__", told(lambda self: f"gather {names[self.module]}", gather)),
+        patch.object(CountedScatter, "__call__", told(lambda self: "scatter", scatter)),
+        patch.object(TimedWork, "wait", told(lambda self: "wait", wait)),
+    ):
+        data.count(model, StreamWaits(), replicated=layout.dp_replicate > 1)
+        backward(config, model, batches)
+    backward(plain_config, plain, batches)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return " ".join(log), all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
+
+
+FORWARD = "1 gather root 2 wait gather 0 3 1-2 4 wait gather 1 5 4-3 6 wait 6-5 "
+BACKWARD = "gather 1 7 8 wait gather 0 9 8-7 "
+
+
+@pytest.mark.parametrize(
+    ("layout", "batches", "expected"),
+    [
+        # The gradients of block 1 are waited for when those of block 0 are there (13-11), those of block 0 at the end
+        (
+            Layout(dp_shard=2),
+            1,
+            FORWARD + BACKWARD + "scatter 10 11 12 wait 12-9 13 13-11 scatter 14 15 16 16-15 scatter 17 18 17-18",
+        ),
+        # A first micro-batch that sums nothing; at the end, the sum between replicas is waited for, too
+        (
+            Layout(dp_replicate=2, dp_shard=2),
+            2,
+            FORWARD
+            + BACKWARD
+            + "10 wait 10-9 11 gather root 12 wait gather 0 13 11-12 14 wait gather 1 15 14-13 16 wait 16-15 "
+            "gather 1 17 18 wait gather 0 19 18-17 scatter 20 21 22 wait 22-19 23 23-21 scatter 24 25 26 26-25 "
+            "scatter 27 28 27-28 29 28-29",
+        ),
+    ],
+    ids=["fsdp", "hsdp-accumulation"],
+)
+def test_a_mark_stands_before_each_wait_of_a_stream(layout, batches, expected):
+    for log, same in ranks().run(layout.world_size, marked, layout, batches):
+        assert log == expected
+        assert same

@@ -206,3 +206,14 @@ def test_weights_that_fit_another_arithmetic_are_said(folder: Path, caplog: pyte
     assert not caplog.text
     read_hf(folder, ARCH.with_overrides({"rope_theta": 1e4, "init_std": 0.5}))
     assert "computes otherwise than its config.json says (rope_theta: 500000.0, here 10000.0)" in caplog.text
+
+
+def test_values_that_float16_cannot_hold_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = state()
+    write_hf(tensors.items(), ARCH, tmp_path / "good", dtype=torch.float16)
+    assert not caplog.messages
+    tensors["norm.weight"] = torch.full_like(tensors["norm.weight"], 1e5)
+    write_hf(tensors.items(), ARCH, tmp_path / "bad", dtype=torch.float16)
+    (said,) = caplog.messages
+    assert said.startswith(f"1 of {len(tensors)} tensors have values beyond float16's largest")
+    assert "norm.weight" in said

@@ -9,9 +9,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "shardline"
 LEVELS = {
-    "train": 7,
-    "__main__": 7,
-    "cli": 6,
+    "train": 8,
+    "__main__": 8,
+    "cli": 7,
+    "bench": 6,
     "training": 5,
     "plan": 5,
     "report": 5,

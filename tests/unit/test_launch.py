@@ -57,8 +57,8 @@ def test_every_rank_gets_the_same_command_line(monkeypatch):
 
 def test_a_rank_does_not_start_ranks(monkeypatch):
     """Under torchrun, too, where the number of processes is given to torchrun."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: pytest.fail("ranks were started"))
     monkeypatch.setattr("shardline.training.launch._run", lambda config, options: 42)
     assert main(["train", "--nproc", "4"]) == 42

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from shardline.config.layout import AXES, KEYS, Layout, resolve_layout, suggestions
 from shardline.config.load import load_config
 from shardline.config.schema import Parallelism
-from shardline.errors import ConfigError
-from shardline.parallel.mesh import crossing_lines
+from shardline.errors import ConfigError, UserError
+from shardline.parallel.mesh import crossing_lines, world_size
 from shardline.parallel.tensor import TensorParallel, check_rows, nearest_lengths
 
 small = st.integers(1, 6)
@@ -166,3 +166,12 @@ def test_rows_that_cannot_be_shared_are_refused():
         check_rows(rows_config(13, 2), plan)
     with pytest.raises(ConfigError, match=r"validation.seq_len = 7: 3 x 7 .* nearest lengths: 8 \(or"):
         check_rows(rows_config(16, 1, validates=True), plan)
+
+
+@pytest.mark.parametrize("text", ["two", "", "0", "-1", "1.5"])
+def test_a_number_of_ranks_that_is_none_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(UserError, match=f"^WORLD_SIZE={re.escape(text)} in the environment: .*number of ranks"):
+        world_size()
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    assert world_size() == 12

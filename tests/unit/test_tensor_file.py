@@ -54,3 +54,15 @@ def test_written_in_the_entrys_type(tmp_path):
     tensor = torch.randn(5)
     write_tensors(tmp_path / "x.safetensors", [Entry("a", (5,), torch.bfloat16, lambda: tensor)])
     assert torch.equal(load_file(tmp_path / "x.safetensors")["a"], tensor.to(torch.bfloat16))
+
+
+def test_values_that_float16_cannot_hold_are_told(tmp_path, caplog):
+    values = {"fits": [65504.0], "high": [1.0, 1e5], "low": [-7e4], "inf": [torch.inf], "b": [3e38], "c": [1e6]}
+    tensors = {name: torch.tensor(numbers) for name, numbers in values.items()}
+    narrow = [entry._replace(dtype=torch.float16) for entry in entries(tensors)]
+    write_tensors(tmp_path / "x.safetensors", narrow)
+    (said,) = caplog.messages
+    assert said.startswith("4 of 6 tensors have values beyond float16's largest")
+    assert "became inf: high, low, b and 1 more; bfloat16 and float32" in said
+    write_tensors(tmp_path / "y.safetensors", [entry._replace(dtype=torch.bfloat16) for entry in entries(tensors)])
+    assert len(caplog.messages) == 1

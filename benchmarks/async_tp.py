@@ -1,0 +1,174 @@
+"""A training step with and without async tensor parallelism, in alternating blocks of one run.
+
+    python benchmarks/async_tp.py                        # two hosts in network namespaces, 1 Gbit/s (root, iproute2)
+    python benchmarks/async_tp.py --rate 10gbit
+    python benchmarks/async_tp.py --here --tp 2          # ranks of this machine, on its GPUs or cores
+    python benchmarks/async_tp.py --backend ring -- --training.seq_len=512
+
+Steps alternate between `serial` and the chosen backends, ten at a time. The first block, and the first step of every
+other, is dropped; medians of at least 100 steps. One JSON line:
+
+    serial, overlapped    step_seconds, tp_comm_seconds, tp_exposed_seconds of each
+    speed_up              serial step / overlapped step
+    bound                 serial step / (serial step - its exposed communication): everything hidden at no cost
+    reached               (speed_up - 1) / (bound - 1)
+    hidden                1 - overlapped's exposed seconds / serial's exposed seconds
+    hidden_fraction       the overlapped steps' own tp_hidden_fraction
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from dp_overlap import free_port, places, start_here  # noqa: E402
+
+BLOCK = 10
+KEYS = ("step_seconds", "tp_comm_seconds", "tp_exposed_seconds", "tp_hidden_fraction")
+
+
+def is_serial(step: int) -> bool:
+    """Steps count from 1; blocks of serial come first."""
+    return (step - 1) // BLOCK % 2 == 0
+
+
+def train(words: list[str]) -> None:
+    """On a rank: a run that changes its way of multiplying between blocks."""
+    from shardline import registry
+    from shardline.config.load import load_config
+    from shardline.parallel.overlap import choices
+    from shardline.training.trainer import Trainer
+
+    trainer = Trainer(load_config(overrides=words))
+    chosen = dict(choices.chosen)
+
+    def switch(step: int) -> None:
+        choices.chosen = {} if is_serial(step) else chosen
+
+    switch(1)
+    registry.register_hook("after_step")(lambda trainer, row: switch(row["step"] + 1))
+    trainer.train()
+
+
+def model_words(options: argparse.Namespace) -> list[str]:
+    if options.flavor:
+        sizes = {"n_layers": options.layers}
+        return [f"--model.flavor={options.flavor}", *(f"--model.overrides.{k}={v}" for k, v in sizes.items())]
+    heads = {"n_heads": 12, "n_kv_heads": 4, "head_dim": options.dim // 12}
+    sizes = {
+        "dim": options.dim,
+        "n_layers": options.layers,
+        **heads,
+        "ffn_dim": 8 * options.dim // 3,
+        "vocab_size": 272,
+    }
+    return [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
+
+
+def run_words(options: argparse.Namespace, folder: Path) -> list[str]:
+    return [
+        *model_words(options),
+        f"--training.seq_len={options.seq_len}",
+        f"--training.local_batch_size={options.batch}",
+        f"--training.steps={options.steps}",
+        f"--parallelism.tensor_parallel_degree={options.tp}",
+        "--parallelism.enable_async_tensor_parallel=true",
+        f"--parallelism.async_tensor_parallel_backend={options.backend}",
+        "--lr_scheduler.warmup_steps=2",
+        "--metrics.log_freq=1",
+        f"--training.cache_folder={folder.parent / 'cache'}",
+        f"--job.dump_folder={folder}",
+        *options.words,
+    ]
+
+
+def both(options: argparse.Namespace, address: str, starts: list[Any], words: list[str]) -> None:
+    """Run every rank to its end, spread evenly over the places."""
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.tp)}
+    each = options.tp // len(starts)
+    jobs = []
+    for rank in range(options.tp):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__)), "--rank", "--", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+        jobs.append(starts[rank // each](command, env=meeting | own, **pipes))
+    said = [job.communicate()[0] for job in jobs]
+    if any(job.returncode for job in jobs):
+        sys.exit("\n".join(said))
+    if options.verbose:
+        print(said[0], file=sys.stderr)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of both settings; the first block and every block's first step do not count."""
+    kept = [row for row in rows if row["step"] > BLOCK and (row["step"] - 1) % BLOCK]
+    medians: dict[str, Any] = {}
+    for name, wanted in (("serial", True), ("overlapped", False)):
+        of_kind = [row for row in kept if is_serial(row["step"]) == wanted]
+        medians[name] = {key: round(statistics.median(row[key] for row in of_kind), 5) for key in KEYS}
+        medians[name]["steps"] = len(of_kind)
+    serial, overlapped = medians["serial"], medians["overlapped"]
+    exposed = serial["tp_exposed_seconds"]
+    speed_up = serial["step_seconds"] / overlapped["step_seconds"]
+    bound = serial["step_seconds"] / (serial["step_seconds"] - exposed)
+    return medians | {
+        "communication_share": round(exposed / serial["step_seconds"], 3),
+        "speed_up": round(speed_up, 3),
+        "bound": round(bound, 3),
+        "reached": round((speed_up - 1) / (bound - 1), 3),
+        "hidden": round(1 - overlapped["tp_exposed_seconds"] / exposed, 3),
+        "hidden_fraction": overlapped["tp_hidden_fraction"],
+        "last_loss": rows[-1]["loss"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of the link between two hosts, as tc writes it")
+    parser.add_argument("--here", action="store_true", help="ranks of this machine instead of two hosts")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--flavor", help="of llama3, instead of a small model")
+    parser.add_argument("--dim", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--verbose", action="store_true", help="show what rank 0 printed")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("words", nargs="*", help="settings for the run, after --")
+    options = parser.parse_args()
+    if options.rank:
+        return train(options.words)
+    import torch
+
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "run"
+        if options.here:
+            both(options, "127.0.0.1", [start_here], run_words(options, folder))
+            link = "this machine"
+        else:
+            with places(options.rate) as (address, starts, link):
+                both(options, address, starts, run_words(options, folder))
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        chosen = [[row["product"], *row["chosen"]] for row in json.loads((folder / "async_tp.json").read_text())]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores"
+    about = {"link": link, "tp": options.tp, "device": device, "torch": torch.__version__}
+    shape = {"layers": options.layers, "seq_len": options.seq_len, "batch": options.batch, "steps": options.steps}
+    result = {"benchmark": "async_tp", "backend": options.backend, **about, **shape, **summary(rows)}
+    print(json.dumps({**result, "python": platform.python_version(), "chosen": chosen}))
+
+
+if __name__ == "__main__":
+    main()

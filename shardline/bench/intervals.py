@@ -1,0 +1,48 @@
+"""Sets of moments as sorted lists of (start, end) that neither overlap nor touch; an empty interval is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """What any of the intervals covers; they may come in any order and overlap."""
+    joined: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
+    """The moments of `a` that are not in `b`; both are such sets."""
+    rest: list[Interval] = []
+    first = 0
+    for start, end in a:
+        while first < len(b) and b[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(b) and b[at][0] < end:
+            if start < b[at][0]:
+                rest.append((start, b[at][0]))
+            start = max(start, b[at][1])
+            at += 1
+        if start < end:
+            rest.append((start, end))
+    return rest
+
+
+def within(a: list[Interval], start: float, end: float) -> list[Interval]:
+    """The moments of `a` from `start` to `end`."""
+    cut = ((max(begin, start), min(stop, end)) for begin, stop in a)
+    return [(begin, stop) for begin, stop in cut if begin < stop]
+
+
+def length(a: list[Interval]) -> float:
+    return sum(end - start for start, end in a)

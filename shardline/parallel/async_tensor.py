@@ -1,0 +1,153 @@
+"""Async tensor parallelism at the start of a run: which backends can be used here, what was chosen, and saying so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardline.config.architecture import Architecture
+from shardline.config.schema import Config
+from shardline.parallel import comm, symmetric
+from shardline.parallel.choosing import (
+    Measured,
+    Shape,
+    as_row,
+    block_shapes,
+    candidates,
+    fastest,
+    from_row,
+    measure,
+    remembered_file,
+    topology,
+)
+from shardline.parallel.mesh import Mesh
+from shardline.parallel.overlap import backends, choices
+from shardline.parallel.spans import runs_on_host
+from shardline.parallel.tensor import TensorParallel
+
+FILE = "async_tp.json"  # in the run's folder
+ENOUGH_COMPUTE = 2.0  # products should take this many times as long as their communication
+
+
+@dataclass
+class AsyncTensor:
+    """What was measured and chosen; `lines` are for the log."""
+
+    measured: list[Measured] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"product": str(one.product), **as_row(one)} for one in self.measured]
+
+
+def prepare(
+    config: Config,
+    arch: Architecture,
+    mesh: Mesh,
+    plan: TensorParallel | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache: Path,
+) -> AsyncTensor:
+    """Choose a backend for every product of this run; every rank calls it together."""
+    choices.reset()
+    section = config.parallelism
+    if not section.enable_async_tensor_parallel:
+        return AsyncTensor()
+    if plan is None:
+        return AsyncTensor(lines=["Async TP has nothing to do: parallelism.tensor_parallel_degree is 1"])
+    done = AsyncTensor()
+    checkpoint = config.activation_checkpoint
+    choices.visible = checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op"
+    allowed = usable_backends(section.async_tensor_parallel_backend, device, done.lines)
+    place = topology(device)
+    file = remembered_file(cache, place)
+    known: dict[str, Any] = mesh.from_rank_0(lambda: _read(file))
+    fresh: dict[str, Any] = {}
+    for shape in run_shapes(config, arch, plan, dtype):
+        measured = _recall(shape, allowed, known) or measure(shape, candidates(shape.product, allowed), device)
+        fresh[str(shape.product)] = as_row(measured)
+        if section.async_tensor_parallel_backend != "auto":
+            measured = replace(measured, chosen=measured.best(allowed[-1]) or measured.chosen)
+        choices.chosen[shape.product] = measured.chosen
+        choices.alone[shape.product] = (measured.matmul, measured.comm)
+        done.measured.append(measured)
+        done.lines.append(f"Async TP is enabled: {measured.line()}")
+    done.lines += _ratio_lines(done.measured)
+    if mesh.rank == 0:
+        _write(file, {**known, **fresh}, place)
+    return done
+
+
+def run_shapes(config: Config, arch: Architecture, plan: TensorParallel, dtype: torch.dtype) -> list[Shape]:
+    """Products of training, and those of validation where it has other sizes."""
+    training = config.training.local_batch_size * config.training.seq_len
+    shapes = block_shapes(arch, plan.degree, training, dtype, sequence_parallel=plan.sequence_parallel)
+    if config.validation.enable:
+        rows = config.validation.local_batch_size * config.validation.seq_len
+        shapes += block_shapes(arch, plan.degree, rows, dtype, sequence_parallel=plan.sequence_parallel, training=False)
+    return list({shape.product: shape for shape in shapes}.values())
+
+
+def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[str]:
+    """Backends that can be used here, serial first; with a forced one, that one last."""
+    if asked in ("serial", "ring"):
+        return list(dict.fromkeys(("serial", asked)))
+    reason = symmetric.unusable(device)
+    if reason is None:
+        backends["symmetric"] = symmetric.Symmetric()
+        if runs_on_host(comm.axis("tp").group, device):
+            comm.direct["tp"] = symmetric.Direct()
+        return ["serial", "symmetric"] if asked == "symmetric" else ["serial", "ring", "symmetric"]
+    if asked == "symmetric":
+        lines.append(f"Async TP: symmetric cannot be used here ({reason}); ring runs instead")
+    elif device.type == "cuda":
+        lines.append(f"Async TP: symmetric cannot be used here ({reason}); serial and ring are left")
+    return ["serial", "ring"]
+
+
+def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Measured | None:
+    """What an earlier run measured, where it tried all that is allowed now."""
+    row = known.get(str(shape.product))
+    if row is None:
+        return None
+    measured = from_row(shape.product, row)
+    wanted = candidates(shape.product, allowed)
+    if not set(wanted) <= set(measured.times):
+        return None
+    times = {choice: measured.times[choice] for choice in wanted}
+    return Measured(shape.product, measured.matmul, measured.comm, times, fastest(times), remembered=True)
+
+
+def _ratio_lines(measured: Sequence[Measured]) -> list[str]:
+    compute, sent = sum(one.matmul for one in measured), sum(one.comm for one in measured)
+    if sent <= 0:
+        return []
+    ratio = compute / sent
+    line = f"Async TP: products take {ratio:.1f} times as long as their communication"
+    if ratio < ENOUGH_COMPUTE:
+        line += f"; below {ENOUGH_COMPUTE:g} not all of it can hide: fewer tensor-parallel ranks or a faster link help"
+    return [line]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        products = json.loads(file.read_text())["products"]
+        return products if isinstance(products, dict) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write(file: Path, products: dict[str, Any], place: dict[str, Any]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{comm.axis('world').rank}.new")
+        new.write_text(json.dumps({"place": place, "products": products}, indent=1))
+        new.replace(file)
+    except OSError:
+        pass  # measured again next time

@@ -1,0 +1,265 @@
+"""Which backend carries a product: measured at the start on this machine, the same on every rank, and remembered.
+
+Every candidate runs in turn, several rounds, all ranks together; its time is the median of the slowest rank. `serial`
+is a candidate like the others, and stays where nothing is clearly faster. Choices are kept in a file for the next run
+with the same device, versions and places of the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.config.architecture import Architecture
+from shardline.parallel import comm
+from shardline.parallel.overlap import SERIAL, Choice, Product, backends
+from shardline.parallel.products import Needs, input_gradient, multiply, weight_gradients
+
+CHUNKS = (1, 2, 4, 8)
+CLEARLY = 0.01  # another backend must save this share of the time to be taken instead of serial
+LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as take a moment, by the slowest candidate
+IN_A_ROW = 4
+HOPELESS = 3.0
+COLUMN, ROW = "all_gather_linear", "linear_reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds for one product: of the matrix products alone, the communication alone, and each candidate."""
+
+    product: Product
+    matmul: float
+    comm: float
+    times: dict[Choice, float]
+    chosen: Choice
+    remembered: bool = False
+
+    @property
+    def serial(self) -> float:
+        return self.times[SERIAL]
+
+    def efficiency(self, choice: Choice) -> float:
+        """1: all communication is hidden; 0: as with serial; below: slower."""
+        exposed = self.serial - self.matmul
+        return 1 - (self.times[choice] - self.matmul) / exposed if exposed > 0 else 0.0
+
+    def best(self, backend: str) -> Choice | None:
+        tried = [choice for choice in self.times if choice.backend == backend]
+        return min(tried, key=lambda choice: self.times[choice]) if tried else None
+
+    def line(self) -> str:
+        where = ", remembered" if self.remembered else ""
+        return (
+            f"{self.product}: {self.chosen}, {self.times[self.chosen] * 1e3:.2f} ms against {self.serial * 1e3:.2f}"
+            f" serial and {self.matmul * 1e3:.2f} without communication{where}"
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product and the widths of its weights."""
+
+    product: Product
+    widths: tuple[int, ...] = field(default=())
+
+
+def block_shapes(
+    arch: Architecture,
+    degree: int,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    sequence_parallel: bool = True,
+    training: bool = True,
+    axis: str = "tp",
+) -> list[Shape]:
+    """The products of a block with `rows` tokens, for one of `degree` ranks."""
+    heads = arch.n_heads * arch.head_dim // degree
+    kv = 2 * arch.head_dim * max(arch.n_kv_heads // degree, 1)
+    split = degree > arch.n_kv_heads  # keys and values have a weight of their own
+    column, row = (COLUMN, ROW) if sequence_parallel else ("copy_linear", "linear_all_reduce")
+    weights = [
+        (column, arch.dim, (heads, kv) if split else (heads + kv,)),
+        (row, heads, (arch.dim,)),
+        (column, arch.dim, (2 * arch.ffn_dim // degree,)),
+        (row, arch.ffn_dim // degree, (arch.dim,)),
+    ]
+    silent = {("copy_linear", "forward"), ("linear_all_reduce", "backward")}
+    return [
+        Shape(Product(operation, direction, rows, depth, sum(widths), dtype, axis), widths)
+        for direction in ("forward", "backward")[: 2 if training else 1]
+        for operation, depth, widths in weights
+        if (operation, direction) not in silent
+    ]
+
+
+def candidates(product: Product, allowed: Sequence[str]) -> list[Choice]:
+    """Every way to carry a product, serial first."""
+    rows = product.rows // comm.axis_size(product.axis)
+    found = [SERIAL]
+    for name in allowed:
+        if name != "serial":
+            chunks = CHUNKS if getattr(backends[name], "cuts", True) else (1,)
+            found += [Choice(name, count) for count in chunks if count <= rows]
+    return found
+
+
+class Trial:
+    """One product with its operands; runs as any choice says, and its parts alone."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.device, self.product = shape, device, shape.product
+        p, n = shape.product, comm.axis_size(shape.product.axis)
+        self.t = p.rows // n
+
+        def drawn(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, device=device).mul_(0.05).to(p.dtype)
+
+        self.weights = [drawn(width, p.depth) for width in shape.widths]
+        gathers = p.operation == COLUMN
+        self.x = drawn(self.t if gathers and p.direction == "forward" else p.rows, p.depth)
+        scatters = p.operation == ROW
+        rows = self.t if scatters else p.rows
+        self.gradients = [drawn(rows, width) for width in shape.widths] if p.direction == "backward" else []
+        self.full = drawn(p.rows, p.depth) if gathers and p.direction == "forward" else self.x
+        self.all_gradients = [drawn(p.rows, w) for w in shape.widths] if self.gradients and scatters else self.gradients
+
+    def run(self, choice: Choice) -> Any:
+        p, backend = self.product, backends[choice.backend]
+        if p.direction == "forward":
+            if p.operation == COLUMN:
+                return backend.gather_linear(self.x, self.weights, p.axis, choice.chunks)
+            method = backend.linear_scatter if p.operation == ROW else backend.linear_sum
+            return method(self.x, self.weights[0], p.axis, choice.chunks)
+        if p.operation == ROW:
+            return backend.linear_scatter_backward(
+                self.gradients[0], self.x, self.weights[0], p.axis, choice.chunks, Needs()
+            )
+        method = backend.gather_linear_backward if p.operation == COLUMN else backend.linear_copy_backward
+        return method(self.gradients, self.x, self.weights, p.axis, choice.chunks, Needs())
+
+    def multiply(self) -> Any:
+        """The matrix products alone, not cut."""
+        if self.product.direction == "forward":
+            return multiply(self.full, self.weights)
+        return input_gradient(self.all_gradients, self.weights), weight_gradients(self.all_gradients, self.full)
+
+    def communicate(self) -> Any:
+        """The collective alone."""
+        p = self.product
+        if p.operation in ("linear_all_reduce", "copy_linear"):
+            width = p.width if p.direction == "forward" else p.depth
+            return comm.sum_in_place(self.full.new_empty(p.rows, width), p.axis)
+        width = p.depth if p.operation == COLUMN else p.width
+        if (p.operation == COLUMN) == (p.direction == "forward"):
+            return comm.gather_rows(self.full.new_empty(self.t, width), p.axis)
+        return comm.scatter_rows(self.full.new_empty(p.rows, width), p.axis)
+
+
+def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds: int | None = None) -> Measured:
+    """Time every choice; every rank of the job must call this together.
+
+    What is far slower than the best in its first runs is not run again. On a GPU each sample is the mean of runs in a row
+    after one that is not timed, as in training, where the host runs ahead.
+    """
+    trial = Trial(shape, device)
+    runs: list[Callable[[], Any]] = [trial.multiply, trial.communicate]
+    runs += [lambda choice=choice: trial.run(choice) for choice in tried]  # type: ignore[misc]
+    in_a_row = IN_A_ROW if device.type == "cuda" else 1
+    with comm.traffic.uncounted():
+        for run in runs:
+            _timed(run, device, in_a_row=1)
+        first = _agreed([_timed(run, device, in_a_row) for run in runs], device)
+        best = min(first[2:])
+        kept = [at for at, seconds in enumerate(first) if at < 2 or seconds < HOPELESS * best or tried[at - 2] == SERIAL]
+        if rounds is None:
+            slowest = max(first[at] for at in kept) * in_a_row
+            rounds = min(max(int(MOMENT / slowest), LEAST_ROUNDS), MOST_ROUNDS)
+        samples: dict[int, list[float]] = {at: [] for at in kept}
+        for turn in range(rounds):
+            for at in (kept[turn % len(kept) :] + kept)[: len(kept)]:  # nobody always follows the same one
+                samples[at].append(_timed(runs[at], device, in_a_row))
+        agreed = _agreed([seconds for at in kept for seconds in samples[at]], device)
+    medians = dict(enumerate(first))
+    for place, at in enumerate(kept):
+        medians[at] = statistics.median(agreed[place * rounds : (place + 1) * rounds])
+    times = {choice: medians[at] for at, choice in enumerate(tried, start=2)}
+    return Measured(shape.product, medians[0], medians[1], times, fastest(times))
+
+
+def fastest(times: dict[Choice, float]) -> Choice:
+    """The fastest, but serial unless something is clearly faster."""
+    best = min(times, key=lambda choice: times[choice])
+    return best if SERIAL not in times or times[best] < times[SERIAL] * (1 - CLEARLY) else SERIAL
+
+
+def _timed(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:
+    dist.barrier()
+    if in_a_row > 1:
+        run()
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(in_a_row):
+        run()
+    _synchronize(device)
+    return (time.perf_counter() - start) / in_a_row
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _agreed(seconds: list[float], device: torch.device) -> list[float]:
+    """The slowest rank's of each: the same numbers, and so the same choices, on every rank."""
+    values = torch.tensor(seconds, dtype=torch.float64, device=device)
+    agreed: list[float] = comm.max_in_place(values, "world").tolist()
+    return agreed
+
+
+# Remembered choices
+
+
+def topology(device: torch.device) -> dict[str, Any]:
+    """What choices depend on beside the product itself: device, versions, and which ranks share a machine."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    axis = comm.axis("tp")
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "backend": str(dist.get_backend(axis.group)),
+        "tp": axis.size,
+        "hosts": [sorted(set(hosts)).index(host) for host in hosts],
+        "names": sorted(set(hosts)),
+        "network": {key: value for key, value in sorted(os.environ.items()) if key.startswith(("NCCL_", "GLOO_"))},
+    }
+
+
+def remembered_file(folder: Path, place: dict[str, Any]) -> Path:
+    mark = hashlib.sha256(json.dumps(place, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / "overlap" / f"{mark}.json"
+
+
+def as_row(measured: Measured) -> dict[str, Any]:
+    times = [[choice.backend, choice.chunks, seconds] for choice, seconds in measured.times.items()]
+    chosen = list(measured.chosen)
+    return {"matmul": measured.matmul, "comm": measured.comm, "times": times, "chosen": chosen}
+
+
+def from_row(product: Product, row: dict[str, Any]) -> Measured:
+    times = {Choice(backend, chunks): seconds for backend, chunks, seconds in row["times"]}
+    return Measured(product, row["matmul"], row["comm"], times, Choice(*row["chosen"]), remembered=True)

@@ -1,0 +1,102 @@
+"""One rank on one of two hosts: what its interface sends, for collectives alone and for whole training runs.
+
+Started with the variables of torchrun, which is also how the training starts: `python -m tests.faults.wire FOLDER`.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+STEPS = 5
+BEGINNING = 1  # steps before the first that is measured
+SIZE = 4 * 2**20  # of a whole tensor
+REPEATS = 4
+
+MODEL = {"dim": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 64, "ffn_dim": 512, "vocab_size": 272}
+TOKENS = 512  # of a step
+COMMON = {
+    **{f"model.overrides.{name}": value for name, value in MODEL.items()},
+    "model.tokenizer_path": "bytes",
+    "training.seq_len": 128,
+    "training.global_batch_size": 4,
+    "training.steps": STEPS,
+    "metrics.log_freq": 1,
+}
+DDP = {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1}
+TP = {"parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 4}
+LAYOUTS = {
+    "ddp": DDP | {"training.local_batch_size": 2},
+    "fsdp": {"training.local_batch_size": 2},
+    "tp": TP,
+    "tp-whole-tokens": TP | {"parallelism.enable_sequence_parallel": "false"},
+}
+
+
+def sent():
+    """Bytes and packets that have left this host."""
+    (interface,) = (name for name in os.listdir("/sys/class/net") if name != "lo")
+    folder = Path("/sys/class/net", interface, "statistics")
+    return [int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets")]
+
+
+def collectives():
+    """Per kind: what was counted, and what left, for REPEATS of them."""
+    import torch
+    import torch.distributed as dist
+
+    from shardline.parallel import comm
+
+    dist.init_process_group("gloo")
+    comm.register_axes({"world": comm.Axis("world", dist.group.WORLD, 2, dist.get_rank())})
+    whole, part = torch.ones(SIZE // 4), torch.ones(SIZE // 8)
+    kinds = {
+        "all_reduce": lambda: comm.sum_in_place(whole, "world"),
+        "all_reduce_in_background": lambda: comm.start_sum(whole, "world").wait(),
+        "all_gather": lambda: comm.gather_into(whole, part, "world"),
+        "reduce_scatter": lambda: comm.scatter_sum_into(part, whole, "world"),
+    }
+    found = {}
+    for name, run in kinds.items():
+        run()  # connects
+        dist.barrier()
+        comm.traffic.take()
+        before = sent()
+        for _ in range(REPEATS):
+            run()
+        dist.barrier()
+        found[name] = {"counted": comm.traffic.take()["world"], "sent": difference(sent(), before)}
+    comm.register_axes({})
+    dist.destroy_process_group()
+    return found
+
+
+def training(folder):
+    """Per layout: what metrics.jsonl says of the steps after the first ones (rank 0), and what left meanwhile."""
+    from shardline.cli import main
+    from shardline.registry import register_hook
+
+    counters = {}
+    register_hook("after_step")(lambda trainer, row: counters.update({row["step"]: sent()}))
+    found = {}
+    for number, (name, layout) in enumerate(LAYOUTS.items(), start=1):
+        os.environ["MASTER_PORT"] = str(int(os.environ["FIRST_PORT"]) + number)
+        run = folder / name
+        keys = COMMON | layout | {"job.dump_folder": run}
+        code = main(["train", *(f"--{key}={value}" for key, value in keys.items())])
+        assert code == 0, code
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        counted = sum(sum(row["comm_bytes"].values()) for row in rows[BEGINNING:])
+        found[name] = {"counted": counted, "sent": difference(counters[STEPS], counters[BEGINNING])}
+    return found
+
+
+def difference(after, before):
+    return [late - early for late, early in zip(after, before, strict=True)]
+
+
+if __name__ == "__main__":
+    os.environ["FIRST_PORT"] = os.environ["MASTER_PORT"]
+    place = Path(sys.argv[1])
+    answer = {"collectives": collectives(), "training": training(place)}
+    (place / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(answer))

@@ -1,0 +1,241 @@
+"""How launchers of several machines meet, and what a rank of another launcher says: without starting any rank."""
+
+import os
+import socket
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from shardline.cli import main
+from shardline.errors import UserError
+from shardline.training import meeting
+from shardline.training.failures import explain
+from shardline.training.meeting import Machine, Meeting, interface_towards
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+KEPT = []  # a launcher serves as long as it is there
+
+
+@pytest.fixture(autouse=True)
+def ended_launchers():
+    yield
+    KEPT.clear()
+
+
+def launcher(port, number, nodes=2, job="none", host="h", seconds=20.0, address="127.0.0.1"):
+    """A launcher as if on a machine of its own."""
+    made = Meeting(f"{address}:{port}", nodes, number, job, seconds)
+    made.machine = Machine(f"{host}{number}", 1, nodes, job)
+    KEPT.append(made)
+    return made
+
+
+def meet(*launchers):
+    """What each got: what its ranks would be told, or the message that it ended with."""
+    results = {}
+
+    def run(one):
+        try:
+            results[one] = one.next_rendezvous()
+        except UserError as error:
+            results[one] = str(error)
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in launchers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [results[one] for one in launchers]
+
+
+def test_machines_get_the_numbers_they_were_given_and_one_store(port):
+    first, second = meet(launcher(port, 0), launcher(port, 1))
+    assert (first.rank, second.rank, first.world_size, second.world_size) == (0, 1, 2, 2)
+    assert second.bootstrap_store_info.master_port == first.bootstrap_store_info.master_port == port
+    first.store.set("key", "value")
+    assert second.store.get("key") == b"value"
+
+
+def test_unnumbered_machines_count_as_they_come_and_the_one_that_serves_is_first(port):
+    launchers = [launcher(port, None, nodes=3, host=name) for name in "abc"]
+    infos = meet(*launchers)
+    assert sorted(info.rank for info in infos) == [0, 1, 2]
+    assert [info.rank for info, one in zip(infos, launchers, strict=True) if one.server] == [0]
+
+
+def test_one_machine_takes_a_free_port():
+    (info,) = meet(launcher(0, 0, nodes=1))
+    assert (info.rank, info.world_size) == (0, 1)
+    socket.create_connection(("127.0.0.1", info.bootstrap_store_info.master_port)).close()
+
+
+def test_a_number_that_another_machine_has_is_refused(port):
+    first, second, twin = (launcher(port, number, nodes=3, seconds=2) for number in (0, 1, 1))
+    twin.machine = Machine("twin", 7, 3, "none")
+    messages = meet(first, second, twin)
+    refused = [message for message in messages if message.startswith("--node-rank 1: ")]
+    assert refused in (
+        ["--node-rank 1: twin (pid 7) has this number; give each machine its own, 0 to 2"],
+        ["--node-rank 1: h1 (pid 1) has this number; give each machine its own, 0 to 2"],
+    )
+
+
+def test_a_machine_that_comes_after_the_meeting_is_refused(port):
+    meet(launcher(port, 0), launcher(port, 1))
+    assert meet(launcher(port, 1)) == [f"--rdzv-endpoint 127.0.0.1:{port}: a job is under way there"]
+
+
+def test_a_machine_too_many_is_refused(port):
+    meet(launcher(port, None, host="a"), launcher(port, None, host="b"))
+    dist.PrefixStore("shardline/machines", KEPT[0].server or KEPT[1].server).delete_key("met")  # it was a little faster
+    (message,) = meet(launcher(port, None, host="c"))
+    assert message == f"--rdzv-endpoint 127.0.0.1:{port}: 2 machines are there already (--nnodes)"
+
+
+def test_a_launcher_that_ended_before_the_others_came_leaves_its_number(port):
+    first, ended, again = launcher(port, 0), launcher(port, 1, seconds=0.5), launcher(port, 1)
+    ended.machine = Machine(socket.gethostname(), 2**22 + 1, 2, "none")  # no process has such a number
+    again.machine = Machine(socket.gethostname(), os.getpid(), 2, "none")
+    first._serve()
+    store = dist.PrefixStore("shardline/machines", first.server)
+    assert ended._take_number(store) == 1
+    assert again._take_number(store) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"nodes": 3}, ("--nnodes differs: ", "2", "3")), ({"job": "x"}, ("--rdzv-id differs: ", "none", "x"))],
+)
+def test_machines_that_were_started_differently_say_so(port, change, said):
+    name, ours, theirs = said
+    first, second = meet(launcher(port, 0), launcher(port, 1, **change))
+    assert first == f"{name}{ours} on this machine, {theirs} on h1"
+    assert second == f"{name}{theirs} on this machine, {ours} on h0"
+
+
+def test_who_did_not_come_is_named(port, capsys, monkeypatch):
+    monkeypatch.setattr(meeting, "PATIENCE", 0.1)
+    (message,) = meet(launcher(port, 0, nodes=4, seconds=0.5))
+    assert message == f"machines 1-3 of 4 did not come to 127.0.0.1:{port} within 0.5 s (0 is h0)"
+    assert capsys.readouterr().err == f"waiting for machines 1-3 of 4 at 127.0.0.1:{port}\n"
+
+
+def test_an_endpoint_that_leads_nowhere(port):
+    (silent,) = meet(launcher(port, 1, seconds=0.3))
+    assert f"--rdzv-endpoint 127.0.0.1:{port}: no answer within 0.3 s" in silent
+    assert "the first machine has not started" in silent
+    (unknown,) = meet(launcher(port, 1, address="no-such-host.invalid"))
+    assert "'no-such-host.invalid' has no address" in unknown
+
+
+def test_an_endpoint_where_something_else_listens(port, monkeypatch):
+    monkeypatch.setattr(meeting, "CONNECT_SECONDS", 1)
+    with socket.create_server(("127.0.0.1", port)):
+        (taken,) = meet(launcher(port, 0))
+        (alien,) = meet(launcher(port, 1))
+    assert f"port {port} of this machine is taken" in taken
+    assert alien == f"--rdzv-endpoint 127.0.0.1:{port}: what answers there is no launcher"
+
+
+def test_only_a_real_interface_is_offered_to_gloo():
+    assert interface_towards("127.0.0.1") is None
+    assert interface_towards("no-such-host.invalid") is None
+
+
+# ---- under another launcher ------------------------------------------------------------------------------------------
+
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    def give(**values):
+        for name in (*RANK, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SHARDLINE_LAUNCHER"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"RANK": "1"}, "a launcher sets RANK and WORLD_SIZE, whole numbers: found RANK=1"),
+        ({"WORLD_SIZE": "2"}, "found WORLD_SIZE=2"),
+        (RANK | {"RANK": "first"}, "found RANK=first, WORLD_SIZE=2"),
+        (RANK | {"RANK": "2"}, "RANK=2: with WORLD_SIZE=2 it is below 2"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "set MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "set MASTER_PORT"),
+    ],
+)
+def test_variables_that_cannot_be_right_are_refused(variables, values, said, capsys):
+    variables(**values)
+    assert main(["train"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_options_of_the_start_that_have_no_effect_are_named_once(variables, monkeypatch, capsys):
+    monkeypatch.setattr("shardline.training.launch._run", lambda config, options: 0)
+    words = ["train", "--nproc", "4", "--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "1"]
+    variables(**RANK | {"RANK": "0"})
+    assert main(words) == 0
+    expected = "note: no effect under another launcher: --nproc, --nnodes, --node-rank, --rdzv-endpoint\n"
+    assert capsys.readouterr().err == expected
+    for values in (RANK, RANK | {"RANK": "0", "SHARDLINE_LAUNCHER": "1"}):
+        variables(**values)
+        assert main(words) == 0
+        assert capsys.readouterr().err == ""
+    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: 0)
+    variables()
+    assert main([*words, "--rdzv-backend", "c10d"]) == 0
+    assert capsys.readouterr().err.endswith("where machines are numbered as they come: --node-rank\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            RuntimeError("[/x/gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:41. This is typical. GLHF!"),
+            "lost another rank, whose own error is the cause: Connection closed by peer [10.0.0.2]:41",
+        ),
+        (
+            dist.DistStoreError("Timed out after 9 seconds waiting for clients. 1/2 clients joined."),
+            "not every rank came to a:29500: Timed out after 9 seconds waiting for clients. 1/2 clients joined.",
+        ),
+        (
+            dist.DistNetworkError(
+                "The client socket has timed out after 9ms while trying to connect to (a, 1).\nframe"
+            ),
+            "cannot reach rank 0 at a:29500: The client socket has timed out after 9ms while trying to connect to",
+        ),
+    ],
+)
+def test_an_error_that_other_ranks_are_the_cause_of_is_one_line(variables, error, said, monkeypatch, capsys):
+    def fail(config, options):
+        raise error
+
+    monkeypatch.setattr("shardline.training.trainer.Trainer", fail)
+    variables(**RANK)
+    assert main(["train"]) == 1
+    text = capsys.readouterr().err
+    assert text.startswith("error: rank 1 (host ")
+    assert said in text
+    assert text.count("\n") == 1
+    with pytest.raises(type(error)):
+        main(["train", "--debug"])
+    variables(**RANK, SHARDLINE_LAUNCHER="1")  # our own launcher compares the errors of all ranks
+    with pytest.raises(type(error)):
+        main(["train"])
+
+
+def test_an_error_of_its_own_is_no_ones_consequence():
+    assert explain(RuntimeError("shape mismatch")) is None
