@@ -47,14 +47,14 @@ def train(words: list[str]) -> None:
     """On a rank: a run that changes its way of multiplying between blocks."""
     from shardline import registry
     from shardline.config.load import load_config
-    from shardline.parallel.overlap import choices
+    from shardline.parallel.choices import SERIAL, choices
     from shardline.training.trainer import Trainer
 
     trainer = Trainer(load_config(overrides=words))
     chosen = dict(choices.chosen)
 
     def switch(step: int) -> None:
-        choices.chosen = {} if is_serial(step) else chosen
+        choices.chosen = dict.fromkeys(chosen, SERIAL) if is_serial(step) else chosen
 
     switch(1)
     registry.register_hook("after_step")(lambda trainer, row: switch(row["step"] + 1))

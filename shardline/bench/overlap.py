@@ -9,6 +9,7 @@ Times are medians over rounds in which all candidates take turns, of the slowest
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from shardline.errors import UserError
 from shardline.models.flavors import resolve
 from shardline.parallel import comm, symmetric
 from shardline.parallel.async_tensor import usable_backends
+from shardline.parallel.choices import Choice, backends
 from shardline.parallel.choosing import Measured, block_shapes, candidates, fastest, measure
 from shardline.parallel.mesh import Mesh
-from shardline.parallel.overlap import Choice, backends
 from shardline.parallel.tensor import TensorParallel, check_tensor_parallel
 from shardline.registry import nearest
 from shardline.training.device import device_name
@@ -56,7 +57,7 @@ def run(options: OverlapOptions) -> int:
         shown = [measure_row(measure_all(shape, allowed, device, options.iterations), device) for shape in shapes]
         if mesh.rank == 0:
             for line in lines:
-                print(f"note: {line}")
+                print(f"note: {line}", file=sys.stderr)
             _show(shown, options.json, device)
         return 0
 

@@ -551,6 +551,11 @@ RULES: list[Rule] = [
         "parallelism.accumulation_sync",
     ),
     *_needs(
+        "parallelism.enable_async_tensor_parallel is false",
+        lambda c: c.parallelism.enable_async_tensor_parallel,
+        "parallelism.async_tensor_parallel_backend",
+    ),
+    *_needs(
         "parallelism.gradient_compression is not 'powersgd'",
         lambda c: c.parallelism.gradient_compression == "powersgd",
         "parallelism.powersgd_rank",

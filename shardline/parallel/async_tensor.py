@@ -13,6 +13,7 @@ import torch
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.parallel import comm, symmetric
+from shardline.parallel.choices import backends, choices
 from shardline.parallel.choosing import (
     Measured,
     Shape,
@@ -26,7 +27,6 @@ from shardline.parallel.choosing import (
     topology,
 )
 from shardline.parallel.mesh import Mesh
-from shardline.parallel.overlap import backends, choices
 from shardline.parallel.spans import runs_on_host
 from shardline.parallel.tensor import TensorParallel
 
@@ -43,6 +43,12 @@ class AsyncTensor:
 
     def rows(self) -> list[dict[str, Any]]:
         return [{"product": str(one.product), **as_row(one)} for one in self.measured]
+
+    def missed(self) -> list[str]:
+        """A line for each product that ran since the last call without having been measured."""
+        found = sorted(map(str, choices.unmeasured)) if self.measured else []
+        choices.unmeasured.clear()
+        return [f"Async TP does not cover {product}, which was not measured at the start: serial" for product in found]
 
 
 def prepare(
@@ -71,7 +77,8 @@ def prepare(
     fresh: dict[str, Any] = {}
     for shape in run_shapes(config, arch, plan, dtype):
         measured = _recall(shape, allowed, known) or measure(shape, candidates(shape.product, allowed), device)
-        fresh[str(shape.product)] = as_row(measured)
+        if not measured.remembered:  # what is recalled may be a part of what is known
+            fresh[str(shape.product)] = as_row(measured)
         if section.async_tensor_parallel_backend != "auto":
             measured = replace(measured, chosen=measured.best(allowed[-1]) or measured.chosen)
         choices.chosen[shape.product] = measured.chosen
@@ -79,7 +86,7 @@ def prepare(
         done.measured.append(measured)
         done.lines.append(f"Async TP is enabled: {measured.line()}")
     done.lines += _ratio_lines(done.measured)
-    if mesh.rank == 0:
+    if fresh and mesh.rank == 0:
         _write(file, {**known, **fresh}, place)
     return done
 
@@ -113,10 +120,10 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
 
 def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Measured | None:
     """What an earlier run measured, where it tried all that is allowed now."""
-    row = known.get(str(shape.product))
-    if row is None:
+    try:
+        measured = from_row(shape.product, known[str(shape.product)])
+    except (KeyError, TypeError, ValueError):  # not there, or not as this release writes it
         return None
-    measured = from_row(shape.product, row)
     wanted = candidates(shape.product, allowed)
     if not set(wanted) <= set(measured.times):
         return None

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardline.config.architecture import Architecture
 from shardline.parallel import comm
-from shardline.parallel.overlap import SERIAL, Choice, Product, backends
+from shardline.parallel.choices import SERIAL, Choice, Product, backends
 from shardline.parallel.products import Needs, input_gradient, multiply, weight_gradients
 
 CHUNKS = (1, 2, 4, 8)
@@ -45,6 +45,7 @@ class Measured:
     times: dict[Choice, float]
     chosen: Choice
     remembered: bool = False
+    refused: dict[str, str] = field(default_factory=dict)  # backend -> why it cannot carry this product
 
     @property
     def serial(self) -> float:
@@ -60,7 +61,8 @@ class Measured:
         return min(tried, key=lambda choice: self.times[choice]) if tried else None
 
     def line(self) -> str:
-        where = ", remembered" if self.remembered else ""
+        where = "".join(f", {backend} cannot be used here: {why}" for backend, why in self.refused.items())
+        where += ", remembered" if self.remembered else ""
         return (
             f"{self.product}: {self.chosen}, {self.times[self.chosen] * 1e3:.2f} ms against {self.serial * 1e3:.2f}"
             f" serial and {self.matmul * 1e3:.2f} without communication{where}"
@@ -123,9 +125,10 @@ class Trial:
         self.shape, self.device, self.product = shape, device, shape.product
         p, n = shape.product, comm.axis_size(shape.product.axis)
         self.t = p.rows // n
+        source = torch.Generator(device).manual_seed(0)  # the run's own must not depend on what is remembered
 
         def drawn(*sizes: int) -> Tensor:
-            return torch.randn(*sizes, device=device).mul_(0.05).to(p.dtype)
+            return torch.randn(*sizes, device=device, generator=source).mul_(0.05).to(p.dtype)
 
         self.weights = [drawn(width, p.depth) for width in shape.widths]
         gathers = p.operation == COLUMN
@@ -171,19 +174,20 @@ class Trial:
 def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds: int | None = None) -> Measured:
     """Time every choice; every rank of the job must call this together.
 
-    What is far slower than the best in its first runs is not run again. On a GPU each sample is the mean of runs in a row
-    after one that is not timed, as in training, where the host runs ahead.
+    What is far slower than the best in its first runs is not run again. On a GPU each sample is the mean of runs in a
+    row after one that is not timed, as in training, where the host runs ahead.
     """
     trial = Trial(shape, device)
     runs: list[Callable[[], Any]] = [trial.multiply, trial.communicate]
     runs += [lambda choice=choice: trial.run(choice) for choice in tried]  # type: ignore[misc]
     in_a_row = IN_A_ROW if device.type == "cuda" else 1
     with comm.traffic.uncounted():
-        for run in runs:
-            _timed(run, device, in_a_row=1)
-        first = _agreed([_timed(run, device, in_a_row) for run in runs], device)
-        best = min(first[2:])
-        kept = [at for at, seconds in enumerate(first) if at < 2 or seconds < HOPELESS * best or tried[at - 2] == SERIAL]
+        failures = [_failure(run, device) for run in runs]
+        works = [at for at, failure in enumerate(failures) if not failure]
+        timed = _agreed([_timed(runs[at], device, in_a_row) for at in works], device)
+        first = dict(zip(works, timed, strict=True))
+        enough = HOPELESS * min(first[at] for at in works if at >= 2)
+        kept = [at for at in works if at < 2 or first[at] < enough or tried[at - 2] == SERIAL]
         if rounds is None:
             slowest = max(first[at] for at in kept) * in_a_row
             rounds = min(max(int(MOMENT / slowest), LEAST_ROUNDS), MOST_ROUNDS)
@@ -192,17 +196,31 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
             for at in (kept[turn % len(kept) :] + kept)[: len(kept)]:  # nobody always follows the same one
                 samples[at].append(_timed(runs[at], device, in_a_row))
         agreed = _agreed([seconds for at in kept for seconds in samples[at]], device)
-    medians = dict(enumerate(first))
+    medians = dict(first)
     for place, at in enumerate(kept):
         medians[at] = statistics.median(agreed[place * rounds : (place + 1) * rounds])
-    times = {choice: medians[at] for at, choice in enumerate(tried, start=2)}
-    return Measured(shape.product, medians[0], medians[1], times, fastest(times))
+    times = {choice: medians[at] for at, choice in enumerate(tried, start=2) if at in medians}
+    refused = {choice.backend: failures[at] for at, choice in enumerate(tried, start=2) if failures[at]}
+    return Measured(shape.product, medians[0], medians[1], times, fastest(times), refused=refused)
 
 
 def fastest(times: dict[Choice, float]) -> Choice:
     """The fastest, but serial unless something is clearly faster."""
     best = min(times, key=lambda choice: times[choice])
     return best if SERIAL not in times or times[best] < times[SERIAL] * (1 - CLEARLY) else SERIAL
+
+
+def _failure(run: Callable[[], Any], device: torch.device) -> str:
+    """Why something cannot run with these shapes, empty where it can on every rank; warms up, too."""
+    said = ""
+    try:
+        run()
+        _synchronize(device)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        said = f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__
+    answers = [""] * comm.axis("world").size
+    dist.all_gather_object(answers, said)
+    return next((answer for answer in answers if answer), "")
 
 
 def _timed(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:
@@ -261,5 +279,5 @@ def as_row(measured: Measured) -> dict[str, Any]:
 
 
 def from_row(product: Product, row: dict[str, Any]) -> Measured:
-    times = {Choice(backend, chunks): seconds for backend, chunks, seconds in row["times"]}
-    return Measured(product, row["matmul"], row["comm"], times, Choice(*row["chosen"]), remembered=True)
+    times = {Choice(backend, chunks): float(seconds) for backend, chunks, seconds in row["times"]}
+    return Measured(product, float(row["matmul"]), float(row["comm"]), times, Choice(*row["chosen"]), remembered=True)

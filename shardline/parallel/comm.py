@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,6 +68,8 @@ class Traffic:
 traffic = Traffic()
 # Axis -> who gathers and scatters tensors of a GPU there instead of the process group (see symmetric.py)
 direct: dict[str, Any] = {}
+# Scatters sums of host memory (see exchange.py): gloo's own sends every row twice
+host_scatter: Callable[[Tensor, Tensor, str], None] | None = None
 _axes: dict[str, Axis] = {}
 
 
@@ -117,8 +119,16 @@ def scatter_sum_into(out: Tensor, x: Tensor, name: str) -> None:
     with _issued(name, "reduce_scatter", x, (over.size - 1) * _bytes(out), directly):
         if directly:
             direct[name].scatter_sum_into(out, x, name)
-        else:
+        elif not scattered_by_host(out, x, name):
             _reduce_scatter(out, x, group=over.group)
+
+
+def scattered_by_host(out: Tensor, x: Tensor, name: str) -> bool:
+    """Scatter a sum by transfers of our own, uncounted, where gloo would send every row twice; False elsewhere."""
+    if host_scatter is None or x.device.type != "cpu" or "gloo" not in dist.get_backend(_axes[name].group):
+        return False
+    host_scatter(out, x, name)
+    return True
 
 
 def sum_in_place(x: Tensor, name: str) -> Tensor:

@@ -10,7 +10,6 @@ Gradients are summed, never averaged: the loss is already divided by the targets
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -36,6 +35,7 @@ from shardline.parallel import comm, watchdog
 from shardline.parallel.compression import Exchange, LowRankExchange, WholeExchange
 from shardline.parallel.exposed import StreamWaits, can_watch_streams, exposed, mark
 from shardline.parallel.mesh import Mesh
+from shardline.parallel.spans import Running, now, spans
 from shardline.parallel.tensor import replace_parameter
 from shardline.precision.mixed import DTYPES, Precision
 
@@ -117,11 +117,11 @@ class CountedGather(_Allocate):
     ) -> dist.Work | None:
         comm.traffic.add("dp_shard", _bytes(input_tensor) * (group.size() - 1))
         on_cpu = input_tensor.device.type == "cpu"
-        issued = Issued("all_gather", input_tensor)
+        issued, start = Issued("all_gather", input_tensor), now()
         work = comm._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
         if self.waits is not None:
             self.waits.gathered[self.module] = mark()
-        return TimedWork(work, issued) if on_cpu else work
+        return TimedWork(work, issued, start) if on_cpu else work
 
 
 class CountedScatter(_Allocate):
@@ -132,22 +132,24 @@ class CountedScatter(_Allocate):
 
     def __init__(self, waits: StreamWaits | None = None, is_last: bool = False) -> None:
         self.waits, self.is_last = waits, is_last
-        self.ended: Any = 0.0  # seconds, or an event
+        self.ended: Any = 0  # nanoseconds, or an event
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         comm.traffic.add("dp_shard", _bytes(output_tensor) * (group.size() - 1))
-        started = time.perf_counter() if self.waits is None else mark()
+        started = now() if self.waits is None else mark()
+        work = None
         with Issued("reduce_scatter", input_tensor):
-            work = comm._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        self._scattered(started)
+            by_sum = op == dist.ReduceOp.SUM and not async_op
+            if not (by_sum and comm.scattered_by_host(output_tensor, input_tensor, "fsdp")):
+                work = comm._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        self._scattered(started, input_tensor.device)
         return work
 
-    def _scattered(self, started: Any) -> None:
+    def _scattered(self, started: Any, device: torch.device) -> None:
         if self.waits is None:
-            self.ended = time.perf_counter()
-            exposed.add(self.ended - started)
+            self.ended = _waited("dp_shard", "reduce_scatter", started, device)
             return
         self.ended = self.waits.scattered = mark()
         if self._ends_step():
@@ -162,9 +164,18 @@ class CountedScatter(_Allocate):
         size = comm.axis("dp_replicate").size
         comm.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
         if self.waits is None:
-            exposed.add(time.perf_counter() - self.ended)
+            _waited("dp_replicate", "all_reduce", self.ended, reduced.device)
         elif self._ends_step():
             exposed.between(self.ended, mark())
+
+
+def _waited(axis: str, what: str, started: int, device: torch.device) -> int:
+    """The host has waited for a collective since `started`; the time now."""
+    ended = now()
+    exposed.add((ended - started) / 1e9)
+    if spans.enabled and device.type == "cpu":
+        spans.blocked(axis, what, started)
+    return ended
 
 
 class Issued:
@@ -188,13 +199,17 @@ class Issued:
 class TimedWork(dist.Work):
     """A collective in the background; the time spent waiting for it counts as exposed."""
 
-    def __init__(self, work: dist.Work, issued: Issued) -> None:
+    def __init__(self, work: dist.Work, issued: Issued, start: int) -> None:
         super().__init__()
         self.work, self.issued = work, issued
+        self.running = Running(work, "dp_shard", "all_gather", start) if spans.enabled else None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with exposed.waiting(torch.device("cpu")), self.issued:
-            return self.work.wait(timeout)
+        with exposed.waiting(torch.device("cpu")), self.issued, spans.waiting("dp_shard", "all_gather"):
+            done = self.work.wait(timeout)
+        if self.running is not None:
+            self.running.end()
+        return done
 
 
 def _bytes(x: Tensor) -> int:

@@ -11,8 +11,9 @@ into pieces, so that work on the first can begin while the rest is on its way.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -44,7 +45,7 @@ class Transfer:
     def __init__(self, exchange: Exchange, receiving: list[Any], into: Tensor, staged: Tensor | None, start: int):
         self.exchange, self.receiving, self.into, self.staged, self.start = exchange, receiving, into, staged, start
         self.done: Future[None] | None = None
-        if spans.enabled and exchange.on_host:
+        if spans.enabled and exchange.on_host and not exchange.inside:
             self.done = _waiting_thread().submit(self._note_end)
 
     def wait(self) -> None:
@@ -65,15 +66,20 @@ class Transfer:
 
 
 class Exchange:
-    """The transfers of one operation over one axis. `size` is what this rank sends in all, in bytes."""
+    """The transfers of one operation over one axis. `size` is what this rank sends in all, in bytes.
 
-    def __init__(self, name: str, what: str, like: Tensor, size: int) -> None:
-        self.axis, self.what = comm.axis(name), what
+    `inside` a collective that is counted, watched and timed as a whole, the transfers are not on top of it.
+    """
+
+    def __init__(self, name: str, what: str, like: Tensor, size: int, inside: bool = False) -> None:
+        self.axis, self.what, self.inside = comm.axis(name), what, inside
         self.on_host = runs_on_host(self.axis.group, like.device)
         self.stages = like.device.type == "cuda" and self.on_host  # gloo sends and receives host memory alone
         self.tag = f"{what} over {name} of {tuple(like.shape)} {str(like.dtype).removeprefix('torch.')}"
-        self.sequence = watchdog.current.issue(self.tag, name) if watchdog.current is not None else 0
-        comm.traffic.add(name, size)
+        self.sequence = 0
+        if not inside:
+            self.sequence = watchdog.current.issue(self.tag, name) if watchdog.current is not None else 0
+            comm.traffic.add(name, size)
         self._sending: list[tuple[Any, Tensor]] = []  # a work that is dropped takes its transfer with it
 
     def swap(self, out: Tensor, into: Tensor, distance: int) -> Transfer:
@@ -106,11 +112,11 @@ class Exchange:
                 work.wait()
         self._sending.clear()
 
-    def waiting(self) -> _Waiting:
-        return _Waiting(self)
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.inside else _Waiting(self)
 
 
-class _Waiting:
+class _Waiting(contextlib.AbstractContextManager[None]):
     """While this rank stands still for a transfer: known to the watchdog and to whoever measures."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -180,11 +186,37 @@ class Scattering:
 
     def result(self) -> Tensor:
         """This rank's rows of the sum, added up in the order of distances; narrow types in float32."""
-        wide = len(self.coming) > 1 and self.mine.dtype in (torch.bfloat16, torch.float16)
-        total = self.mine.float() if wide else self.mine
-        for at, transfers in enumerate(self.coming):
-            for transfer in transfers:
-                transfer.wait()
-            total += self.received[at]
+        total = _summed(self.mine, self.received, self.coming)
         self.exchange.finish()
-        return total.to(self.mine.dtype)
+        return total
+
+
+def _summed(mine: Tensor, received: Tensor, coming: Sequence[Sequence[Transfer]]) -> Tensor:
+    """mine (t, ...) and what comes into received (n - 1, t, ...), changed in place where no wider type is needed."""
+    wide = len(coming) > 1 and mine.dtype in (torch.bfloat16, torch.float16)
+    total = mine.float() if wide else mine
+    for at, transfers in enumerate(coming):
+        for transfer in transfers:
+            transfer.wait()
+        total += received[at]
+    return total.to(mine.dtype)
+
+
+def scatter_sum(out: Tensor, x: Tensor, name: str) -> None:
+    """out (t, ...) = this rank's rows of the sum of x (n t, ...). Each row travels once; gloo's own sends it twice."""
+    axis = comm.axis(name)
+    blocks, order = x.view(axis.size, *out.shape), distances(axis.size)
+    received = x.new_empty(len(order), *out.shape)
+    exchange = Exchange(name, "reduce_scatter", out, 0, inside=True)
+    coming = [
+        [exchange.swap(blocks[(axis.rank + distance) % axis.size], received[at], distance)]
+        for at, distance in enumerate(order)
+    ]
+    out.copy_(blocks[axis.rank])
+    total = _summed(out, received, coming)
+    if total is not out:
+        out.copy_(total)
+    exchange.finish()
+
+
+comm.host_scatter = scatter_sum

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -84,7 +85,12 @@ class Start:
         if finished:
             progress.step = step
             return True
-        (saved,) = _candidates(self.folder, step)
+        saved = next(iter(_candidates(self.folder, step)), None)
+        if saved is None:
+            raise UserError(
+                f"{socket.gethostname()} has no step-{step} in {self.folder}:"
+                " checkpoints must be on a disk that all machines share"
+            )
         self._load(saved, progress, seed, model_only=False)
         log.info("resumed from %s", saved.path)
         return progress.step >= self.total_steps

@@ -290,7 +290,7 @@ class Trainer:
                         row = self._row(result, lr, meter, times)
                         metrics.log(row)
                         console.update(row)
-                    for line in compilations.lines(self.progress.step, first_step):
+                    for line in (*compilations.lines(self.progress.step, first_step), *self.async_tensor.missed()):
                         log.warning(line)
                     freq = config.debug.check_replicas_freq
                     if freq and self.progress.step % freq == 0:

@@ -1,6 +1,7 @@
 """Checkpoints: an interrupted run goes on as if nothing had happened; what is broken or foreign is refused."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from shardline.config.options import TrainOptions
 from shardline.errors import UserError
 from shardline.training import checkpoint as files
+from shardline.training.starting import Start
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import rows, run, tiny_config
 
@@ -40,6 +42,18 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, uninterrupted)
         assert set(left) == set(right)
         assert len(left) > 0
         assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_rank_whose_disk_lacks_the_checkpoint_says_so(tmp_path, monkeypatch):
+    """Rank 0 chooses on its own machine; another one sees another disk."""
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    mesh = SimpleNamespace(from_rank_0=lambda choose: (4, False))
+    start = Start(tiny_config(tmp_path, **SAVING), tmp_path / "checkpoint", None, None, None, 8, mesh)
+    with pytest.raises(UserError) as said:
+        start.run(resume=True, seed=0)
+    assert str(said.value) == (
+        f"node7 has no step-4 in {tmp_path / 'checkpoint'}: checkpoints must be on a disk that all machines share"
+    )
 
 
 def test_checkpoints_hold_unfused_names(uninterrupted):

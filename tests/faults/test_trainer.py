@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,9 +11,11 @@ import time
 from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import PROMPT, is_alive, wait_until
 
-# Ranks say in files which step they have done; rank 1 may raise.
+# Ranks say in files which step they have done; rank 1 may raise, or be killed or stopped inside an overlapped product,
+# where its rows should be sent.
 HOOKS = """
 import os
+import signal
 import time
 from pathlib import Path
 from shardline.registry import register_hook
@@ -28,6 +31,17 @@ def tell(trainer, row):
     if os.environ.get("FAULT") == "raise" and rank == "1" and row["step"] == 3:
         (folder / "raising").touch()
         raise ValueError("a fault of its own")
+    if os.environ.get("FAULT", "").startswith("SIG") and rank == "1" and row["step"] == 3:
+        from shardline.parallel.exchange import Exchange
+        plain = Exchange.swap
+
+        def end(exchange, *arguments):
+            if exchange.what != "all_gather":  # of the embedding, before the first overlapped product
+                return plain(exchange, *arguments)
+            time.sleep(0.5)  # what it has sent before must be on its way, or the others wait for that
+            os.kill(os.getpid(), getattr(signal, os.environ["FAULT"]))
+
+        Exchange.swap = end
 """
 SMALL = {
     "model.overrides.n_layers": 2,
@@ -117,3 +131,29 @@ def test_ctrl_c_saves_the_step_that_all_ranks_have_done(run):
     assert int(saved.name.removeprefix("step-")) == run.step()
     ranks = json.loads((run.folder / "run" / "log" / "ranks.json").read_text())
     assert [(row["rank"], row["pid"]) for row in ranks] == [(rank, run.pid(rank)) for rank in (0, 1)]
+
+
+ASYNC = {
+    "parallelism.tensor_parallel_degree": 2,
+    "parallelism.enable_async_tensor_parallel": "true",
+    "parallelism.async_tensor_parallel_backend": "ring",
+    "metrics.log_freq": 1,  # every step is measured, which waits for transfers in a thread of its own
+}
+
+
+@job("SIGKILL", **ASYNC)
+def test_a_rank_killed_inside_an_overlapped_product_is_named(run):
+    run.wait_for_step(3)
+    code, _, stderr = run.end(PROMPT)
+    assert code == 1
+    assert stderr.startswith(f"error: rank 1 (host {os.uname().nodename}, pid {run.pid(1)}) was killed by SIGKILL")
+    assert "Traceback" not in stderr
+
+
+@job("SIGSTOP", **ASYNC)
+def test_a_rank_stopped_inside_an_overlapped_product_is_named_with_the_operation(run):
+    run.wait_for_step(3)
+    code, _, stderr = run.end(25)
+    assert code == 1, stderr
+    assert re.search(r"no progress for \d+ s: rank 0 waits in all_gather over tp of \(16, 32\)", stderr)
+    assert f"pid {run.pid(1)}) has not been heard of" in stderr

@@ -6,7 +6,9 @@ Started with the variables of torchrun, which is also how the training starts: `
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 STEPS = 5
 BEGINNING = 1  # steps before the first that is measured
@@ -45,8 +47,13 @@ def collectives():
     import torch
     import torch.distributed as dist
 
-    from shardline.parallel import comm
+    from shardline.parallel import comm, exchange
 
+    def of_gloo():
+        with patch.object(comm, "host_scatter", None):
+            comm.scatter_sum_into(part, whole, "world")
+
+    assert comm.host_scatter is exchange.scatter_sum
     dist.init_process_group("gloo")
     comm.register_axes({"world": comm.Axis("world", dist.group.WORLD, 2, dist.get_rank())})
     whole, part = torch.ones(SIZE // 4), torch.ones(SIZE // 8)
@@ -55,6 +62,7 @@ def collectives():
         "all_reduce_in_background": lambda: comm.start_sum(whole, "world").wait(),
         "all_gather": lambda: comm.gather_into(whole, part, "world"),
         "reduce_scatter": lambda: comm.scatter_sum_into(part, whole, "world"),
+        "reduce_scatter_of_gloo": of_gloo,
     }
     found = {}
     for name, run in kinds.items():
@@ -85,10 +93,21 @@ def training(folder):
         keys = COMMON | layout | {"job.dump_folder": run}
         code = main(["train", *(f"--{key}={value}" for key, value in keys.items())])
         assert code == 0, code
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = whole_metrics(run / "metrics.jsonl")
         counted = sum(sum(row["comm_bytes"].values()) for row in rows[BEGINNING:])
         found[name] = {"counted": counted, "sent": difference(counters[STEPS], counters[BEGINNING])}
     return found
+
+
+def whole_metrics(path):
+    """Rank 0 writes them, and may be a little behind."""
+    ends = time.monotonic() + 10
+    while True:
+        rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if len(rows) == STEPS:
+            return rows
+        assert time.monotonic() < ends, f"{path} has {len(rows)} of {STEPS} rows"
+        time.sleep(0.05)
 
 
 def difference(after, before):

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from shardline.parallel import comm, overlap
 from shardline.parallel.async_tensor import usable_backends
+from shardline.parallel.choices import Choice, choices
 from shardline.parallel.exchange import Exchange, distances, pieces
-from shardline.parallel.overlap import Choice, choices, weight_queue
+from shardline.parallel.overlap import weight_queue
 from tests.parity.harness import DEVICE
 from tests.parity.pool import Pool
 
@@ -187,9 +188,9 @@ def delayed(repetitions: int, seed: int) -> int:
     return repetitions
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_delays_change_nothing(pool: Pool, ranks: int) -> None:
-    assert pool.run(ranks, delayed, 500, ranks) == [500] * ranks
+@pytest.mark.parametrize(("ranks", "repetitions"), [(2, 1000), (3, 500)])
+def test_delays_change_nothing(pool: Pool, ranks: int, repetitions: int) -> None:
+    assert pool.run(ranks, delayed, repetitions, ranks) == [repetitions] * ranks
 
 
 def counted() -> dict[str, dict[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +19,7 @@ from shardline.parallel import exposed as waiting
 from shardline.parallel.data import CountedGather, CountedScatter, TimedWork, set_gradient_sync
 from shardline.parallel.exposed import Exposed, StreamWaits, exposed
 from shardline.parallel.mesh import Mesh
+from shardline.parallel.spans import now, spans
 from shardline.precision.mixed import choose_precision
 from shardline.training.build import build_model
 from tests.parity.harness import MODEL
@@ -158,6 +160,37 @@ def test_the_time_that_communication_takes_is_measured():
         for seconds, after, _, _ in ranks().run(layout.world_size, waited, layout):
             assert 0 < seconds < 30
             assert after == 0
+
+
+def recorded(layout: Layout, **overrides):
+    """(axis, collective) of the spans of a step: those of collectives, and those of waits for them."""
+    config, model = build(layout, fsdp_prefetch=1, **overrides)
+    backward(config, model)  # nobody reads: nothing is kept
+    spans.record("test")
+    start = now()
+    backward(config, model)
+    end = now()
+    found = spans.take("test")
+    spans.stop("test")
+    assert all(start <= span.start <= span.end <= end for span in found)
+    talking, standing = ([span for span in found if span.waiting is waiting] for waiting in (False, True))
+    blocked = {(span.start, span.end) for span in talking} & {(span.start, span.end) for span in standing}
+    return *(Counter((span.axis, span.what) for span in kind) for kind in (talking, standing)), len(blocked)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sums"),
+    [(Layout(dp_shard=2), 0), (Layout(dp_replicate=2, dp_shard=2), BLOCKS + 1)],
+    ids=["fsdp", "hsdp"],
+)
+def test_collectives_and_waits_for_them_leave_spans(layout, sums):
+    """Weights are gathered in the background: a span from issue to end, and one of the wait. The rest blocks."""
+    expected = {("dp_shard", "all_gather"): 2 * BLOCKS + 1, ("dp_shard", "reduce_scatter"): BLOCKS + 1}
+    expected |= {("dp_replicate", "all_reduce"): sums} if sums else {}
+    for talking, standing, blocked in ranks().run(layout.world_size, recorded, layout):
+        assert talking == expected
+        assert standing == expected
+        assert blocked == BLOCKS + 1 + sums
 
 
 def test_offload_works_without_a_gpu_and_changes_no_number():

@@ -1,0 +1,260 @@
+"""Async tensor parallelism in a run: the same choice on every rank, remembered, forced, said and measured."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from shardline.config.layout import resolve_layout
+from shardline.config.load import load_config
+from shardline.models.flavors import resolve
+from shardline.parallel import async_tensor, choosing
+from shardline.parallel.apply import tensor_plan
+from shardline.parallel.choices import Choice, choices
+from shardline.parallel.choosing import from_row
+from shardline.parallel.mesh import Mesh, world_size
+from shardline.training.console import tensor_summary
+from tests.parity.harness import DEVICE, Harness, complete, train
+from tests.parity.pool import Pool
+
+ASYNC = {"parallelism.enable_async_tensor_parallel": True}
+BACKEND = "parallelism.async_tensor_parallel_backend"
+MEASURED = "Async TP is enabled: "
+on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="symmetric memory may be there on a GPU")
+
+
+class Decided(NamedTuple):
+    """What one rank decided, and said."""
+
+    chosen: dict[str, Choice]
+    lines: list[str]
+    clock: float  # all that its clock told
+    drew: bool  # from the run's random numbers
+
+
+def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: bool = False) -> Decided:
+    """A rank's part of `prepare`. Its clock is as wrong as any rank's own view may be, unless it is the `real` one."""
+    config = load_config(overrides=complete(overrides, world_size()))
+    mesh = Mesh(resolve_layout(config.parallelism, world_size()), DEVICE)
+    chance, told = random.Random(mesh.rank), []
+
+    def own_clock(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:
+        told.append(1e-3 * (1 + chance.random()))
+        return told[-1]
+
+    plan, arch, device = tensor_plan(config, mesh), resolve(config.model), torch.device(DEVICE)
+    before = torch.get_rng_state()
+    with contextlib.ExitStack() as changes:
+        if real:
+            changes.enter_context(patch.object(choosing, "MOST_ROUNDS", 2))
+        else:
+            changes.enter_context(patch.object(choosing, "_timed", own_clock))
+        if not measures:
+            changes.enter_context(patch.object(async_tensor, "measure", side_effect=AssertionError("it measured")))
+        done = async_tensor.prepare(config, arch, mesh, plan, torch.float32, device, cache)
+    found = {str(product): choice for product, choice in choices.chosen.items()}
+    choices.reset()
+    return Decided(found, done.lines, sum(told), not torch.equal(before, torch.get_rng_state()))
+
+
+def tp(degree: int, **more: Any) -> dict[str, Any]:
+    layout = {"parallelism.tensor_parallel_degree": degree, "parallelism.data_parallel_shard_degree": 1}
+    return ASYNC | layout | {key.replace("__", "."): value for key, value in more.items()}
+
+
+def measured_lines(decided: Decided) -> list[str]:
+    return [line for line in decided.lines if line.startswith(MEASURED)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (2, tp(2)),
+        (4, tp(4)),
+        (4, tp(2, parallelism__data_parallel_replicate_degree=2)),
+        (4, tp(4, parallelism__enable_sequence_parallel=False)),
+    ],
+    ids=["tp2", "tp4", "ddp2-tp2", "tp4-no-sequence"],
+)
+def test_ranks_whose_clocks_differ_choose_alike(pool: Pool, tmp_path: Path, ranks: int, overrides: Any) -> None:
+    found = pool.run(ranks, decide, overrides, tmp_path)
+    assert len({decided.clock for decided in found}) == ranks
+    first = found[0]
+    assert all(decided.chosen == first.chosen for decided in found)
+    assert all(decided.lines == first.lines for decided in found)
+    whole = overrides.get("parallelism.enable_sequence_parallel", True)
+    assert len(first.chosen) == len(measured_lines(first)) == (8 if whole else 4)
+
+
+def test_the_clock_is_read_and_random_numbers_stay(pool: Pool, tmp_path: Path) -> None:
+    """What a run draws must not depend on whether an earlier one has measured."""
+    for decided in pool.run(2, decide, tp(2), tmp_path, True, True):
+        assert not decided.drew
+        assert len(measured_lines(decided)) == 8
+        (ratio,) = [line for line in decided.lines if line not in measured_lines(decided)]
+        assert ratio.startswith("Async TP: products take ")
+
+
+def test_a_second_run_remembers(pool: Pool, tmp_path: Path) -> None:
+    first = pool.run(2, decide, tp(2), tmp_path)
+    assert not any(line.endswith("remembered") for line in first[0].lines)
+    second = pool.run(2, decide, tp(2), tmp_path, False)
+    assert [decided.chosen for decided in second] == [decided.chosen for decided in first]
+    for decided in second:
+        assert measured_lines(decided) == [f"{line}, remembered" for line in measured_lines(first[0])]
+    # Other shapes are measured, and beside them those of before are still known.
+    longer = pool.run(2, decide, tp(2, training__seq_len=64), tmp_path)
+    assert not any(line.endswith("remembered") for line in longer[0].lines)
+    for settings in (tp(2), tp(2, training__seq_len=64)):
+        pool.run(2, decide, settings, tmp_path, False)
+
+
+@pytest.mark.parametrize("backend", ["serial", "ring"])
+def test_a_forced_backend_is_taken(pool: Pool, tmp_path: Path, backend: str) -> None:
+    """Also from what is remembered; and what was forced does not stay for the run after."""
+    chosen = pool.run(2, decide, tp(2), tmp_path)[0].chosen
+    for decided in pool.run(2, decide, tp(2) | {BACKEND: backend}, tmp_path, False):
+        assert {choice.backend for choice in decided.chosen.values()} == {backend}
+        assert all(f": {backend}" in line for line in measured_lines(decided))
+    assert pool.run(2, decide, tp(2), tmp_path, False)[0].chosen == chosen
+
+
+def test_what_was_never_tried_is_not_remembered(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, decide, tp(2) | {BACKEND: "serial"}, tmp_path)
+    found = pool.run(2, decide, tp(2), tmp_path)
+    assert not any(line.endswith("remembered") for line in found[0].lines)
+
+
+@on_cpu
+def test_symmetric_without_a_gpu_is_said_in_one_line(pool: Pool, tmp_path: Path) -> None:
+    for decided in pool.run(2, decide, tp(2) | {BACKEND: "symmetric"}, tmp_path):
+        assert decided.lines[0] == "Async TP: symmetric cannot be used here (it needs CUDA); ring runs instead"
+        assert sum("symmetric" in line for line in decided.lines) == 1
+        assert {choice.backend for choice in decided.chosen.values()} == {"ring"}
+
+
+def test_one_rank_has_nothing_to_do(pool: Pool, tmp_path: Path) -> None:
+    (decided,) = pool.run(1, decide, tp(1), tmp_path)
+    assert decided.lines == ["Async TP has nothing to do: parallelism.tensor_parallel_degree is 1"]
+    assert decided.chosen == {}
+    for off in pool.run(2, decide, tp(2) | {"parallelism.enable_async_tensor_parallel": False}, tmp_path):
+        assert off == ({}, [], 0, False)
+    assert not list(tmp_path.iterdir())
+
+
+def rows_changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    """The file with something else in the place of each of its rows."""
+
+    def apply(text: bytes) -> bytes:
+        content = json.loads(text)
+        content["products"] = {name: change(row) for name, row in content["products"].items()}
+        return json.dumps(content).encode()
+
+    return apply
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda text: b"",
+    "cut short": lambda text: text[: len(text) // 2],
+    "not text": lambda text: b"\xff\x00\xfe",
+    "of another program": lambda text: b'{"products": ["ring"]}',
+    "no row": rows_changed(lambda row: 3),
+    "no times": rows_changed(lambda row: {**row, "times": None}),
+    "times without numbers": rows_changed(lambda row: {**row, "times": [[a, b, "fast"] for a, b, _ in row["times"]]}),
+    "backends without names": rows_changed(lambda row: {**row, "times": [[[a], b, c] for a, b, c in row["times"]]}),
+    "no matmul": rows_changed(lambda row: {"times": row["times"], "chosen": row["chosen"]}),
+    "serial is missing": rows_changed(lambda row: {**row, "times": row["times"][1:]}),
+}
+
+
+def test_damaged_files_are_measured_again(pool: Pool, tmp_path: Path) -> None:
+    first = pool.run(2, decide, tp(2), tmp_path)[0]
+    (file,) = (tmp_path / "overlap").iterdir()
+    good = file.read_bytes()
+    for name, damage in DAMAGES.items():
+        file.write_bytes(damage(good))
+        for decided in pool.run(2, decide, tp(2), tmp_path):
+            assert measured_lines(decided) == measured_lines(first), name
+        assert file.read_bytes() == good, name
+    assert list((tmp_path / "overlap").iterdir()) == [file]
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "overlap").write_text("a file in its place")
+    assert len(measured_lines(pool.run(2, decide, tp(2), tmp_path)[0])) == 8
+
+
+# ---- in training -----------------------------------------------------------------------------------------------------
+
+
+def trained(settings: dict[str, Any]) -> tuple[dict[str, Choice], set[str]]:
+    """What was chosen for each product in a run, and what ran without a choice."""
+    with patch.object(choosing, "MOST_ROUNDS", 2):
+        train(settings, None)
+    found = {str(product): choice for product, choice in choices.chosen.items()}
+    without = {str(product) for product in choices.told}
+    choices.reset()
+    return found, without
+
+
+def test_a_run_keeps_what_was_chosen_and_measures_itself(harness: Harness, pool: Pool, tmp_path: Path) -> None:
+    """Validation has another batch, so its products are others, too."""
+    validation = {"enable": True, "freq": 2, "steps": 1, "local_batch_size": 2}
+    overrides = tp(2, training__steps=3) | {f"validation.{key}": value for key, value in validation.items()}
+    folder = tmp_path / "run"
+    settings = harness.settings(overrides, 2) | {
+        "job.dump_folder": str(folder),
+        "training.cache_folder": str(tmp_path / "cache"),
+    }
+    found = pool.run(2, trained, settings)
+    chosen, _ = found[0]
+    assert found == [(chosen, set())] * 2
+    assert len(chosen) == 8 + 4
+    rows = json.loads((folder / async_tensor.FILE).read_text())
+    assert [row["product"] for row in rows] == list(chosen)
+    for row in rows:
+        assert from_row(None, row).chosen == chosen[row["product"]]
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in [row for row in steps if "loss" in row]:
+        sent, exposed, hidden = (row[f"tp_{name}"] for name in ("comm_seconds", "exposed_seconds", "hidden_fraction"))
+        assert 0 < sent < row["step_seconds"] * 1.01
+        assert exposed > 0
+        assert hidden == pytest.approx(max(0.0, 1 - exposed / sent), abs=1e-4)
+    log = (folder / "log" / "rank-0.log").read_text()
+    assert log.count(MEASURED) == len(chosen)
+    assert "tp communication  " in log
+
+
+# ---- the summary -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        # (seconds of a step, of communication, exposed). The first step is left out where there are others.
+        (
+            [(9.0, 9.0, 9.0), (1.0, 0.4, 0.1)],
+            "0.400 s a step (31%), 75% hidden: speed-up 1.30 of at most 1.44",
+        ),
+        ([(1.0, 0.5, 0.5)], "0.500 s a step (50%), 0% hidden: speed-up 1.00 of at most 2.00"),
+        # A rank that is late makes others wait for more than the transfer takes.
+        ([(1.0, 0.5, 0.6)], "0.500 s a step (50%), 0% hidden: speed-up 1.00 of at most 2.00"),
+        ([(1.0, 0.25, 0.0)], "0.250 s a step (20%), 100% hidden: speed-up 1.25 of at most 1.25"),
+        ([(1.0, 0.0, 0.0)], "0.000 s a step (0%), 0% hidden: speed-up 1.00 of at most 1.00"),
+        ([(0.0, 0.0, 0.0), (1.0, 1.0, 1.0)], "1.000 s a step (100%), 0% hidden: speed-up 1.00 of at most 1000.00"),
+        (
+            [(0.0, 0.0, 0.0), (1.0, 0.2, 0.1), (2.0, 0.6, 0.0), (9.0, 0.4, 0.3)],
+            "0.400 s a step (17%), 75% hidden: speed-up 1.15 of at most 1.21",
+        ),
+    ],
+)
+def test_the_summary_tells_what_was_gained_of_what_could_be(rows: list[tuple[float, float, float]], said: str) -> None:
+    assert tensor_summary(rows) == said

@@ -1,0 +1,135 @@
+"""`shardline bench overlap`: what it refuses, what it prints, and that efficiencies follow from the times."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from shardline.bench.overlap import _show, measure_row
+from shardline.cli import main
+from shardline.parallel import comm
+from shardline.parallel.choices import SERIAL, Choice, Product
+from shardline.parallel.choosing import CLEARLY, Measured
+from tests.e2e.tiny import command
+
+KEYS = ["op", "direction", "M", "K", "N", "dtype", "world", "matmul_ms", "comm_ms", "serial_ms", "backends", "chosen"]
+KEYS += ["chosen_chunks", "chosen_ms", "efficiency", "device", "torch"]
+ROUNDED = 1e-4  # milliseconds, and half of the last digit of an efficiency
+TINY = ["--flavor", "debugmodel", "--tp", "2", "--seq", "64"]
+ON_CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+# The four projections of a block with 16 heads of 16, 256 wide, 768 inside: rows x depth x width on one of two ranks
+PRODUCTS = [
+    ("all_gather_linear", 64, 256, 384),
+    ("linear_reduce_scatter", 64, 128, 256),
+    ("all_gather_linear", 64, 256, 768),
+    ("linear_reduce_scatter", 64, 384, 256),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--backend", "rign"], "--backend: expected one of serial, ring, symmetric, auto, got 'rign', did you mean"),
+        (["--tp", "1"], "one rank has nothing to overlap: --tp 2 measures two"),
+        (["--tp", "3"], "16 heads cannot be shared by 3 ranks"),
+        (["--seq", "63"], "1 x 63 = 63 tokens cannot be shared evenly by 2 ranks"),
+        (["--seq", "33", "--batch", "3"], "3 x 33 = 99 tokens cannot be shared evenly by 2 ranks"),
+        (["--nproc", "4"], "--tp 2 needs 2 ranks, and 4 were asked for"),
+        (["--dtype", "int8"], "--dtype: expected one of float32"),
+        (["--flavor", "debugmodl"], "did you mean 'debugmodel'?"),
+        (["--seq", "0"], "--seq: expected a whole number, 1 or more, got '0'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(words, said, capsys, monkeypatch):
+    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: pytest.fail("ranks were started"))
+    assert main(["bench", "overlap", *TINY, *words]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert said in shown
+
+
+def test_json_lines_of_the_four_projections():
+    """`symmetric` cannot run here: that is said beside the lines, and ring is measured."""
+    done = command("bench", "overlap", *TINY, "--backend", "symmetric", "--iterations", "3", "--json", env=ON_CPU)
+    assert done.returncode == 0, done.stderr
+    assert "note: Async TP: symmetric cannot be used here (it needs CUDA); ring runs instead" in done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(row["op"], row["M"], row["K"], row["N"]) for row in rows] == 2 * PRODUCTS
+    assert [row["direction"] for row in rows] == ["forward"] * 4 + ["backward"] * 4
+    for row in rows:
+        assert list(row) == KEYS
+        assert (row["dtype"], row["world"], row["torch"]) == ("float32", 2, torch.__version__)
+        assert set(row["backends"]) == {"ring"}
+        assert set(row["backends"]["ring"]) == {"ms", "chunks", "efficiency"}
+        check(row)
+
+
+def check(row):
+    """Efficiencies follow from the times, as far as these are rounded; what is chosen is one of them."""
+    serial = {"ms": row["serial_ms"], "chunks": 1, "efficiency": 0.0}
+    exposed = row["serial_ms"] - row["matmul_ms"]
+    chosen = {"serial": serial, **row["backends"]}[row["chosen"]]
+    assert (row["chosen_ms"], row["chosen_chunks"], row["efficiency"]) == tuple(chosen.values())
+    fastest = min(entry["ms"] for entry in (serial, *row["backends"].values()))
+    assert row["chosen_ms"] * (1 - CLEARLY) <= fastest + ROUNDED
+    for entry in (serial, *row["backends"].values()):
+        assert entry["ms"] > 0
+        if exposed > ROUNDED:
+            left = exposed * (1 - entry["efficiency"])
+            allowed = ROUNDED * (2 + abs(1 - entry["efficiency"])) + 5e-4 * exposed
+            assert left == pytest.approx(entry["ms"] - row["matmul_ms"], abs=allowed)
+
+
+def known_row(monkeypatch):
+    """PyTorch's own op is shown beside ours, and never chosen."""
+    monkeypatch.setattr(comm, "axis_size", lambda axis: 4)
+    product = Product("all_gather_linear", "backward", 64, 256, 384, torch.bfloat16, "tp")
+    ring = {Choice("ring", 1): 0.005, Choice("ring", 4): 0.0025}
+    times = {SERIAL: 0.004, **ring, Choice("torch"): 0.002}
+    return measure_row(Measured(product, 0.002, 0.001, times, Choice("ring", 4)), torch.device("cpu"))
+
+
+def test_a_row_of_known_times(monkeypatch):
+    row = known_row(monkeypatch)
+    assert list(row) == KEYS
+    assert row | {"device": "", "torch": ""} == {
+        "op": "all_gather_linear",
+        "direction": "backward",
+        "M": 64,
+        "K": 256,
+        "N": 384,
+        "dtype": "bfloat16",
+        "world": 4,
+        "matmul_ms": 2.0,
+        "comm_ms": 1.0,
+        "serial_ms": 4.0,
+        "backends": {
+            "ring": {"ms": 2.5, "chunks": 4, "efficiency": 0.75},
+            "torch": {"ms": 2.0, "chunks": 1, "efficiency": 1.0},
+        },
+        "chosen": "ring",
+        "chosen_chunks": 4,
+        "chosen_ms": 2.5,
+        "efficiency": 0.75,
+        "device": "",
+        "torch": "",
+    }
+
+
+def test_the_table(monkeypatch, capsys):
+    row = known_row(monkeypatch)
+    _show([row, row | {"backends": {}, "chosen": "serial", "chosen_chunks": 1}], False, torch.device("cpu"))
+    _, names, _, *rows, _, last = capsys.readouterr().out.splitlines()
+    assert [cell.strip() for cell in names.split("┃")[1:-1]] == (
+        ["operation", "direction", "M x K x N", "matmul", "comm", "serial", "ring", "torch", "chosen", "efficiency"]
+    )
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in rows]
+    sizes = ["all_gather_linear", "backward", "64 x 256 x 384", "2.000", "1.000", "4.000"]
+    assert cells == [
+        [*sizes, "2.500 (4)", "2.000 (1)", "ring in 4 chunks", "0.75"],
+        [*sizes, "", "", "serial", "0.75"],
+    ]
+    assert last.startswith("milliseconds (chunks), 4 ranks, bfloat16, ")

@@ -1,0 +1,324 @@
+"""Choosing a backend for a product, remembering it, and what was hidden: without other ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.config.layout import Layout
+from shardline.config.load import load_config
+from shardline.models.flavors import resolve
+from shardline.models.init import init_weights
+from shardline.parallel import choices as table
+from shardline.parallel import choosing, comm
+from shardline.parallel.choices import SERIAL, Choice, Product, backends
+from shardline.parallel.choosing import (
+    CHUNKS,
+    CLEARLY,
+    HOPELESS,
+    Measured,
+    Shape,
+    as_row,
+    block_shapes,
+    candidates,
+    fastest,
+    from_row,
+    measure,
+    remembered_file,
+    topology,
+)
+from shardline.parallel.fake import fake_group
+from shardline.parallel.hidden import Times, host_times, union
+from shardline.parallel.mesh import Mesh
+from shardline.parallel.spans import Span
+from shardline.parallel.symmetric import Symmetric
+from shardline.precision.mixed import choose_precision
+from shardline.training.build import build_model
+from tests.parity.harness import MODEL
+
+CPU = torch.device("cpu")
+PRODUCT = Product("all_gather_linear", "forward", 64, 32, 48, torch.float32, "tp")
+seconds = st.floats(1e-7, 10, allow_nan=False)
+chosen_from = st.sampled_from(("ring", "symmetric"))
+others = st.dictionaries(st.builds(Choice, chosen_from, st.sampled_from(CHUNKS)), seconds)
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+@given(others, seconds)
+def test_serial_stays_unless_something_is_clearly_faster(times, serial):
+    times = {**times, SERIAL: serial}
+    found, best = fastest(times), min(times.values())
+    assert (found == SERIAL) == (best >= serial * (1 - CLEARLY))
+    assert times[found] <= best / (1 - CLEARLY)
+    assert found == SERIAL or times[found] == best
+
+
+@given(others.filter(bool))
+def test_without_serial_the_fastest_is_taken(times):
+    assert times[fastest(times)] == min(times.values())
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_no_candidate_has_more_chunks_than_rows(rows, ranks):
+    with patch.object(comm, "axis_size", lambda axis: ranks), patch.dict(backends, symmetric=Symmetric()):
+        found = candidates(PRODUCT._replace(rows=rows * ranks), ["serial", "ring", "symmetric"])
+    assert found[0] == SERIAL
+    assert len(set(found)) == len(found)
+    assert [choice.chunks for choice in found if choice.backend == "ring"] == [n for n in CHUNKS if n <= rows]
+    assert [choice.chunks for choice in found if choice.backend == "symmetric"] == [1]
+
+
+def test_only_what_is_allowed_is_a_candidate():
+    with patch.object(comm, "axis_size", lambda axis: 2):
+        assert candidates(PRODUCT, ["serial"]) == [SERIAL]
+        assert {choice.backend for choice in candidates(PRODUCT, ["serial", "ring"])} == {"serial", "ring"}
+
+
+def test_efficiency_is_the_share_of_exposed_time_that_is_gone():
+    ring, slow = Choice("ring"), Choice("ring", 2)
+    found = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0, ring: 2.5, slow: 5.0}, ring)
+    assert (found.efficiency(SERIAL), found.efficiency(ring), found.efficiency(slow)) == (0, 0.75, -0.5)
+    assert (found.best("ring"), found.best("serial"), found.best("symmetric")) == (ring, SERIAL, None)
+    assert found.line() == (
+        "all_gather_linear forward 64 x 32 x 48 float32: ring, 2500.00 ms against 4000.00 serial and 2000.00 without"
+        " communication"
+    )
+    # A machine too noisy to see communication at all
+    assert Measured(PRODUCT, 2.0, 1.0, {SERIAL: 1.9, ring: 1.0}, ring).efficiency(ring) == 0
+
+
+def run_measured(times, rounds):
+    """`measure` with a clock that tells what `times` says, its last number from then on; how often each was timed."""
+    runs: Counter[str] = Counter()
+
+    def timed(run, device, in_a_row):
+        name = run()
+        runs[name] += 1
+        return times[name][min(runs[name], len(times[name])) - 1]
+
+    def failed(run, device):
+        return "" if run() in times else "it is broken"
+
+    class FakeTrial:
+        def __init__(self, shape, device): ...
+
+        multiply, communicate, run = (lambda self: "matmul"), (lambda self: "comm"), (lambda self, choice: str(choice))
+
+    with (
+        patch.object(choosing, "Trial", FakeTrial),
+        patch.object(choosing, "_failure", failed),
+        patch.object(choosing, "_timed", timed),
+        patch.object(choosing, "_agreed", lambda found, device: found),
+    ):
+        tried = [SERIAL, Choice("ring"), Choice("ring", 2)]
+        return measure(Shape(PRODUCT), tried, CPU, rounds), runs
+
+
+def test_times_are_medians_of_the_rounds():
+    times = {
+        "matmul": [1.0, 2.0, 3.0, 9.0],
+        "comm": [0.5],
+        "serial": [4.0, 4.0, 8.0, 4.0],
+        "ring": [5.0, 3.0, 1.0, 3.5],
+        "ring in 2 chunks": [5.0, 4.5],
+    }
+    found, runs = run_measured(times, rounds=3)
+    assert (found.matmul, found.comm, found.serial) == (3.0, 0.5, 4.0)
+    assert (found.chosen, found.times[found.chosen]) == (Choice("ring"), 3.0)
+    assert set(runs.values()) == {4}
+
+
+def test_what_is_hopeless_is_not_run_again_but_serial_is():
+    slow = {"matmul": [0.1], "comm": [0.1], "serial": [9.0], "ring": [1.0], "ring in 2 chunks": [HOPELESS]}
+    found, runs = run_measured(slow, rounds=6)
+    assert runs == {"matmul": 7, "comm": 7, "serial": 7, "ring": 7, "ring in 2 chunks": 1}
+    assert found.times[Choice("ring", 2)] == HOPELESS
+
+
+def test_what_cannot_run_is_left_out_and_said():
+    found, runs = run_measured({"matmul": [0.1], "comm": [0.1], "serial": [2.0]}, rounds=1)
+    assert found.times == {SERIAL: 2.0}
+    assert found.chosen == SERIAL
+    assert set(runs) == {"matmul", "comm", "serial"}
+    assert found.line().endswith(" without communication, ring cannot be used here: it is broken")
+
+
+@pytest.mark.parametrize(("each", "rounds"), [(10.0, choosing.LEAST_ROUNDS), (1e-6, choosing.MOST_ROUNDS), (0.025, 10)])
+def test_as_many_rounds_as_take_a_moment(each, rounds):
+    _, runs = run_measured(
+        {name: [each] for name in ("matmul", "comm", "serial", "ring", "ring in 2 chunks")}, rounds=None
+    )
+    assert set(runs.values()) == {1 + rounds}
+
+
+# ---- the products of a block -----------------------------------------------------------------------------------------
+
+
+def ran(degree, rank, sequence_parallel, training, **sizes):
+    """Every product that a model's forward and backward asks for on one of `degree` ranks, with its weights' widths."""
+    keys = {"tensor_parallel_degree": degree, "enable_sequence_parallel": sequence_parallel}
+    settings = {f"parallelism.{key}": value for key, value in keys.items()}
+    settings |= {"parallelism.enable_async_tensor_parallel": True, "model.overrides": MODEL | sizes}
+    config, seen = load_config(overrides=settings), {}
+    plain = table.product_of
+
+    def watched(operation, direction, rows, weights, axis):
+        found = plain(operation, direction, rows, weights, axis)
+        seen[found] = tuple(weight.shape[0] for weight in weights)
+        return found
+
+    with fake_group(rank, degree), patch.object(table, "product_of", watched):
+        precision = choose_precision(config, CPU, True)
+        model, _ = build_model(resolve(config.model), CPU, precision, Mesh(Layout(tp=degree), "cpu"), config)
+        init_weights(model, 0)
+        with torch.set_grad_enabled(training):
+            out = model.hidden(torch.arange(32).view(2, 16))
+            if training:
+                out.sum().backward()
+    table.choices.reset()
+    return model.arch, seen
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("degree", "sizes"),
+    [
+        (2, {}),
+        (4, {"n_layers": 1}),  # as many KV heads as ranks
+        (4, {"n_kv_heads": 2}),  # fewer: keys and values have a weight of their own, and each rank takes a part of it
+        (8, {"n_kv_heads": 1}),
+        (2, {"n_kv_heads": 8, "head_dim": 16, "ffn_dim": 96}),  # heads wider than dim / n_heads
+    ],
+)
+def test_shapes_are_those_of_the_products_that_run(degree, sizes, sequence_parallel):
+    for rank, training in ((0, True), (degree - 1, False)):
+        arch, seen = ran(degree, rank, sequence_parallel, training, **sizes)
+        shapes = block_shapes(
+            arch, degree, 32, torch.float32, sequence_parallel=sequence_parallel, training=training, axis="tp"
+        )
+        assert {shape.product: shape.widths for shape in shapes if _runs(shape.product)} == {
+            product: widths for product, widths in seen.items() if _runs(product)
+        }
+        assert len(shapes) == len({shape.product for shape in shapes})
+        assert all(_runs(shape.product) for shape in shapes)
+
+
+def _runs(product):
+    """Whether it communicates: the others are plain products, which need no choice."""
+    return (product.operation, product.direction) not in {("copy_linear", "forward"), ("linear_all_reduce", "backward")}
+
+
+# ---- what is remembered ----------------------------------------------------------------------------------------------
+
+
+@given(others, seconds, seconds, seconds)
+def test_a_row_comes_back_as_it_was(times, serial, matmul, sent):
+    times = {SERIAL: serial, **times}
+    before = Measured(PRODUCT, matmul, sent, times, fastest(times))
+    after = from_row(PRODUCT, json.loads(json.dumps(as_row(before))))
+    assert after == Measured(PRODUCT, matmul, sent, times, fastest(times), remembered=True)
+    assert after.line() == f"{before.line()}, remembered"
+
+
+class Place:
+    """The world that `topology` asks."""
+
+    def __init__(self, monkeypatch):
+        self.hosts, self.tp, self.carrier, self.device = ["a", "a", "b", "b"], 2, "gloo", CPU
+        axis = lambda name: SimpleNamespace(size=self.tp, group=None)  # noqa: E731
+        monkeypatch.setattr(comm, "axis", axis)
+        monkeypatch.setattr(dist, "get_world_size", lambda: len(self.hosts))
+        monkeypatch.setattr(dist, "get_backend", lambda group: self.carrier)
+        monkeypatch.setattr(dist, "all_gather_object", self._gather)
+
+    def _gather(self, found, own):
+        found[:] = self.hosts
+
+    def file(self, folder):
+        return remembered_file(folder, topology(self.device))
+
+
+def test_the_file_is_of_one_machine_with_one_torch_and_one_network(tmp_path, monkeypatch):
+    for name in ("NCCL_ALGO", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    place = Place(monkeypatch)
+    first = place.file(tmp_path)
+    assert first.parent == tmp_path / "overlap"
+    assert place.file(tmp_path) == first
+    monkeypatch.setenv("UNRELATED", "1")
+    assert place.file(tmp_path) == first
+
+    def with_cuda(context):
+        context.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        place.device = torch.device("cuda")
+
+    changes = [
+        lambda context: context.setattr(place, "hosts", ["a", "b", "a", "b"]),
+        lambda context: context.setattr(place, "hosts", ["a", "a", "c", "c"]),
+        lambda context: context.setattr(place, "tp", 4),
+        lambda context: context.setattr(place, "carrier", "nccl"),
+        lambda context: context.setattr(torch, "__version__", "9.9"),
+        lambda context: context.setattr(torch, "get_num_threads", lambda: 77),
+        lambda context: context.setattr(choosing.os, "cpu_count", lambda: 77),
+        lambda context: context.setenv("NCCL_ALGO", "Ring"),
+        lambda context: context.setenv("NCCL_ALGO", "Tree"),
+        lambda context: context.setenv("GLOO_SOCKET_IFNAME", "lo"),
+        with_cuda,
+    ]
+    files = [first]
+    for change in changes:
+        with monkeypatch.context() as context:
+            change(context)
+            files.append(place.file(tmp_path))
+    assert len(set(files)) == len(files)
+
+
+# ---- what was hidden -------------------------------------------------------------------------------------------------
+
+MOMENTS = 40
+intervals = st.lists(st.tuples(st.integers(0, MOMENTS), st.integers(0, MOMENTS)), max_size=12)
+recorded = st.lists(
+    st.builds(
+        lambda axis, start, length, waiting: Span(axis, "sum", start, start + length, waiting),
+        st.sampled_from(("tp", "world")),
+        st.integers(0, MOMENTS),
+        st.integers(0, 9),
+        st.booleans(),
+    ),
+    max_size=12,
+)
+
+
+def covered(found):
+    return {moment for start, end in found for moment in range(start, end)}
+
+
+@given(intervals)
+def test_the_length_of_a_union(found):
+    assert union(found) == len(covered(found))
+
+
+@given(recorded)
+def test_times_of_a_step_on_the_host(found):
+    of_tp = [span for span in found if span.axis == "tp"]
+    sent = covered((span.start, span.end) for span in of_tp if not span.waiting)
+    waited = covered((span.start, span.end) for span in of_tp if span.waiting)
+    times = host_times(found, "tp")
+    assert times == (len(sent) / 1e9, len(waited) / 1e9)
+    assert 0 <= times.hidden <= 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "waited", "hidden"), [(4.0, 1.0, 0.75), (4.0, 4.0, 0.0), (4.0, 5.0, 0.0), (4.0, 0.0, 1.0), (0.0, 0.0, 0.0)]
+)
+def test_the_hidden_share(sent, waited, hidden):
+    assert Times(sent, waited).hidden == hidden
