@@ -119,15 +119,18 @@ def measure() -> None:
     import torch
     import torch.distributed as dist
 
+    from shardline.config.layout import Layout
     from shardline.parallel import comm
+    from shardline.parallel.mesh import Mesh
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    Mesh(Layout(dp_shard=2), "cpu")
     whole, half = torch.ones(2**20), torch.ones(2**19)  # 4 MiB and 2
     calls: dict[str, tuple[Callable[[], Any], int]] = {
         "all_reduce": (lambda: dist.all_reduce(whole), 4),
-        "reduce_scatter": (lambda: comm._reduce_scatter(half, whole), 2),
-        "all_gather": (lambda: comm._all_gather(whole, half), 2),
+        "reduce_scatter": (lambda: comm.scatter_sum_into(half, whole, "dp_shard"), 2),
+        "all_gather": (lambda: comm.gather_into(whole, half, "dp_shard"), 2),
     }
     rates = {}
     for name, (call, size) in calls.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardline.config.schema import Parallelism
 from shardline.errors import ConfigError
@@ -20,15 +20,25 @@ KEYS = {
 }
 
 
+# Axes of the experts: another cut of the same dp_shard x cp x tp ranks, outermost first.
+EXPERT_AXES = ("expert_shard", "ep", "etp")
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Degrees by axis. Rank = ((((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t."""
+    """Degrees by axis. Rank = ((((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t.
+
+    Experts see the dp_shard x cp x tp ranks of a replica as expert_shard x ep x etp: `ep` ranks share the experts,
+    `etp` (1 or tp) each expert's matrices, and `expert_shard` ranks shard what is left.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    etp: int = 1
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -49,9 +59,23 @@ class Layout:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
+    @property
+    def expert_shard(self) -> int:
+        return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
+
+    def expert_coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is among the experts' axes."""
+        rank %= self.dp_shard * self.cp * self.tp
+        found = {}
+        for axis in reversed(EXPERT_AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
     def __str__(self) -> str:
         named = [f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1]
-        return " x ".join(named) or "one rank"
+        experts = [f"{axis} {getattr(self, axis)}" for axis in ("ep", "etp") if getattr(self, axis) > 1]
+        among = f" (experts: {' x '.join(experts)})" if experts else ""
+        return (" x ".join(named) or "one rank") + among
 
 
 def resolve_layout(section: Parallelism, world_size: int) -> Layout:
@@ -66,7 +90,25 @@ def resolve_layout(section: Parallelism, world_size: int) -> Layout:
     layout = Layout(**degrees)
     if layout.world_size != world_size:
         raise ConfigError(_mismatch(section, degrees, world_size))
-    return layout
+    return _with_experts(layout, section.expert_parallel_degree, section.expert_tensor_parallel_degree)
+
+
+def _with_experts(layout: Layout, ep: int, etp: int) -> Layout:
+    """The layout with its experts' axes, which must cut the ranks of a replica evenly."""
+    if ep == 1:
+        return layout  # without experts shared between ranks, the other degree says nothing
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    if etp not in (1, layout.tp):
+        raise ConfigError(
+            f"parallelism.expert_tensor_parallel_degree = {etp}: expected 1 or tensor_parallel_degree, {layout.tp}"
+        )
+    if ranks % (ep * etp):
+        good = ", ".join(str(d) for d in range(1, ranks // etp + 1) if ranks % (d * etp) == 0)
+        raise ConfigError(
+            f"parallelism.expert_parallel_degree = {ep}: dp_shard {layout.dp_shard} x cp {layout.cp} x tp {layout.tp} ="
+            f" {ranks} ranks cannot be cut into ep {ep} x etp {etp}; degrees that fit: {good}"
+        )
+    return replace(layout, ep=ep, etp=etp)
 
 
 def _mismatch(section: Parallelism, degrees: dict[str, int], world_size: int) -> str:

@@ -4,6 +4,7 @@
     derived                  fsdp = dp_shard x cp, over which parameters are sharded
                              loss = dp_replicate x dp_shard x cp, over which losses and targets are summed
                              world = all ranks
+                             ep, etp, expert_shard: another cut of dp_shard x cp x tp, for mixtures of experts
 
 TP is innermost, so its ranks are neighbours. An axis of degree 1 has no group and no DTensor dimension, except dp_shard
 with CPU offload: FSDP moves weights between host and device, and wants a mesh even where one rank holds them all.
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardline.config.layout import AXES, Layout
+from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from shardline.errors import UserError
 from shardline.parallel import comm, symmetric, watchdog
 from shardline.parallel.rendezvous import backend_timeout
@@ -36,6 +37,7 @@ class Mesh:
         self.rank = dist.get_rank() if self.world_size > 1 else 0
         self.coordinates = layout.coordinates(self.rank)
         self.root: DeviceMesh | None = None
+        self.experts: DeviceMesh | None = None
         self._meshes: dict[str, DeviceMesh] = {}
         if self.world_size > 1 or offload:
             self._build(device_type, offload)
@@ -47,10 +49,22 @@ class Mesh:
         self._meshes = {axis: self.root[axis] for axis in used}
         self._flatten("fsdp", [axis for axis in ("dp_shard", "cp") if axis in used])
         self._flatten("loss", [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis in used])
+        self._build_experts(device_type)
         axes = {name: _axis(name, mesh) for name, mesh in self._meshes.items()}
         assert dist.group.WORLD is not None
         axes["world"] = comm.Axis("world", dist.group.WORLD, self.world_size, self.rank)
         comm.register_axes(axes)
+
+    def _build_experts(self, device_type: str) -> None:
+        """The same ranks, cut as the experts need them: a mesh beside the first."""
+        layout = self.layout
+        if layout.ep == 1:
+            return
+        outer = (("stages", layout.pp), ("replicas", layout.dp_replicate))
+        sizes = {name: size for name, size in outer if size > 1}
+        sizes |= {axis: getattr(layout, axis) for axis in EXPERT_AXES if getattr(layout, axis) > 1}
+        self.experts = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._meshes |= {axis: self.experts[axis] for axis in EXPERT_AXES if axis in sizes}
 
     def _flatten(self, name: str, parts: list[str]) -> None:
         """One axis for several; where it is a single one, that one under both names."""

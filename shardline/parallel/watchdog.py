@@ -296,7 +296,8 @@ def _place(thread: int | None) -> str:
 
 
 def _is_wrapper(file: str) -> bool:
-    return f"{os.sep}torch{os.sep}" in file or file.endswith(("parallel/watchdog.py", "parallel/comm.py"))
+    ours = ("parallel/watchdog.py", "parallel/comm.py", "parallel/exchange.py")
+    return f"{os.sep}torch{os.sep}" in file or file.endswith((*ours, "threading.py", "concurrent/futures/_base.py"))
 
 
 def _unreachable(status: Status, silent: float) -> str:

@@ -44,6 +44,41 @@ def test_ranks_of_tp_are_neighbours(layout):
         assert all(c == group[0] for c in group)
 
 
+@given(layouts, st.booleans(), st.data())
+def test_experts_cut_the_ranks_of_a_replica_evenly(layout, whole_experts, data):
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    etp = 1 if whole_experts else layout.tp
+    ep = data.draw(st.sampled_from([d for d in range(1, ranks // etp + 1) if ranks % (d * etp) == 0]))
+    part = section(**{axis: getattr(layout, axis) for axis in AXES}).model_copy(
+        update={"expert_parallel_degree": ep, "expert_tensor_parallel_degree": etp}
+    )
+    found = resolve_layout(part, layout.world_size)
+    assert (found.ep, found.etp) == ((ep, etp) if ep > 1 else (1, 1))
+    assert found.expert_shard * found.ep * found.etp == ranks
+    places = [tuple(found.expert_coordinates(rank).values()) for rank in range(ranks)]
+    assert places == sorted(set(places))  # each once, in the order of the ranks: etp, then ep are neighbours
+    if found.world_size > ranks:
+        assert found.expert_coordinates(ranks) == found.expert_coordinates(0)
+    if ep > 1 and etp == layout.tp:
+        assert all(found.expert_coordinates(rank)["etp"] == found.coordinates(rank)["tp"] for rank in range(ranks))
+
+
+@pytest.mark.parametrize(
+    ("ep", "etp", "said"),
+    [
+        (3, 1, r"expert_parallel_degree = 3: dp_shard 2 x cp 1 x tp 2 = 4 ranks .*degrees that fit: 1, 2, 4"),
+        (4, 2, r"ep 4 x etp 2; degrees that fit: 1, 2$"),
+        (2, 3, "expert_tensor_parallel_degree = 3: expected 1 or tensor_parallel_degree, 2"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused_with_degrees_that_do(ep, etp, said):
+    part = section(dp_shard=2, tp=2).model_copy(
+        update={"expert_parallel_degree": ep, "expert_tensor_parallel_degree": etp}
+    )
+    with pytest.raises(ConfigError, match=said):
+        resolve_layout(part, 4)
+
+
 @given(layouts)
 def test_minus_one_takes_the_rest(layout):
     degrees = dict(zip(AXES, layout.degrees, strict=True))
