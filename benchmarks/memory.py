@@ -62,6 +62,15 @@ VARIANTS = {
         "activations", "plain", ("--training.local_batch_size=1",), "60 to 90 % memory saved"
     ),
     "compile": Variant("activations", "plain", ("--compile.enable",), "1.16 times as fast"),
+    "memory budget 0.5": Variant(
+        "activations",
+        "compile",
+        (
+            "--compile.enable",
+            "--activation_checkpoint.mode=memory_budget",
+            "--activation_checkpoint.memory_budget=0.5",
+        ),
+    ),
     "plain, weights": Variant("weights", None),
     "early step": Variant("weights", "plain, weights", (EARLY,), "25 % memory (the gradients) for 1 to 2 % time"),
     "plain, weights, clipped": Variant("weights", None, ("--training.max_norm=1.0",)),

@@ -139,14 +139,16 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum over a group that somebody else's mesh names, None for all ranks; counted under its axis."""
     if group is None:
         return sum_in_place(x, "world") if "world" in _axes else x
-    name = next(over.name for over in _axes.values() if over.group is group)
-    return sum_in_place(x, name)
+    return sum_in_place(x, _name_of(group))
 
 
 def gather_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The values of all ranks of a group that a DTensor's mesh names, one rank's after the other's."""
-    name = next(over.name for over in _axes.values() if over.group is group)
-    return gather_rows(x, name)
+    return gather_rows(x, _name_of(group))
+
+
+def _name_of(group: dist.ProcessGroup) -> str:
+    return next(over.name for over in _axes.values() if over.group is group)
 
 
 local.gather_over_group = gather_over_group  # models know of no process groups

@@ -94,7 +94,6 @@ class Exchange:
                     dist.P2POp(dist.irecv, into, group=axis.group, group_peer=source),
                 ]
             )
-            out.record_stream(torch.cuda.current_stream())
             return Transfer(self, works, into, None, start)
         staged = None
         if self.stages:
