@@ -15,8 +15,9 @@ from torch.nn import functional as F
 
 from shardline.config.architecture import Architecture
 from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
-from shardline.models.feed_forward import Products, feed_forward, linear
+from shardline.models.feed_forward import Products, feed_forward
 from shardline.models.fused import gate_block
+from shardline.models.linear import linear
 from shardline.models.local import local, local_or_none
 from shardline.models.rope import rope_tables, rotate
 

@@ -12,11 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional as F
 
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., in) times weight (out, in) in the type of x, whatever type the weight is stored in."""
-    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-
+from shardline.models.linear import linear
 
 Weights = tuple[Tensor, ...]
 Biases = tuple[Tensor | None, ...]

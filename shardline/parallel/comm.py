@@ -166,6 +166,7 @@ class Started(NamedTuple):
     tag: str
     sequence: int
     running: Running | None = None  # its span, where spans are recorded
+    on_device: bool = False
 
     def wait(self) -> None:
         """Return when the result may be used."""
@@ -178,7 +179,7 @@ class Started(NamedTuple):
                 self.work.wait()
             self.running.end()
         if watchdog.current is not None:
-            watchdog.current.leave()
+            watchdog.current.leave(self.on_device)
 
 
 def start_sum(x: Tensor, name: str) -> Started:
@@ -189,9 +190,9 @@ def start_sum(x: Tensor, name: str) -> Started:
     start = now()
     work = dist.all_reduce(x, group=over.group, async_op=True)
     assert work is not None
-    recorded = spans.enabled and runs_on_host(over.group, x.device)
-    running = Running(work, name, "all_reduce", start) if recorded else None
-    return Started(work, name, tag, sequence, running)
+    on_host = runs_on_host(over.group, x.device)
+    running = Running(work, name, "all_reduce", start) if spans.enabled and on_host else None
+    return Started(work, name, tag, sequence, running, on_device=not on_host)
 
 
 def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
@@ -228,7 +229,8 @@ class _issued:
         if self.start is not None:
             spans.blocked(self.name, self.what, self.start)
         if watchdog.current is not None:
-            watchdog.current.leave()
+            on_device = self.device.type == "cuda" and not runs_on_host(_axes[self.name].group, self.device)
+            watchdog.current.leave(self.directly or on_device)
 
 
 def _bytes(x: Tensor) -> int:

@@ -10,6 +10,7 @@ Gradients are summed, never averaged: the loss is already divided by the targets
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,7 +36,7 @@ from shardline.parallel import comm, watchdog
 from shardline.parallel.compression import Exchange, LowRankExchange, WholeExchange
 from shardline.parallel.exposed import StreamWaits, can_watch_streams, exposed, mark
 from shardline.parallel.mesh import Mesh
-from shardline.parallel.spans import Running, now, spans
+from shardline.parallel.spans import Running, now, runs_on_host, spans
 from shardline.parallel.tensor import replace_parameter
 from shardline.precision.mixed import DTYPES, Precision
 
@@ -117,8 +118,9 @@ class CountedGather(_Allocate):
     ) -> dist.Work | None:
         comm.traffic.add("dp_shard", _bytes(input_tensor) * (group.size() - 1))
         on_cpu = input_tensor.device.type == "cpu"
-        issued, start = Issued("all_gather", input_tensor), now()
-        work = comm._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
+        issued, start = Issued("all_gather", input_tensor, group), now()
+        with contextlib.nullcontext() if on_cpu else issued:
+            work = comm._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
         if self.waits is not None:
             self.waits.gathered[self.module] = mark()
         return TimedWork(work, issued, start) if on_cpu else work
@@ -140,7 +142,7 @@ class CountedScatter(_Allocate):
         comm.traffic.add("dp_shard", _bytes(output_tensor) * (group.size() - 1))
         started = now() if self.waits is None else mark()
         work = None
-        with Issued("reduce_scatter", input_tensor):
+        with Issued("reduce_scatter", input_tensor, group):
             by_sum = op == dist.ReduceOp.SUM and not async_op
             if not (by_sum and comm.scattered_by_host(output_tensor, input_tensor, "fsdp")):
                 work = comm._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
@@ -179,10 +181,11 @@ def _waited(axis: str, what: str, started: int, device: torch.device) -> int:
 
 
 class Issued:
-    """A collective of FSDP's, as the watchdog knows it; the rank waits for it inside the context."""
+    """A collective of FSDP's, as the watchdog knows it; the rank, or its device, waits for it inside the context."""
 
-    def __init__(self, what: str, x: Tensor) -> None:
+    def __init__(self, what: str, x: Tensor, group: dist.ProcessGroup) -> None:
         self.dog = watchdog.current
+        self.on_device = x.device.type == "cuda" and not runs_on_host(group, x.device)
         if self.dog is not None:
             self.tag = f"{what} over dp_shard of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
             self.sequence = self.dog.issue(self.tag, "dp_shard")
@@ -193,7 +196,7 @@ class Issued:
 
     def __exit__(self, *error: object) -> None:
         if self.dog is not None:
-            self.dog.leave()
+            self.dog.leave(self.on_device)
 
 
 class TimedWork(dist.Work):

@@ -130,7 +130,7 @@ class _Waiting(contextlib.AbstractContextManager[None]):
         if self.start and self.exchange.on_host:
             spans.add(self.exchange.axis.name, self.exchange.what, self.start, now(), waiting=True)
         if kind is None and watchdog.current is not None:
-            watchdog.current.leave()
+            watchdog.current.leave(on_device=not self.exchange.on_host)
 
 
 def _waiting_thread() -> ThreadPoolExecutor:

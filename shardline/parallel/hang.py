@@ -13,7 +13,7 @@ LONG_SILENCE = 15.0  # seconds without a sign of life that tell a stopped rank f
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits in. Sequence 0: not for one collective but for all it has issued, as for a device."""
+    """The collective that a rank, or its device, waits in."""
 
     axis: str
     sequence: int
@@ -104,9 +104,6 @@ class View:
         if other is None or self._is_gone(rank):
             return True
         assert wait is not None
-        if wait.sequence == 0:
-            behind = other.counts.get("world", (0, ""))[0] < waiter.counts.get("world", (0, ""))[0]
-            return behind or other.step < waiter.step
         sequence, tag = other.counts.get(wait.axis, (0, ""))
         return sequence < wait.sequence or (sequence == wait.sequence and tag != wait.tag)
 
@@ -164,7 +161,7 @@ class View:
 
 
 def named(wait: Wait) -> str:
-    return f"{wait.tag} (call {wait.sequence})" if wait.sequence else wait.tag
+    return f"{wait.tag} (call {wait.sequence})"
 
 
 def ranks(numbers: Sequence[int]) -> str:

@@ -14,13 +14,13 @@ Biases are added outside, where they are an ordinary addition.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardline.models.linear import weight_queue
 from shardline.parallel import comm
 from shardline.parallel.choices import (
     choices,
@@ -33,42 +33,6 @@ from shardline.parallel.choices import (
 )
 from shardline.parallel.overlap_ops import gather_linear_op, linear_copy_op, linear_scatter_op, linear_sum_op
 from shardline.parallel.products import Needs, multiply, weight_gradients
-
-
-class WeightQueue:
-    """Weight gradients that wait: a schedule may run backward for the inputs first and drain them later.
-
-    Inside `deferring()` the products' backward gives gradients of inputs alone and keeps what the weights' need.
-    """
-
-    def __init__(self) -> None:
-        self.active = False
-        self._waiting: list[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]] = []
-
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
-        before, self.active = self.active, True
-        try:
-            yield
-        finally:
-            self.active = before
-
-    def push(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
-        self._waiting.append((weights, compute))
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def drain(self, most: int | None = None) -> int:
-        """Compute what waits, oldest first and `most` at most, and accumulate it; how many were drained."""
-        ready = self._waiting[:most]
-        del self._waiting[: len(ready)]
-        for weights, compute in ready:
-            torch.autograd.backward(list(weights), list(compute()))
-        return len(ready)
-
-
-weight_queue = WeightQueue()
 
 
 def _prepared(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -30,8 +30,9 @@ from shardline.config.architecture import Architecture
 from shardline.config.schema import Config, Training, Validation
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
-from shardline.models.feed_forward import Biases, Products, Weights, columns, linear
+from shardline.models.feed_forward import Biases, Products, Weights, columns
 from shardline.models.fused import gate_block
+from shardline.models.linear import linear
 from shardline.parallel import comm, overlap
 from shardline.parallel.mesh import Mesh
 

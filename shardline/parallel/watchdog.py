@@ -7,10 +7,14 @@ Collectives tell the watchdog where this rank is (`enter`, `leave`). A thread pu
 A rank that waits longer than the limit looks at what the others published. Whoever belongs to the same collective and
 has not come to its sequence number, came with another tag, or has stopped publishing, is missing. Only progress of
 ranks is compared, so that what takes long on all of them alike (compilation, start-up) is no hang.
+
+Collectives of NCCL run on the device while the rank goes on. An event after each says when it is over; the first that
+is not over is where the rank is.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import logging
@@ -21,7 +25,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from shardline.parallel.hang import Status, View, Wait, decode_status
@@ -46,6 +52,16 @@ def set_members(members: Mapping[str, Iterable[int]]) -> None:
     _members.update({axis: tuple(ranks) for axis, ranks in members.items()})
 
 
+class Launched(NamedTuple):
+    """A collective that runs on the device, and what tells that it is over."""
+
+    axis: str
+    sequence: int
+    tag: object
+    since: float
+    event: torch.cuda.Event
+
+
 class Watchdog:
     """One per rank. `store` is a connection that nothing else uses."""
 
@@ -59,7 +75,8 @@ class Watchdog:
         self._counts: dict[str, tuple[int, object]] = {}
         self._waits: list[tuple[str, int, object, float]] = []
         self._issued: tuple[str, int, object, float] | None = None  # the last thing that happened, if it was `issue`
-        self._changed = self._reached = time.monotonic()
+        self._launched: collections.deque[Launched] = collections.deque()
+        self._changed = self._reached = self._first_since = time.monotonic()
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> beat, and when it was first seen
         self._looking_since: float | None = None
@@ -108,10 +125,16 @@ class Watchdog:
         self.wait(sequence, tag, axis)
         return sequence
 
-    def leave(self) -> None:
+    def leave(self, on_device: bool = False) -> None:
+        """The rank goes on; `on_device`: with the collective in the current stream, where it may yet take long."""
         self._moved()
-        if self._waits:
-            self._waits.pop()
+        if not self._waits:
+            return
+        axis, sequence, tag, _ = self._waits.pop()
+        if on_device and not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self._launched.append(Launched(axis, sequence, tag, self._changed, event))
 
     def step(self, number: int) -> None:
         """Step `number` begins."""
@@ -121,15 +144,6 @@ class Watchdog:
     def _moved(self) -> None:
         self._changed = time.monotonic()
         self._issued = None
-
-    @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """The rank waits for all that it has issued, as it does where it reads a result from a device."""
-        self.wait(0, what)
-        try:
-            yield
-        finally:
-            self.leave()
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
@@ -146,7 +160,12 @@ class Watchdog:
     def status(self) -> Status:
         now = time.monotonic()
         counts = {axis: (sequence, str(tag)) for axis, (sequence, tag) in list(self._counts.items())}
+        running = self._running()
+        for one in reversed(running):  # the host is ahead of its device: that one has come to the first of each axis
+            counts[one.axis] = (one.sequence, str(one.tag))
         wait, waits, issued = None, list(self._waits), self._issued
+        if running and not waits:
+            waits = [(running[0].axis, running[0].sequence, running[0].tag, self._since(running[0]))]
         if waits or issued:
             axis, sequence, tag, since = waits[0] if waits else issued  # type: ignore[misc]
             long = now - since > self.timeout_seconds / 2  # the members of a large axis are many: said when needed
@@ -156,6 +175,16 @@ class Watchdog:
         return Status(
             self.rank, self.host, self.pid, self._beat, self.step_number, idle, where, self.busy_with, counts, wait
         )
+
+    def _running(self) -> list[Launched]:
+        """What the device has not done yet, oldest first."""
+        while self._launched and self._launched[0].event.query():
+            self._launched.popleft()
+            self._first_since = time.monotonic()
+        return list(self._launched)
+
+    def _since(self, first: Launched) -> float:
+        return max(first.since, self._first_since)
 
     def _publish(self) -> None:
         self._beat += 1
@@ -202,8 +231,8 @@ class Watchdog:
 
     def _stuck_seconds(self) -> float:
         """How long this rank has not moved, if it waits for others; else how long nothing was heard of it."""
-        waits = list(self._waits)
-        since = waits[0][3] if waits else self._changed
+        waits, launched = list(self._waits), list(self._launched)
+        since = waits[0][3] if waits else self._since(launched[0]) if launched else self._changed
         return 0.0 if self.busy_with else time.monotonic() - since
 
     def _has_turn(self, stuck: float) -> bool:

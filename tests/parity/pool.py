@@ -1,6 +1,7 @@
 """Worker processes that live as long as the test session: torch is imported once per process, not once per case.
 
-A case asks for N ranks and gets the first N workers, joined in a fresh gloo group:
+A case asks for N ranks and gets the first N workers, joined in a fresh gloo group (SHARDLINE_PARITY_BACKEND=nccl: an
+NCCL one for tensors of a GPU that all ranks share; each is given a host of its own, or NCCL would refuse the GPU):
 
     pool.run(4, function, *arguments)  ->  [what rank 0 returned, ..., what rank 3 returned]
 
@@ -35,6 +36,7 @@ MOST_RANKS = 8
 TIMEOUT_SECONDS = 120.0
 GRACE_SECONDS = 10.0  # for the other ranks to notice a failed one
 LOG_LINES = 30
+BACKEND = os.environ.get("SHARDLINE_PARITY_BACKEND", "gloo")
 
 
 class CaseFailed(Exception):
@@ -61,6 +63,7 @@ class Job:
         """What torchrun would set. A single rank gets nothing: it is a plain process."""
         if self.ranks == 1:
             return {}
+        hosts = {"NCCL_HOSTID": f"host-{self.rank}", "NCCL_SOCKET_IFNAME": "lo"} if BACKEND == "nccl" else {}
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.rank),
@@ -68,6 +71,7 @@ class Job:
             "LOCAL_WORLD_SIZE": str(self.ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port),
+            **hosts,
         }
 
 
@@ -131,9 +135,10 @@ def _group(job: Job) -> Iterator[None]:
     limit = timedelta(seconds=job.timeout)
     store = dist.FileStore(job.store, job.ranks)
     store.set_timeout(limit)
-    dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
+    backend = "cpu:gloo,cuda:nccl" if BACKEND == "nccl" else "gloo"
+    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
     yield
-    dist.barrier()
+    dist.barrier(device_ids=[0] if BACKEND == "nccl" else None)
 
 
 def _leave_no_trace(environment: dict[str, str]) -> None:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardline.models.linear import weight_queue
 from shardline.parallel import comm, overlap
 from shardline.parallel.async_tensor import usable_backends
 from shardline.parallel.choices import Choice, choices
 from shardline.parallel.exchange import Exchange, distances, pieces
-from shardline.parallel.overlap import weight_queue
 from tests.parity.harness import DEVICE
 from tests.parity.pool import Pool
 

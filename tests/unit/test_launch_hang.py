@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardline.parallel import watchdog
@@ -83,14 +84,6 @@ def test_silence_is_noticed_where_nobody_waits_in_a_watched_collective():
     assert "rank 1" in verdict(outside(0, 5), outside(1, 5), silent={1: 12.0})
 
 
-def test_a_wait_for_a_device_compares_what_was_issued():
-    wait = Wait("world", 0, "the device", 20.0)
-    waits = Status(0, "h", 100, 1, step=4, counts={"world": (9, SUM)}, wait=wait)
-    assert "rank 1" in verdict(waits, outside(1, 8, axis="world", step=4))
-    assert "rank 1" in verdict(waits, outside(1, 9, axis="world", step=3))
-    assert verdict(waits, outside(1, 9, axis="world", step=4)) is None
-
-
 def test_a_rank_that_issued_a_collective_and_does_nothing_else_is_taken_to_wait_in_it():
     def issued(rank, sequence):
         wait = Wait("tp", sequence, GATHER, 20.0, (0, 1), presumed=True)
@@ -131,6 +124,38 @@ def test_calls_are_counted_by_axis_and_published(store):
     dog.step(2)
     assert dog.status().wait is None
     assert "test_launch_hang.py" in dog.status().place
+
+
+class Event:
+    """Stands for one of a device: over when the test says so."""
+
+    def __init__(self):
+        self.over = False
+
+    def record(self):
+        pass
+
+    def query(self):
+        return self.over
+
+
+def test_a_rank_is_in_the_first_collective_that_its_device_has_not_done(store, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    dog = Watchdog(store, 0, 2, timeout_seconds=10.0)
+    for tag, axis in (("a", "tp"), ("b", "tp"), ("c", "dp"), ("d", "tp")):
+        dog.enter(tag, axis)
+        dog.leave(on_device=True)
+    status = dog.status()
+    assert (status.wait.axis, status.wait.sequence, status.wait.tag, status.wait.presumed) == ("tp", 1, "a", False)
+    assert status.counts == {"tp": (1, "a"), "dp": (1, "c")}
+    dog._launched[0].event.over = dog._launched[1].event.over = True
+    status = dog.status()
+    assert (status.wait.tag, status.counts) == ("c", {"dp": (1, "c"), "tp": (3, "d")})
+    assert dog._stuck_seconds() < 1.0
+    for one in dog._launched:
+        one.event.over = True
+    assert (dog.status().wait, dog.status().counts) == (None, {"tp": (3, "d"), "dp": (1, "c")})
 
 
 def test_all_ranks_end_with_the_message_that_came_first(store, monkeypatch):
