@@ -77,6 +77,7 @@ class Watchdog:
         self._issued: tuple[str, int, object, float] | None = None  # the last thing that happened, if it was `issue`
         self._launched: collections.deque[Launched] = collections.deque()
         self._changed = self._reached = self._first_since = time.monotonic()
+        self._asking_since = A_DAY * 1e6  # when the device was asked, in the future while it is not
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> beat, and when it was first seen
         self._looking_since: float | None = None
@@ -89,7 +90,7 @@ class Watchdog:
         """Begin to publish, and become `current`."""
         global current
         self._publish()
-        for work in (self._watch, self._guard):
+        for work in (self._watch, self._guard, self._follow):
             self._threads.append(threading.Thread(target=work, name="shardline-watchdog", daemon=True))
             self._threads[-1].start()
         current = self
@@ -176,12 +177,18 @@ class Watchdog:
             self.rank, self.host, self.pid, self._beat, self.step_number, idle, where, self.busy_with, counts, wait
         )
 
+    def _follow(self) -> None:
+        """See what the device has done. In a thread of its own: the driver may hold it up as long as the device."""
+        while not self._closed.wait(self.period / 4):
+            self._asking_since = time.monotonic()
+            while self._launched and self._launched[0].event.query():
+                self._launched.popleft()
+                self._first_since = time.monotonic()
+            self._asking_since = A_DAY * 1e6
+
     def _running(self) -> list[Launched]:
-        """What the device has not done yet, oldest first."""
-        while self._launched and self._launched[0].event.query():
-            self._launched.popleft()
-            self._first_since = time.monotonic()
-        return list(self._launched)
+        """What the device has not done yet, oldest first; nothing where that cannot be told."""
+        return list(self._launched) if time.monotonic() - self._asking_since < self.period else []
 
     def _since(self, first: Launched) -> float:
         return max(first.since, self._first_since)
@@ -231,7 +238,7 @@ class Watchdog:
 
     def _stuck_seconds(self) -> float:
         """How long this rank has not moved, if it waits for others; else how long nothing was heard of it."""
-        waits, launched = list(self._waits), list(self._launched)
+        waits, launched = list(self._waits), self._running()
         since = waits[0][3] if waits else self._since(launched[0]) if launched else self._changed
         return 0.0 if self.busy_with else time.monotonic() - since
 

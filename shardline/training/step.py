@@ -19,6 +19,7 @@ from shardline.parallel.data import Replicas, set_gradient_sync
 from shardline.parallel.mesh import Mesh
 from shardline.parallel.tensor import TensorParallel, replicated_parameters, sum_replicated_gradients
 from shardline.training.clip import clip_, nonfinite_parameters, shards, squared_norm
+from shardline.training.device import read
 from shardline.training.head import Head
 from shardline.training.loss import count_targets
 from shardline.training.schedule import set_lr
@@ -121,7 +122,7 @@ class Stepper:
         numbers = torch.stack([loss * self.head.share, squares.to(loss.device), stop])
         if self.mesh.world_size > 1:
             comm.sum_in_place(numbers, "world")
-        total, squared, stopping = numbers.tolist()
+        total, squared, stopping = read(numbers)
         return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, stopping > 0)
 
     def _nonfinite(self, result: StepResult, number: int, changed: bool = False) -> None:

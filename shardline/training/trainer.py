@@ -49,7 +49,7 @@ from shardline.precision.mixed import choose_precision
 from shardline.training.binding import prepare_rank
 from shardline.training.build import build_model, seed_of, set_determinism
 from shardline.training.console import Console, setup_logging
-from shardline.training.device import choose_device, device_name, peak_memory_gib, reset_peak, supports_bf16
+from shardline.training.device import choose_device, device_name, peak_memory_gib, read, reset_peak, supports_bf16
 from shardline.training.metrics import Meter, Metrics
 from shardline.training.optimizer import build_optimizer, scaled_lr
 from shardline.training.profile import Profiler
@@ -345,7 +345,7 @@ class Trainer:
         highest = torch.tensor(numbers, device=self.device)
         if self.mesh.world_size > 1:
             comm.max_in_place(highest, "world")
-        memory, waited_longest, *of_tp_longest = highest.tolist()
+        memory, waited_longest, *of_tp_longest = read(highest)
         row |= {"tokens": self.progress.tokens, "memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.data_ranks > 1:
             row["dp_exposed_seconds"] = waited_longest

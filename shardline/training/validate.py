@@ -9,6 +9,7 @@ from shardline.models.decoder import Decoder
 from shardline.parallel import comm
 from shardline.parallel.data import free_gathered
 from shardline.parallel.mesh import Mesh
+from shardline.training.device import read
 from shardline.training.head import Head
 from shardline.training.loss import count_targets
 
@@ -27,5 +28,5 @@ def validation_loss(model: Decoder, head: Head, loader: Loader, steps: int, mesh
         comm.sum_in_place(sums, "world")
     free_gathered(model)
     model.train(was_training)
-    total, targets = sums.tolist()
+    total, targets = read(sums)
     return total / max(targets, 1.0)
