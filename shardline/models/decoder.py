@@ -248,8 +248,7 @@ class Decoder(nn.Module):
         """
         x = self.tok_embeddings(tokens)
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
-        cos, sin = self._rope(tokens, positions, cache)
-        masks = make_masks(self.arch, tokens, x.dtype, documents, cache)
+        cos, sin, masks = self._surroundings(tokens, x.dtype, positions, documents, cache)
         for index, block in enumerate(self.blocks()):
             layer = None if cache is None else cache.layer(index)
             x = block(x, cos, sin, masks[block.window], (tokens.shape[0], tokens.shape[1]), layer)
@@ -276,6 +275,18 @@ class Decoder(nn.Module):
     def output_weight(self) -> Tensor:
         """(V, dim): the output layer's weight, the embedding's when they are tied."""
         return local(self.tok_embeddings.weight if self.output is None else self.output.weight)
+
+    def _surroundings(
+        self,
+        tokens: Tensor,
+        dtype: torch.dtype,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor, Tensor, dict[int, AttentionMask]]:
+        """What all blocks are told beside x: the tables of the rotation, and the mask of every window size."""
+        cos, sin = self._rope(tokens, positions, cache)
+        return cos, sin, make_masks(self.arch, tokens, dtype, documents, cache)
 
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
         """Tables that broadcast to (B, S, KV, group, D/2). Those of 0, 1, ... are kept for the next batch.
