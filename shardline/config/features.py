@@ -29,6 +29,14 @@ def _replicates(config: Config) -> bool:
     return config.parallelism.data_parallel_replicate_degree > 1
 
 
+def _context(config: Config) -> bool:
+    return config.parallelism.context_parallel_degree > 1
+
+
+def _travels(*methods: str) -> Callable[[Config], bool]:
+    return lambda config: _context(config) and config.parallelism.context_parallel_rotate_method in methods
+
+
 def _tensor(config: Config) -> bool:
     return config.parallelism.tensor_parallel_degree > 1
 
@@ -42,13 +50,16 @@ def _override(name: str, value: object) -> Callable[[Config], bool]:
 
 
 FEATURES: dict[str, Callable[[Config], bool]] = {
-    "DDP": lambda c: _replicates(c) and not _shards(c),
+    "DDP": lambda c: _replicates(c) and not _shards(c) and not _context(c),
     "FSDP": lambda c: _shards(c) and not _replicates(c),
-    "HSDP": lambda c: _shards(c) and _replicates(c),
+    "HSDP": lambda c: (_shards(c) or _context(c)) and _replicates(c),
     "TP": _tensor,
     "TP without sequence parallel": lambda c: _tensor(c) and not c.parallelism.enable_sequence_parallel,
     "async TP": lambda c: _tensor(c) and c.parallelism.enable_async_tensor_parallel,
     "whole loss on every TP rank": lambda c: _tensor(c) and c.parallelism.disable_loss_parallel,
+    "CP ring": _travels("ring", "alltoall"),
+    "CP allgather": _travels("allgather"),
+    "CP ulysses": _travels("ulysses"),
     "accumulation": lambda c: c.training.global_batch_size > c.training.local_batch_size * _known_data_ranks(c),
     "AC full": _mode("full"),
     "AC selective": _mode("selective"),
@@ -64,8 +75,11 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "validation": lambda c: c.validation.enable,
 }
 
+# Ranks that share sequences shard the parameters: with replicas that is HSDP.
 EXCLUSIVE: tuple[frozenset[str], ...] = (
     frozenset({"DDP", "FSDP", "HSDP"}),
+    *(frozenset({"DDP", name}) for name in ("CP ring", "CP allgather", "CP ulysses")),
+    frozenset({"CP ring", "CP allgather", "CP ulysses"}),
     frozenset({"AC full", "AC selective", "AC memory budget"}),
     frozenset({"LAMB", "LARS"}),
 )

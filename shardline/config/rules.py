@@ -209,15 +209,22 @@ def _decay_too_long(config: Config) -> bool:
     return config.lr_scheduler.warmup_steps + round(length * ratio) > length
 
 
+def _shares_context(config: Config) -> bool:
+    return config.parallelism.context_parallel_degree > 1
+
+
 def _is_hsdp(config: Config) -> bool:
+    """Replicas of shards; what shares a sequence shards the parameters too."""
     part = config.parallelism
-    return part.data_parallel_replicate_degree > 1 and part.data_parallel_shard_degree != 1
+    shards = part.data_parallel_shard_degree != 1 or _shares_context(config)
+    return part.data_parallel_replicate_degree > 1 and shards
 
 
 def _is_ddp(config: Config) -> bool:
     """Replicas without sharding; -1 takes the ranks that are left, which may be one."""
     part = config.parallelism
-    return part.data_parallel_replicate_degree > 1 and part.data_parallel_shard_degree in (-1, 1)
+    alone = part.data_parallel_shard_degree in (-1, 1) and not _shares_context(config)
+    return part.data_parallel_replicate_degree > 1 and alone
 
 
 def _steps_early(config: Config) -> bool:
@@ -390,6 +397,13 @@ RULES: list[Rule] = [
         "only AdamW and Adam keep narrow moments",
         remedy='set it to "parameter"',
     ),
+    Rule(
+        "refused",
+        "parallelism.context_parallel_load_balancer",
+        lambda c: _shares_context(c) and c.parallelism.context_parallel_load_balancer not in (None, "headtail"),
+        lambda c: f"expected 'headtail' or 'none', got {c.parallelism.context_parallel_load_balancer!r}",
+        remedy="'headtail' balances causal masks, also with packed documents",
+    ),
     # Pending: features that are not built yet.
     *_not_built(_feature, "model.name", when=_model_not_built),
     *_not_built(
@@ -397,7 +411,6 @@ RULES: list[Rule] = [
     ),
     *_not_built("low precision", "model.converters"),
     *_degree_not_built("pipeline parallel", "parallelism.pipeline_parallel_degree", *PIPELINE_KEYS),
-    *_degree_not_built("context parallel", "parallelism.context_parallel_degree", *CONTEXT_KEYS),
     *_degree_not_built("expert parallel", "parallelism.expert_parallel_degree", *EXPERT_KEYS),
     *_not_built("asynchronous checkpoints", "checkpoint.async_mode"),
     *_not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
@@ -568,8 +581,14 @@ RULES: list[Rule] = [
     ),
     *_needs(
         "nothing is sharded over data-parallel ranks",
-        lambda c: c.parallelism.data_parallel_shard_degree != 1,
+        lambda c: c.parallelism.data_parallel_shard_degree != 1 or _shares_context(c),
         "parallelism.fsdp_prefetch",
+    ),
+    *_needs("parallelism.context_parallel_degree is 1", _shares_context, *CONTEXT_KEYS),
+    *_needs(
+        "with ulysses every rank has all tokens of its heads, and the same work",
+        lambda c: not _shares_context(c) or c.parallelism.context_parallel_rotate_method != "ulysses",
+        "parallelism.context_parallel_load_balancer",
     ),
     *_needs("debug.deterministic is false", lambda c: c.debug.deterministic, "debug.deterministic_warn_only"),
     Rule(

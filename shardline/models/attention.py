@@ -32,11 +32,15 @@ logger = logging.getLogger("shardline")
 class AttentionMask(NamedTuple):
     """What a query may see, in the form its kernel wants. `window` counts the query itself; 0 means no window."""
 
-    kernel: str  # cudnn, flash, efficient, math, sdpa, varlen, flex
+    kernel: str  # cudnn, flash, efficient, math, sdpa, varlen, flex; how keys travel where `shared` is given alone
     window: int = 0
     allowed: Tensor | None = None  # sdpa, math: (B or 1, 1, S, S) of bool; None is causal
     boundaries: Tensor | None = None  # varlen: (documents + 1,) of int32, first token of each document in (B * S)
     block_mask: Any = None  # flex
+    shared: Callable[..., Tensor] | None = None  # ranks share the sequence: (q, k, v, mask) -> out, of this rank's part
+    each: int = 1  # shared: slices that a rank has
+    table: Tensor | None = None  # shared: (slices, slices), what slices see of each other; None is causal
+    documents: Tensor | None = None  # shared: (B, S) of the whole sequence
 
 
 class LayerCache(NamedTuple):
@@ -69,6 +73,8 @@ def remember(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """Attention over (B, S, H, D); the result has the shape and the memory order of q."""
+    if mask.shared is not None:
+        return mask.shared(q, k, v, mask)
     if mask.kernel == "varlen":
         return _varlen_kernel(q, k, v, mask)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # views: (B, H, S, D)

@@ -228,6 +228,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.arch = arch
         self.compute_dtype: torch.dtype | None = None
+        self.context: Any = None  # where ranks share sequences: positions, masks and tokens of this one
         self.tok_embeddings = Embedding(arch.vocab_size, arch.dim)
         self.layers = nn.ModuleDict({str(i): Block(arch, window, split_kv) for i, window in enumerate(windows(arch))})
         self.norm = RMSNorm(arch.dim, arch.norm_eps)
@@ -286,10 +287,12 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor, dict[int, AttentionMask]]:
         """What all blocks are told beside x: the tables of the rotation, and the mask of every window size."""
         cos, sin = self._rope(tokens, positions, cache)
+        if self.context is not None and cache is None:
+            return cos, sin, self.context.masks(self.arch, tokens, dtype, documents)
         return cos, sin, make_masks(self.arch, tokens, dtype, documents, cache)
 
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-        """Tables that broadcast to (B, S, KV, group, D/2). Those of 0, 1, ... are kept for the next batch.
+        """Tables that broadcast to (B, S, KV, group, D/2). Those of 0, 1, ..., or this rank's of them, are kept for the next batch.
 
         They are no buffers: a model built on the meta device needs nothing recomputed after it gets its memory.
         """
@@ -297,7 +300,9 @@ class Decoder(nn.Module):
         default = positions is None and cache is None
         if default and self._tables is not None and self._tables[0] == key:
             return self._tables[1]
-        if positions is None:
+        if default and self.context is not None:
+            positions = self.context.positions(tokens.shape[1] * self.context.slices.ranks, tokens.device)
+        elif positions is None:
             start = 0 if cache is None else cache.used
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         cos, sin = (table[..., None, None, :] for table in rope_tables(self.arch, positions))

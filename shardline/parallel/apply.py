@@ -1,6 +1,6 @@
 """The one place that fixes the order in which a model is transformed.
 
-    tensor parallel -> activation checkpointing -> compile -> data parallel
+    context parallel -> tensor parallel -> activation checkpointing -> compile -> data parallel
 
 Everything happens before the parameters have memory; each step says what it did in a line.
 """
@@ -18,6 +18,7 @@ from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.models.decoder import Decoder
+from shardline.parallel.context import ContextParallel, check_context_parallel, context_plan, describe
 from shardline.parallel.data import apply_fsdp, replicate_parameters
 from shardline.parallel.mesh import Mesh
 from shardline.parallel.tensor import TensorParallel, apply_tensor_parallel, check_rows, check_tensor_parallel
@@ -30,6 +31,7 @@ class Applied:
     """What was done to a model, and what the loop needs to know of it."""
 
     tensor: TensorParallel | None = None
+    context: ContextParallel | None = None
     lines: list[str] = field(default_factory=list)
 
 
@@ -47,10 +49,15 @@ def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
 
 def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> Applied:
     """Transform `model`, which has no memory yet, for this run's layout."""
-    done = Applied(tensor_plan(config, mesh))
+    done = Applied(tensor_plan(config, mesh), context_plan(config, mesh))
+    if done.context is not None:
+        check_context_parallel(done.context, config, model.arch, mesh.layout.tp)
+        model.context = done.context
+        done.lines.append(describe(done.context, config.training.seq_len))
     if done.tensor is not None:
         check_tensor_parallel(model.arch, done.tensor.degree)
-        check_rows(config, done.tensor)
+        if done.context is None:  # which has checked them, with its own
+            check_rows(config, done.tensor)
         apply_tensor_parallel(model, mesh, done.tensor)
         kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"
         done.lines.append(f"tensor parallel over {done.tensor.degree} ranks, {kind}")

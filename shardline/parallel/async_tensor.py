@@ -92,11 +92,12 @@ def prepare(
 
 
 def run_shapes(config: Config, arch: Architecture, plan: TensorParallel, dtype: torch.dtype) -> list[Shape]:
-    """Products of training, and those of validation where it has other sizes."""
-    training = config.training.local_batch_size * config.training.seq_len
+    """Products of training, and those of validation where it has other sizes; of a rank's part of each sequence."""
+    cp = config.parallelism.context_parallel_degree
+    training = config.training.local_batch_size * config.training.seq_len // cp
     shapes = block_shapes(arch, plan.degree, training, dtype, sequence_parallel=plan.sequence_parallel)
     if config.validation.enable:
-        rows = config.validation.local_batch_size * config.validation.seq_len
+        rows = config.validation.local_batch_size * config.validation.seq_len // cp
         shapes += block_shapes(arch, plan.degree, rows, dtype, sequence_parallel=plan.sequence_parallel, training=False)
     return list({shape.product: shape for shape in shapes}.values())
 

@@ -2,7 +2,7 @@
 
 Bytes are those a rank sends, by the ring algorithms' convention for n ranks and a whole tensor of `size` bytes:
 
-    all_gather, reduce_scatter   (n - 1) / n x size        all_reduce   2 (n - 1) / n x size
+    all_gather, reduce_scatter, all_to_all   (n - 1) / n x size        all_reduce   2 (n - 1) / n x size
 
 `all_gather`, `reduce_scatter`, `copy` and `all_reduce` are differentiable and work on rows (dimension 0). In a compiled
 function they are custom ops, so that the graph keeps them whole and the counters see every run; in eager code they are
@@ -47,6 +47,9 @@ class Traffic:
     def add(self, axis: str, size: float) -> None:
         self.bytes[axis] += size
         self.calls[axis] += 1
+
+    def planned(self, axis: str, kind: str, size: float) -> None:
+        """An operation without values says what it would send; only a dry run listens."""
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -129,6 +132,14 @@ def scattered_by_host(out: Tensor, x: Tensor, name: str) -> bool:
         return False
     host_scatter(out, x, name)
     return True
+
+
+def exchange_blocks(x: Tensor, name: str) -> Tensor:
+    """x (n, ...) has a block for every rank; the result the blocks that every rank had for this one."""
+    over, out = _axes[name], torch.empty_like(x, memory_format=torch.contiguous_format)
+    with _issued(name, "all_to_all", x, (over.size - 1) / over.size * _bytes(x)):
+        dist.all_to_all_single(out, x.contiguous(), group=over.group)
+    return out
 
 
 def sum_in_place(x: Tensor, name: str) -> Tensor:

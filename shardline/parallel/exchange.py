@@ -42,20 +42,24 @@ def pieces(rows: int, chunks: int) -> list[slice]:
 class Transfer:
     """A block on its way in; `wait` returns when it may be used."""
 
-    def __init__(self, exchange: Exchange, receiving: list[Any], into: Tensor, staged: Tensor | None, start: int):
+    def __init__(
+        self, exchange: Exchange, receiving: list[Any], into: Tensor | None, staged: Tensor | None, start: int
+    ) -> None:
         self.exchange, self.receiving, self.into, self.staged, self.start = exchange, receiving, into, staged, start
         self.done: Future[None] | None = None
-        if spans.enabled and exchange.on_host and not exchange.inside:
+        if spans.enabled and exchange.on_host and not exchange.inside and receiving:
             self.done = _waiting_thread().submit(self._note_end)
 
     def wait(self) -> None:
+        if not self.receiving:
+            return
         with self.exchange.waiting():
             if self.done is not None:
                 self.done.result()
             else:
                 for work in self.receiving:
                     work.wait()
-        if self.staged is not None:
+        if self.staged is not None and self.into is not None:
             self.into.copy_(self.staged, non_blocking=True)
 
     def _note_end(self) -> None:
@@ -84,25 +88,35 @@ class Exchange:
 
     def swap(self, out: Tensor, into: Tensor, distance: int) -> Transfer:
         """Send `out` that far, and receive what comes from as far behind."""
+        return self.pass_on(out, into, distance)
+
+    def pass_on(self, out: Tensor | None, into: Tensor | None, distance: int) -> Transfer:
+        """The same where one of the two, or both, may be missing; the rank at the other end knows of it."""
         axis = self.axis
         to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
         start = now() if spans.enabled else 0
         if not self.on_host:
-            works = dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, out, group=axis.group, group_peer=to),
-                    dist.P2POp(dist.irecv, into, group=axis.group, group_peer=source),
-                ]
-            )
+            ends = ((dist.isend, out, to), (dist.irecv, into, source))
+            batch = [
+                dist.P2POp(kind, tensor, group=axis.group, group_peer=peer)
+                for kind, tensor, peer in ends
+                if tensor is not None
+            ]
+            works = dist.batch_isend_irecv(batch) if batch else []
+            if into is None:
+                self._sending += [(work, out) for work in works if out is not None]
+                works = []
             return Transfer(self, works, into, None, start)
         staged = None
         if self.stages:
-            out = out.to("cpu")
-            staged = torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
-        receiving = dist.irecv(into if staged is None else staged, group=axis.group, group_src=source)
-        sending = dist.isend(out, group=axis.group, group_dst=to)
-        self._sending.append((sending, out))
-        return Transfer(self, [receiving], into, staged, start)
+            out = None if out is None else out.to("cpu")
+            staged = None if into is None else torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
+        receiving = []
+        if into is not None:
+            receiving = [dist.irecv(into if staged is None else staged, group=axis.group, group_src=source)]
+        if out is not None:
+            self._sending.append((dist.isend(out, group=axis.group, group_dst=to), out))
+        return Transfer(self, receiving, into, staged, start)
 
     def finish(self) -> None:
         """Return when everything was sent, and its memory may be used for something else."""

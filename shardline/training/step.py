@@ -62,6 +62,8 @@ class Stepper:
 
         Returns this rank's part of that loss.
         """
+        if self.model.context is not None:
+            batches = [self.model.context.cut(batch) for batch in batches]
         device = batches[0].labels.device
         targets = sum((count_targets(batch.labels) for batch in batches), torch.zeros((), device=device))
         if self.mesh.size("loss") > 1:

@@ -21,6 +21,7 @@ def validation_loss(model: Decoder, head: Head, loader: Loader, steps: int, mesh
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=loader.device)
     for batch in loader.epoch(None if steps < 0 else steps):
+        batch = batch if model.context is None else model.context.cut(batch)
         hidden = model.hidden(batch.tokens, documents=batch.documents)
         sums[0] += head.loss(model, hidden, batch.labels, 1.0) * head.share
         sums[1] += count_targets(batch.labels) / mesh.layout.tp

@@ -16,6 +16,7 @@ DEGREES = {
     "ddp": "parallelism.data_parallel_replicate_degree",
     "fsdp": "parallelism.data_parallel_shard_degree",
     "tp": "parallelism.tensor_parallel_degree",
+    "cp": "parallelism.context_parallel_degree",
 }
 
 
@@ -35,18 +36,20 @@ def case(
     ddp: int = 1,
     fsdp: int = 1,
     tp: int = 1,
+    cp: int = 1,
     tolerances: Tolerances = FLOAT32,
     slow: bool = False,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Case:
     overrides: dict[str, Any] = {DEGREES["ddp"]: ddp, DEGREES["fsdp"]: fsdp, DEGREES["tp"]: tp}
+    overrides |= {DEGREES["cp"]: cp} if cp > 1 else {}
     model: dict[str, Any] = {}
     for change in changes:
         overrides |= change
         model |= change.get("model.overrides", {})
     if model:
         overrides["model.overrides"] = model
-    return Case(name, ddp * fsdp * tp, overrides, tolerances, slow, timeout)
+    return Case(name, ddp * fsdp * tp * cp, overrides, tolerances, slow, timeout)
 
 
 def model(**fields: Any) -> dict[str, Any]:
@@ -110,6 +113,10 @@ CHECKED = {"debug.check_replicas_freq": 3}
 PREFETCH_TWO = {"parallelism.fsdp_prefetch": 2}
 NO_PREFETCH = {"parallelism.fsdp_prefetch": 0}
 NARROW_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.lr": 1e-3}
+RING = {"parallelism.context_parallel_rotate_method": "ring"}
+ALLGATHER = {"parallelism.context_parallel_rotate_method": "allgather"}
+ULYSSES = {"parallelism.context_parallel_rotate_method": "ulysses"}
+CONTIGUOUS = {"parallelism.context_parallel_load_balancer": None}
 NO_DECAY_OF_NORMS = {"optimizer.decay_norms": False}
 
 CASES = [
@@ -231,6 +238,58 @@ CASES = [
     case("fsdp2-tp2-async", ASYNC, fsdp=2, tp=2),
     case("fsdp2-tp2-async-early-step", ASYNC, EARLY, UNCLIPPED, fsdp=2, tp=2),
     case("hsdp2x2-tp2-async", ASYNC, ddp=2, fsdp=2, tp=2, slow=True),
+    # context parallel: ranks share sequences
+    *(
+        case(f"cp{cp}-{name}{word}", method, *changes, cp=cp)
+        for cp in (2, 4)
+        for name, method in (("ring", RING), ("allgather", ALLGATHER), ("ulysses", ULYSSES))
+        for word, changes in (("", ()), ("-documents", (DOCUMENTS,)))
+    ),
+    case("cp2-alltoall", {"parallelism.context_parallel_rotate_method": "alltoall"}, cp=2),
+    case("cp4-ring-contiguous", RING, CONTIGUOUS, cp=4),
+    case("cp2-allgather-contiguous-documents", ALLGATHER, CONTIGUOUS, DOCUMENTS, cp=2),
+    case("cp4-ring-window", RING, WINDOW, cp=4),
+    case("cp4-ring-window-contiguous-documents", RING, WINDOW, CONTIGUOUS, DOCUMENTS, cp=4),
+    case("cp2-allgather-window-documents", ALLGATHER, WINDOW, DOCUMENTS, cp=2),
+    case("cp2-ulysses-window-documents", ULYSSES, WINDOW, DOCUMENTS, cp=2),
+    case("cp2-ring-one-kv-head", RING, ONE_KV_HEAD, cp=2),
+    case("cp2-allgather-one-kv-head-qk-norm-biases", ALLGATHER, ONE_KV_HEAD, QK_NORM, BIASES, cp=2),
+    case("cp4-ulysses-one-kv-head", ULYSSES, ONE_KV_HEAD, cp=4),
+    case("cp4-ulysses-two-kv-heads-documents", ULYSSES, TWO_KV_HEADS, DOCUMENTS, cp=4),
+    case("cp2-ring-tied", RING, TIED, cp=2),
+    case("cp2-ring-validation", RING, VALIDATION, cp=2),
+    case("cp2-allgather-validation-documents", ALLGATHER, WHOLE_VALIDATION, DOCUMENTS, cp=2),
+    case("cp2-ring-accumulation-documents", RING, SMALL_BATCHES, DOCUMENTS, cp=2),
+    case("cp2-ring-full-ac", RING, FULL_AC, cp=2),
+    case("cp2-ring-op-ac", RING, OP_AC, cp=2),
+    case("cp2-allgather-every-second-ac", ALLGATHER, EVERY_SECOND_AC, cp=2),
+    case("cp2-ulysses-op-ac", ULYSSES, OP_AC, cp=2),
+    case("cp2-ring-compile-documents", RING, COMPILE, DOCUMENTS, cp=2),
+    case("cp2-allgather-compile-op-ac", ALLGATHER, COMPILE, OP_AC, cp=2, slow=True),
+    case("cp2-ulysses-compile", ULYSSES, COMPILE, cp=2, slow=True),
+    case("cp2-ring-bf16", RING, BF16, cp=2, tolerances=BFLOAT16),
+    case("cp2-allgather-bf16-documents", ALLGATHER, BF16, DOCUMENTS, cp=2, tolerances=BFLOAT16),
+    case("cp2-ring-never", RING, NEVER, cp=2),
+    case("cp2-ring-early-step", RING, EARLY, UNCLIPPED, cp=2),
+    case("cp2-ring-lamb", RING, LAMB, cp=2),
+    case("cp8-ring-documents", RING, DOCUMENTS, cp=8, slow=True),
+    case("cp8-allgather", ALLGATHER, cp=8, slow=True),
+    # context parallel with the others
+    case("cp2-ring-tp2", RING, cp=2, tp=2),
+    case("cp2-ring-tp2-documents-no-sequence", RING, DOCUMENTS, NO_SEQUENCE, cp=2, tp=2),
+    case("cp2-allgather-tp2-tied", ALLGATHER, TIED, cp=2, tp=2),
+    case("cp2-ulysses-tp2-documents", ULYSSES, DOCUMENTS, cp=2, tp=2),
+    case("cp2-ring-tp2-async", RING, ASYNC, cp=2, tp=2),
+    case("cp2-ring-tp4-one-kv-head", RING, ONE_KV_HEAD, cp=2, tp=4, slow=True),
+    case("fsdp2-cp2-ring", RING, fsdp=2, cp=2),
+    case("fsdp2-cp2-allgather-documents-accumulation", ALLGATHER, DOCUMENTS, SMALL_BATCHES, fsdp=2, cp=2),
+    case("ddp2-cp2-ring", RING, ddp=2, cp=2),
+    case("ddp2-cp2-ulysses-accumulation", ULYSSES, SMALL_BATCHES, ddp=2, cp=2),
+    case("fsdp2-cp2-ring-tp2", RING, fsdp=2, cp=2, tp=2),
+    case("fsdp2-cp2-allgather-tp2-documents", ALLGATHER, DOCUMENTS, fsdp=2, cp=2, tp=2, slow=True),
+    case("ddp2-cp2-ulysses-tp2", ULYSSES, ddp=2, cp=2, tp=2, slow=True),
+    case("hsdp2x2-cp2-ring", RING, ddp=2, fsdp=2, cp=2, slow=True),
+    case("ddp2-cp4-ring-documents", RING, DOCUMENTS, ddp=2, cp=4, slow=True),
     # tensor parallel with data parallel
     case("ddp2-tp2", ddp=2, tp=2),
     case("ddp2-tp2-accumulation-tied", SMALL_BATCHES, TIED, ddp=2, tp=2),

@@ -1,0 +1,146 @@
+"""Which part of a sequence each context-parallel rank has, and which parts see which: numbers only.
+
+A sequence is cut into equal slices. With `headtail` a rank has an early and a late one, so that under a causal mask
+every rank has the same work; each `#` is a pair of slices that see each other, `\\` one that sees half of itself:
+
+    4 ranks, 8 slices             keys of slice    0 1 2 3 4 5 6 7      owner  0 1 2 3 3 2 1 0
+    queries of rank 0                    slice 0   \\
+                                               7   # # # # # # # \\     9 halves of a pair, as on every rank
+    queries of rank 1                          1   # \\
+                                               6   # # # # # # \\
+    ...
+
+A rank's slices lie one after the other in its tensors, in the order of the sequence. What is computed between a rank
+and the keys of another is a few `Call`s: rectangles of whole slices, as large as can be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# What the queries of a slice see of the keys of a slice
+SKIP, CAUSAL, FULL, MASKED = range(4)
+Table = Sequence[Sequence[int]]  # [slice of queries][slice of keys]
+
+
+class Slices(NamedTuple):
+    """`each` rank has so many slices: 2 with headtail, 1 where ranks have one piece of the sequence."""
+
+    ranks: int
+    each: int
+
+    @property
+    def count(self) -> int:
+        return self.ranks * self.each
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The slices of a rank, in the order of the sequence."""
+        return (rank, self.count - 1 - rank) if self.each == 2 else (rank,)
+
+
+class Span(NamedTuple):
+    """Some of a rank's slices, counted from 0 among its own."""
+
+    first: int
+    end: int
+
+    @property
+    def count(self) -> int:
+        return self.end - self.first
+
+
+class Call(NamedTuple):
+    """One run of a kernel: own slices of queries, slices of the source's keys."""
+
+    queries: Span
+    keys: Span
+    kind: int
+
+
+@functools.lru_cache
+def causal_table(count: int, length: int, window: int = 0) -> tuple[tuple[int, ...], ...]:
+    """What `count` slices of `length` tokens see of each other; `window` counts the query itself, 0 means no window."""
+    return tuple(tuple(_kind(i - j, length, window) for j in range(count)) for i in range(count))
+
+
+def _kind(apart: int, length: int, window: int) -> int:
+    if apart < 0:
+        return SKIP
+    nearest, farthest = (apart - 1) * length + 1, (apart + 1) * length - 1  # of a query and a key
+    if window and nearest >= window:
+        return SKIP
+    if window and farthest >= window:
+        return MASKED
+    return FULL if apart else CAUSAL
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank computes with the keys of every rank, and what has to travel for that."""
+
+    slices: Slices
+    rank: int
+    length: int  # tokens of a slice
+    calls: tuple[tuple[Call, ...], ...]  # by source
+    wanted: tuple[Span | None, ...]  # by source: its slices that this rank needs
+    given: tuple[Span | None, ...]  # by rank: own slices that it needs
+
+    @property
+    def work(self) -> int:
+        """Pairs of a query and a key that are computed."""
+        return sum(self._pairs(call) for calls in self.calls for call in calls)
+
+    def _pairs(self, call: Call) -> int:
+        queries, keys = call.queries.count * self.length, call.keys.count * self.length
+        return queries * (queries + 1) // 2 if call.kind == CAUSAL else queries * keys
+
+    @property
+    def sent(self) -> int:
+        """Slices this rank sends, each to one rank."""
+        return sum(span.count for to, span in enumerate(self.given) if span is not None and to != self.rank)
+
+    @property
+    def received(self) -> int:
+        return sum(span.count for source, span in enumerate(self.wanted) if span is not None and source != self.rank)
+
+
+def make_plan(table: Table, slices: Slices, rank: int, length: int) -> Plan:
+    mine = slices.of(rank)
+    calls, wanted, given = [], [], []
+    for other in range(slices.ranks):
+        theirs = slices.of(other)
+        seen = [[table[i][j] for j in theirs] for i in mine]
+        calls.append(tuple(_calls(seen, own=other == rank)))
+        wanted.append(_needed([[table[i][j] for i in mine] for j in theirs]))
+        given.append(_needed([[table[i][j] for i in theirs] for j in mine]))
+    return Plan(slices, rank, length, tuple(calls), tuple(wanted), tuple(given))
+
+
+@functools.lru_cache
+def causal_plan(slices: Slices, rank: int, length: int, window: int) -> Plan:
+    """Without packed documents the plan is the same for every batch."""
+    return make_plan(causal_table(slices.count, length, window), slices, rank, length)
+
+
+def _needed(kinds: list[list[int]]) -> Span | None:
+    """From the first to the last slice of keys that some queries see; kinds are [slice of keys][slice of queries]."""
+    used = [at for at, row in enumerate(kinds) if any(kind != SKIP for kind in row)]
+    return Span(used[0], used[-1] + 1) if used else None
+
+
+def _calls(seen: list[list[int]], own: bool) -> list[Call]:
+    """Rectangles of one kind; seen is [own slice of queries][the source's slice of keys]."""
+    several = range(len(seen))
+    whole = Span(0, len(seen))
+    if own and all(seen[i][j] == _kind(i - j, 1, 0) for i in several for j in several):
+        return [Call(whole, whole, CAUSAL)]  # own slices are in the order of the sequence
+    rows = [i for i in several if any(kind != SKIP for kind in seen[i])]
+    columns = [j for j in several if any(seen[i][j] != SKIP for i in several)]
+    if rows and all(seen[i][j] == FULL for i in rows for j in columns):
+        return [Call(Span(rows[0], rows[-1] + 1), Span(columns[0], columns[-1] + 1), FULL)]
+    return [
+        Call(Span(i, i + 1), Span(j, j + 1), seen[i][j]) for i in several for j in several if seen[i][j] != SKIP
+    ]
