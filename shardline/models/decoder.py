@@ -292,7 +292,7 @@ class Decoder(nn.Module):
         return cos, sin, make_masks(self.arch, tokens, dtype, documents, cache)
 
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-        """Tables that broadcast to (B, S, KV, group, D/2). Those of 0, 1, ..., or this rank's of them, are kept for the next batch.
+        """Tables that broadcast to (B, S, KV, group, D/2). Those of 0, 1, ... (this rank's of them) are kept for later.
 
         They are no buffers: a model built on the meta device needs nothing recomputed after it gets its memory.
         """

@@ -49,8 +49,9 @@ def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
 
 def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> Applied:
     """Transform `model`, which has no memory yet, for this run's layout."""
-    done = Applied(tensor_plan(config, mesh), context_plan(config, mesh))
-    if done.context is not None:
+    done = Applied(tensor_plan(config, mesh))
+    if mesh.layout.cp > 1:
+        done.context = context_plan(config, mesh.layout.cp, mesh.coordinates["cp"])
         check_context_parallel(done.context, config, model.arch, mesh.layout.tp)
         model.context = done.context
         done.lines.append(describe(done.context, config.training.seq_len))

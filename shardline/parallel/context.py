@@ -4,9 +4,9 @@
     cp rank                     0   1   2   3   3   2   1   0
 
 A batch is cut once, before the model: each rank embeds, normalises, multiplies and scores its own tokens, at their
-positions in the sequence. Only attention sees more: keys and values travel (`ring_attention`), or heads are traded for
-tokens (`ulysses`). Parameters are sharded over dp_shard x cp, so their gradients are summed over the ranks of a sequence
-as over those of a batch.
+positions in the sequence. Only attention sees more: keys and values travel (`ring_attention`), or heads are traded
+for tokens (`ulysses`). Parameters are sharded over dp_shard x cp, so their gradients are summed over the ranks of a
+sequence as over those of a batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from shardline.config.architecture import Architecture
 from shardline.config.schema import Config, Training, Validation
 from shardline.errors import ConfigError
 from shardline.models.attention import AttentionMask, make_masks, windows
-from shardline.parallel.mesh import Mesh
 from shardline.parallel.ring_attention import shared_attention
 from shardline.parallel.slices import CAUSAL, FULL, MASKED, SKIP, Slices, causal_table
 from shardline.parallel.ulysses import ulysses_attention
@@ -39,7 +38,7 @@ class ContextParallel:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Where in sequences of `length` tokens this rank's are: (length / cp,)."""
-        each = length // self.slices.count
+        each = length // self.slices.total
         parts = [torch.arange(i * each, (i + 1) * each, device=device) for i in self.slices.of(self.rank)]
         return torch.cat(parts)
 
@@ -48,9 +47,9 @@ class ContextParallel:
         return replace(batch, tokens=self._own(batch.tokens), labels=self._own(batch.labels))
 
     def _own(self, x: Tensor) -> Tensor:
-        if x.shape[1] % self.slices.count:
-            raise ValueError(f"{x.shape[1]} tokens cannot be cut into {self.slices.count} slices")
-        parts = x.chunk(self.slices.count, dim=1)
+        if x.shape[1] % self.slices.total:
+            raise ValueError(f"{x.shape[1]} tokens cannot be cut into {self.slices.total} slices")
+        parts = x.chunk(self.slices.total, dim=1)
         return torch.cat([parts[i] for i in self.slices.of(self.rank)], dim=1)
 
     def masks(
@@ -71,7 +70,7 @@ class ContextParallel:
         mask = AttentionMask(self.method, window, shared=shared_attention, each=self.slices.each)
         if documents is None:
             return mask
-        table = document_table(documents, self.slices.count, window)
+        table = document_table(documents, self.slices.total, window)
         return mask._replace(table=table, documents=documents.to(device, non_blocking=True))
 
 
@@ -92,14 +91,12 @@ def document_table(documents: Tensor, count: int, window: int) -> Tensor:
 # What a config asks for
 
 
-def context_plan(config: Config, mesh: Mesh) -> ContextParallel | None:
-    if mesh.layout.cp == 1:
-        return None
+def context_plan(config: Config, ranks: int, rank: int) -> ContextParallel:
     section = config.parallelism
     method = {"alltoall": "ring"}.get(section.context_parallel_rotate_method, section.context_parallel_rotate_method)
     # With ulysses every rank has all tokens of its heads: their work is the same however the sequence is cut.
     balanced = section.context_parallel_load_balancer == "headtail" and method != "ulysses"
-    return ContextParallel(Slices(mesh.layout.cp, 2 if balanced else 1), mesh.coordinates["cp"], method)
+    return ContextParallel(Slices(ranks, 2 if balanced else 1), rank, method)
 
 
 def check_context_parallel(plan: ContextParallel, config: Config, arch: Architecture, tp: int) -> None:
@@ -114,14 +111,14 @@ def check_context_parallel(plan: ContextParallel, config: Config, arch: Architec
         _check_heads(plan.slices.ranks, arch, tp)
     elif arch.attn_backend in ("flex", "varlen"):
         raise ConfigError(
-            f"model.overrides.attn_backend = {arch.attn_backend!r}: with keys that travel, attention is put together from"
+            f"model.overrides.attn_backend = {arch.attn_backend!r}: where keys travel, attention is put together from"
             " parts by kernels of its own; set it to 'auto', or"
             ' parallelism.context_parallel_rotate_method = "ulysses"'
         )
 
 
 def _check_length(key: str, length: int, slices: Slices, tp: int) -> None:
-    step = slices.count * tp
+    step = slices.total * tp
     if length % step == 0:
         return
     below = length - length % step
@@ -147,7 +144,7 @@ def _check_heads(ranks: int, arch: Architecture, tp: int) -> None:
 
 
 def describe(plan: ContextParallel, length: int) -> str:
-    each = length // plan.slices.count
+    each = f"{length // plan.slices.total:,}"
     cut = f"2 slices of {each} tokens" if plan.slices.each == 2 else f"{each} tokens in one piece"
     how = {
         "ring": "keys and values passed point to point",
@@ -155,3 +152,14 @@ def describe(plan: ContextParallel, length: int) -> str:
         "ulysses": "heads traded for tokens",
     }
     return f"context parallel over {plan.slices.ranks} ranks, {cut} each, {how[plan.method]}"
+
+
+def slices_line(plan: ContextParallel, length: int) -> str:
+    """Who has what of a sequence."""
+    ranks = range(plan.slices.ranks)
+    shown = [*ranks] if len(ranks) <= 8 else [*ranks[:3], ranks[-1]]
+    words = [f"cp {rank} has {' and '.join(map(str, plan.slices.of(rank)))}" for rank in shown]
+    if len(shown) < len(ranks):
+        words.insert(-1, "...")
+    total = plan.slices.total
+    return f"context of {length:,} tokens in {total} slices of {length // total:,}: {', '.join(words)}"

@@ -18,7 +18,12 @@ from shardline.parallel import comm
 from shardline.parallel.mesh import stop_process_group
 
 # Part of the name of torch's op -> our word for the collective
-KINDS = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
+KINDS = {
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+}
 
 # (axis, kind) -> how many, and how many bytes this rank sends
 Collectives = dict[tuple[str, str], Counter[str]]
@@ -71,6 +76,8 @@ def count_collectives(step: Callable[[], object]) -> Collectives:
     # Every collective is counted once and issued once, in the same order.
     for (axis, size), kind in zip(counted.events, seen.kinds, strict=True):
         found.setdefault((axis, kind), Counter()).update(calls=1, bytes=size)
+    for axis, kind, size in counted.announced:
+        found.setdefault((axis, kind), Counter()).update(calls=1, bytes=size)
     return found
 
 
@@ -78,10 +85,14 @@ class _Recorder(comm.Traffic):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[str, int]] = []
+        self.announced: list[tuple[str, str, int]] = []
 
     def add(self, axis: str, size: float) -> None:
         super().add(axis, size)
         self.events.append((axis, int(size)))
+
+    def planned(self, axis: str, kind: str, size: float) -> None:
+        self.announced.append((axis, kind, int(size)))
 
 
 def _seen_operations() -> Any:

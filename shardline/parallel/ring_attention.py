@@ -4,8 +4,8 @@
     rank 1   own keys     keys of 0    keys of 2    keys of 3       way; sent straight to whoever needs it (`exchange`)
     rank 2   ...
 
-`ring` sends a rank only the slices that it will use, point to point, two blocks in memory at a time; `allgather` gathers
-all of them first. Either way the softmax is put together from the parts (`models.attention_parts`).
+`ring` sends a rank only the slices that it will use, point to point, two blocks in memory at a time; `allgather`
+gathers all of them first. Either way the softmax is put together from the parts (`models.attention_parts`).
 
 Backward does not keep what came from others: keys and values travel again. A rank computes what its queries add to the
 gradients of a block, which goes back to the block's owner, who adds up in float32.
@@ -110,7 +110,7 @@ class Differentiating:
             kept = (self.gradient[:, :, rows], self.q[:, :, rows], k, v, self.out[:, :, rows], self.lse[:, :, rows])
             dq, dk, dv = part_backward(*kept, *mask)
             self.dq[:, :, rows] += dq
-            added[_among(call.keys, span)] += pack(dk.transpose(1, 2), dv.transpose(1, 2), call.keys.count)
+            added[_among(call.keys, span)] += pack(dk.transpose(1, 2), dv.transpose(1, 2), call.keys.size)
         return added
 
 
@@ -170,7 +170,7 @@ class Ring:
     def give_back(self, source: int, added: Tensor | None, own: Tensor) -> None:
         """Send the owner of a block what this rank adds to its gradients, and take what another adds to the own one's.
 
-        Also where there is nothing to send: ranks keep in step, or their transfers would wait for each other in a circle.
+        Also where there is nothing to send: ranks keep in step, or transfers would wait for each other in a circle.
         """
         distance = (self.plan.rank - source) % self.plan.slices.ranks
         span = self.plan.given[self._at(distance)]
@@ -198,7 +198,7 @@ class Ring:
         return None if span is None else self.block[span.first : span.end]
 
     def _empty(self, span: Span | None) -> Tensor | None:
-        return None if span is None else self.block.new_empty(span.count, *self.block.shape[1:])
+        return None if span is None else self.block.new_empty(span.size, *self.block.shape[1:])
 
 
 def _ring(attending: Attending, block: Tensor, plan: Plan) -> None:
@@ -244,9 +244,7 @@ def _allgather_backward(differentiating: Differentiating, block: Tensor, plan: P
 # The ops
 
 
-def _prepared(
-    q: Tensor, table: Tensor | None, documents: Tensor | None, window: int, each: int
-) -> tuple[Plan, Seen]:
+def _prepared(q: Tensor, table: Tensor | None, documents: Tensor | None, window: int, each: int) -> tuple[Plan, Seen]:
     axis = comm.axis(AXIS)
     slices, length = Slices(axis.size, each), q.shape[1] // each
     if table is None:

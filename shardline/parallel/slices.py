@@ -33,12 +33,12 @@ class Slices(NamedTuple):
     each: int
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         return self.ranks * self.each
 
     def of(self, rank: int) -> tuple[int, ...]:
         """The slices of a rank, in the order of the sequence."""
-        return (rank, self.count - 1 - rank) if self.each == 2 else (rank,)
+        return (rank, self.total - 1 - rank) if self.each == 2 else (rank,)
 
 
 class Span(NamedTuple):
@@ -48,7 +48,7 @@ class Span(NamedTuple):
     end: int
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return self.end - self.first
 
 
@@ -94,17 +94,17 @@ class Plan:
         return sum(self._pairs(call) for calls in self.calls for call in calls)
 
     def _pairs(self, call: Call) -> int:
-        queries, keys = call.queries.count * self.length, call.keys.count * self.length
+        queries, keys = call.queries.size * self.length, call.keys.size * self.length
         return queries * (queries + 1) // 2 if call.kind == CAUSAL else queries * keys
 
     @property
     def sent(self) -> int:
         """Slices this rank sends, each to one rank."""
-        return sum(span.count for to, span in enumerate(self.given) if span is not None and to != self.rank)
+        return sum(span.size for to, span in enumerate(self.given) if span is not None and to != self.rank)
 
     @property
     def received(self) -> int:
-        return sum(span.count for source, span in enumerate(self.wanted) if span is not None and source != self.rank)
+        return sum(span.size for source, span in enumerate(self.wanted) if span is not None and source != self.rank)
 
 
 def make_plan(table: Table, slices: Slices, rank: int, length: int) -> Plan:
@@ -122,7 +122,7 @@ def make_plan(table: Table, slices: Slices, rank: int, length: int) -> Plan:
 @functools.lru_cache
 def causal_plan(slices: Slices, rank: int, length: int, window: int) -> Plan:
     """Without packed documents the plan is the same for every batch."""
-    return make_plan(causal_table(slices.count, length, window), slices, rank, length)
+    return make_plan(causal_table(slices.total, length, window), slices, rank, length)
 
 
 def _needed(kinds: list[list[int]]) -> Span | None:
@@ -141,6 +141,4 @@ def _calls(seen: list[list[int]], own: bool) -> list[Call]:
     columns = [j for j in several if any(seen[i][j] != SKIP for i in several)]
     if rows and all(seen[i][j] == FULL for i in rows for j in columns):
         return [Call(Span(rows[0], rows[-1] + 1), Span(columns[0], columns[-1] + 1), FULL)]
-    return [
-        Call(Span(i, i + 1), Span(j, j + 1), seen[i][j]) for i in several for j in several if seen[i][j] != SKIP
-    ]
+    return [Call(Span(i, i + 1), Span(j, j + 1), seen[i][j]) for i in several for j in several if seen[i][j] != SKIP]

@@ -15,6 +15,7 @@ from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
 from shardline.models.flavors import resolve
 from shardline.models.fused import parameter_count
+from shardline.parallel.context import context_plan, slices_line
 from shardline.parallel.mesh import crossing_lines
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.training.dry_build import (
@@ -53,6 +54,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
         arch = resolve(config.model)
         lines += _model_lines(config, arch, layout, precision)
         lines += _step_lines(config, layout)
+        lines += _context_lines(config, layout)
         lines += _collective_lines(config, arch, layout, precision)
     else:
         lines += _step_lines(config, layout)
@@ -81,8 +83,6 @@ def _mesh_lines(layout: Layout, ranks_per_node: int | None) -> Iterator[str]:
         yield from (f"  {line}" for line in crossing_lines(layout, ranks_per_node))
     if layout.pp > 1:
         yield f"  pp {layout.pp} is not built yet: below, every rank has all layers and no pipeline"
-    if layout.cp > 1:
-        yield f"  cp {layout.cp} is not built yet: below, every rank has whole sequences"
 
 
 def _ranks(ranks: range) -> str:
@@ -173,6 +173,15 @@ def _step_lines(config: Config, layout: Layout) -> Iterator[str]:
     yield f"step: {_micro_batches(config, layout)} x micro-batch{ranks} = {whole * training.seq_len:,} tokens"
 
 
+def _context_lines(config: Config, layout: Layout) -> Iterator[str]:
+    if layout.cp > 1:
+        plan = context_plan(config, layout.cp, 0)
+        yield slices_line(plan, config.training.seq_len)
+        share = layout.cp * (layout.tp if config.parallelism.enable_sequence_parallel else 1)
+        tokens = config.training.local_batch_size * config.training.seq_len // share
+        yield f"a rank has {tokens:,} tokens of a micro-batch between its products"
+
+
 def _micro_batches(config: Config, layout: Layout) -> int:
     local, ranks = config.training.local_batch_size, layout.data_ranks
     return resolve_global_batch(config.training.global_batch_size, local, ranks) // (local * ranks)
@@ -191,5 +200,7 @@ def _collective_lines(config: Config, arch: Architecture, layout: Layout, precis
         yield "  (on GPUs; on CPU training computes in the stored type unless training.mixed_precision_param is given)"
     if config.optimizer.name not in ("AdamW", "Adam"):
         yield f"  (without what {config.optimizer.name} sums over ranks in its update)"
+    if ("cp", "ring") in counted and (arch.attn_mask_type == "block_causal" or arch.sliding_window):
+        yield "  (the ring sends less: what lies outside of windows and documents stays where it is)"
     if config.activation_checkpoint.mode == "memory_budget":
         yield "  (without what the compiler computes again for activation_checkpoint.memory_budget)"

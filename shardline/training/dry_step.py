@@ -70,7 +70,8 @@ def _extended(one: Collectives, two: Collectives, times: int) -> Collectives:
 def _step(
     arch: Architecture, config: Config, layout: Layout, precision: Precision, layers: int, micro_batches: int
 ) -> Collectives:
-    # Kernels, windows, compilation and offloading do not change what is sent, but may not run without values.
+    # Kernels, windows, compilation and offloading do not change what is sent (windows: but by a ring), and may not run
+    # without values.
     plain = {"attn_backend": "auto", "sliding_window": None, "sliding_window_layers": None, "n_layers": layers}
     arch = arch.with_overrides(plain)
     config = _without_memory(config, arch, layout, precision)
@@ -96,7 +97,7 @@ def _without_memory(config: Config, arch: Architecture, layout: Layout, precisio
     if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
         changes["activation_checkpoint.mode"] = "none"
     if not config.training.loss_chunk_tokens:
-        tokens = config.training.local_batch_size * config.training.seq_len
+        tokens = config.training.local_batch_size * config.training.seq_len // layout.cp
         rows = len(vocabulary_rows(arch.vocab_size, layout.tp, 0))
         with fake_tensors():
             hidden = torch.empty(tokens, arch.dim, dtype=precision.compute, device="cuda")
