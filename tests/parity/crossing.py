@@ -7,6 +7,7 @@ it and each adds a pair that no case has yet.
 from __future__ import annotations
 
 import functools
+import math
 from itertools import combinations
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardline.config.load import load_config
 from tests.parity import cases
 from tests.parity.cases import Case, case
 from tests.parity.harness import BFLOAT16, FLOAT32, complete
+from tests.parity.pool import MOST_RANKS
 
 Pair = frozenset[str]
 
@@ -85,6 +87,11 @@ def _closed(features: list[str]) -> list[str]:
 
 
 def _fits(features: list[str]) -> bool:
+    degrees: dict[str, int] = {}
+    for name in features:
+        degrees |= HOW[name][1]
+    if math.prod(degrees.values()) > MOST_RANKS:
+        return False
     pairs = [frozenset(pair) for pair in combinations(features, 2)]
     return not any(pair in REFUSED or any(pair <= choice for choice in EXCLUSIVE) for pair in pairs)
 

@@ -19,6 +19,7 @@ from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.models.fused import logical_shapes, parameter_count
 from tests.parity.cases import (
+    ALLGATHER,
     BIASES,
     CHUNKS,
     COMPILE,
@@ -27,11 +28,14 @@ from tests.parity.cases import (
     NEVER,
     NO_LOSS_PARALLEL,
     NO_SEQUENCE,
+    OP_AC,
     QK_NORM,
+    RING,
     SCATTER,
     SMALL_BATCHES,
     SMALL_BUCKETS,
     TIED,
+    ULYSSES,
     Case,
     case,
 )
@@ -230,3 +234,65 @@ def test_tensor_parallel_halves_what_shards_exchange(harness: Harness) -> None:
     assert counted["dp_shard"] == ring(2) * (2 * blocks + root + blocks + root)
     # Gradients of norm weights are shards when they are summed over tp.
     assert counted["tp"] == tensor_parallel_bytes(s, 2) - ring(2) * s.norms
+
+
+# ---- context parallel ------------------------------------------------------------------------------------------------
+
+
+def ring_bytes(s: Sizes, n: int, forwards: int = 1) -> float:
+    """Rank 0's: its first slice to every other rank in forward and backward, gradients of both slices of each of them.
+
+    The other ranks' are in test_context.py.
+    """
+    slice_bytes = 2 * s.tokens // (2 * n) * s.arch.n_kv_heads * s.arch.head_dim * FLOAT
+    return s.arch.n_layers * s.micro_batches * (n - 1) * slice_bytes * (forwards + 1 + 2)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_ring(harness: Harness, n: int) -> None:
+    """Parameters are sharded over the same ranks, which counts as dp_shard."""
+    entry = case("", RING, cp=n)
+    s = sizes(entry.overrides)
+    counted = sent(harness, entry)
+    assert counted["cp"] == ring_bytes(s, n)
+    assert counted["dp_shard"] == shard_bytes(s, n, 2, 1)
+    assert set(counted) == {"cp", "dp_shard", "loss", "world"}
+
+
+@pytest.mark.parametrize(
+    ("change", "forwards"),
+    [(SMALL_BATCHES, 1), (TIED, 1), (FULL_AC, 2), (OP_AC, 1), (COMPILE, 1)],
+    ids=["accumulation", "tied", "full-ac", "op-ac", "compile"],
+)
+def test_ring_with(harness: Harness, change: dict[str, Any], forwards: int) -> None:
+    """Recomputing a whole block sends its keys again; recomputing around attention does not."""
+    entry = case("", RING, change, cp=2)
+    assert sent(harness, entry)["cp"] == ring_bytes(sizes(entry.overrides), 2, forwards)
+
+
+def test_gathered_keys(harness: Harness) -> None:
+    """Keys and values are gathered forward and backward, their gradients sent back once."""
+    entry = case("", ALLGATHER, cp=4)
+    s = sizes(entry.overrides)
+    block = 2 * s.tokens * s.arch.n_kv_heads * s.arch.head_dim * FLOAT
+    assert sent(harness, entry)["cp"] == s.arch.n_layers * 3 * ring(4) * block
+
+
+def test_heads_for_tokens(harness: Harness) -> None:
+    """q, k, v and the output, forward and backward."""
+    entry = case("", ULYSSES, cp=4)
+    s = sizes(entry.overrides)
+    heads = 2 * s.arch.n_heads + 2 * s.arch.n_kv_heads
+    moved = s.tokens / 4 * heads * s.arch.head_dim * FLOAT
+    assert sent(harness, entry)["cp"] == s.arch.n_layers * 2 * ring(4) * moved
+
+
+def test_tensor_parallel_ranks_pass_on_their_own_heads(harness: Harness) -> None:
+    """Half of the heads on each tp rank, and half of the tokens between them."""
+    entry = case("", RING, cp=2, tp=2)
+    s = sizes(entry.overrides)
+    counted = sent(harness, entry)
+    assert counted["cp"] == ring_bytes(s, 2) / 2
+    # Gradients of norm weights are shards when they are summed over tp.
+    half = Sizes(s.arch, s.tokens // 2, s.micro_batches)
+    assert counted["tp"] == tensor_parallel_bytes(half, 2) - ring(2) * s.norms

@@ -131,6 +131,53 @@ def drifting_replica(trainer: Any) -> Iterator[None]:
     yield
 
 
+@contextlib.contextmanager
+def dropped_key_gradients(trainer: Any) -> Iterator[None]:
+    """What other ranks add to the gradients of keys and values is not added up."""
+
+    def forget(self: Any, own: torch.Tensor) -> None:
+        for _, _, transfer in self.returning:
+            transfer.wait()
+        self.returning.clear()
+
+    with patch("shardline.parallel.ring_attention.Ring._add_up", forget):
+        yield
+
+
+@contextlib.contextmanager
+def unweighted_merge(trainer: Any) -> Iterator[None]:
+    """Parts of attention are put together as if the softmax of each weighed the same."""
+
+    def mean(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
+        seen = (lse > float("-inf")).to(out.dtype)[..., None]
+        out.copy_((out * seen + more) / (seen + 1))
+        lse.copy_(torch.logaddexp(lse, more_lse))
+
+    with patch("shardline.parallel.ring_attention.merge_", mean):
+        yield
+
+
+@contextlib.contextmanager
+def wrong_positions(trainer: Any) -> Iterator[None]:
+    """Every rank of a sequence takes its tokens for the first ones."""
+    with patch(
+        "shardline.parallel.context.ContextParallel.positions", lambda self, n, _: torch.arange(n // self.slices.ranks)
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def document_seen_by_its_neighbour(trainer: Any) -> Iterator[None]:
+    """Masks between ranks know no documents."""
+    with patch("shardline.parallel.ring_attention.Seen.allowed", seen_by_order):
+        yield
+
+
+def seen_by_order(self: Any, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    places = torch.arange(self.length)
+    return ((queries - keys) * self.length + places[:, None] >= places[None, :])[None, None]
+
+
 MISTAKES: list[tuple[Mutation, str, str]] = [
     (scaled_gradient, "ddp2-small-buckets", f"^gradient of {WEIGHT}: relative [^>]*e-03"),
     (scaled_gradient, "fsdp2", f"^gradient of {WEIGHT}: relative [^>]*e-03"),
@@ -139,6 +186,11 @@ MISTAKES: list[tuple[Mutation, str, str]] = [
     (mean_of_means, "ddp2-documents", "gradient of .*loss at step"),
     (dropped_bucket, "ddp2-small-buckets", "gradient_prints: rank 1 differs"),
     (dropped_norm_gradients, "tp2", "gradient_prints: rank 1 differs .*norm"),
+    (dropped_key_gradients, "cp2-ring", r"^gradient of layers\.\d\.attention\.w[kv]\.weight"),
+    (unweighted_merge, "cp2-ring", r"^gradient of layers\.\d\.attention"),
+    (unweighted_merge, "cp2-allgather", r"^gradient of layers\.\d\.attention"),
+    (wrong_positions, "cp2-ulysses", r"^gradient of layers\.\d\.attention"),
+    (document_seen_by_its_neighbour, "cp2-ring-documents", r"^gradient of layers\.\d\.attention"),
     (no_clipping, "fsdp2", r"^gradient of .*norm 1\.[56]\d+ of the reference's"),
     (sample_read_twice, "fsdp2", r"^samples at step 3: read twice \[20\], not read \[21\]"),
     (sample_swapped, "fsdp2", "^grad_norm at step 3"),

@@ -133,7 +133,7 @@ def test_accepted_neighbours_of_refused_values():
 @pytest.mark.parametrize(
     ("keys", "key", "feature"),
     [
-        ({"parallelism__context_parallel_degree": 2}, None, "context parallel"),
+        ({"parallelism__expert_parallel_degree": 2}, None, "expert parallel"),
         ({"parallelism__pipeline_parallel_degree": 2}, None, "pipeline parallel"),
         ({"checkpoint__async_mode": "async"}, None, "asynchronous checkpoints"),
         ({"comm__mode": "fake_backend"}, None, "simulated communication"),

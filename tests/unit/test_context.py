@@ -59,7 +59,8 @@ def test_a_batch_is_cut_to_tokens_labels_and_positions_that_belong_together():
         cut, places = one.cut(batch), one.positions(24, torch.device("cpu"))
         assert torch.equal(cut.tokens, tokens[:, places])
         assert torch.equal(cut.labels, cut.tokens + 100)
-        assert cut.documents is batch.documents and cut.sample_ids is batch.sample_ids
+        assert cut.documents is batch.documents
+        assert cut.sample_ids is batch.sample_ids
         seen += places.tolist()
     assert sorted(seen) == list(range(24))
 
@@ -104,7 +105,8 @@ def test_pairs_of_slices_are_computed_once_in_few_calls():
     calls = [call for plan in plans for some in plan.calls for call in some]
     assert len(calls) == 16
     causal = [call for call in calls if call.kind == CAUSAL]
-    assert len(causal) == 4 and all(call.queries == call.keys == Span(0, 2) for call in causal)
+    assert len(causal) == 4
+    assert all(call.queries == call.keys == Span(0, 2) for call in causal)
     assert sum(call.queries.size * call.keys.size for call in calls if call.kind == FULL) == 36 - 4 * 3
 
 
@@ -168,7 +170,8 @@ def test_calls_cover_what_is_visible_once_and_nothing_needless(layout):
                 region = wanted[:, rows[:, None], columns[None, :]]
                 seen = rows[:, None] >= columns[None, :] if call.kind == CAUSAL else torch.ones(region.shape[1:]).bool()
                 if call.kind == MASKED:
-                    assert region.any() and not region.all(), "an empty or a full rectangle needs no mask"
+                    assert region.any(), "an empty rectangle is not computed"
+                    assert not region.all(), "a full one needs no mask"
                     pair = Seen(documents, window, length).allowed(
                         mine[call.queries.first], theirs[call.keys.first], torch.device("cpu")
                     )
