@@ -86,6 +86,10 @@ class Exchange:
             comm.traffic.add(name, size)
         self._sending: list[tuple[Any, Tensor]] = []  # a work that is dropped takes its transfer with it
 
+    def staged(self, x: Tensor) -> Tensor:
+        """x where it can be sent from: copied to the host once, where parts of it are sent at several times."""
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if self.stages else x
+
     def swap(self, out: Tensor, into: Tensor, distance: int) -> Transfer:
         """Send `out` that far, and receive what comes from as far behind."""
         return self.pass_on(out, into, distance)

@@ -93,7 +93,7 @@ class Attending:
 
 
 class Differentiating:
-    """The same backward: `add` returns what the queries of this rank add to the gradients of the block."""
+    """The same backward: `add` returns what the queries of this rank add to the gradients of a block by some calls."""
 
     def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: Plan, seen: Seen) -> None:
         self.gradient, self.q, self.out = (tensor.transpose(1, 2) for tensor in (gradient, q, out))
@@ -101,9 +101,9 @@ class Differentiating:
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.dq = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
 
-    def add(self, source: int, span: Span, block: Tensor) -> Tensor:
+    def add(self, source: int, span: Span, block: Tensor, calls: tuple[Call, ...]) -> Tensor:
         added = torch.zeros(block.shape, dtype=self.wide, device=block.device)
-        for call in self.plan.calls[source]:
+        for call in calls:
             rows = _rows(call.queries, self.plan.length)
             k, v = _keys(call, span, block)
             mask = _mask(call, source, self.plan, self.seen, self.q.device)
@@ -145,6 +145,7 @@ class Ring:
         self.block, self.plan = block, plan
         slices = plan.sent + (plan.received if backward else 0)
         self.exchange = Exchange(AXIS, "ring", block, slices * block[0].numel() * block.element_size())
+        self.outgoing = self.exchange.staged(block)
         self.steps = distances(plan.slices.ranks)
         self.returning: list[tuple[Span, Tensor, Transfer]] = []
 
@@ -195,7 +196,7 @@ class Ring:
         return (self.plan.rank + distance) % self.plan.slices.ranks
 
     def _cut(self, span: Span | None) -> Tensor | None:
-        return None if span is None else self.block[span.first : span.end]
+        return None if span is None else self.outgoing[span.first : span.end]
 
     def _empty(self, span: Span | None) -> Tensor | None:
         return None if span is None else self.block.new_empty(span.size, *self.block.shape[1:])
@@ -210,14 +211,16 @@ def _ring(attending: Attending, block: Tensor, plan: Plan) -> None:
 
 
 def _ring_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -> Tensor:
+    """Own keys come first, while others' travel, and last, while gradients do."""
     ring = Ring(block, plan, backward=True)
-    own = block.new_zeros(block.shape, dtype=differentiating.wide)
-    for source, span, arrived in ring.blocks():
-        added = None if span is None else differentiating.add(source, span, arrived)
-        if source != plan.rank:
-            ring.give_back(source, added, own)
-        elif added is not None:
-            own += added
+    (first, last), blocks = plan.own_in_two(), ring.blocks()
+    _, whole, _ = next(blocks)
+    assert whole is not None
+    own = differentiating.add(plan.rank, whole, block, first)
+    for source, span, arrived in blocks:
+        added = None if span is None else differentiating.add(source, span, arrived, plan.calls[source])
+        ring.give_back(source, added, own)
+    own += differentiating.add(plan.rank, whole, block, last)
     ring.finish(own)
     return own
 
@@ -237,7 +240,7 @@ def _allgather_backward(differentiating: Differentiating, block: Tensor, plan: P
     blocks = _gathered(block, plan)
     added = torch.empty_like(blocks)
     for source in range(plan.slices.ranks):
-        added[source] = differentiating.add(source, Span(0, plan.slices.each), blocks[source])
+        added[source] = differentiating.add(source, Span(0, plan.slices.each), blocks[source], plan.calls[source])
     return comm.exchange_blocks(added, AXIS).sum(dim=0, dtype=differentiating.wide)
 
 

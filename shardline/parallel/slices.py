@@ -88,6 +88,20 @@ class Plan:
     wanted: tuple[Span | None, ...]  # by source: its slices that this rank needs
     given: tuple[Span | None, ...]  # by rank: own slices that it needs
 
+    def own_in_two(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+        """What is computed with own keys, to begin with and to end with: in between, something has to be waited for.
+
+        Of the causal call over both slices, the late queries over the early keys, and each slice over itself:
+
+            head   \\            last
+            tail   # \\    first, last
+        """
+        own = self.calls[self.rank]
+        head, tail, both = Span(0, 1), Span(1, 2), Span(0, 2)
+        if own == (Call(both, both, CAUSAL),):
+            return (Call(tail, head, FULL),), (Call(head, head, CAUSAL), Call(tail, tail, CAUSAL))
+        return own[: (len(own) + 1) // 2], own[(len(own) + 1) // 2 :]
+
     @property
     def work(self) -> int:
         """Pairs of a query and a key that are computed."""

@@ -185,6 +185,23 @@ def test_calls_cover_what_is_visible_once_and_nothing_needless(layout):
 
 @SOME
 @given(layouts())
+def test_own_work_in_two_is_the_same_work(layout):
+    """Backward begins and ends with own keys; each of the two is worth something where there is anything to split."""
+    slices, length, window, documents = layout
+    for plan in plans_of(*layout):
+        first, last = plan.own_in_two()
+        covered = torch.zeros(slices.each * length, slices.each * length, dtype=torch.int64)
+        for call, sign in [*((call, -1) for call in plan.calls[plan.rank]), *((call, 1) for call in first + last)]:
+            rows, columns = (slice(span.first * length, span.end * length) for span in (call.queries, call.keys))
+            region = covered[rows, columns]
+            region += sign * (torch.ones_like(region).tril() if call.kind == CAUSAL else torch.ones_like(region))
+        assert not covered.any()
+        assert first
+        assert last or slices.each == 1
+
+
+@SOME
+@given(layouts())
 def test_what_a_rank_wants_is_what_the_other_gives(layout):
     plans = plans_of(*layout)
     for plan in plans:
@@ -235,7 +252,7 @@ def test_ranks_together_compute_what_one_computes(layout, heads, seed):
         differentiating = Differentiating(gradient[:, places], q_[:, places], out, lse, plan, seen)
         for source, span in spans:
             added[source, span.first : span.end] += differentiating.add(
-                source, span, blocks[source][span.first : span.end]
+                source, span, blocks[source][span.first : span.end], plan.calls[source]
             )
         torch.testing.assert_close(differentiating.dq.transpose(1, 2), q.grad[:, places])
     for rank, places in enumerate(where):
