@@ -1,4 +1,4 @@
-"""Pipeline schedules by name or from a file: what each can run with, the order of every rank, checked to run to the end.
+"""Pipeline schedules by name or from a file: what each can run with, and the order of every rank, checked to run.
 
 `build_schedule` is the way in. Orders are made in orders.py, times in timeline.py; nothing here needs torch.
 """
@@ -59,7 +59,6 @@ class Kind:
     stage_counts: StageCounts
     placement: Callable[[int, int], tuple[int, ...]]  # ranks, stages per rank -> stage -> rank
     orders: Callable[[int, int, int], orders.Orders]  # ranks, micro-batches, stages per rank
-    least: int = 0  # micro-batches it needs, times the ranks
 
 
 KINDS: dict[str, Kind] = {
@@ -67,6 +66,9 @@ KINDS: dict[str, Kind] = {
     "1F1B": Kind(ONE, orders.loops, orders.one_forward_one_backward),
     "LoopedBFS": Kind(SEVERAL, orders.loops, orders.looped_bfs),
     "Interleaved1F1B": Kind(SEVERAL, orders.loops, orders.interleaved),
+    "InterleavedZeroBubble": Kind(SEVERAL, orders.loops, orders.interleaved_zero_bubble),
+    "ZBVZeroBubble": Kind(TWO, orders.v_shape, orders.zero_bubble_v),
+    "DualPipeV": Kind(TWO, orders.v_shape, orders.dual_pipe_v),
 }
 FROM_FILE = ("PipelineScheduleSingle", "PipelineScheduleMulti")  # what TorchTitan calls a schedule that a file gives
 
@@ -103,11 +105,6 @@ def build_schedule(
     count = kind.stage_counts.low if stages_per_rank is None else stages_per_rank
     if count not in kind.stage_counts:
         raise ConfigError(_wrong_stages(known, ranks, count))
-    if microbatches < kind.least * ranks:
-        raise ConfigError(
-            f"{known} on {ranks} ranks needs {kind.least * ranks} micro-batches at least ({kind.least} per rank), got "
-            f"{microbatches}: give it more and smaller ones, or take ZBVZeroBubble, which runs with any number"
-        )
     made = kind.orders(ranks, microbatches, count)
     schedule = Schedule(known, kind.placement(ranks, count), microbatches, tuple(tuple(order) for order in made))
     validate(schedule)

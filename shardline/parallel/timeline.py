@@ -131,10 +131,9 @@ def simulate(
     stuck = [(needed, rank) for needed, found in waiting.items() for rank in found]
     if stuck:
         needed, rank = min(stuck, key=lambda pair: pair[1])
-        raise ConfigError(
-            f"{schedule.name}: the order cannot run: rank {rank} waits at {schedule.orders[rank][len(spans[rank])]} for "
-            f"{needed}, which {_comes_too_late(schedule, needed, rank)}"
-        )
+        action = schedule.orders[rank][len(spans[rank])]
+        why = _comes_too_late(schedule, needed, rank)
+        raise ConfigError(f"{schedule.name}: cannot run: on rank {rank}, {action} waits for {needed}, which {why}")
     return Timeline(tuple(map(tuple, spans)), max(clocks))
 
 
