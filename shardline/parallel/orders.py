@@ -113,9 +113,9 @@ def _pay_later(order: list[Action], owed: int) -> list[Action]:
 
 
 # ---- the V -----------------------------------------------------------------------------------------------------------
-# Both are written as phases: how often, and which actions, where 0 is the rank's stage on the way down the V and 1 the one
-# on the way up. Micro-batches count up by themselves. A phase table fits a full pipeline; with fewer micro-batches, those
-# that are not there are left out of the same order.
+# Both are written as phases: how often, and which actions, where 0 is the rank's stage on the way down the V and 1 the
+# one on the way up. Micro-batches count up by themselves. The phases fit a full pipeline; with fewer micro-batches,
+# those that are not there are left out of the same order.
 
 
 def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orders:

@@ -130,46 +130,55 @@ def _wrong_stages(name: str, ranks: int, count: int) -> str:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """A schedule from a file with a row for each rank and cells like `0F0`, `1B0`, `1I0`, `1W0`, or empty."""
+    """A schedule from a file as torch.distributed.pipelining writes it: a row for each rank, an action in each cell.
+
+    Cells are like `0F0`, `1B0`, `1I0`, `1W0`, or empty. A pair `(0F4;7B0)OVERLAP_F_B` runs one after the other. Where a
+    stage lies is known from the row it is in.
+    """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             rows = [[cell.strip() for cell in row] for row in comma_separated.reader(file)]
     except (OSError, UnicodeDecodeError, comma_separated.Error) as error:
         raise ConfigError(f"{path}: cannot be read as CSV: {error}") from error
     while rows and not any(rows[-1]):
         rows.pop()
     placement: dict[int, int] = {}
-    found: orders.Orders = []
+    found: orders.Orders = [[] for _ in rows]
     for rank, row in enumerate(rows):
-        found.append([])
         for column, cell in enumerate(row):
-            if not cell:
-                continue
             place = f"{path}: row {rank + 1}, cell {column + 1}: {cell!r}"
-            match = re.fullmatch(r"(\d+)([FBIW])(\d+)", cell)
-            if match is None:
-                raise ConfigError(f"{place} is no action: stage, one of F B I W, micro-batch, such as 0F0")
-            action = Action(match[2], int(match[1]), int(match[3]))
-            if placement.setdefault(action.stage, rank) != rank:
-                raise ConfigError(f"{place}: stage {action.stage} is on rank {placement[action.stage]} already")
-            found[-1].append(action)
+            for action in _actions_in(cell, place):
+                if placement.setdefault(action.stage, rank) != rank:
+                    raise ConfigError(f"{place}: stage {action.stage} is in row {placement[action.stage] + 1} already")
+                if action in found[rank]:
+                    raise ConfigError(f"{place}: {action} is there already")
+                found[rank].append(action)
+        if not found[rank]:
+            raise ConfigError(f"{path}: row {rank + 1} has no action: each rank needs a stage")
     if not placement:
-        raise ConfigError(f"{path}: has no action: a row for each rank, with cells such as 0F0, 0B0")
+        raise ConfigError(f"{path}: has no action: write a row for each rank, with cells such as 0F0, 0B0")
     absent = next((stage for stage in range(max(placement)) if stage not in placement), None)
     if absent is not None:
         raise ConfigError(f"{path}: stage {absent} is missing, the file goes up to stage {max(placement)}")
-    microbatches = 1 + max(action.microbatch for order in found for action in order)
     schedule = Schedule(
-        Path(path).name,
+        f"file {Path(path).name}",
         tuple(placement[stage] for stage in range(len(placement))),
-        microbatches,
+        1 + max(action.microbatch for order in found for action in order),
         tuple(tuple(order) for order in found),
     )
-    for rank, order in enumerate(found):
-        if not order:
-            raise ConfigError(f"{path}: row {rank + 1} is empty, but each rank needs a stage")
     validate(schedule)
     return schedule
+
+
+def _actions_in(cell: str, place: str) -> list[Action]:
+    pair = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell)
+    actions = []
+    for word in pair[1].split(";") if pair else [cell] if cell else []:
+        match = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", word.strip())
+        if match is None:
+            raise ConfigError(f"{place} is no action: stage, one of F B I W, micro-batch, such as 0F0")
+        actions.append(Action(match[2], int(match[1]), int(match[3])))
+    return actions
 
 
 def _from_file(path: str | Path, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
@@ -218,23 +227,29 @@ def _check_backward(name: str, rank: int, stage: int, microbatch: int, seen: set
     raise ConfigError(f"{name}: {problem} on rank {rank}")
 
 
+CLOSED_FORMS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+
+
 def theoretical_bubble(schedule: Schedule) -> float:
     """The idle share where stages cost the same and backward twice forward: in closed form where there is one.
 
     p ranks, v stages on each, m micro-batches: (p - 1) / (v m + p - 1). With m < p, a rank waits for its micro-batches
     to come round, v times: the pass takes v p + m - 1 instead of v m + p - 1.
     """
-    ranks, count, microbatches = schedule.ranks, schedule.stages_per_rank, schedule.microbatches
-    if schedule.name in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
-        return 1 - count * microbatches / (count * max(microbatches, ranks) + min(microbatches, ranks) - 1)
-    return simulate(schedule).bubble
+    if schedule.name not in CLOSED_FORMS:
+        return simulate(schedule).bubble
+    ranks, microbatches, count = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
+    return 1 - count * microbatches / (count * max(microbatches, ranks) + min(microbatches, ranks) - 1)
 
 
 def warnings(schedule: Schedule) -> list[str]:
-    """What runs, but not well: fewer micro-batches than stages."""
-    if schedule.microbatches >= schedule.stages or schedule.ranks == 1:
+    """What runs, but not well: fewer micro-batches than stages, with the idle share that it costs."""
+    given, stages, ranks = schedule.microbatches, schedule.stages, schedule.ranks
+    if given >= stages or ranks == 1:
         return []
-    return [
-        f"{schedule.microbatches} micro-batches for {schedule.stages} stages leave the ranks idle for "
-        f"{theoretical_bubble(schedule):.0%} of the time: cut the batch into {schedule.stages} or more micro-batches"
-    ]
+    some = f"{given} micro-batch{'es' * (given > 1)} for {stages} stages"
+    remedy = f"cut the batch into {stages} or more"
+    if schedule.name in KINDS:
+        better = theoretical_bubble(build_schedule(schedule.name, ranks, stages, stages // ranks))
+        remedy += f", {stages} cost {better:.0%}"
+    return [f"{schedule.name}: {some} leave ranks idle for {theoretical_bubble(schedule):.0%} of a step: {remedy}"]

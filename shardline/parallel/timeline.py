@@ -44,10 +44,6 @@ class Schedule:
         return len(self.placement)
 
     @property
-    def stages_per_rank(self) -> int:
-        return self.stages // self.ranks
-
-    @property
     def splits(self) -> bool:
         """Whether input and weight gradients are computed apart from each other, anywhere."""
         return any(action.kind in "IW" for order in self.orders for action in order)
