@@ -146,7 +146,7 @@ def told(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> str
             f"{' '.join(map(str, own))}"
         )
     lines.append(
-        "in flight: the most activations at once, each of one stage for one micro-batch; a micro-batch has one for each stage"
+        "in flight: most activations held at once, of one stage and micro-batch each; divided by the rank's stages"
     )
     return "\n".join(lines)
 

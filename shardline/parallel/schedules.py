@@ -138,7 +138,9 @@ def read_csv(path: str | Path) -> Schedule:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             rows = [[cell.strip() for cell in row] for row in comma_separated.reader(file)]
-    except (OSError, UnicodeDecodeError, comma_separated.Error) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, comma_separated.Error) as error:
         raise ConfigError(f"{path}: cannot be read as CSV: {error}") from error
     while rows and not any(rows[-1]):
         rows.pop()
