@@ -145,7 +145,7 @@ def read_csv(path: str | Path) -> Schedule:
     while rows and not any(rows[-1]):
         rows.pop()
     placement: dict[int, int] = {}
-    found: orders.Orders = [[] for _ in rows]
+    found: list[dict[Action, None]] = [{} for _ in rows]  # in order, and quick to look up
     for rank, row in enumerate(rows):
         for column, cell in enumerate(row):
             place = f"{path}: row {rank + 1}, cell {column + 1}: {cell!r}"
@@ -154,7 +154,7 @@ def read_csv(path: str | Path) -> Schedule:
                     raise ConfigError(f"{place}: stage {action.stage} is in row {placement[action.stage] + 1} already")
                 if action in found[rank]:
                     raise ConfigError(f"{place}: {action} is there already")
-                found[rank].append(action)
+                found[rank][action] = None
         if not found[rank]:
             raise ConfigError(f"{path}: row {rank + 1} has no action: each rank needs a stage")
     if not placement:
