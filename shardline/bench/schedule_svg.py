@@ -21,7 +21,7 @@ CHARACTER = 6.2  # width of a digit at the size of the numbers in boxes
 def draw(schedule: Schedule, timeline: Timeline, title: str, subtitle: str) -> str:
     """Rows of boxes, one for each rank; a box says its micro-batch where there is room, and all of it on hovering."""
     unit = min(28.0, max(6.0, 1400 / timeline.total))
-    width = max(LEFT + unit * timeline.total + MARGIN, 640)
+    width = max(LEFT + unit * timeline.total + MARGIN, 980)  # the legend needs as much
     bottom = TOP + ROW * schedule.ranks
     height = bottom + 48
     parts = [
