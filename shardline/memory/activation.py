@@ -47,14 +47,13 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *
     recompute_shapes = _forced_recompute(model, section) if per_op else frozenset()
     context = functools.partial(_per_op_contexts, recompute_shapes) if per_op else None
     wrapped: dict[Function, Function] = {}  # one wrapper per function, so that equal blocks share one compiled graph
-    for index, block in enumerate(model.blocks()):
-        if index % every == 0:
-            if block.function not in wrapped:
-                wrapped[block.function] = _checkpointed(block.function, section, context, compiled)
-            block.function = wrapped[block.function]
-    count = -(-len(model.layers) // every)
+    chosen = [block for layer, block in zip(model.layers, model.blocks(), strict=True) if int(layer) % every == 0]
+    for block in chosen:
+        if block.function not in wrapped:
+            wrapped[block.function] = _checkpointed(block.function, section, context, compiled)
+        block.function = wrapped[block.function]
     kept = "attention and every other matrix product kept" if per_op else "block inputs kept"
-    return [f"activation checkpointing ({section.mode}): {count} of {len(model.layers)} blocks, {kept}"]
+    return [f"activation checkpointing ({section.mode}): {len(chosen)} of {len(model.layers)} blocks, {kept}"]
 
 
 def _selection(section: ActivationCheckpoint) -> tuple[int, bool]:

@@ -15,6 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+# Weights, and what computes their gradients
+Waiting = tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]
+
+
 class WeightQueue:
     """Weight gradients that wait: a schedule may run backward for the inputs first and drain them later.
 
@@ -24,7 +28,7 @@ class WeightQueue:
     def __init__(self) -> None:
         self.active = False
         self.offered = False  # products of a forward that come now will be asked to wait
-        self._waiting: list[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]] = []
+        self._waiting: list[Waiting] = []
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -33,6 +37,15 @@ class WeightQueue:
             yield
         finally:
             self.active = before
+
+    @contextlib.contextmanager
+    def offering(self) -> Iterator[None]:
+        """Around forward and backward whose products may be asked to wait."""
+        before, self.offered = self.offered, True
+        try:
+            yield
+        finally:
+            self.offered = before
 
     def push(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
         self._waiting.append((weights, compute))
@@ -44,9 +57,21 @@ class WeightQueue:
         """Compute what waits, oldest first and `most` at most, and accumulate it; how many were drained."""
         ready = self._waiting[:most]
         del self._waiting[: len(ready)]
-        for weights, compute in ready:
-            torch.autograd.backward(list(weights), list(compute()))
-        return len(ready)
+        count = len(ready)
+        accumulate(ready)
+        return count
+
+    def take(self) -> list[Waiting]:
+        """All that waits, for whoever computes it later with `accumulate`."""
+        taken, self._waiting = self._waiting, []
+        return taken
+
+
+def accumulate(waiting: list[Waiting]) -> None:
+    """Compute weight gradients and add them to what the weights have; each is freed before the next is computed."""
+    while waiting:
+        weights, compute = waiting.pop(0)
+        torch.autograd.backward(list(weights), list(compute()))
 
 
 weight_queue = WeightQueue()

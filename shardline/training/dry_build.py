@@ -14,13 +14,11 @@ from torch.distributed.tensor import DTensor
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
-from shardline.models.decoder import Decoder
 from shardline.models.local import local
-from shardline.parallel.apply import Applied, apply
+from shardline.parallel.apply import make_model
 from shardline.parallel.fake import fake_group
 from shardline.parallel.mesh import Mesh
-from shardline.parallel.tensor import needs_split_kv
-from shardline.precision.mixed import Precision, apply_precision
+from shardline.precision.mixed import Precision
 
 Shape = tuple[int, ...]
 
@@ -66,17 +64,9 @@ class Built:
         return sum(count * math.prod(self.shards[kind]) for kind, count in self.counts.items())
 
 
-def build_for_mesh(arch: Architecture, config: Config, mesh: Mesh, precision: Precision) -> tuple[Decoder, Applied]:
-    """The model this rank would train, on the meta device."""
-    with torch.device("meta"):
-        model = Decoder(arch, split_kv=needs_split_kv(arch, mesh.layout.tp))
-    apply_precision(model, precision)
-    return model, apply(model, config, mesh, precision)
-
-
 def build_rank(arch: Architecture, config: Config, layout: Layout, precision: Precision, rank: int) -> Built:
     with fake_group(rank, layout.world_size):
-        model, _ = build_for_mesh(arch, config, Mesh(layout, "cpu"), precision)
+        model, _ = make_model(arch, config, Mesh(layout, "cpu"), precision)
         counts: Counter[Kind] = Counter()
         shards = {}
         for name, parameter in model.named_parameters():

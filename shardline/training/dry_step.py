@@ -14,11 +14,11 @@ from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
 from shardline.data.loader import Batch
+from shardline.parallel.apply import make_model
 from shardline.parallel.fake import Collectives, count_collectives, fake_group, fake_tensors
 from shardline.parallel.mesh import Mesh
 from shardline.parallel.tensor import vocabulary_rows
 from shardline.precision.mixed import Precision
-from shardline.training.dry_build import build_for_mesh
 from shardline.training.loss import choose_chunk_tokens
 from shardline.training.step import Stepper
 
@@ -77,11 +77,13 @@ def _step(
     training = config.training
     with fake_group(0, layout.world_size):
         mesh = Mesh(layout, "cpu")
-        model, applied = build_for_mesh(arch, config, mesh, precision)
+        model, applied = make_model(arch, config, mesh, precision)
         with fake_tensors():
             model.to_empty(device="cpu")
             model.train()
-            stepper = Stepper(config, model, torch.optim.SGD(model.parameters(), lr=0.0), mesh, applied.tensor)
+            stepper = Stepper(
+                config, model, torch.optim.SGD(model.parameters(), lr=0.0), mesh, applied, torch.device("cpu")
+            )
             tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
             batch = Batch(tokens, tokens, None, torch.zeros(training.local_batch_size, dtype=torch.int64))
             return count_collectives(lambda: stepper.step([batch] * micro_batches, 0.0, 1))

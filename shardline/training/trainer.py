@@ -206,7 +206,7 @@ class Trainer:
         self.sampler = Sampler(self.device) if self.applied.tensor is not None else None
         folder, writes = self.folder.checkpoint_folder, self.mesh.rank == 0
         self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, writes)
-        self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied.tensor)
+        self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied, self.device)
 
     def _start(self) -> tuple[Progress, bool]:
         """Give the model its weights: resumed, loaded or drawn; (how far the run is, whether it had finished)."""
@@ -373,7 +373,8 @@ class Trainer:
         section, step = self.config.validation, self.progress.step
         if self.validation is None or not self._validates():
             return
-        loss = validation_loss(self.model, self.stepper.head, self.validation, section.steps, self.mesh)
+        stepper = self.stepper
+        loss = validation_loss(self.model, stepper.head, self.validation, section.steps, self.mesh, stepper.pipelined)
         metrics.log_validation(step, loss)
         console.message(f"step {step}  validation loss {loss:.4f}")
 

@@ -16,6 +16,7 @@ DEGREES = {
     "ddp": "parallelism.data_parallel_replicate_degree",
     "fsdp": "parallelism.data_parallel_shard_degree",
     "tp": "parallelism.tensor_parallel_degree",
+    "pp": "parallelism.pipeline_parallel_degree",
 }
 
 
@@ -35,18 +36,21 @@ def case(
     ddp: int = 1,
     fsdp: int = 1,
     tp: int = 1,
+    pp: int = 1,
     tolerances: Tolerances = FLOAT32,
     slow: bool = False,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Case:
     overrides: dict[str, Any] = {DEGREES["ddp"]: ddp, DEGREES["fsdp"]: fsdp, DEGREES["tp"]: tp}
+    if pp > 1:
+        overrides |= {DEGREES["pp"]: pp}
     model: dict[str, Any] = {}
     for change in changes:
         overrides |= change
         model |= change.get("model.overrides", {})
     if model:
         overrides["model.overrides"] = model
-    return Case(name, ddp * fsdp * tp, overrides, tolerances, slow, timeout)
+    return Case(name, pp * ddp * fsdp * tp, overrides, tolerances, slow, timeout)
 
 
 def model(**fields: Any) -> dict[str, Any]:
@@ -92,6 +96,17 @@ NO_OVERLAP = {"parallelism.overlap_gradient_reduction": False}
 LAMB = {"optimizer.name": "LAMB", "optimizer.lr": 1e-2}
 LARS = {"optimizer.name": "LARS", "optimizer.lr": 10.0}
 OFFLOAD = {"training.enable_cpu_offload": True}
+
+
+def layers(number: int) -> dict[str, Any]:
+    return model(n_layers=number)
+
+
+def schedule(name: str) -> dict[str, Any]:
+    return {"parallelism.pipeline_parallel_schedule": name}
+
+
+INTERLEAVED = schedule("Interleaved1F1B")
 CHUNKS = {"training.loss_chunk_tokens": 48}
 BF16 = {"training.mixed_precision_param": "bfloat16", "optimizer.lr": 1e-3}
 
@@ -231,6 +246,12 @@ CASES = [
     case("fsdp2-tp2-async", ASYNC, fsdp=2, tp=2),
     case("fsdp2-tp2-async-early-step", ASYNC, EARLY, UNCLIPPED, fsdp=2, tp=2),
     case("hsdp2x2-tp2-async", ASYNC, ddp=2, fsdp=2, tp=2, slow=True),
+    # pipeline parallel
+    case("pp2", layers(4), pp=2),
+    case("pp2-gpipe", layers(4), schedule("GPipe"), pp=2),
+    case("pp4", layers(4), pp=4),
+    case("pp2-interleaved", layers(4), INTERLEAVED, pp=2),
+    case("pp4-interleaved", layers(8), INTERLEAVED, pp=4),
     # tensor parallel with data parallel
     case("ddp2-tp2", ddp=2, tp=2),
     case("ddp2-tp2-accumulation-tied", SMALL_BATCHES, TIED, ddp=2, tp=2),
