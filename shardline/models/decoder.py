@@ -272,7 +272,7 @@ class Decoder(nn.Module):
         return self._run(whole, None, tokens, positions, documents, cache)
 
     def stage(self, x: Tensor | None, tokens: Tensor, documents: Tensor | None, stage: Stage) -> Tensor:
-        """One stage of the model over the residual stream x, of which the first stage, which begins it, is given None."""
+        """One stage of the model over the residual stream x, which the first stage begins: it is given None."""
         return self._run(stage, x, tokens, None, documents, None)
 
     def _run(

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-
-# Weights, and what computes their gradients
-Waiting = tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]
+# Where the gradients of some weights go (None: not wanted), and what computes them
+Waiting = tuple[list[GradientEdge | None], Callable[[], Sequence[Tensor]]]
 
 
 class WeightQueue:
@@ -48,7 +48,9 @@ class WeightQueue:
             self.offered = before
 
     def push(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
-        self._waiting.append((weights, compute))
+        # Edges, not tensors: what activation checkpointing gives back is a copy, which forgets where it came from.
+        edges = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
+        self._waiting.append((edges, compute))
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -70,8 +72,9 @@ class WeightQueue:
 def accumulate(waiting: list[Waiting]) -> None:
     """Compute weight gradients and add them to what the weights have; each is freed before the next is computed."""
     while waiting:
-        weights, compute = waiting.pop(0)
-        torch.autograd.backward(list(weights), list(compute()))
+        edges, compute = waiting.pop(0)
+        wanted = [(edge, value) for edge, value in zip(edges, compute(), strict=True) if edge is not None]
+        torch.autograd.backward([edge for edge, _ in wanted], [value for _, value in wanted])
 
 
 weight_queue = WeightQueue()

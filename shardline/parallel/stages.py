@@ -3,9 +3,9 @@
     model     | embedding | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | norm, output |
     stages    |        stage 0      |       stage 1     |           stage 2              |
 
-Stages hold consecutive modules. Unless the config says how many layers go where, the cut is the one whose heaviest stage
-is lightest; a module weighs the mean of its share of the model's FLOPs and its share of the parameters, so that the
-output layer, which is large and computes much, and the embedding, which is only large, count as what they are.
+Stages hold consecutive modules. Unless the config says how many layers go where, the cut is the one whose heaviest
+stage is lightest; a module weighs the mean of its share of the model's FLOPs and its share of the parameters, so that
+the output layer, which is large and computes much, and the embedding, which is only large, count as what they are.
 """
 
 from __future__ import annotations
@@ -249,7 +249,8 @@ def _check_ends(key: str, stage: Stage, index: int, outside: Sequence[str]) -> N
     wrong = [name for name in outside if name not in allowed]
     if wrong:
         raise ConfigError(
-            f"{key}: stage {index} has {', '.join(wrong)}; tok_embeddings is the first stage's, norm and output the last's"
+            f"{key}: stage {index} has {', '.join(wrong)}; tok_embeddings belongs in the first stage,"
+            " norm and output in the last"
         )
 
 

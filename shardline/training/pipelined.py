@@ -1,4 +1,4 @@
-"""A step through pipeline stages: batches cut into micro-batches, the loss in the last stage, gradients of all of them."""
+"""A step through pipeline stages: batches cut into micro-batches, the loss of the last stage, gradients of all."""
 
 from __future__ import annotations
 

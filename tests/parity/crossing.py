@@ -7,6 +7,7 @@ it and each adds a pair that no case has yet.
 from __future__ import annotations
 
 import functools
+import math
 from itertools import combinations
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardline.config.load import load_config
 from tests.parity import cases
 from tests.parity.cases import Case, case
 from tests.parity.harness import BFLOAT16, FLOAT32, complete
+from tests.parity.pool import MOST_RANKS
 
 Pair = frozenset[str]
 
@@ -40,6 +42,8 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "tied embeddings": ("tied", {}, cases.TIED),
     "packed documents": ("documents", {}, cases.DOCUMENTS),
     "validation": ("validation", {}, cases.VALIDATION),
+    "PP": ("pp", {"pp": 2}, {}),
+    "PP zero-bubble": ("zbv", {}, cases.layers(4) | cases.ZBV),
 }
 
 
@@ -83,6 +87,9 @@ def _closed(features: list[str]) -> list[str]:
 
 def _fits(features: list[str]) -> bool:
     pairs = [frozenset(pair) for pair in combinations(features, 2)]
+    degrees = {axis: degree for name in features for axis, degree in HOW[name][1].items()}
+    if math.prod(degrees.values()) > MOST_RANKS:
+        return False
     return not any(pair in REFUSED or any(pair <= choice for choice in EXCLUSIVE) for pair in pairs)
 
 
