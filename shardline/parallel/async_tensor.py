@@ -93,7 +93,10 @@ def prepare(
 
 def run_shapes(config: Config, arch: Architecture, plan: TensorParallel, dtype: torch.dtype) -> list[Shape]:
     """Products of training, and those of validation where it has other sizes."""
-    training = config.training.local_batch_size * config.training.seq_len
+    section = config.parallelism
+    staged = section.pipeline_parallel_degree > 1
+    batch = section.pipeline_parallel_microbatch_size if staged else config.training.local_batch_size
+    training = batch * config.training.seq_len
     shapes = block_shapes(arch, plan.degree, training, dtype, sequence_parallel=plan.sequence_parallel)
     if config.validation.enable:
         rows = config.validation.local_batch_size * config.validation.seq_len

@@ -89,17 +89,17 @@ class Channel:
         work = self._isend(x) if sends else self._irecv(x)
         work.wait()
 
-    def send(self, x: Tensor, key: Key) -> Sent:
+    def send(self, x: Tensor, what: object) -> Sent:
         x = x.detach().contiguous()
         comm.traffic.add("pp", x.numel() * x.element_size())
-        tag, sequence = self._issue(key, x.shape, x.dtype)
+        tag, sequence = self._issue(what, x.shape, x.dtype)
         x = x.to("cpu") if self.staged else x
         return Sent(self, self._isend(x), x, tag, sequence)
 
-    def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Coming:
+    def receive(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> Coming:
         """Post a receive."""
-        x = torch.empty(*shape, dtype=dtype, device="cpu" if self.staged else self.device, pin_memory=self.staged)
-        tag, sequence = self._issue(key, shape, dtype)
+        x = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self.staged else self.device, pin_memory=self.staged)
+        tag, sequence = self._issue(what, shape, dtype)
         return Coming(self, self._irecv(x), x, tag, sequence)
 
     def _isend(self, x: Tensor) -> Any:
@@ -108,8 +108,8 @@ class Channel:
     def _irecv(self, x: Tensor) -> Any:
         return dist.irecv(x, group=self.group, group_src=self.peer)
 
-    def _issue(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> tuple[str, int]:
-        tag = f"{key} ({self.name}), {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+    def _issue(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> tuple[str, int]:
+        tag = f"{what} ({self.name}), {tuple(shape)} {str(dtype).removeprefix('torch.')}"
         if watchdog.current is None:
             return tag, 0
         sequence = watchdog.current.issue(tag, self.name)
@@ -162,9 +162,8 @@ class Channels:
 
     def swap(self, x: Tensor, peer: int, what: str) -> Tensor:
         """What the other rank gives for x, of the same shape."""
-        key = Key(what, 0, 0)
-        coming = self.by_pair[peer, self.rank].receive(key, x.shape, x.dtype)
-        sent = self.by_pair[self.rank, peer].send(x, key)
+        coming = self.by_pair[peer, self.rank].receive(what, x.shape, x.dtype)
+        sent = self.by_pair[self.rank, peer].send(x, what)
         received = coming.wait()
         sent.wait()
         return received

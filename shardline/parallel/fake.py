@@ -18,7 +18,7 @@ from shardline.parallel import comm
 from shardline.parallel.mesh import stop_process_group
 
 # Part of the name of torch's op -> our word for the collective
-KINDS = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
+KINDS = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce", "send": "send"}
 
 # (axis, kind) -> how many, and how many bytes this rank sends
 Collectives = dict[tuple[str, str], Counter[str]]

@@ -20,7 +20,7 @@ from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.models.decoder import Stage
 from shardline.models.fused import logical_shapes
-from shardline.parallel.schedules import Schedule, build_schedule, theoretical_bubble, warnings
+from shardline.parallel.schedules import Schedule, build_schedule, theoretical_bubble
 
 SECTION = "parallelism"
 COUNTED = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
@@ -85,10 +85,6 @@ def plan_pipeline(config: Config, arch: Architecture, layout: Layout) -> Pipelin
             ' set parallelism.pipeline_parallel_schedule = "Interleaved1F1B", or compile.enable = false'
         )
     return PipelinePlan(schedule, tuple(cut_stages(config, arch, schedule.stages)), size)
-
-
-def plan_warnings(plan: PipelinePlan) -> list[str]:
-    return warnings(plan.schedule)
 
 
 def stages_asked_for(config: Config, arch: Architecture, ranks: int) -> int | None:

@@ -31,12 +31,32 @@ def step_collectives(
     """What the first rank sends in one optimizer step."""
     if layout.world_size == 1:
         return {}
+    if layout.pp > 1:
+        return _staged(arch, config, layout, precision, micro_batches)
     few, period = _layers(config, layout, arch.n_layers)
     counted = _micro_batches(arch, config, layout, precision, few, micro_batches)
     if few == arch.n_layers:
         return counted
     more = _micro_batches(arch, config, layout, precision, few + period, micro_batches)
     return _extended(counted, more, (arch.n_layers - few) // period)
+
+
+def _staged(arch: Architecture, config: Config, layout: Layout, precision: Precision, batches: int) -> Collectives:
+    """With pipeline stages: all layers of the first rank. Every schedule runs with one micro-batch and with two."""
+    section = config.parallelism
+    size = section.pipeline_parallel_microbatch_size
+    count = config.training.local_batch_size // size
+    if section.pipeline_parallel_schedule_csv or count <= 2:
+        return _micro_batches(arch, config, layout, precision, arch.n_layers, batches)
+    one, two = (
+        _micro_batches(arch, _with_batch(config, few * size), layout, precision, arch.n_layers, batches)
+        for few in (1, 2)
+    )
+    return _extended(one, two, count - 1)
+
+
+def _with_batch(config: Config, size: int) -> Config:
+    return config.replace({"training.local_batch_size": size, "training.global_batch_size": -1})
 
 
 def _layers(config: Config, layout: Layout, layers: int) -> tuple[int, int]:

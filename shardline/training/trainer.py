@@ -45,6 +45,8 @@ from shardline.parallel.mesh import (
 )
 from shardline.parallel.rendezvous import connect_store, gather_ranks
 from shardline.parallel.replica_check import check_replicas
+from shardline.parallel.schedules import warnings
+from shardline.parallel.stages import plan_pipeline
 from shardline.precision.mixed import choose_precision
 from shardline.training.binding import prepare_rank
 from shardline.training.build import build_model, seed_of, set_determinism
@@ -91,6 +93,7 @@ class Trainer:
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
         self.kernel = check_attention(self.arch, self.device, self.precision.compute)
+        self.pipeline = plan_pipeline(config, self.arch, self.layout)  # what cannot run is refused before ranks meet
         self._open = contextlib.ExitStack()
         try:
             self._join(config)
@@ -169,6 +172,8 @@ class Trainer:
             log.info("note: %s", line)
         for line in self.rank_lines:
             log.info("%s", line)
+        for line in () if self.pipeline is None else warnings(self.pipeline.schedule):
+            log.warning("%s", line)
 
     def _length_notes(self) -> Iterator[str]:
         length, longest = self.config.training.seq_len, self.arch.max_seq_len
@@ -255,7 +260,9 @@ class Trainer:
             self.close()
             return Result(0, None)
         config, row = self.config, dict[str, Any]()
-        console = Console(config, self.folder.path, rank=self.mesh.rank)
+        pipelined = self.stepper.pipelined
+        theory = None if pipelined is None else pipelined.theoretical_bubble
+        console = Console(config, self.folder.path, rank=self.mesh.rank, theoretical_bubble=theory)
         metrics: Metrics | None = None
         meter = Meter(
             self.arch, config.training.seq_len, self.device, self.precision.compute, devices=self.mesh.world_size
@@ -279,6 +286,8 @@ class Trainer:
                     sampled = self.sampler is not None and self._is_logged(self.progress.step + 1)
                     if self.sampler is not None and sampled:
                         self.sampler.begin()
+                    if pipelined is not None and self._is_logged(self.progress.step + 1):
+                        pipelined.measure()
                     result, lr = self.train_step(batches, stop.name is not None)
                     times = self.sampler.end() if self.sampler is not None and sampled else None
                     if self.progress.step == first_step and self.mesh.world_size > 1:
@@ -353,6 +362,8 @@ class Trainer:
             slowest = Times(*of_tp_longest)
             row |= {"tp_comm_seconds": slowest.comm, "tp_exposed_seconds": slowest.exposed}
             row["tp_hidden_fraction"] = slowest.hidden
+        if self.stepper.pipelined is not None:
+            row["pp_bubble_fraction"] = self.stepper.pipelined.bubble()
         return row | meter.rates()
 
     def _pause(self, meter: Meter, profiler: Profiler) -> contextlib.AbstractContextManager[None]:
