@@ -200,6 +200,29 @@ TRACE_OVERLAP = Command(
     examples=("shardline trace overlap outputs/run/profile_traces/iteration_10/rank*_trace.json",),
 )
 
+SCHEDULE = Command(
+    "schedule",
+    "Draw a pipeline schedule and say what it costs, without running anything.",
+    (),
+    (
+        Option("pp", "Pipeline ranks.", int, "N", low=1),
+        Option("microbatches", "Micro-batches of a step.", int, "N", low=1),
+        Option("schedule", "Name of the schedule; unset: 1F1B.", str, "NAME"),
+        Option("stages-per-rank", "Stages on each rank; unset: the fewest it runs with.", int, "N", low=1),
+        Option("csv", "Read the schedule from a file, ranks and micro-batches too.", str, "FILE"),
+        Option("svg", "Write the drawing as a picture, too.", str, "FILE"),
+        Option("compare", "Print a table of all schedules instead.", bool, default=False),
+        Option("json", "Print one JSON object per schedule, with the time of each action.", bool, default=False),
+    ),
+    details="NAME: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV.",
+    examples=(
+        "shardline schedule --pp 8 --microbatches 32 --schedule Interleaved1F1B --stages-per-rank 2",
+        "shardline schedule --pp 4 --microbatches 8 --schedule ZBVZeroBubble --svg zbv.svg",
+        "shardline schedule --pp 8 --microbatches 32 --compare",
+        "shardline schedule --csv mine.csv",
+    ),
+)
+
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
@@ -455,6 +478,13 @@ def _trace_overlap(parsed: Parsed) -> int:
     return command(parsed.positionals, **_named(parsed, "json"))
 
 
+def _schedule(parsed: Parsed) -> int:
+    from shardline.bench.schedule import command
+
+    names = ("pp", "microbatches", "schedule", "stages_per_rank", "csv", "svg", "compare", "json")
+    return command(**_named(parsed, *names))
+
+
 def _named(parsed: Parsed, *names: str) -> dict[str, Any]:
     return {name: parsed.options[name] for name in names}
 
@@ -469,4 +499,5 @@ COMMANDS: dict[str, tuple[Command, Callable[[Parsed], int]]] = {
     "bench comm": (BENCH_COMM, _bench_comm),
     "bench overlap": (BENCH_OVERLAP, _bench_overlap),
     "trace overlap": (TRACE_OVERLAP, _trace_overlap),
+    "schedule": (SCHEDULE, _schedule),
 }

@@ -41,6 +41,20 @@ def _tensor(config: Config) -> bool:
     return config.parallelism.tensor_parallel_degree > 1
 
 
+def _pipeline(config: Config) -> bool:
+    return config.parallelism.pipeline_parallel_degree > 1
+
+
+# Schedules that compute weight gradients apart from input gradients; a file's are known when it is read.
+SPLIT_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def _splits_backward(config: Config) -> bool:
+    section = config.parallelism
+    named = section.pipeline_parallel_schedule.lower() in (name.lower() for name in SPLIT_SCHEDULES)
+    return _pipeline(config) and named and not section.pipeline_parallel_schedule_csv
+
+
 def _mode(*names: str) -> Callable[[Config], bool]:
     return lambda config: config.activation_checkpoint.mode in names
 
@@ -73,6 +87,8 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "tied embeddings": _override("tie_word_embeddings", True),
     "packed documents": _override("attn_mask_type", "block_causal"),
     "validation": lambda c: c.validation.enable,
+    "PP": _pipeline,
+    "PP zero-bubble": _splits_backward,
 }
 
 # Ranks that share sequences shard the parameters: with replicas that is HSDP.
@@ -88,6 +104,14 @@ _TRUST_RATIO = Refusal(
     "a trust ratio needs an all-reduce per parameter in the middle of backward",
     'set optimizer.name = "AdamW", or optimizer.early_step_in_backward = false',
 )
+_COMPILED = Refusal(
+    "compiled blocks cannot compute weight gradients apart from input gradients",
+    'set parallelism.pipeline_parallel_schedule = "Interleaved1F1B", or compile.enable = false',
+)
+_LATE = Refusal(
+    "a parameter's gradient is complete only when its stage is through with all micro-batches",
+    "set optimizer.early_step_in_backward = false",
+)
 REFUSED: dict[frozenset[str], Refusal] = {
     frozenset({"DDP", "optimizer in backward"}): Refusal(
         "gradients wait in buckets for their sum, so nothing would be saved",
@@ -99,6 +123,10 @@ REFUSED: dict[frozenset[str], Refusal] = {
     ),
     frozenset({"optimizer in backward", "LAMB"}): _TRUST_RATIO,
     frozenset({"optimizer in backward", "LARS"}): _TRUST_RATIO,
+    frozenset({"PP", "optimizer in backward"}): _LATE,
+    frozenset({"PP zero-bubble", "optimizer in backward"}): _LATE,
+    frozenset({"PP zero-bubble", "compile"}): _COMPILED,
+    frozenset({"PP zero-bubble", "AC memory budget"}): _COMPILED,
 }
 
 # Features that make no sense without another one.
@@ -107,6 +135,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "async TP": ("TP",),
     "whole loss on every TP rank": ("TP",),
     "AC memory budget": ("compile",),
+    "PP zero-bubble": ("PP",),
 }
 
 

@@ -73,10 +73,13 @@ PIPELINE_KEYS = (
     "parallelism.pipeline_parallel_schedule",
     "parallelism.pipeline_parallel_schedule_csv",
     "parallelism.pipeline_parallel_microbatch_size",
-    "parallelism.pipeline_parallel_expert_parallel_overlap",
 )
 CONTEXT_KEYS = ("parallelism.context_parallel_load_balancer", "parallelism.context_parallel_rotate_method")
-EXPERT_KEYS = ("parallelism.expert_tensor_parallel_degree", "parallelism.expert_parallel_comm_backend")
+EXPERT_KEYS = (
+    "parallelism.expert_tensor_parallel_degree",
+    "parallelism.expert_parallel_comm_backend",
+    "parallelism.pipeline_parallel_expert_parallel_overlap",
+)
 
 
 def check(config: Config) -> None:
@@ -410,7 +413,6 @@ RULES: list[Rule] = [
         _feature, "model.flavor", when=lambda c: not _model_not_built(c) and c.model.flavor in _flavors_not_built(c)
     ),
     *_not_built("low precision", "model.converters"),
-    *_degree_not_built("pipeline parallel", "parallelism.pipeline_parallel_degree", *PIPELINE_KEYS),
     *_degree_not_built("expert parallel", "parallelism.expert_parallel_degree", *EXPERT_KEYS),
     *_not_built("asynchronous checkpoints", "checkpoint.async_mode"),
     *_not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
@@ -421,6 +423,11 @@ RULES: list[Rule] = [
     *_not_built("mixture of experts", "debug.moe_force_load_balance"),
     *_not_built("keys of one's own", "job.custom_config_module", "experimental.custom_args_module"),
     # Notes: given, but without effect here.
+    *_needs(
+        "parallelism.pipeline_parallel_degree is 1",
+        lambda c: c.parallelism.pipeline_parallel_degree > 1,
+        *PIPELINE_KEYS,
+    ),
     *_needs("checkpoint.enable is false", lambda c: c.checkpoint.enable, "checkpoint."),
     *_needs(
         "checkpoint.load_only is true",

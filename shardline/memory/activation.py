@@ -12,6 +12,7 @@ The wrapper sits around the block's pure function, so a compiled block has it in
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardline.config.schema import ActivationCheckpoint
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
-from shardline.models.fused import logical_names
+from shardline.models.fused import logical_names, logical_shapes
 
 Function = Callable[..., Any]
 
@@ -47,14 +48,13 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *
     recompute_shapes = _forced_recompute(model, section) if per_op else frozenset()
     context = functools.partial(_per_op_contexts, recompute_shapes) if per_op else None
     wrapped: dict[Function, Function] = {}  # one wrapper per function, so that equal blocks share one compiled graph
-    for index, block in enumerate(model.blocks()):
-        if index % every == 0:
-            if block.function not in wrapped:
-                wrapped[block.function] = _checkpointed(block.function, section, context, compiled)
-            block.function = wrapped[block.function]
-    count = -(-len(model.layers) // every)
+    chosen = [block for layer, block in zip(model.layers, model.blocks(), strict=True) if int(layer) % every == 0]
+    for block in chosen:
+        if block.function not in wrapped:
+            wrapped[block.function] = _checkpointed(block.function, section, context, compiled)
+        block.function = wrapped[block.function]
     kept = "attention and every other matrix product kept" if per_op else "block inputs kept"
-    return [f"activation checkpointing ({section.mode}): {count} of {len(model.layers)} blocks, {kept}"]
+    return [f"activation checkpointing ({section.mode}): {len(chosen)} of {len(model.layers)} blocks, {kept}"]
 
 
 def _selection(section: ActivationCheckpoint) -> tuple[int, bool]:
@@ -140,12 +140,21 @@ def _forced_recompute(model: Decoder, section: ActivationCheckpoint) -> frozense
             for name, parameter in model.named_parameters()
             if parameter.ndim == 2 and any(wanted in part for part in (name, *logical_names(model.arch, name)))
         ]
-        if not found and wanted != "moe.router.gate":  # the default names a module that only MoE models have
+        if not found and not _elsewhere(model, wanted) and wanted != "moe.router.gate":  # a default, of MoE models
             raise ConfigError(
                 f"activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: {wanted!r} is no module here"
             )
         shapes.update(found)
     return frozenset(shapes)
+
+
+def _elsewhere(model: Decoder, wanted: str) -> bool:
+    """Whether another pipeline stage has what is named."""
+    if len(model.layers) == model.arch.n_layers:
+        return False
+    of_layer = {re.sub(r"^layers\.\d+", "layers.{}", name) for name, _ in model.named_parameters()}
+    names = {name.format(layer) for name in of_layer for layer in range(model.arch.n_layers)}
+    return any(wanted in name for name in (*names, *logical_shapes(model.arch)))
 
 
 def _set_memory_budget(section: ActivationCheckpoint, compiled: bool) -> None:

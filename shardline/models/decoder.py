@@ -6,7 +6,7 @@ that compilation and activation checkpointing may wrap. The blocks share one fun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from shardline.config.architecture import Architecture
 from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
 from shardline.models.feed_forward import Products, feed_forward
 from shardline.models.fused import gate_block
-from shardline.models.linear import linear
-from shardline.models.local import local, local_or_none
+from shardline.models.linear import linear, weight_queue
+from shardline.models.local import local, local_waiting
 from shardline.models.rope import rope_tables, rotate
 
 
@@ -190,21 +190,26 @@ class Block(nn.Module):
         a, f = self.attention, self.feed_forward
         queries = a.wqkv if a.wqkv is not None else a.wq
         assert queries is not None
+        part = local_waiting if weight_queue.offered else local
+
+        def part_or_none(parameter: Tensor | None) -> Tensor | None:
+            return None if parameter is None else part(parameter)
+
         return BlockWeights(
-            attention_norm=local(self.attention_norm.weight),
-            wqkv=local(queries.weight),
-            wqkv_bias=local_or_none(queries.bias),
-            wkv=None if a.wkv is None else local(a.wkv.weight),
-            wkv_bias=None if a.wkv is None else local_or_none(a.wkv.bias),
-            q_norm=None if a.q_norm is None else local(a.q_norm.weight),
-            k_norm=None if a.k_norm is None else local(a.k_norm.weight),
-            wo=local(a.wo.weight),
-            wo_bias=local_or_none(a.wo.bias),
-            ffn_norm=local(self.ffn_norm.weight),
-            w13=local(f.w13.weight),
-            w13_bias=local_or_none(f.w13.bias),
-            w2=local(f.w2.weight),
-            w2_bias=local_or_none(f.w2.bias),
+            attention_norm=part(self.attention_norm.weight),
+            wqkv=part(queries.weight),
+            wqkv_bias=part_or_none(queries.bias),
+            wkv=None if a.wkv is None else part(a.wkv.weight),
+            wkv_bias=None if a.wkv is None else part_or_none(a.wkv.bias),
+            q_norm=None if a.q_norm is None else part(a.q_norm.weight),
+            k_norm=None if a.k_norm is None else part(a.k_norm.weight),
+            wo=part(a.wo.weight),
+            wo_bias=part_or_none(a.wo.bias),
+            ffn_norm=part(self.ffn_norm.weight),
+            w13=part(f.w13.weight),
+            w13_bias=part_or_none(f.w13.bias),
+            w2=part(f.w2.weight),
+            w2_bias=part_or_none(f.w2.bias),
         )
 
     def forward(
@@ -221,18 +226,35 @@ class Block(nn.Module):
         return self.function(x, self.weights(), cos, sin, mask, self.spec, shape)
 
 
-class Decoder(nn.Module):
-    """Parameters are made on the default device, not initialised; `compute_dtype` None computes in their own type."""
+class Stage(NamedTuple):
+    """Consecutive modules of a model: some layers, with the embedding before them or norm and output behind them."""
 
-    def __init__(self, arch: Architecture, split_kv: bool = False) -> None:
+    layers: tuple[int, ...]
+    first: bool
+    last: bool
+
+
+class Decoder(nn.Module):
+    """Parameters are made on the default device, not initialised; `compute_dtype` None computes in their own type.
+
+    `stages` are those that this part of a model has, None for all of it. Names are those of the whole model. A part
+    with the last stage holds the output, which is the embedding's weight where they are tied.
+    """
+
+    def __init__(self, arch: Architecture, split_kv: bool = False, stages: Sequence[Stage] | None = None) -> None:
         super().__init__()
         self.arch = arch
         self.compute_dtype: torch.dtype | None = None
         self.context: Any = None  # where ranks share sequences: positions, masks and tokens of this one
-        self.tok_embeddings = Embedding(arch.vocab_size, arch.dim)
-        self.layers = nn.ModuleDict({str(i): Block(arch, window, split_kv) for i, window in enumerate(windows(arch))})
-        self.norm = RMSNorm(arch.dim, arch.norm_eps)
-        self.output = None if arch.tie_word_embeddings else Linear(arch.vocab_size, arch.dim)
+        self.stages = (Stage(tuple(range(arch.n_layers)), True, True),) if stages is None else tuple(stages)
+        first, last = any(stage.first for stage in self.stages), any(stage.last for stage in self.stages)
+        tied = arch.tie_word_embeddings
+        self.tok_embeddings = Embedding(arch.vocab_size, arch.dim) if first or (last and tied) else None
+        here = {layer for stage in self.stages for layer in stage.layers}
+        blocks = {str(i): Block(arch, window, split_kv) for i, window in enumerate(windows(arch)) if i in here}
+        self.layers = nn.ModuleDict(blocks)
+        self.norm = RMSNorm(arch.dim, arch.norm_eps) if last else None
+        self.output = Linear(arch.vocab_size, arch.dim) if last and not tied else None
         self._tables: tuple[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
 
     def hidden(
@@ -247,14 +269,36 @@ class Decoder(nn.Module):
 
         `positions` (S,) or (B, S) default to 0, 1, ...; `documents` (B, S) keep packed documents apart.
         """
-        x = self.tok_embeddings(tokens)
-        x = x if self.compute_dtype is None else x.to(self.compute_dtype)
+        (whole,) = self.stages
+        return self._run(whole, None, tokens, positions, documents, cache)
+
+    def stage(self, x: Tensor | None, tokens: Tensor, documents: Tensor | None, stage: Stage) -> Tensor:
+        """One stage of the model over the residual stream x, which the first stage begins: it is given None."""
+        return self._run(stage, x, tokens, None, documents, None)
+
+    def _run(
+        self,
+        stage: Stage,
+        x: Tensor | None,
+        tokens: Tensor,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        if stage.first:
+            assert self.tok_embeddings is not None
+            x = self.tok_embeddings(tokens)
+            x = x if self.compute_dtype is None else x.to(self.compute_dtype)
+        assert x is not None
         cos, sin, masks = self._surroundings(tokens, x.dtype, positions, documents, cache)
-        for index, block in enumerate(self.blocks()):
-            layer = None if cache is None else cache.layer(index)
+        for index in stage.layers:
+            block, layer = self.block(index), None if cache is None else cache.layer(index)
             x = block(x, cos, sin, masks[block.window], (tokens.shape[0], tokens.shape[1]), layer)
         if cache is not None:
             cache.used += tokens.shape[1]
+        if not stage.last:
+            return x
+        assert self.norm is not None
         return self.norm(x)
 
     def forward(
@@ -273,9 +317,16 @@ class Decoder(nn.Module):
     def blocks(self) -> list[Block]:
         return [block for block in self.layers.values() if isinstance(block, Block)]
 
+    def block(self, layer: int) -> Block:
+        block = self.layers[str(layer)]
+        assert isinstance(block, Block)
+        return block
+
     def output_weight(self) -> Tensor:
         """(V, dim): the output layer's weight, the embedding's when they are tied."""
-        return local(self.tok_embeddings.weight if self.output is None else self.output.weight)
+        module = self.tok_embeddings if self.output is None else self.output
+        assert module is not None, "the output is in another stage"
+        return local(module.weight)
 
     def _surroundings(
         self,

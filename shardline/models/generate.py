@@ -30,6 +30,7 @@ def generate(
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token")
     stops = set(eos_id if isinstance(eos_id, Sequence) else [] if eos_id is None else [eos_id])
+    assert model.tok_embeddings is not None
     weight = model.tok_embeddings.weight
     length = prompt.numel() + max_new_tokens
     cache = KVCache(model.arch, 1, length, weight.device, model.compute_dtype or weight.dtype)

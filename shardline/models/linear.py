@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
+
+# Where the gradients of some weights go (None: not wanted), and what computes them
+Waiting = tuple[list[GradientEdge | None], Callable[[], Sequence[Tensor]]]
 
 
 class WeightQueue:
@@ -24,7 +28,7 @@ class WeightQueue:
     def __init__(self) -> None:
         self.active = False
         self.offered = False  # products of a forward that come now will be asked to wait
-        self._waiting: list[tuple[Sequence[Tensor], Callable[[], Sequence[Tensor]]]] = []
+        self._waiting: list[Waiting] = []
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -34,8 +38,19 @@ class WeightQueue:
         finally:
             self.active = before
 
+    @contextlib.contextmanager
+    def offering(self) -> Iterator[None]:
+        """Around forward and backward whose products may be asked to wait."""
+        before, self.offered = self.offered, True
+        try:
+            yield
+        finally:
+            self.offered = before
+
     def push(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
-        self._waiting.append((weights, compute))
+        # Edges, not tensors: what activation checkpointing gives back is a copy, which forgets where it came from.
+        edges = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
+        self._waiting.append((edges, compute))
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -44,9 +59,22 @@ class WeightQueue:
         """Compute what waits, oldest first and `most` at most, and accumulate it; how many were drained."""
         ready = self._waiting[:most]
         del self._waiting[: len(ready)]
-        for weights, compute in ready:
-            torch.autograd.backward(list(weights), list(compute()))
-        return len(ready)
+        count = len(ready)
+        accumulate(ready)
+        return count
+
+    def take(self) -> list[Waiting]:
+        """All that waits, for whoever computes it later with `accumulate`."""
+        taken, self._waiting = self._waiting, []
+        return taken
+
+
+def accumulate(waiting: list[Waiting]) -> None:
+    """Compute weight gradients and add them to what the weights have; each is freed before the next is computed."""
+    while waiting:
+        edges, compute = waiting.pop(0)
+        wanted = [(edge, value) for edge, value in zip(edges, compute(), strict=True) if edge is not None]
+        torch.autograd.backward([edge for edge, _ in wanted], [value for _, value in wanted])
 
 
 weight_queue = WeightQueue()

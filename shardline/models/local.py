@@ -21,8 +21,33 @@ def local(parameter: Tensor) -> Tensor:
     return part
 
 
-def local_or_none(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else local(parameter)
+def local_waiting(parameter: Tensor) -> Tensor:
+    """The same for weights whose gradients may wait: backward without a gradient leaves none behind.
+
+    DTensor's own would add zeros of the weight's size instead.
+    """
+    if not hasattr(parameter, "to_local"):
+        return parameter
+    part: Tensor = _Part.apply(parameter)
+    return part
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.layout = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        part: Tensor = parameter.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = ctx.layout
+        return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole(tensor: Any) -> Tensor:

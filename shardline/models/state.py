@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.models.fused import fuse, logical_names, unfuse
+from shardline.models.fused import fuse, logical_names, logical_shapes, unfuse
 from shardline.models.local import copy_into, whole
 
 
@@ -34,9 +34,9 @@ def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bo
     values, but a fused weight is never filled in part.
     """
     wanted = {name: logical_names(model.arch, name) for name, _ in model.named_parameters()}
-    present = set(tensors)
-    missing = [part for parts in wanted.values() for part in parts if part not in present]
-    unexpected = sorted(present - {part for parts in wanted.values() for part in parts})
+    present, of_model = set(tensors), logical_shapes(model.arch)  # of the whole model, also where this is a part of it
+    missing = [part for part in of_model if part not in present]
+    unexpected = sorted(present - of_model.keys())
     if strict and (missing or unexpected):
         raise UserError(_difference(missing, unexpected))
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """The one place that fixes the order in which a model is transformed.
 
+    (stages were cut when the model was made)
     context parallel -> tensor parallel -> activation checkpointing -> compile -> data parallel
 
 Everything happens before the parameters have memory; each step says what it did in a line.
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
@@ -21,8 +23,15 @@ from shardline.models.decoder import Decoder
 from shardline.parallel.context import ContextParallel, check_context_parallel, context_plan, describe
 from shardline.parallel.data import apply_fsdp, replicate_parameters
 from shardline.parallel.mesh import Mesh
-from shardline.parallel.tensor import TensorParallel, apply_tensor_parallel, check_rows, check_tensor_parallel
-from shardline.precision.mixed import Precision
+from shardline.parallel.stages import PipelinePlan, plan_pipeline
+from shardline.parallel.tensor import (
+    TensorParallel,
+    apply_tensor_parallel,
+    check_rows,
+    check_tensor_parallel,
+    needs_split_kv,
+)
+from shardline.precision.mixed import Precision, apply_precision
 from shardline.registry import nearest
 
 
@@ -32,6 +41,7 @@ class Applied:
 
     tensor: TensorParallel | None = None
     context: ContextParallel | None = None
+    pipeline: PipelinePlan | None = None
     lines: list[str] = field(default_factory=list)
 
 
@@ -45,6 +55,23 @@ def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
         not section.disable_loss_parallel,
         section.enable_async_tensor_parallel,
     )
+
+
+def make_model(
+    arch: Architecture, config: Config | None, mesh: Mesh | None, precision: Precision
+) -> tuple[Decoder, Applied]:
+    """The part of the model that this rank holds, without memory, transformed for this run's layout."""
+    plan = None if mesh is None or config is None else plan_pipeline(config, arch, mesh.layout)
+    stages = None if plan is None or mesh is None else plan.held(mesh.coordinates["pp"])
+    with torch.device("meta"):
+        model = Decoder(arch, split_kv=needs_split_kv(arch, 1 if mesh is None else mesh.layout.tp), stages=stages)
+    apply_precision(model, precision)
+    if mesh is None or config is None:
+        return model, Applied()
+    done = apply(model, config, mesh, precision)
+    done.pipeline = plan
+    done.lines[:0] = [] if plan is None else plan.lines()
+    return model, done
 
 
 def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> Applied:

@@ -93,8 +93,11 @@ def prepare(
 
 def run_shapes(config: Config, arch: Architecture, plan: TensorParallel, dtype: torch.dtype) -> list[Shape]:
     """Products of training, and those of validation where it has other sizes; of a rank's part of each sequence."""
-    cp = config.parallelism.context_parallel_degree
-    training = config.training.local_batch_size * config.training.seq_len // cp
+    section = config.parallelism
+    cp = section.context_parallel_degree
+    staged = section.pipeline_parallel_degree > 1
+    batch = section.pipeline_parallel_microbatch_size if staged else config.training.local_batch_size
+    training = batch * config.training.seq_len // cp
     shapes = block_shapes(arch, plan.degree, training, dtype, sequence_parallel=plan.sequence_parallel)
     if config.validation.enable:
         rows = config.validation.local_batch_size * config.validation.seq_len // cp

@@ -11,7 +11,7 @@ Gradients are summed, never averaged: the loss is already divided by the targets
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -40,6 +40,8 @@ from shardline.parallel.spans import Running, now, runs_on_host, spans
 from shardline.parallel.tensor import replace_parameter
 from shardline.precision.mixed import DTYPES, Precision
 
+WAYS_IN = ("hidden", "stage")  # methods of the model that begin a forward
+
 # ---- FSDP and HSDP ---------------------------------------------------------------------------------------------------
 
 
@@ -61,7 +63,8 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
         fully_shard(block, reshard_after_forward=reshard, **options)
     # What the root holds (embedding, norm, head) is used first and last: gathering it twice would gain nothing.
     fully_shard(model, reshard_after_forward=False, **options)
-    register_fsdp_forward_method(model, "hidden")
+    for name in WAYS_IN:
+        register_fsdp_forward_method(model, name)
     waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() else None
     exposed.measured = waits is not None or not on_gpu
     count(model, waits, replicated=mesh.axis("dp_replicate") is not None)
@@ -80,18 +83,24 @@ def count(model: Decoder, waits: StreamWaits | None, replicated: bool) -> None:
             if replicated:
                 module.set_all_reduce_hook(scatter.all_reduced)
     if waits is not None:
-        waits.watch(model, model.blocks())
+        waits.watch(model, model.blocks(), WAYS_IN)
 
 
 def _prefetch(model: Decoder, depth: int) -> None:
-    """Gather the weights of the next `depth` blocks while one computes; 0 leaves it to FSDP (backward alone)."""
+    """Gather the weights of the next `depth` blocks while one computes; 0 leaves it to FSDP (backward alone).
+
+    Of several stages each is a chain of its own; the root, which begins all of them, then gathers nothing ahead.
+    """
     if depth == 0:
         return
-    chain = [cast(FSDPModule, module) for module in (model, *model.blocks())]
-    for index, module in enumerate(chain):
-        module.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + depth])
-        before = chain[1:index] if index else chain[1:]  # backward begins with the root, then goes from the last block
-        module.set_modules_to_backward_prefetch(before[::-1][:depth])
+    for stage in model.stages:
+        blocks = [cast(FSDPModule, model.block(layer)) for layer in stage.layers]
+        chain = [cast(FSDPModule, model), *blocks] if len(model.stages) == 1 else blocks
+        for index, module in enumerate(chain):
+            module.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + depth])
+            is_root = module is chain[0] and len(model.stages) == 1
+            before = chain[1:] if is_root else chain[len(chain) - len(blocks) : index]  # backward begins with the root
+            module.set_modules_to_backward_prefetch(before[::-1][:depth])
 
 
 def _reshard_after_forward(config: Config) -> bool:
@@ -268,9 +277,11 @@ class Replicas:
     order on all ranks. A parameter that gets no gradient on a rank counts as zero there.
     """
 
-    def __init__(self, model: nn.Module, config: Config) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, users: Mapping[nn.Parameter, frozenset[int]] | None = None
+    ) -> None:
         self.overlap = config.parallelism.overlap_gradient_reduction
-        self.buckets = _buckets(model, config)
+        self.buckets = _buckets(model, config, users or {})
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.device = local(next(iter(self.bucket_of))).device
@@ -307,14 +318,17 @@ class Replicas:
         while self.overlap and self.next < len(self.buckets) and not self.buckets[self.next].missing:
             self._start_next()
 
-    def _start_next(self) -> None:
-        bucket = self.buckets[self.next]
+    def start(self, bucket: Bucket) -> None:
+        """Begin to sum a bucket, whose gradients are complete."""
         self._settle(bucket)
         gradients = [None if p.grad is None else local(p.grad) for p in bucket.parameters]
         bucket.exchange.start(gradients, self.device)
         bucket.going = True
         for parameter in bucket.parameters:
             parameter.grad = None
+
+    def _start_next(self) -> None:
+        self.start(self.buckets[self.next])
         if self.next > 0:  # has been on its way since the bucket before was full
             self.buckets[self.next - 1].exchange.advance()
         self.next += 1
@@ -354,8 +368,8 @@ def replicate_parameters(model: Decoder, mesh: Mesh) -> None:
         replace_parameter(model, name, distribute_tensor(whole, joined, placements, src_data_rank=None))
 
 
-def _buckets(model: nn.Module, config: Config) -> list[Bucket]:
-    """Parameters in the order backward reaches them, cut where a bucket would exceed its limit."""
+def _buckets(model: nn.Module, config: Config, users: Mapping[nn.Parameter, frozenset[int]]) -> list[Bucket]:
+    """Parameters in the order backward reaches them, cut where a bucket would exceed its limit or `users` change."""
     section = config.parallelism
     limit, dtype = section.gradient_bucket_mib * 2**20, DTYPES[config.training.mixed_precision_reduce]
     groups: list[list[tuple[str, nn.Parameter]]] = []
@@ -364,7 +378,8 @@ def _buckets(model: nn.Module, config: Config) -> list[Bucket]:
         if not parameter.requires_grad:
             continue
         added = local(parameter).numel() * dtype.itemsize
-        if not groups or size + added > limit:
+        other = bool(groups) and users.get(groups[-1][-1][1]) != users.get(parameter)
+        if not groups or size + added > limit or other:
             groups.append([])
             size = 0
         groups[-1].append((name, parameter))

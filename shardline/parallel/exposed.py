@@ -89,14 +89,16 @@ class StreamWaits:
         self.gathered: dict[nn.Module | None, torch.cuda.Event] = {}  # weights that nobody has waited for
         self.scattered: torch.cuda.Event | None = None  # the last gradients, likewise
 
-    def watch(self, model: Any, blocks: Sequence[nn.Module]) -> None:
-        """After FSDP has put its own hooks; `model.hidden` is FSDP's way into the root."""
+    def watch(self, model: Any, blocks: Sequence[nn.Module], ways_in: Sequence[str]) -> None:
+        """After FSDP has put its own hooks; the methods `ways_in` are FSDP's ways into the root."""
         for block in blocks:
             block.register_forward_pre_hook(self._before_forward, prepend=True)
             block.register_forward_pre_hook(self._after_gather)
             block.register_forward_hook(self._before_backward, prepend=True)
             block.register_forward_hook(self._after_forward)
-        self.root, model.hidden = model, self._watched_root(model, model.hidden)
+        self.root = model
+        for name in ways_in:
+            setattr(model, name, self._watched_root(model, getattr(model, name)))
 
     def _before_forward(self, block: nn.Module, arguments: Any) -> None:
         self._settle(self.root)  # by now the root has its weights; its wait was the step's first
@@ -126,7 +128,7 @@ class StreamWaits:
             exposed.between(mark(), done)
 
     def _watched_root(self, model: nn.Module, inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def hidden(*arguments: Any, **options: Any) -> Tensor:
+        def watched(*arguments: Any, **options: Any) -> Tensor:
             self.gathered.clear()
             self.ready[model] = mark()
             out = inner(*arguments, **options)
@@ -135,7 +137,7 @@ class StreamWaits:
                 out.register_hook(lambda gradient: at_end_of_backward(self._before_scatter))
             return out
 
-        return hidden
+        return watched
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

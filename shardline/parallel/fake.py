@@ -23,6 +23,7 @@ KINDS = {
     "reduce_scatter": "reduce-scatter",
     "allreduce": "all-reduce",
     "alltoall": "all-to-all",
+    "send": "send",
 }
 
 # (axis, kind) -> how many, and how many bytes this rank sends

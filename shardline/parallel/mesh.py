@@ -4,6 +4,7 @@
     derived                  fsdp = dp_shard x cp, over which parameters are sharded
                              loss = dp_replicate x dp_shard x cp, over which losses and targets are summed
                              world = all ranks
+                             pp_down = pp once more: activations go up in groups of pp, gradients down in these
                              ep, etp, expert_shard: another cut of dp_shard x cp x tp, for mixtures of experts
 
 TP is innermost, so its ranks are neighbours. An axis of degree 1 has no group and no DTensor dimension, except dp_shard
@@ -12,6 +13,7 @@ with CPU offload: FSDP moves weights between host and device, and wants a mesh e
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -52,6 +54,8 @@ class Mesh:
         self._build_experts(device_type)
         axes = {name: _axis(name, mesh) for name, mesh in self._meshes.items()}
         assert dist.group.WORLD is not None
+        if self.layout.pp > 1:
+            axes["pp_down"] = dataclasses.replace(axes["pp"], name="pp_down", group=_again(self.layout))
         axes["world"] = comm.Axis("world", dist.group.WORLD, self.world_size, self.rank)
         comm.register_axes(axes)
 
@@ -121,6 +125,19 @@ class Mesh:
 
 def _axis(name: str, mesh: DeviceMesh) -> comm.Axis:
     return comm.Axis(name, mesh.get_group(), mesh.size(), mesh.get_local_rank())
+
+
+def _again(layout: Layout) -> dist.ProcessGroup:
+    """Other groups of the same ranks as those of pp, which is the outermost axis.
+
+    A rank that sends one way may have to wait for what comes the other way: NCCL would keep them in one line.
+    """
+    stride = layout.world_size // layout.pp
+    own, _ = dist.new_subgroups_by_enumeration(
+        [[first + place * stride for place in range(layout.pp)] for first in range(stride)]
+    )
+    assert own is not None
+    return own
 
 
 def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardline.models.linear import weight_queue
 from shardline.parallel import comm
 from shardline.parallel.choices import (
     gather_linear,
@@ -19,7 +20,7 @@ from shardline.parallel.choices import (
     linear_scatter_backward,
     linear_sum,
 )
-from shardline.parallel.products import Needs, multiply
+from shardline.parallel.products import Needs, multiply, weight_gradients
 
 
 @torch.library.custom_op("shardline::all_gather_linear", mutates_args=())
@@ -62,9 +63,17 @@ def _gather_linear_gradient(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...
         for g, weight in zip(gradients, weights, strict=False)
     ]
     x_needed, weights_needed = ctx.needs_input_grad[0], any(_flat(ctx.needs_input_grad[1]))
+    if weights_needed and _later():
+        weights_needed = False
+        weight_queue.push(weights, lambda: weight_gradients(given, full))
     found = _gather_linear_backward_op(given, full, weights, ctx.axis, x_needed, weights_needed)
     dx = found[0] if x_needed else None
     return dx, found[int(x_needed) :] if weights_needed else [None] * len(weights), None
+
+
+def _later() -> bool:
+    """Whether weight gradients wait; a compiled function has no say in that, and refuses schedules that ask for it."""
+    return not torch.compiler.is_compiling() and weight_queue.active
 
 
 def _flat(needed: Any) -> list[bool]:
@@ -89,13 +98,15 @@ def _linear_scatter_backward_op(
     gradient: Tensor, x: Tensor, weight: Tensor, axis: str, x_needed: bool, weight_needed: bool
 ) -> list[Tensor]:
     found = linear_scatter_backward(gradient, x, weight, axis, Needs(x_needed, weight_needed))
-    return [part for part in found[:2] if part is not None]
+    kept = [part for part in found[:2] if part is not None]
+    return kept if weight_needed else [*kept, found[2]]
 
 
 @_linear_scatter_backward_op.register_fake
 def _(gradient: Tensor, x: Tensor, weight: Tensor, axis: str, x_needed: bool, weight_needed: bool) -> list[Tensor]:
     kept = ((x, x_needed), (weight, weight_needed))
-    return [tensor.new_empty(tensor.shape) for tensor, needed in kept if needed]
+    full = [] if weight_needed else [x.new_empty(x.shape[0], weight.shape[0])]
+    return [*(tensor.new_empty(tensor.shape) for tensor, needed in kept if needed), *full]
 
 
 def _keep_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -106,7 +117,12 @@ def _keep_both(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _linear_scatter_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     x_needed, weight_needed = ctx.needs_input_grad[:2]
+    later = weight_needed and _later()
+    weight_needed = weight_needed and not later
     found = list(_linear_scatter_backward_op(gradient, x, weight, ctx.axis, x_needed, weight_needed))
+    if later:
+        full = found[-1]
+        weight_queue.push((weight,), lambda: [full.t() @ x])
     return found.pop(0) if x_needed else None, found.pop(0) if weight_needed else None, None
 
 
@@ -126,6 +142,9 @@ def _(x: Tensor, weight: Tensor, axis: str) -> Tensor:
 def _linear_sum_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     x_needed, weight_needed = ctx.needs_input_grad[:2]
+    if weight_needed and _later():
+        weight_needed = False
+        weight_queue.push((weight,), lambda: [gradient.t() @ x])
     return gradient @ weight if x_needed else None, gradient.t() @ x if weight_needed else None, None
 
 
@@ -166,6 +185,9 @@ def _keep_all(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _linear_copy_gradient(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     x, *weights = ctx.saved_tensors
     x_needed, weights_needed = ctx.needs_input_grad[0], any(_flat(ctx.needs_input_grad[1]))
+    if weights_needed and _later():
+        weights_needed = False
+        weight_queue.push(weights, lambda: weight_gradients(gradients, x))
     found = _linear_copy_backward_op(list(gradients), x, weights, ctx.axis, x_needed, weights_needed)
     dx = found[0] if x_needed else None
     return dx, found[int(x_needed) :] if weights_needed else [None] * len(weights), None

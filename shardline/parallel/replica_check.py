@@ -1,7 +1,8 @@
 """Do the ranks that must hold the same weights hold the same bits?
 
 Each rank hashes what it holds of every parameter; only the hashes travel. A parameter is compared over dp_replicate and
-over tp where its placement there is `Replicate`. A single flipped bit always changes the hash.
+over tp where its placement there is `Replicate`, a tied embedding also between the pipeline ranks that have the first
+and the last stage. A single flipped bit always changes the hash.
 """
 
 from __future__ import annotations
@@ -15,28 +16,35 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardline.errors import UserError
+from shardline.models.decoder import Decoder
 from shardline.models.local import local
 from shardline.parallel import comm
 
 AXES = ("dp_replicate", "tp")
+TIED = "tok_embeddings.weight"
 CHUNK = 2**22  # numbers hashed at a time: the copy as int64 stays small
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of a number -> type of the same size
 MOST_NAMED = 8
 
 
-def check_replicas(model: nn.Module, step: int) -> None:
+def check_replicas(model: Decoder, step: int) -> None:
     """Raise UserError, on every rank, that names the parameters and ranks that differ. Every rank must call it."""
-    shared = {axis: replicated(model, axis) for axis in AXES if comm.axis_size(axis) > 1}
-    if not any(shared.values()):
+    axes = [axis for axis in AXES if comm.axis_size(axis) > 1]
+    tied = comm.axis_size("pp") > 1 and model.arch.tie_word_embeddings
+    if not axes and not tied:
         return
-    hashes = {name: fingerprint(local(p)) for name, p in model.named_parameters() if _is_in(name, shared)}
-    differs = torch.zeros(1, dtype=torch.int64, device=next(iter(hashes.values())).device)
+    shared = {axis: replicated(model, axis) for axis in axes}
+    wanted = {name for names in shared.values() for name in names} | ({TIED} if tied else set())
+    hashes = {name: fingerprint(local(p)) for name, p in model.named_parameters() if name in wanted}
+    differs = torch.zeros(1, dtype=torch.int64, device=local(next(model.parameters())).device)
     for axis, names in shared.items():
         if names:
             differs |= _differ(torch.stack([hashes[name] for name in names]), axis)
+    between_stages = _tied_differ(hashes.get(TIED), differs) if tied else torch.zeros_like(differs)
+    differs |= between_stages
     comm.max_in_place(differs, "world")
     if differs.item():
-        raise UserError(_report(hashes, shared, step))
+        raise UserError(_report(hashes, shared, step, bool(between_stages.item())))
 
 
 def replicated(model: nn.Module, axis: str) -> list[str]:
@@ -61,19 +69,26 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def _is_in(name: str, shared: dict[str, list[str]]) -> bool:
-    return any(name in names for names in shared.values())
-
-
 def _differ(hashes: Tensor, axis: str) -> Tensor:
     """1 where not all ranks of the axis have the same; one all-reduce gives largest and smallest."""
     extremes = comm.max_in_place(torch.stack([hashes, ~hashes]), axis)
     return (extremes[0] != ~extremes[1]).any().to(torch.int64)
 
 
-def _report(hashes: dict[str, Tensor], shared: dict[str, list[str]], step: int) -> str:
+def _tied_differ(own: Tensor | None, like: Tensor) -> Tensor:
+    """1 where the pipeline ranks with the first and the last stage hold different embeddings; others take no part."""
+    smallest = torch.full((), torch.iinfo(torch.int64).min, dtype=torch.int64, device=like.device)
+    extremes = torch.stack([smallest, smallest] if own is None else [own, ~own])
+    comm.max_in_place(extremes, "pp")
+    return (extremes[0] != ~extremes[1]).to(torch.int64).reshape(1)
+
+
+def _report(hashes: dict[str, Tensor], shared: dict[str, list[str]], step: int, between_stages: bool) -> str:
     """What any rank sees of its groups, said by all."""
     seen = [line for axis, names in shared.items() if names for line in _differences(hashes, names, axis)]
+    if between_stages:
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(comm.axis("pp").group)))
+        seen.append(f"{TIED} between the first and the last pipeline stage of ranks {ranks}")
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, seen)
     lines = sorted({line for found in everyone for line in found})

@@ -97,6 +97,8 @@ def check_rows(config: Config, plan: TensorParallel) -> None:
         sections.append(("validation", config.validation))
     for name, section in sections:
         length, batch = section.seq_len, section.local_batch_size
+        if name == "training" and config.parallelism.pipeline_parallel_degree > 1:
+            batch = config.parallelism.pipeline_parallel_microbatch_size
         if length * batch % plan.degree:
             near = " and ".join(map(str, nearest_lengths(length, batch, plan.degree)))
             raise ConfigError(
@@ -139,7 +141,8 @@ def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> N
         block.spec = block.spec._replace(products=products, kv_heads=kv_heads)
     rows = vocabulary_rows(arch.vocab_size, plan.degree, rank)
     whole = isinstance(placement("tok_embeddings.weight", plan, arch.tie_word_embeddings), Replicate)
-    model.tok_embeddings.function = ParallelEmbedding(rows, plan.sequence_parallel, whole)
+    if model.tok_embeddings is not None:
+        model.tok_embeddings.function = ParallelEmbedding(rows, plan.sequence_parallel, whole)
 
 
 def replace_parameter(model: nn.Module, name: str, value: Tensor) -> None:

@@ -52,6 +52,11 @@ def set_members(members: Mapping[str, Iterable[int]]) -> None:
     _members.update({axis: tuple(ranks) for axis, ranks in members.items()})
 
 
+def add_members(axis: str, ranks: Iterable[int]) -> None:
+    """Beside the axes of the mesh: the ranks of something that is counted on its own, such as a channel of two."""
+    _members[axis] = tuple(ranks)
+
+
 class Launched(NamedTuple):
     """A collective that runs on the device, and what tells that it is over."""
 
@@ -332,7 +337,7 @@ def _place(thread: int | None) -> str:
 
 
 def _is_wrapper(file: str) -> bool:
-    ours = ("parallel/watchdog.py", "parallel/comm.py", "parallel/exchange.py")
+    ours = ("parallel/watchdog.py", "parallel/comm.py", "parallel/exchange.py", "parallel/channels.py")
     return f"{os.sep}torch{os.sep}" in file or file.endswith((*ours, "threading.py", "concurrent/futures/_base.py"))
 
 

@@ -11,10 +11,9 @@ import torch
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.models.decoder import Decoder
-from shardline.parallel.apply import Applied, apply
+from shardline.parallel.apply import Applied, make_model
 from shardline.parallel.mesh import Mesh
-from shardline.parallel.tensor import needs_split_kv
-from shardline.precision.mixed import Precision, apply_precision
+from shardline.precision.mixed import Precision
 
 
 def seed_of(config: Config) -> int:
@@ -44,11 +43,7 @@ def build_model(
     config: Config | None = None,
 ) -> tuple[Decoder, Applied]:
     """A model, cut and transformed for this run, whose parameters have memory on `device` but no values yet."""
-    tp = 1 if mesh is None else mesh.layout.tp
-    with torch.device("meta"):
-        model = Decoder(arch, split_kv=needs_split_kv(arch, tp))
-    apply_precision(model, precision)
-    applied = Applied() if mesh is None or config is None else apply(model, config, mesh, precision)
+    model, applied = make_model(arch, config, mesh, precision)
     offloaded = config is not None and config.training.enable_cpu_offload
     model.to_empty(device=torch.device("cpu") if offloaded else device)
     model.train()

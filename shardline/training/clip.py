@@ -8,9 +8,10 @@ of the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -19,13 +20,18 @@ from shardline.models.local import local
 from shardline.parallel import comm
 
 
-def squared_norm(parameters: Iterable[nn.Parameter], world_size: int = 1) -> Tensor:
-    """This rank's share of the squared norm of all gradients, a 0-d float32 tensor; does not wait for the device."""
-    held = [(local(p.grad), world_size / shards(p)) for p in parameters if p.grad is not None]
+def squared_norm(
+    parameters: Iterable[nn.Parameter], ranks: int = 1, twice: Collection[nn.Parameter] = frozenset()
+) -> Tensor:
+    """This rank's share of the squared norm of all gradients, a 0-d float32 tensor; does not wait for the device.
+
+    `ranks` share each parameter's work: all of them, or those of a pipeline stage; those in `twice` are on two stages.
+    """
+    held = [(local(p.grad), (1 + (p in twice)) * ranks / shards(p)) for p in parameters if p.grad is not None]
     if not held:
         return torch.zeros(())
     squares = squared_sums([gradient for gradient, _ in held])
-    if world_size == 1:
+    if ranks == 1 and not twice:
         return squares.sum()
     copies = torch.tensor([copies for _, copies in held], dtype=squares.dtype)
     return (squares / copies.to(squares.device, non_blocking=True)).sum()
@@ -76,10 +82,9 @@ def nonfinite_parameters(model: nn.Module, of_gradients: bool = True) -> list[st
     """
     tensors = {name: p.grad if of_gradients else p for name, p in model.named_parameters()}
     held = {name: local(tensor) for name, tensor in tensors.items() if tensor is not None}
-    if not held:
-        return []
-    device = next(iter(held.values())).device
-    bad = torch.stack([(~torch.isfinite(tensor)).any().to(device, torch.float32) for tensor in held.values()])
-    if comm.axis_size("world") > 1:
-        comm.max_in_place(bad, "world")
-    return [name for name, found in zip(held, bad.tolist(), strict=True) if found]
+    names = [name for name, tensor in held.items() if not torch.isfinite(tensor).all()]
+    if comm.axis_size("world") == 1:
+        return names
+    everyone: list[list[str]] = [[] for _ in range(comm.axis_size("world"))]
+    dist.all_gather_object(everyone, names)  # ranks of a pipeline hold other parameters
+    return list(dict.fromkeys(name for names in everyone for name in names))

@@ -111,6 +111,8 @@ class Seen:
     speed: float = 0.0  # mean tokens per second; the first row's holds start-up costs and counts only while alone
     counted: int = 0
     tensor: list[tuple[float, float, float]] = field(default_factory=list)  # seconds: step, tp communication, exposed
+    bubbles: list[float] = field(default_factory=list)
+    theoretical_bubble: float | None = None
 
     def add(self, row: dict[str, Any]) -> None:
         self.counted = 0 if self.last is self.first else self.counted
@@ -119,6 +121,8 @@ class Seen:
         self.memory = max(self.memory, row["memory_gib"])
         if "tp_comm_seconds" in row:
             self.tensor.append((row["step_seconds"], row["tp_comm_seconds"], row["tp_exposed_seconds"]))
+        if "pp_bubble_fraction" in row:
+            self.bubbles.append(row["pp_bubble_fraction"])
         self.first = self.first or row
         self.last = row
 
@@ -127,13 +131,18 @@ class Console:
     """The run as it goes. Every line is also in log/rank-0.log; ranks other than 0 show nothing."""
 
     def __init__(
-        self, config: Config, folder: Path, rank: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        folder: Path,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        theoretical_bubble: float | None = None,
     ) -> None:
         self.folder, self.rank, self.clock = folder, rank, clock
         self.handler = _console_handler() or ConsoleHandler(make_terminal(not config.metrics.disable_color_printing))
         self.terminal = self.handler.terminal
         self.bar: Progress | None = None
-        self.seen = Seen()
+        self.seen = Seen(theoretical_bubble=theoretical_bubble)
         self.step = self.total = 0
         self.first_mark: tuple[int, float] | None = None  # (step, time) from which the ETA is reckoned
         self.drawn_at = 0.0
@@ -255,6 +264,7 @@ def summary(seen: Seen, step: int, total: int, folder: Path) -> list[tuple[str, 
     assert seen.first is not None
     assert seen.last is not None
     tensor = [("tp communication", tensor_summary(seen.tensor))] if seen.tensor else []
+    pipeline = [("pp bubble", bubble_summary(seen.bubbles, seen.theoretical_bubble))] if seen.bubbles else []
     return [
         ("steps", f"{step}" if step == total else f"{step} of {total}"),
         ("first loss", f"{seen.first['loss']:.4f} (step {seen.first['step']})"),
@@ -262,6 +272,7 @@ def summary(seen: Seen, step: int, total: int, folder: Path) -> list[tuple[str, 
         ("tokens/s", f"{seen.speed:,.0f}"),
         ("peak memory", f"{seen.memory:.2f} GiB"),
         *tensor,
+        *pipeline,
         ("run folder", str(folder)),
     ]
 
@@ -274,6 +285,12 @@ def tensor_summary(rows: list[tuple[float, float, float]]) -> str:
     share = min(sent / serial, 0.999) if serial > 0 else 0.0
     reached = f"speed-up {serial / step:.2f} of at most {1 / (1 - share):.2f}" if step > 0 else ""
     return f"{sent:.3f} s a step ({share:.0%}), {hidden / sent if sent else 0:.0%} hidden: {reached}"
+
+
+def bubble_summary(bubbles: list[float], theory: float | None) -> str:
+    """The idle share of a step, which the first one's start-up costs are left out of, beside what the schedule has."""
+    measured = statistics.median(bubbles[1:] or bubbles)
+    return f"{measured:.1%} of the step" + (f", {theory:.1%} by the schedule" if theory is not None else "")
 
 
 def _table(lines: list[tuple[str, str]]) -> Table:

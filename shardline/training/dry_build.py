@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
-from shardline.models.decoder import Decoder
 from shardline.models.local import local
-from shardline.parallel.apply import Applied, apply
+from shardline.parallel.apply import make_model
 from shardline.parallel.fake import fake_group
+from shardline.parallel.hang import spans
 from shardline.parallel.mesh import Mesh
-from shardline.parallel.tensor import needs_split_kv
-from shardline.precision.mixed import Precision, apply_precision
+from shardline.precision.mixed import Precision
 
 Shape = tuple[int, ...]
 
@@ -43,9 +42,9 @@ class Kind:
         return tuple(shape)
 
     def copies(self, layout: Layout) -> int:
-        """How many ranks hold the same part."""
+        """How many ranks of a pipeline stage hold the same part."""
         degrees = [_place(axis, layout, layout.coordinates(0))[0] for axis, _ in self.cuts]
-        return layout.world_size // math.prod(degrees)
+        return layout.world_size // layout.pp // math.prod(degrees)
 
     @property
     def placement(self) -> str:
@@ -60,30 +59,29 @@ class Built:
     rank: int
     counts: dict[Kind, int]
     shards: dict[Kind, Shape]
+    indices: tuple[int, ...]  # of its layers
+
+    @property
+    def layers(self) -> str:
+        """`layers 0-3`, or those of several stages: `layers 0, 1, 4, 5`."""
+        return f"layers {spans(self.indices)}" if self.indices else "no layers"
 
     @property
     def elements(self) -> int:
         return sum(count * math.prod(self.shards[kind]) for kind, count in self.counts.items())
 
 
-def build_for_mesh(arch: Architecture, config: Config, mesh: Mesh, precision: Precision) -> tuple[Decoder, Applied]:
-    """The model this rank would train, on the meta device."""
-    with torch.device("meta"):
-        model = Decoder(arch, split_kv=needs_split_kv(arch, mesh.layout.tp))
-    apply_precision(model, precision)
-    return model, apply(model, config, mesh, precision)
-
-
 def build_rank(arch: Architecture, config: Config, layout: Layout, precision: Precision, rank: int) -> Built:
     with fake_group(rank, layout.world_size):
-        model, _ = build_for_mesh(arch, config, Mesh(layout, "cpu"), precision)
+        model, _ = make_model(arch, config, Mesh(layout, "cpu"), precision)
         counts: Counter[Kind] = Counter()
         shards = {}
         for name, parameter in model.named_parameters():
             kind = Kind(re.sub(r"^layers\.\d+", "layers.*", name), tuple(parameter.shape), _cuts(parameter))
             counts[kind] += 1
             shards[kind] = tuple(local(parameter).shape)
-    return Built(rank, dict(counts), shards)
+        indices = tuple(int(layer) for layer in model.layers)
+    return Built(rank, dict(counts), shards, indices)
 
 
 def _cuts(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
@@ -115,12 +113,18 @@ def shapes(kinds: list[Kind], layout: Layout, rank: int) -> tuple[Shape, ...]:
     return tuple(kind.shard(layout, coordinates) for kind in kinds)
 
 
+def stage_ranks(layout: Layout, place: int) -> range:
+    """The ranks at one place of the pipeline: they hold the same layers."""
+    count = layout.world_size // layout.pp
+    return range(place * count, (place + 1) * count)
+
+
 def same_shapes(first: Built, layout: Layout) -> dict[tuple[Shape, ...], list[int]]:
-    """Ranks by what they hold of each kind of parameter, of all ranks, in the order of the first of each."""
+    """Ranks by what they hold of each kind of parameter, of all with the same layers, in the order of the first."""
     kinds = list(first.counts)
     by_place: dict[tuple[int, int, int], tuple[Shape, ...]] = {}
     found: dict[tuple[Shape, ...], list[int]] = {}
-    for rank in range(layout.world_size):
+    for rank in stage_ranks(layout, layout.coordinates(first.rank)["pp"]):
         coordinates = layout.coordinates(rank)
         place = (coordinates["dp_shard"], coordinates["cp"], coordinates["tp"])
         if place not in by_place:
@@ -129,14 +133,15 @@ def same_shapes(first: Built, layout: Layout) -> dict[tuple[Shape, ...], list[in
     return found
 
 
-def chosen_ranks(alike: dict[tuple[Shape, ...], list[int]], world_size: int, most: int) -> list[int]:
+def chosen_ranks(alike: dict[tuple[Shape, ...], list[int]], most: int) -> list[int]:
     """The first rank, the last one, and the first of each set of shards, up to `most`."""
     firsts = [ranks[0] for ranks in alike.values()]
-    return sorted(dict.fromkeys([0, world_size - 1, *firsts][: max(most, 2)]))
+    last = max(ranks[-1] for ranks in alike.values())
+    return sorted(dict.fromkeys([min(firsts), last, *firsts][: max(most, 2)]))
 
 
 def held(built: Built, layout: Layout, alike: dict[tuple[Shape, ...], list[int]]) -> tuple[int, int]:
-    """Elements on all ranks together, and the same with equal parts counted once."""
+    """Elements on all ranks with the same layers together, and the same with equal parts counted once."""
     total, once = 0, 0
     for position, (kind, count) in enumerate(built.counts.items()):
         of_kind = count * sum(len(ranks) * math.prod(shards[position]) for shards, ranks in alike.items())

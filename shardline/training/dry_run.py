@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -17,17 +17,19 @@ from shardline.models.flavors import resolve
 from shardline.models.fused import parameter_count
 from shardline.parallel.context import context_plan, slices_line
 from shardline.parallel.mesh import crossing_lines
+from shardline.parallel.schedules import warnings
+from shardline.parallel.stages import plan_pipeline
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.training.dry_build import (
     Built,
     Kind,
-    Shape,
     build_rank,
     chosen_ranks,
     differing,
     held,
     same_shapes,
     shapes,
+    stage_ranks,
 )
 from shardline.training.dry_step import step_collectives
 
@@ -53,7 +55,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
         precision = choose_precision(config, torch.device("cuda"), has_bfloat16=True)
         arch = resolve(config.model)
         lines += _model_lines(config, arch, layout, precision)
-        lines += _step_lines(config, layout)
+        lines += _step_lines(config, layout, _pipeline_lines(config, arch, layout))
         lines += _context_lines(config, layout)
         lines += _collective_lines(config, arch, layout, precision)
     else:
@@ -81,8 +83,6 @@ def _mesh_lines(layout: Layout, ranks_per_node: int | None) -> Iterator[str]:
             yield f"  {axis:<12} {degree:>5} ranks, the first group: {_ranks(range(0, degree * stride, stride))}"
     if ranks_per_node is not None:
         yield from (f"  {line}" for line in crossing_lines(layout, ranks_per_node))
-    if layout.pp > 1:
-        yield f"  pp {layout.pp} is not built yet: below, every rank has all layers and no pipeline"
 
 
 def _ranks(ranks: range) -> str:
@@ -104,13 +104,16 @@ def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: 
     yield "parameters on rank 0 (how many x whole shape, placement, shard, elements):"
     yield from (_row(first, kind) for kind in kinds)
     yield f"rank 0 holds {_sizes(config, first.elements, precision)}"
-    chosen = chosen_ranks(alike, layout.world_size, MOST_BUILT)
+    chosen = chosen_ranks(alike, MOST_BUILT)
     for rank in chosen[1:]:
         built = build_rank(arch, config, layout, precision, rank)
         if shapes(kinds, layout, rank) != tuple(built.shards.values()):
             raise RuntimeError(f"rank {rank} was built with other shards than its placements say")
         yield from _other_rank(config, first, built, precision)
-    yield from _total_lines(arch, first, layout, alike, len(chosen))
+    stages = [build_rank(arch, config, layout, precision, stage_ranks(layout, p)[0]) for p in range(1, layout.pp)]
+    for built in stages:
+        yield f"rank {built.rank}, {built.layers}, holds {_sizes(config, built.elements, precision)}"
+    yield from _total_lines(arch, config, [first, *stages], layout, len(chosen) + len(stages))
 
 
 def _row(built: Built, kind: Kind) -> str:
@@ -150,13 +153,18 @@ def _bytes(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"
 
 
-def _total_lines(
-    arch: Architecture, first: Built, layout: Layout, alike: dict[tuple[Shape, ...], list[int]], built: int
-) -> Iterator[str]:
-    total, once = held(first, layout, alike)
+def _total_lines(arch: Architecture, config: Config, stages: list[Built], layout: Layout, built: int) -> Iterator[str]:
+    """`stages`: the first rank at each place of the pipeline, of which there is one without a pipeline."""
+    alike = [same_shapes(stage, layout) for stage in stages]
+    counted = [held(stage, layout, shards) for stage, shards in zip(stages, alike, strict=True)]
+    total, once = (sum(numbers) for numbers in zip(*counted, strict=True))
+    plan = plan_pipeline(config, arch, layout)
+    if plan is not None and arch.tie_word_embeddings and len(set(plan.ends)) > 1:
+        once -= arch.vocab_size * arch.dim  # with the first stage and with the last
     if once != parameter_count(arch):
         raise RuntimeError(f"the shards hold {once:,} parameters, the model has {parameter_count(arch):,}")
-    sets = f"{len(alike)} different sets of shards" if len(alike) > 1 else "all the same shards"
+    count = sum(map(len, alike))
+    sets = f"{count} different sets of shards" if count > 1 else "all the same shards"
     yield f"{layout.world_size} ranks, {sets} ({built} ranks were built): {total:,} elements"
     yield f"with copies counted once: {once:,}, the parameters of the model"
 
@@ -164,13 +172,21 @@ def _total_lines(
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
-def _step_lines(config: Config, layout: Layout) -> Iterator[str]:
+def _pipeline_lines(config: Config, arch: Architecture, layout: Layout) -> Iterator[str]:
+    plan = plan_pipeline(config, arch, layout)
+    if plan is not None:
+        yield from (*plan.lines(), *(f"warning: {line}" for line in warnings(plan.schedule)))
+
+
+def _step_lines(config: Config, layout: Layout, pipeline: Iterable[str] = ()) -> Iterator[str]:
     training = config.training
     tokens = training.local_batch_size * training.seq_len
-    yield f"micro-batch: {training.local_batch_size} x {training.seq_len} = {tokens:,} tokens"
+    unit = "micro-batch" if layout.pp == 1 else "batch"  # the pipeline cuts it into micro-batches of its own
+    yield f"{unit}: {training.local_batch_size} x {training.seq_len} = {tokens:,} tokens"
+    yield from pipeline
     whole = resolve_global_batch(training.global_batch_size, training.local_batch_size, layout.data_ranks)
     ranks = f" x {layout.data_ranks} data ranks" if layout.data_ranks > 1 else ""
-    yield f"step: {_micro_batches(config, layout)} x micro-batch{ranks} = {whole * training.seq_len:,} tokens"
+    yield f"step: {_micro_batches(config, layout)} x {unit}{ranks} = {whole * training.seq_len:,} tokens"
 
 
 def _context_lines(config: Config, layout: Layout) -> Iterator[str]:

@@ -14,11 +14,11 @@ from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
 from shardline.data.loader import Batch
+from shardline.parallel.apply import make_model
 from shardline.parallel.fake import Collectives, count_collectives, fake_group, fake_tensors
 from shardline.parallel.mesh import Mesh
 from shardline.parallel.tensor import vocabulary_rows
 from shardline.precision.mixed import Precision
-from shardline.training.dry_build import build_for_mesh
 from shardline.training.loss import choose_chunk_tokens
 from shardline.training.step import Stepper
 
@@ -31,12 +31,32 @@ def step_collectives(
     """What the first rank sends in one optimizer step."""
     if layout.world_size == 1:
         return {}
+    if layout.pp > 1:
+        return _staged(arch, config, layout, precision, micro_batches)
     few, period = _layers(config, layout, arch.n_layers)
     counted = _micro_batches(arch, config, layout, precision, few, micro_batches)
     if few == arch.n_layers:
         return counted
     more = _micro_batches(arch, config, layout, precision, few + period, micro_batches)
     return _extended(counted, more, (arch.n_layers - few) // period)
+
+
+def _staged(arch: Architecture, config: Config, layout: Layout, precision: Precision, batches: int) -> Collectives:
+    """With pipeline stages: all layers of the first rank. Every schedule runs with one micro-batch and with two."""
+    section = config.parallelism
+    size = section.pipeline_parallel_microbatch_size
+    count = config.training.local_batch_size // size
+    if section.pipeline_parallel_schedule_csv or count <= 2:
+        return _micro_batches(arch, config, layout, precision, arch.n_layers, batches)
+    one, two = (
+        _micro_batches(arch, _with_batch(config, few * size), layout, precision, arch.n_layers, batches)
+        for few in (1, 2)
+    )
+    return _extended(one, two, count - 1)
+
+
+def _with_batch(config: Config, size: int) -> Config:
+    return config.replace({"training.local_batch_size": size, "training.global_batch_size": -1})
 
 
 def _layers(config: Config, layout: Layout, layers: int) -> tuple[int, int]:
@@ -78,11 +98,13 @@ def _step(
     training = config.training
     with fake_group(0, layout.world_size):
         mesh = Mesh(layout, "cpu")
-        model, applied = build_for_mesh(arch, config, mesh, precision)
+        model, applied = make_model(arch, config, mesh, precision)
         with fake_tensors():
             model.to_empty(device="cpu")
             model.train()
-            stepper = Stepper(config, model, torch.optim.SGD(model.parameters(), lr=0.0), mesh, applied.tensor)
+            stepper = Stepper(
+                config, model, torch.optim.SGD(model.parameters(), lr=0.0), mesh, applied, torch.device("cpu")
+            )
             tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
             batch = Batch(tokens, tokens, None, torch.zeros(training.local_batch_size, dtype=torch.int64))
             return count_collectives(lambda: stepper.step([batch] * micro_batches, 0.0, 1))

@@ -40,8 +40,15 @@ KEYS = (
     "comm_bytes",
 )
 # Keys of some layouts: seconds the step waited for data-parallel communication that nothing hid; seconds of
-# tensor-parallel communication in the logged step, those the ranks stood still for, and the share that was hidden.
-OPTIONAL_KEYS = ("dp_exposed_seconds", "tp_comm_seconds", "tp_exposed_seconds", "tp_hidden_fraction")
+# tensor-parallel communication in the logged step, those the ranks stood still for, and the share that was hidden;
+# the share of the logged step's pipeline in which the ranks were idle.
+OPTIONAL_KEYS = (
+    "dp_exposed_seconds",
+    "tp_comm_seconds",
+    "tp_exposed_seconds",
+    "tp_hidden_fraction",
+    "pp_bubble_fraction",
+)
 
 
 class Meter:

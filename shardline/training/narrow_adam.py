@@ -42,7 +42,9 @@ class NarrowAdam(torch.optim.Optimizer):
         super().__init__(pattern.param_groups, pattern.defaults)
         self.function: Any = adamw if isinstance(pattern, torch.optim.AdamW) else adam
         held = [local(parameter) for group in self.param_groups for parameter in group["params"]]
-        self._longest = min(sum(part.numel() for part in held), SCRATCH[held[0].device.type])
+        self._longest = SCRATCH[held[0].device.type]
+        if held[0].device.type == "cpu":  # there the beginning of a sequence does not depend on its length
+            self._longest = min(sum(part.numel() for part in held), self._longest)
         self._noise: tuple[tuple[int, torch.device], Tensor] | None = None
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:

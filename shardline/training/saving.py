@@ -20,8 +20,9 @@ from shardline.models.hf_config import export_family
 from shardline.precision.mixed import DTYPES
 from shardline.training import checkpoint as files
 from shardline.training.assets import assets_at, special_tokens, tokenizer_of_run
+from shardline.training.collecting import collected
 from shardline.training.starting import DataIdentity, Progress
-from shardline.training.tensor_file import describe_file
+from shardline.training.tensor_file import Entry, describe_file
 
 log = logging.getLogger("shardline")
 
@@ -68,12 +69,13 @@ class Saver:
         if last and self.section.last_save_in_hf:
             path = self._save_hf(progress.step, trainer, dtype)
         elif last and self.section.last_save_model_only:
-            entries = files.model_entries(self.model, dtype)
+            entries = self._collected(files.model_entries(self.model, dtype))
             path = files.save_checkpoint(
                 self.folder, progress.step, "model", self.model.arch, trainer, entries, self.writes
             )
         else:
-            entries = files.model_entries(self.model) + files.optimizer_entries(self.model, self.optimizer)
+            held = files.model_entries(self.model) + files.optimizer_entries(self.model, self.optimizer)
+            entries = self._collected(held)
             path = files.save_checkpoint(
                 self.folder, progress.step, "full", self.model.arch, trainer, entries, self.writes
             )
@@ -91,13 +93,13 @@ class Saver:
     def _save_hf(self, step: int, trainer: dict[str, Any], dtype: torch.dtype) -> Path:
         final = self.folder / f"step-{step}"
         if not self.writes:
-            for _ in _named(self.model):
+            for _ in self._named():
                 pass
             return final
         with files.partial_folder(final) as partial:
             self.folder.mkdir(parents=True, exist_ok=True)
             assets, special = assets_at(trainer["tokenizer"]), special_tokens(trainer["tokenizer"])
-            write_hf(_named(self.model), self.model.arch, partial, dtype, assets_from=assets, special_tokens=special)
+            write_hf(self._named(), self.model.arch, partial, dtype, assets_from=assets, special_tokens=special)
             recorded = {path.name: describe_file(path) for path in sorted(partial.iterdir())}
             files.publish(partial, final, files.manifest(step, "model", self.model.arch, trainer, recorded))
         return final
@@ -113,7 +115,9 @@ class Saver:
             "rng": files.rng_state(),
         }
 
+    def _collected(self, entries: list[Entry]) -> list[Entry]:
+        return collected(entries, self.model.arch, next(self.model.parameters()).dtype)
 
-def _named(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    for entry in files.model_entries(model):
-        yield entry.name.removeprefix("model/"), entry.read()
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for entry in self._collected(files.model_entries(self.model)):
+            yield entry.name.removeprefix("model/"), entry.read()

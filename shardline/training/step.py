@@ -15,13 +15,15 @@ from shardline.errors import UserError
 from shardline.memory.early_step import EarlyStep, step_early
 from shardline.models.decoder import Decoder
 from shardline.parallel import comm
+from shardline.parallel.apply import Applied
 from shardline.parallel.data import Replicas, set_gradient_sync
 from shardline.parallel.mesh import Mesh
-from shardline.parallel.tensor import TensorParallel, replicated_parameters, sum_replicated_gradients
+from shardline.parallel.tensor import replicated_parameters, sum_replicated_gradients
 from shardline.training.clip import clip_, nonfinite_parameters, shards, squared_norm
 from shardline.training.device import read
 from shardline.training.head import Head
 from shardline.training.loss import count_targets
+from shardline.training.pipelined import Pipelined
 from shardline.training.schedule import set_lr
 
 log = logging.getLogger("shardline")
@@ -42,15 +44,20 @@ class Stepper:
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         mesh: Mesh,
-        tensor: TensorParallel | None,
+        applied: Applied,
+        device: torch.device,
     ) -> None:
         self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
+        tensor = applied.tensor
         compiled = config.compile.enable and "loss" in config.compile.components
         self.head = Head(tensor, config.training.loss_chunk_tokens, compiled, config.compile.backend)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
         plain_replicas = mesh.axis("dp_replicate") is not None and mesh.axis("fsdp") is None
-        self.replicas = Replicas(model, config) if plain_replicas else None
+        self.pipelined = None
+        if applied.pipeline is not None:
+            self.pipelined = Pipelined(config, model, mesh, applied.pipeline, self.head, device)
+        self.replicas = Replicas(model, config) if plain_replicas and self.pipelined is None else None
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
@@ -73,6 +80,9 @@ class Stepper:
         section = self.config.parallelism
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
+            if self.pipelined is not None:
+                total += self.pipelined.forward_backward(batch, scale, last)
+                continue
             set_gradient_sync(self.model, section, last)
             if self.early is not None:
                 self.early.enabled = last
@@ -84,7 +94,11 @@ class Stepper:
             total += loss.detach()
         if self.replicas is not None:
             self.replicas.finish()
+        if self.pipelined is not None:
+            self.pipelined.finish()
         sum_replicated_gradients(self.summed_over_tp)
+        if self.pipelined is not None:
+            self.pipelined.sum_tied()
         return total
 
     def step(self, batches: list[Batch], lr: float, number: int, asked_to_stop: bool = False) -> StepResult:
@@ -119,7 +133,9 @@ class Stepper:
 
     def _agree(self, loss: Tensor, asked_to_stop: bool, squares: Tensor | None = None) -> StepResult:
         """Loss, gradient norm and the wish to stop, of all ranks: one all-reduce, one wait for the device a step."""
-        squares = squared_norm(self.parameters, self.mesh.world_size) if squares is None else squares
+        if squares is None:
+            twice = frozenset() if self.pipelined is None else self.pipelined.on_two_stages
+            squares = squared_norm(self.parameters, self.mesh.world_size // self.mesh.layout.pp, twice)
         stop = torch.full((), float(asked_to_stop), device=loss.device)
         numbers = torch.stack([loss * self.head.share, squares.to(loss.device), stop])
         if self.mesh.world_size > 1:

@@ -45,6 +45,8 @@ from shardline.parallel.mesh import (
 )
 from shardline.parallel.rendezvous import connect_store, gather_ranks
 from shardline.parallel.replica_check import check_replicas
+from shardline.parallel.schedules import warnings
+from shardline.parallel.stages import plan_pipeline
 from shardline.precision.mixed import choose_precision
 from shardline.training.binding import prepare_rank
 from shardline.training.build import build_model, seed_of, set_determinism
@@ -91,6 +93,7 @@ class Trainer:
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
         self.kernel = check_attention(self.arch, self.device, self.precision.compute)
+        self.pipeline = plan_pipeline(config, self.arch, self.layout)  # what cannot run is refused before ranks meet
         self._open = contextlib.ExitStack()
         try:
             self._join(config)
@@ -169,6 +172,8 @@ class Trainer:
             log.info("note: %s", line)
         for line in self.rank_lines:
             log.info("%s", line)
+        for line in () if self.pipeline is None else warnings(self.pipeline.schedule):
+            log.warning("%s", line)
 
     def _length_notes(self) -> Iterator[str]:
         length, longest = self.config.training.seq_len, self.arch.max_seq_len
@@ -206,7 +211,7 @@ class Trainer:
         self.sampler = Sampler(self.device) if self.applied.tensor is not None else None
         folder, writes = self.folder.checkpoint_folder, self.mesh.rank == 0
         self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, writes)
-        self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied.tensor)
+        self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied, self.device)
 
     def _start(self) -> tuple[Progress, bool]:
         """Give the model its weights: resumed, loaded or drawn; (how far the run is, whether it had finished)."""
@@ -255,7 +260,9 @@ class Trainer:
             self.close()
             return Result(0, None)
         config, row = self.config, dict[str, Any]()
-        console = Console(config, self.folder.path, rank=self.mesh.rank)
+        pipelined = self.stepper.pipelined
+        theory = None if pipelined is None else pipelined.theoretical_bubble
+        console = Console(config, self.folder.path, rank=self.mesh.rank, theoretical_bubble=theory)
         metrics: Metrics | None = None
         meter = Meter(
             self.arch, config.training.seq_len, self.device, self.precision.compute, devices=self.mesh.world_size
@@ -279,6 +286,8 @@ class Trainer:
                     sampled = self.sampler is not None and self._is_logged(self.progress.step + 1)
                     if self.sampler is not None and sampled:
                         self.sampler.begin()
+                    if pipelined is not None and self._is_logged(self.progress.step + 1):
+                        pipelined.measure()
                     result, lr = self.train_step(batches, stop.name is not None)
                     times = self.sampler.end() if self.sampler is not None and sampled else None
                     if self.progress.step == first_step and self.mesh.world_size > 1:
@@ -353,6 +362,8 @@ class Trainer:
             slowest = Times(*of_tp_longest)
             row |= {"tp_comm_seconds": slowest.comm, "tp_exposed_seconds": slowest.exposed}
             row["tp_hidden_fraction"] = slowest.hidden
+        if self.stepper.pipelined is not None:
+            row["pp_bubble_fraction"] = self.stepper.pipelined.bubble()
         return row | meter.rates()
 
     def _pause(self, meter: Meter, profiler: Profiler) -> contextlib.AbstractContextManager[None]:
@@ -373,7 +384,8 @@ class Trainer:
         section, step = self.config.validation, self.progress.step
         if self.validation is None or not self._validates():
             return
-        loss = validation_loss(self.model, self.stepper.head, self.validation, section.steps, self.mesh)
+        stepper = self.stepper
+        loss = validation_loss(self.model, stepper.head, self.validation, section.steps, self.mesh, stepper.pipelined)
         metrics.log_validation(step, loss)
         console.message(f"step {step}  validation loss {loss:.4f}")
 

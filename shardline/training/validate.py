@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from shardline.data.loader import Loader
@@ -12,19 +14,28 @@ from shardline.parallel.mesh import Mesh
 from shardline.training.device import read
 from shardline.training.head import Head
 from shardline.training.loss import count_targets
+from shardline.training.pipelined import Pipelined
 
 
 @torch.no_grad()
-def validation_loss(model: Decoder, head: Head, loader: Loader, steps: int, mesh: Mesh) -> float:
+def validation_loss(
+    model: Decoder, head: Head, loader: Loader, steps: int, mesh: Mesh, pipelined: Pipelined | None = None
+) -> float:
     """Sum of token losses over number of targets, over `steps` batches (-1: all of them) of every data rank."""
     was_training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=loader.device)
-    for batch in loader.epoch(None if steps < 0 else steps):
-        batch = batch if model.context is None else model.context.cut(batch)
-        hidden = model.hidden(batch.tokens, documents=batch.documents)
-        sums[0] += head.loss(model, hidden, batch.labels, 1.0) * head.share
-        sums[1] += count_targets(batch.labels) / mesh.layout.tp
+    batches = iter(loader.epoch(None if steps < 0 else steps))
+    # With stages, as many batches at a time as there are ranks: each computes one while the others have the rest.
+    while some := list(itertools.islice(batches, mesh.layout.pp)):
+        some = [batch if model.context is None else model.context.cut(batch) for batch in some]
+        if pipelined is not None:
+            sums[0] += pipelined.losses(some) * head.share
+        for batch in some:
+            if pipelined is None:
+                hidden = model.hidden(batch.tokens, documents=batch.documents)
+                sums[0] += head.loss(model, hidden, batch.labels, 1.0) * head.share
+            sums[1] += count_targets(batch.labels) / (mesh.layout.tp * mesh.layout.pp)
     if mesh.world_size > 1:
         comm.sum_in_place(sums, "world")
     free_gathered(model)

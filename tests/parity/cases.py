@@ -17,6 +17,7 @@ DEGREES = {
     "fsdp": "parallelism.data_parallel_shard_degree",
     "tp": "parallelism.tensor_parallel_degree",
     "cp": "parallelism.context_parallel_degree",
+    "pp": "parallelism.pipeline_parallel_degree",
 }
 
 
@@ -37,19 +38,22 @@ def case(
     fsdp: int = 1,
     tp: int = 1,
     cp: int = 1,
+    pp: int = 1,
     tolerances: Tolerances = FLOAT32,
     slow: bool = False,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Case:
     overrides: dict[str, Any] = {DEGREES["ddp"]: ddp, DEGREES["fsdp"]: fsdp, DEGREES["tp"]: tp}
     overrides |= {DEGREES["cp"]: cp} if cp > 1 else {}
+    if pp > 1:
+        overrides |= {DEGREES["pp"]: pp}
     model: dict[str, Any] = {}
     for change in changes:
         overrides |= change
         model |= change.get("model.overrides", {})
     if model:
         overrides["model.overrides"] = model
-    return Case(name, ddp * fsdp * tp * cp, overrides, tolerances, slow, timeout)
+    return Case(name, pp * ddp * fsdp * cp * tp, overrides, tolerances, slow, timeout)
 
 
 def model(**fields: Any) -> dict[str, Any]:
@@ -95,6 +99,22 @@ NO_OVERLAP = {"parallelism.overlap_gradient_reduction": False}
 LAMB = {"optimizer.name": "LAMB", "optimizer.lr": 1e-2}
 LARS = {"optimizer.name": "LARS", "optimizer.lr": 10.0}
 OFFLOAD = {"training.enable_cpu_offload": True}
+
+
+def layers(number: int) -> dict[str, Any]:
+    return model(n_layers=number)
+
+
+def schedule(name: str) -> dict[str, Any]:
+    return {"parallelism.pipeline_parallel_schedule": name}
+
+
+INTERLEAVED = schedule("Interleaved1F1B")
+ZERO_BUBBLE = schedule("InterleavedZeroBubble")
+ZBV = schedule("ZBVZeroBubble")
+LOOPED = schedule("LoopedBFS")
+DUAL_PIPE = schedule("DualPipeV")
+TWO_AT_A_TIME = {"training.local_batch_size": 2}
 CHUNKS = {"training.loss_chunk_tokens": 48}
 BF16 = {"training.mixed_precision_param": "bfloat16", "optimizer.lr": 1e-3}
 
@@ -290,6 +310,48 @@ CASES = [
     case("ddp2-cp2-ulysses-tp2", ULYSSES, ddp=2, cp=2, tp=2, slow=True),
     case("hsdp2x2-cp2-ring", RING, ddp=2, fsdp=2, cp=2, slow=True),
     case("ddp2-cp4-ring-documents", RING, DOCUMENTS, ddp=2, cp=4, slow=True),
+    # pipeline parallel
+    case("pp2", layers(4), pp=2),
+    case("pp2-gpipe", layers(4), schedule("GPipe"), pp=2),
+    case("pp4", layers(4), pp=4),
+    case("pp2-interleaved", layers(4), INTERLEAVED, pp=2),
+    case("pp4-interleaved", layers(8), INTERLEAVED, pp=4),
+    case("pp2-ddp2", layers(4), pp=2, ddp=2),
+    case("pp2-tp2", layers(4), pp=2, tp=2),
+    case("pp2-fsdp2", layers(4), pp=2, fsdp=2),
+    case("pp2-zero-bubble", layers(4), ZERO_BUBBLE, pp=2),
+    case("pp2-zbv", layers(4), ZBV, pp=2),
+    case("pp2-dual-pipe", layers(4), DUAL_PIPE, pp=2),
+    case("pp2-tied", layers(4), TIED, pp=2),
+    case("pp2-zbv-tied", layers(4), ZBV, TIED, pp=2),
+    case("pp2-accumulation", layers(4), TWO_AT_A_TIME, pp=2),
+    case("pp2-validation", layers(4), VALIDATION, pp=2),
+    case("pp2-interleaved-validation", layers(4), INTERLEAVED, WHOLE_VALIDATION, pp=2),
+    case("pp2-documents", layers(4), DOCUMENTS, pp=2),
+    case("pp2-zero-bubble-tp2", layers(4), ZERO_BUBBLE, pp=2, tp=2),
+    case("pp2-zero-bubble-fsdp2", layers(4), ZERO_BUBBLE, pp=2, fsdp=2),
+    case("pp2-zbv-fsdp2-full-ac", layers(4), ZBV, FULL_AC, pp=2, fsdp=2),
+    case("pp2-zbv-full-ac", layers(4), ZBV, FULL_AC, pp=2),
+    case("pp2-zero-bubble-op-ac", layers(4), ZERO_BUBBLE, OP_AC, pp=2),
+    case("pp2-dual-pipe-tp2-op-ac", layers(4), DUAL_PIPE, OP_AC, pp=2, tp=2),
+    case("pp2-zero-bubble-tp2-async-full-ac", layers(4), ZERO_BUBBLE, ASYNC, FULL_AC, pp=2, tp=2),
+    case("pp2-zbv-tp2-async-op-ac", layers(4), ZBV, ASYNC, OP_AC, pp=2, tp=2),
+    case("pp2-zbv-tp2-async-no-sequence-biases", layers(4), ZBV, ASYNC, NO_SEQUENCE, BIASES, pp=2, tp=2),
+    case("pp2-ddp2-zbv-tied-accumulation", layers(4), ZBV, TIED, TWO_AT_A_TIME, pp=2, ddp=2),
+    case("pp2-fsdp2-tied-always", layers(4), INTERLEAVED, TIED, ALWAYS, TWO_AT_A_TIME, pp=2, fsdp=2),
+    case("pp2-fsdp2-bf16-always-zbv", layers(4), ZBV, BF16, ALWAYS, pp=2, fsdp=2, tolerances=BFLOAT16),
+    case("pp2-bf16", BF16, pp=2, tolerances=BFLOAT16),
+    case("pp2-tp2-tied", layers(4), TIED, INTERLEAVED, pp=2, tp=2),
+    case("pp2-tp2-dual-pipe", layers(4), DUAL_PIPE, pp=2, tp=2),
+    case("pp2-tp2-zbv", layers(4), ZBV, pp=2, tp=2),
+    case("pp2-looped-tp2", layers(4), LOOPED, pp=2, tp=2),
+    case("pp2-gpipe-tp2", layers(4), schedule("GPipe"), pp=2, tp=2),
+    case("pp2-gpipe-fsdp2", layers(4), schedule("GPipe"), pp=2, fsdp=2),
+    case("pp2-looped-fsdp2", layers(4), LOOPED, pp=2, fsdp=2),
+    case("pp2-interleaved-fsdp2", layers(4), INTERLEAVED, pp=2, fsdp=2),
+    case("pp2-dual-pipe-fsdp2", layers(4), DUAL_PIPE, pp=2, fsdp=2),
+    case("pp2-zbv-fsdp2", layers(4), ZBV, pp=2, fsdp=2),
+    case("pp2-offload", layers(4), OFFLOAD, pp=2),
     # tensor parallel with data parallel
     case("ddp2-tp2", ddp=2, tp=2),
     case("ddp2-tp2-accumulation-tied", SMALL_BATCHES, TIED, ddp=2, tp=2),

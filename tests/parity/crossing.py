@@ -45,6 +45,8 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "tied embeddings": ("tied", {}, cases.TIED),
     "packed documents": ("documents", {}, cases.DOCUMENTS),
     "validation": ("validation", {}, cases.VALIDATION),
+    "PP": ("pp", {"pp": 2}, {}),
+    "PP zero-bubble": ("zbv", {}, cases.layers(4) | cases.ZBV),
 }
 
 
@@ -93,6 +95,9 @@ def _fits(features: list[str]) -> bool:
     if math.prod(degrees.values()) > MOST_RANKS:
         return False
     pairs = [frozenset(pair) for pair in combinations(features, 2)]
+    degrees = {axis: degree for name in features for axis, degree in HOW[name][1].items()}
+    if math.prod(degrees.values()) > MOST_RANKS:
+        return False
     return not any(pair in REFUSED or any(pair <= choice for choice in EXCLUSIVE) for pair in pairs)
 
 

@@ -179,7 +179,7 @@ def train(settings: dict[str, Any], mutation: Mutation | None) -> Record:
             _watch(trainer, record)
             trainer.train()
         record.parameters, record.parameter_prints = _whole(trainer, lambda parameter: parameter.detach())
-        if int(os.environ.get("RANK", "0")) > 0:
+        if trainer.mesh.rank % (trainer.mesh.world_size // trainer.mesh.layout.pp):  # the first of each stage has them
             record.gradients, record.parameters = {}, {}
         return record
 
@@ -258,18 +258,23 @@ def _whole(trainer: Any, value: Callable[[Any], Tensor | None]) -> tuple[dict[st
 
 def join(records: list[Record], layout: Layout, folder: Path) -> Result:
     """One result from the ranks' records; what every rank must have alike is checked here."""
-    first = records[0]
+    first, of_stage = records[0], len(records) // layout.pp
     for rank, record in enumerate(records):
-        for what in ("losses", "grad_norms", "gradient_prints", "parameter_prints"):
+        for what in ("losses", "grad_norms"):
             _check_alike(what, rank, getattr(first, what), getattr(record, what))
+        for what in ("gradient_prints", "parameter_prints"):
+            same = getattr(records[rank - rank % of_stage], what)
+            _check_alike(what, rank, same, getattr(record, what))
+            _check_shared(what, rank, getattr(first, what), getattr(record, what))
+    stages = records[::of_stage]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss" in row]
     assert [row["loss"] for row in steps] == first.losses, "metrics.jsonl shows other losses than the steps had"
     return Result(
         losses=first.losses,
         grad_norms=first.grad_norms,
-        gradients=first.gradients,
-        parameters=first.parameters,
+        gradients={name: value for record in stages for name, value in record.gradients.items()},
+        parameters={name: value for record in stages for name, value in record.parameters.items()},
         samples=_samples_by_data_rank(records, layout),
         validation_losses=[row["validation_loss"] for row in rows if "validation_loss" in row],
         comm_bytes=[row["comm_bytes"] for row in steps],
@@ -287,6 +292,13 @@ def _check_alike(what: str, rank: int, first: Any, other: Any) -> None:
     raise AssertionError(
         f"{what}: rank {rank} differs from rank 0 at step {step + 1}: {other[step:][:1]} {first[step:][:1]}"
     )
+
+
+def _check_shared(what: str, rank: int, first: dict[str, str], other: dict[str, str]) -> None:
+    """Tied embeddings are on two pipeline stages."""
+    differing = [name for name in first.keys() & other.keys() if first[name] != other[name]]
+    if differing:
+        raise AssertionError(f"{what}: rank {rank} holds another copy than rank 0 of {differing}")
 
 
 def _samples_by_data_rank(records: list[Record], layout: Layout) -> list[list[list[int]]]:
