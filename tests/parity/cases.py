@@ -352,6 +352,16 @@ CASES = [
     case("pp2-dual-pipe-fsdp2", layers(4), DUAL_PIPE, pp=2, fsdp=2),
     case("pp2-zbv-fsdp2", layers(4), ZBV, pp=2, fsdp=2),
     case("pp2-offload", layers(4), OFFLOAD, pp=2),
+    # pipelines whose ranks share sequences
+    case("pp2-cp2-ring", layers(4), RING, pp=2, cp=2),
+    case("pp2-cp2-allgather-documents", layers(4), ALLGATHER, DOCUMENTS, pp=2, cp=2),
+    case("pp2-interleaved-cp2-ulysses-tied", layers(4), INTERLEAVED, ULYSSES, TIED, pp=2, cp=2),
+    case("pp2-zbv-cp2-ring-documents-full-ac", layers(4), ZBV, RING, DOCUMENTS, FULL_AC, pp=2, cp=2),
+    case("pp2-cp2-ring-validation-accumulation", layers(4), RING, WHOLE_VALIDATION, TWO_AT_A_TIME, pp=2, cp=2),
+    case("pp2-cp2-ring-tp2", layers(4), INTERLEAVED, RING, DOCUMENTS, pp=2, cp=2, tp=2),
+    case("pp2-zero-bubble-cp2-ring-tp2-async", layers(4), ZERO_BUBBLE, RING, ASYNC, pp=2, cp=2, tp=2, slow=True),
+    case("pp2-fsdp2-cp2-ring", layers(4), RING, DOCUMENTS, pp=2, fsdp=2, cp=2, slow=True),
+    case("pp2-ddp2-cp2-allgather", layers(4), ALLGATHER, pp=2, ddp=2, cp=2, slow=True),
     # tensor parallel with data parallel
     case("ddp2-tp2", ddp=2, tp=2),
     case("ddp2-tp2-accumulation-tied", SMALL_BATCHES, TIED, ddp=2, tp=2),
