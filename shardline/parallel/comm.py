@@ -82,7 +82,10 @@ def register_axes(axes: dict[str, Axis]) -> None:
     direct.clear()
     _axes.update(axes)
     traffic.take()
-    watchdog.set_members({name: dist.get_process_group_ranks(over.group) for name, over in axes.items()})
+    members = {name: dist.get_process_group_ranks(over.group) for name, over in axes.items()}
+    if "fsdp" in members:
+        members["dp_shard"] = members["fsdp"]  # FSDP's collectives have that name, and run over cp as well
+    watchdog.set_members(members)
 
 
 def axis(name: str) -> Axis:

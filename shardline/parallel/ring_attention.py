@@ -67,7 +67,7 @@ def pack(k: Tensor, v: Tensor, each: int) -> Tensor:
 
 
 def together(block: Tensor) -> Tensor:
-    """Keys and values (2, B, tokens, KV, D) of the slices of a block; a view of a single slice, or of a single row."""
+    """Keys and values (2, B, tokens, KV, D) of the slices of a block; a copy where they are several."""
     return block.movedim(0, 2).flatten(2, 3)
 
 
