@@ -464,3 +464,17 @@ def test_the_log_says_who_has_what():
     assert slices_line(context_plan(config_of(64), 64, 0), 1280).endswith(
         "cp 2 has 2 and 125, ..., cp 63 has 63 and 64"
     )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "masked"), [("flash", False), ("cudnn", False), ("efficient", False), ("efficient", True)]
+)
+def test_ops_of_a_gpu_have_the_signatures_we_call(kernel, masked):
+    """On meta tensors, of other lengths than the kernels would like."""
+    q = torch.empty(1, 100, 4, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    k = torch.empty(1, 50, 2, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    allowed = torch.ones(1, 1, 100, 50, dtype=torch.bool, device="meta") if masked else None
+    forward, backward = attention_parts._KERNELS[kernel]
+    out, lse = forward(q, k, k, False, allowed)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    assert [x.shape for x in backward(out, q, k, k, out, lse, False, allowed)] == [q.shape, k.shape, k.shape]
