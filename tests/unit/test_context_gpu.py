@@ -53,10 +53,7 @@ def documents_of(batch: int) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float32, 2e-5)])
 @pytest.mark.parametrize(("window", "packed"), [(0, False), (200, False), (0, True), (200, True)])
-def test_ranks_together_compute_what_one_computes(
-    window: int, packed: bool, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_ranks_together_compute_what_one_computes(window: int, packed: bool, dtype: torch.dtype, bound: float) -> None:
     source = torch.Generator(CUDA).manual_seed(0)
     shapes = ((2, LENGTH, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS))
     q, k, v, gradient = (torch.randn(*shape, device=CUDA, generator=source).to(dtype) for shape in shapes)
@@ -96,7 +93,7 @@ def whole(
     q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, window: int, documents: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Output and gradients in float32, by PyTorch over the whole sequence."""
-    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
     places = torch.arange(LENGTH, device=CUDA)
     seen = places[:, None] >= places[None, :]
     if window:
