@@ -149,6 +149,7 @@ class Ring:
 
     def __init__(self, block: Tensor, plan: Plan, backward: bool) -> None:
         self.block, self.plan = block, plan
+        comm.join_on_device(AXIS, block.device)  # with documents of their own, some ranks may have nothing to send
         slices = plan.sent + (plan.received if backward else 0)
         self.exchange = Exchange(AXIS, "ring", block, slices * block[0].numel() * block.element_size())
         self.outgoing = self.exchange.staged(block)
