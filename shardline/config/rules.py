@@ -405,7 +405,7 @@ RULES: list[Rule] = [
         "parallelism.context_parallel_load_balancer",
         lambda c: _shares_context(c) and c.parallelism.context_parallel_load_balancer not in (None, "headtail"),
         lambda c: f"expected 'headtail' or 'none', got {c.parallelism.context_parallel_load_balancer!r}",
-        remedy="'headtail' balances causal masks, also with packed documents",
+        remedy="'headtail' balances causal masks",
     ),
     # Pending: features that are not built yet.
     *_not_built(_feature, "model.name", when=_model_not_built),

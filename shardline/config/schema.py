@@ -235,10 +235,12 @@ class Parallelism(Section):
     )
     context_parallel_degree: Positive = Field(default=1, description="Ranks that share each sequence.")
     context_parallel_load_balancer: Name | None = Field(
-        default="headtail", description="How the sequence is dealt out."
+        default="headtail",
+        description="How the sequence is dealt out: headtail, an early and a late slice for each; none, one piece.",
     )
     context_parallel_rotate_method: Literal["allgather", "alltoall", "ring", "ulysses"] = Field(
-        default="allgather", description="How keys and values travel; alltoall and ring are the same."
+        default="allgather",
+        description="How ranks see others' tokens: keys gathered, passed on (alltoall is ring), or heads traded.",
     )
     expert_parallel_degree: Positive = Field(default=1, description="Ranks that share the experts.")
     expert_tensor_parallel_degree: Positive = Field(default=1, description="Ranks that share each expert's matrices.")

@@ -167,7 +167,7 @@ def _flash_backward(
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: Tensor | None) -> Part:
     out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
-    return out, lse.view(q.shape[:3])
+    return out, lse.reshape(q.shape[:3])  # (B, H, Q, 1)
 
 
 def _cudnn_backward(
@@ -213,7 +213,8 @@ def _aligned_bias(q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor | None
 
 def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The state of a random generator that nobody asks."""
-    return torch.zeros(2, dtype=torch.int64, device=device).to(dtype), torch.zeros((), dtype=torch.int64).to(dtype)
+    state = torch.zeros(2, dtype=torch.int64, device=device).view(dtype)
+    return state, state[0]
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: Tensor | None) -> Part:

@@ -74,15 +74,20 @@ direct: dict[str, Any] = {}
 # Scatters sums of host memory (see exchange.py): gloo's own sends every row twice
 host_scatter: Callable[[Tensor, Tensor, str], None] | None = None
 _axes: dict[str, Axis] = {}
+_joined: set[str] = set()  # axes whose ranks have met in a collective on a device
 
 
 def register_axes(axes: dict[str, Axis]) -> None:
     """Called by the mesh; an op names its axis, so that compiled graphs hold a string and no process group."""
     _axes.clear()
     direct.clear()
+    _joined.clear()
     _axes.update(axes)
     traffic.take()
-    watchdog.set_members({name: dist.get_process_group_ranks(over.group) for name, over in axes.items()})
+    members = {name: dist.get_process_group_ranks(over.group) for name, over in axes.items()}
+    if "fsdp" in members:
+        members["dp_shard"] = members["fsdp"]  # FSDP's collectives have that name, and run over cp as well
+    watchdog.set_members(members)
 
 
 def axis(name: str) -> Axis:
@@ -91,6 +96,14 @@ def axis(name: str) -> Axis:
 
 def axes() -> dict[str, Axis]:
     return dict(_axes)
+
+
+def join_on_device(name: str, device: torch.device) -> None:
+    """Before the first transfer between some ranks of an axis: NCCL joins all of them with their first operation."""
+    over = _axes[name]
+    if name not in _joined and not runs_on_host(over.group, device):
+        dist.all_reduce(torch.zeros(1, device=device), group=over.group)
+    _joined.add(name)
 
 
 def groups() -> list[dist.ProcessGroup]:

@@ -21,6 +21,7 @@ from shardline.config.architecture import Architecture
 from shardline.config.schema import Config, Training, Validation
 from shardline.errors import ConfigError
 from shardline.models.attention import AttentionMask, make_masks, windows
+from shardline.models.attention_parts import choose_part_kernel
 from shardline.parallel.ring_attention import shared_attention
 from shardline.parallel.slices import CAUSAL, FULL, MASKED, SKIP, Slices, causal_table
 from shardline.parallel.ulysses import ulysses_attention
@@ -152,6 +153,19 @@ def describe(plan: ContextParallel, length: int) -> str:
         "ulysses": "heads traded for tokens",
     }
     return f"context parallel over {plan.slices.ranks} ranks, {cut} each, {how[plan.method]}"
+
+
+def attention_words(
+    config: Config, arch: Architecture, device: torch.device, dtype: torch.dtype, otherwise: str
+) -> str:
+    """Which kernel computes attention, for the log; `otherwise` is the one for whole sequences."""
+    section = config.parallelism
+    if section.context_parallel_degree == 1 or section.context_parallel_rotate_method == "ulysses":
+        return otherwise
+    names = [choose_part_kernel(device, dtype, arch.head_dim, masked=False, deterministic=config.debug.deterministic)]
+    if arch.attn_mask_type == "block_causal" or any(windows(arch)):
+        names.append(choose_part_kernel(device, dtype, arch.head_dim, True, config.debug.deterministic))
+    return f"{' and '.join(dict.fromkeys(names))}, in parts"
 
 
 def slices_line(plan: ContextParallel, length: int) -> str:

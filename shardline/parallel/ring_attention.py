@@ -67,7 +67,7 @@ def pack(k: Tensor, v: Tensor, each: int) -> Tensor:
 
 
 def together(block: Tensor) -> Tensor:
-    """Keys and values (2, B, tokens, KV, D) of the slices of a block; a view of a single slice, or of a single row."""
+    """Keys and values (2, B, tokens, KV, D) of the slices of a block; a copy where they are several."""
     return block.movedim(0, 2).flatten(2, 3)
 
 
@@ -79,13 +79,19 @@ class Attending:
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.out = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
         self.lse = torch.full(self.q.shape[:3], float("-inf"), dtype=self.wide, device=q.device)
+        self.begun = False
 
     def add(self, source: int, span: Span, block: Tensor) -> None:
         for call in self.plan.calls[source]:
             rows = _rows(call.queries, self.plan.length)
             k, v = _keys(call, span, block)
             out, lse = part(self.q[:, :, rows], k, v, *_mask(call, source, self.plan, self.seen, self.q.device))
-            merge_(self.out[:, :, rows], self.lse[:, :, rows], out, lse)
+            if self.begun or call.queries.size < self.plan.slices.each:
+                merge_(self.out[:, :, rows], self.lse[:, :, rows], out, lse)
+            else:  # nothing to merge with yet
+                self.out.copy_(out)
+                self.lse.copy_(lse)
+            self.begun = True
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(B, T, H, D) and (B, H, T)."""
@@ -143,6 +149,7 @@ class Ring:
 
     def __init__(self, block: Tensor, plan: Plan, backward: bool) -> None:
         self.block, self.plan = block, plan
+        comm.join_on_device(AXIS, block.device)  # with documents of their own, some ranks may have nothing to send
         slices = plan.sent + (plan.received if backward else 0)
         self.exchange = Exchange(AXIS, "ring", block, slices * block[0].numel() * block.element_size())
         self.outgoing = self.exchange.staged(block)

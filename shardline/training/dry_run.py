@@ -194,7 +194,9 @@ def _context_lines(config: Config, layout: Layout) -> Iterator[str]:
         plan = context_plan(config, layout.cp, 0)
         yield slices_line(plan, config.training.seq_len)
         share = layout.cp * (layout.tp if config.parallelism.enable_sequence_parallel else 1)
-        tokens = config.training.local_batch_size * config.training.seq_len // share
+        section = config.parallelism
+        rows = config.training.local_batch_size if layout.pp == 1 else section.pipeline_parallel_microbatch_size
+        tokens = rows * config.training.seq_len // share
         yield f"a rank has {tokens:,} tokens of a micro-batch between its products"
 
 

@@ -33,6 +33,7 @@ from shardline.models.flavors import resolve
 from shardline.models.fused import parameter_count
 from shardline.parallel import async_tensor, comm, symmetric, watchdog
 from shardline.parallel.compile_report import CompileReport
+from shardline.parallel.context import attention_words
 from shardline.parallel.exposed import exposed
 from shardline.parallel.hidden import Sampler, Times
 from shardline.parallel.mesh import (
@@ -166,7 +167,9 @@ class Trainer:
             log.info("%d ranks: %s", self.mesh.world_size, self.layout)
             for line in crossing_lines(self.layout, told_by_launcher("LOCAL_WORLD_SIZE", self.mesh.world_size)):
                 log.info("%s", line)
-        log.info("computing in %s, attention by %s", str(self.precision.compute).removeprefix("torch."), self.kernel)
+        dtype = self.precision.compute
+        kernel = attention_words(config, self.arch, self.device, dtype, otherwise=self.kernel)
+        log.info("computing in %s, attention by %s", str(dtype).removeprefix("torch."), kernel)
         schedule = schedule_notes(config, self.total_steps) if config.training.epochs is not None else ()
         for line in (*config.alias_notes, *notes(config), *self.precision.notes, *schedule, *self._length_notes()):
             log.info("note: %s", line)
@@ -356,7 +359,7 @@ class Trainer:
             comm.max_in_place(highest, "world")
         memory, waited_longest, *of_tp_longest = read(highest)
         row |= {"tokens": self.progress.tokens, "memory_gib": memory, "comm_bytes": sent}
-        if waited is not None and self.mesh.data_ranks > 1:
+        if waited is not None and self.mesh.size("loss") > 1:
             row["dp_exposed_seconds"] = waited_longest
         if times is not None:
             slowest = Times(*of_tp_longest)

@@ -11,8 +11,8 @@ import time
 from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import PROMPT, is_alive, wait_until
 
-# Ranks say in files which step they have done; rank 1 may raise, or be killed or stopped inside an overlapped product,
-# where its rows should be sent.
+# Ranks say in files which step they have done; rank 1 may raise, or be killed or stopped inside an overlapped product
+# or a ring, where its rows or keys should be sent.
 HOOKS = """
 import os
 import signal
@@ -33,15 +33,15 @@ def tell(trainer, row):
         raise ValueError("a fault of its own")
     if os.environ.get("FAULT", "").startswith("SIG") and rank == "1" and row["step"] == 3:
         from shardline.parallel.exchange import Exchange
-        plain = Exchange.swap
+        plain = Exchange.pass_on
 
         def end(exchange, *arguments):
-            if exchange.what != "all_gather":  # of the embedding, before the first overlapped product
+            if exchange.what not in ("all_gather", "ring"):  # of the embedding, before the first overlapped product
                 return plain(exchange, *arguments)
             time.sleep(0.5)  # what it has sent before must be on its way, or the others wait for that
             os.kill(os.getpid(), getattr(signal, os.environ["FAULT"]))
 
-        Exchange.swap = end
+        Exchange.pass_on = end
 """
 SMALL = {
     "model.overrides.n_layers": 2,
@@ -156,4 +156,16 @@ def test_a_rank_stopped_inside_an_overlapped_product_is_named_with_the_operation
     code, _, stderr = run.end(25)
     assert code == 1, stderr
     assert re.search(r"no progress for \d+ s: rank 0 waits in all_gather over tp of \(16, 32\)", stderr)
+    assert f"pid {run.pid(1)}) has not been heard of" in stderr
+
+
+RING = {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_rotate_method": "ring"}
+
+
+@job("SIGSTOP", **RING)
+def test_a_rank_stopped_inside_ring_attention_is_named_with_the_operation(run):
+    run.wait_for_step(3)
+    code, _, stderr = run.end(25)
+    assert code == 1, stderr
+    assert re.search(r"no progress for \d+ s: rank 0 waits in ring over cp of \(2, 2, 1, 8,", stderr)
     assert f"pid {run.pid(1)}) has not been heard of" in stderr

@@ -27,11 +27,14 @@ COMMON = {
 }
 DDP = {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1}
 TP = {"parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 4}
+CP = {"parallelism.context_parallel_degree": 2, "training.local_batch_size": 4}
 LAYOUTS = {
     "ddp": DDP | {"training.local_batch_size": 2},
     "fsdp": {"training.local_batch_size": 2},
     "tp": TP,
     "tp-whole-tokens": TP | {"parallelism.enable_sequence_parallel": "false"},
+    "cp": CP,
+    "cp-heads": CP | {"parallelism.context_parallel_rotate_method": "ulysses"},
 }
 
 

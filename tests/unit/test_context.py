@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest.mock import patch
 
 import pytest
@@ -19,8 +20,10 @@ from shardline.models import attention_parts
 from shardline.models.attention import make_mask
 from shardline.models.attention_parts import merge_, part, part_backward
 from shardline.models.flavors import resolve
+from shardline.parallel.async_tensor import run_shapes
 from shardline.parallel.context import (
     ContextParallel,
+    attention_words,
     check_context_parallel,
     context_plan,
     describe,
@@ -29,6 +32,7 @@ from shardline.parallel.context import (
 )
 from shardline.parallel.ring_attention import Attending, Differentiating, Seen, pack, together
 from shardline.parallel.slices import CAUSAL, FULL, MASKED, Plan, Slices, Span, causal_plan, make_plan
+from shardline.parallel.tensor import TensorParallel
 
 SOME = settings(max_examples=40, deadline=None)
 
@@ -187,7 +191,7 @@ def test_calls_cover_what_is_visible_once_and_nothing_needless(layout):
 @given(layouts())
 def test_own_work_in_two_is_the_same_work(layout):
     """Backward begins and ends with own keys; each of the two is worth something where there is anything to split."""
-    slices, length, window, documents = layout
+    slices, length = layout[:2]
     for plan in plans_of(*layout):
         first, last = plan.own_in_two()
         covered = torch.zeros(slices.each * length, slices.each * length, dtype=torch.int64)
@@ -367,8 +371,6 @@ def refused(config, tp: int = 1) -> str:
     ],
 )
 def test_lengths_that_cannot_be_cut(tp, length, settings, message):
-    import re
-
     assert re.search(message, refused(config_of(tp=tp, length=length, **settings), tp))
 
 
@@ -391,8 +393,6 @@ def test_validation_has_its_own_length():
     ],
 )
 def test_heads_that_ulysses_cannot_share(cp, tp, overrides, message):
-    import re
-
     config = config_of(cp, tp, 960, overrides, context_parallel_rotate_method="ulysses")
     assert re.search(message, refused(config, tp))
 
@@ -412,7 +412,7 @@ def test_kernels_that_cannot_work_in_parts(backend):
 
 def test_other_load_balancers_are_refused_with_what_to_use():
     with pytest.raises(
-        ConfigError, match=r"expected 'headtail' or 'none', got 'ptrr'; 'headtail' balances causal masks"
+        ConfigError, match=r"expected 'headtail' or 'none', got 'ptrr'; 'headtail' balances causal masks$"
     ):
         check(config_of(context_parallel_load_balancer="ptrr"))
     check(config_of(context_parallel_load_balancer=None))
@@ -434,6 +434,25 @@ def test_alltoall_is_ring_and_ulysses_needs_no_balance():
     assert context_plan(config_of(context_parallel_rotate_method="ulysses"), 4, 1).slices.each == 1
 
 
+def test_products_are_measured_with_a_ranks_tokens():
+    config = config_of(cp=4, tp=2).replace(
+        {"training.local_batch_size": 2, "validation.enable": True, "validation.seq_len": 128}
+    )
+    shapes = run_shapes(config, resolve(config.model), TensorParallel(2, True, True, True), torch.float32)
+    assert {shape.product.rows for shape in shapes} == {2 * 64 // 4, 8 * 128 // 4}
+
+
+def test_the_log_says_which_kernels_compute_the_parts():
+    def words(overrides=None, **settings):
+        config = config_of(overrides=overrides, **settings)
+        return attention_words(config, resolve(config.model), torch.device("cpu"), torch.float32, otherwise="sdpa")
+
+    assert words() == "cpu, in parts"
+    assert words({"attn_mask_type": "block_causal"}) == "cpu, in parts"
+    assert words(context_parallel_rotate_method="ulysses") == "sdpa"
+    assert words(cp=1) == "sdpa"
+
+
 def test_the_log_says_who_has_what():
     plan = context_plan(config_of(context_parallel_rotate_method="ring"), 4, 0)
     assert describe(plan, 4096) == (
@@ -445,3 +464,17 @@ def test_the_log_says_who_has_what():
     assert slices_line(context_plan(config_of(64), 64, 0), 1280).endswith(
         "cp 2 has 2 and 125, ..., cp 63 has 63 and 64"
     )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "masked"), [("flash", False), ("cudnn", False), ("efficient", False), ("efficient", True)]
+)
+def test_ops_of_a_gpu_have_the_signatures_we_call(kernel, masked):
+    """On meta tensors, of other lengths than the kernels would like."""
+    q = torch.empty(1, 100, 4, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    k = torch.empty(1, 50, 2, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    allowed = torch.ones(1, 1, 100, 50, dtype=torch.bool, device="meta") if masked else None
+    forward, backward = attention_parts._KERNELS[kernel]
+    out, lse = forward(q, k, k, False, allowed)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+    assert [x.shape for x in backward(out, q, k, k, out, lse, False, allowed)] == [q.shape, k.shape, k.shape]

@@ -124,6 +124,45 @@ def test_checkpointing_gathers_again():
     assert again["tp", "all-gather"]["calls"] == plain["tp", "all-gather"]["calls"] + 2 * 2
 
 
+KEYS_AND_VALUES = 2 * BATCH * LENGTH * 2 * 8 * 4  # of all tokens of a layer
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        # rank 0 of 4: a slice of 8 to each other rank in forward and backward, gradients of two of each of them
+        ("ring", {"ring": (2 * 2, 2 * 3 * 4 * KEYS_AND_VALUES // 8)}),
+        (
+            "allgather",
+            {"all-gather": (2 * 2, 2 * 2 * 3 * KEYS_AND_VALUES // 4), "all-to-all": (2, 2 * 3 * KEYS_AND_VALUES // 4)},
+        ),
+        # 3 of 4 parts of q and the output; k and v are 2 heads, repeated for 4 ranks, so of the same size
+        ("ulysses", {"all-to-all": (2 * 2 * 4, 2 * 2 * 4 * (3 * 2 * KEYS_AND_VALUES // 2 // 4 // 4))}),
+    ],
+)
+def test_context_parallel_sends_keys_or_heads(method, expected):
+    counted = collectives(4, tiny({"vocab_size": 320}, cp=4, parallelism__context_parallel_rotate_method=method))
+    found = {kind: (numbers["calls"], numbers["bytes"]) for (axis, kind), numbers in counted.items() if axis == "cp"}
+    assert found == expected
+    assert counted["dp_shard", "reduce-scatter"]["calls"] == 3, "parameters are sharded over the same ranks"
+
+
+def test_recomputed_attention_sends_again():
+    ring = {"cp": 2, "parallelism__context_parallel_rotate_method": "ring"}
+    plain = collectives(2, tiny(**ring))["cp", "ring"]["bytes"]
+    assert collectives(2, tiny(activation_checkpoint__mode="full", **ring))["cp", "ring"]["bytes"] == plain * 5 // 4
+    assert collectives(2, tiny(activation_checkpoint__mode="selective", **ring))["cp", "ring"]["bytes"] > plain
+    by_op = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
+    assert collectives(2, tiny(**by_op, **ring))["cp", "ring"]["bytes"] == plain
+
+
+def test_a_ring_that_sends_less_is_said():
+    ring = {"cp": 2, "parallelism__context_parallel_rotate_method": "ring"}
+    assert "the ring sends less" in describe(tiny({"sliding_window": 4}, **ring), 2)
+    assert "the ring sends less" in describe(tiny({"attn_mask_type": "block_causal"}, **ring), 2)
+    assert "the ring sends less" not in describe(tiny(**ring), 2)
+
+
 def test_fsdp_gathers_twice_and_scatters_once():
     config = tiny({"vocab_size": 320}, dp_shard=4)
     counted, size = collectives(4, config), 4 * parameter_count(resolve(config.model)) * 3 // 4
@@ -249,6 +288,7 @@ def test_tp_over_a_node_boundary_is_in_the_text():
         (["--parallelism.tensor_parallel_degree=8"], "4 heads cannot be shared by 8 ranks"),
         (["--parallelism.tensor_parallel_degree=4", "--training.seq_len=15"], "nearest lengths: 14 and 16"),
         (["--training.global_batch_size=20"], "global_batch_size"),
+        (["--parallelism.context_parallel_degree=8", "--training.seq_len=40"], "nearest lengths: 32 and 48"),
     ],
 )
 def test_layouts_that_cannot_be_end_with_2(words, message, capsys):
@@ -256,6 +296,21 @@ def test_layouts_that_cannot_be_end_with_2(words, message, capsys):
     common = ["--training.local_batch_size=2", "--training.seq_len=16", "--dry-run", "--world-size=8"]
     assert main(["train", *sizes, *common, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_8b_at_a_million_tokens_over_64_ranks(capsys):
+    words = ["--model.flavor=8B", "--training.seq_len=1048576", "--training.local_batch_size=1"]
+    words += ["--parallelism.context_parallel_degree=64", "--parallelism.context_parallel_rotate_method=ring"]
+    assert main(["train", *words, "--dry-run", "--world-size=64"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert (
+        "context of 1,048,576 tokens in 128 slices of 8,192: cp 0 has 0 and 127, cp 1 has 1 and 126,"
+        " cp 2 has 2 and 125, ..., cp 63 has 63 and 64" in lines
+    )
+    assert "a rank has 16,384 tokens of a micro-batch between its products" in lines
+    # 32 blocks forward and backward: of keys one slice to each other rank, twice, of gradients two
+    size = 2 * 8192 * 8 * 128 * 2
+    assert any(line.startswith(f"cp ring 64 x {32 * 63 * 4 * size:,} bytes") for line in lines)
 
 
 def test_405b_for_512_ranks_takes_seconds(capsys):
