@@ -45,7 +45,7 @@ from shardline.models.attention_parts import choose_part_kernel  # noqa: E402
 from shardline.parallel import comm  # noqa: E402
 from shardline.parallel.context import ContextParallel  # noqa: E402
 from shardline.parallel.hidden import Times, host_times  # noqa: E402
-from shardline.parallel.ring_attention import shared_attention  # noqa: E402
+from shardline.parallel.ring_ops import shared_attention  # noqa: E402
 from shardline.parallel.slices import Slices  # noqa: E402
 from shardline.parallel.spans import spans  # noqa: E402
 from tests.hosts import missing, two_hosts  # noqa: E402

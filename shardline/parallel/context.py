@@ -22,7 +22,7 @@ from shardline.config.schema import Config, Training, Validation
 from shardline.errors import ConfigError
 from shardline.models.attention import AttentionMask, make_masks, windows
 from shardline.models.attention_parts import choose_part_kernel
-from shardline.parallel.ring_attention import shared_attention
+from shardline.parallel.ring_ops import shared_attention
 from shardline.parallel.slices import CAUSAL, FULL, MASKED, SKIP, Slices, causal_table
 from shardline.parallel.ulysses import ulysses_attention
 

@@ -5,36 +5,27 @@
     rank 2   ...
 
 `ring` sends a rank only the slices that it will use, point to point, two blocks in memory at a time; `allgather`
-gathers all of them first. Either way the softmax is put together from the parts (`models.attention_parts`).
+gathers all of them first. Either way the softmax is put together from the parts (`models.attention_parts`). Blocks call
+this through the ops in `ring_ops`.
 
 Backward does not keep what came from others: keys and values travel again. A rank computes what its queries add to the
 gradients of a block, which goes back to the block's owner, who adds up in float32.
-
-One op forward and one backward, in eager code and compiled: activation checkpointing by operation sees attention, not
-its parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardline.models.attention import AttentionMask
 from shardline.models.attention_parts import merge_, part, part_backward
 from shardline.parallel import comm
 from shardline.parallel.exchange import Exchange, Transfer, distances
-from shardline.parallel.slices import CAUSAL, MASKED, Call, Plan, Slices, Span, causal_plan, make_plan
+from shardline.parallel.slices import CAUSAL, MASKED, Call, Plan, Span
 
 AXIS = "cp"
-
-
-def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """(B, S / cp, H, D): what this rank's queries see of the whole sequence."""
-    out, _ = shared_attention_op(q, k, v, mask.table, mask.documents, mask.window, mask.each, mask.kernel)
-    return out
 
 
 class Seen(NamedTuple):
@@ -209,26 +200,26 @@ class Ring:
         return None if span is None else self.block.new_empty(span.size, *self.block.shape[1:])
 
 
-def _ring(attending: Attending, block: Tensor, plan: Plan) -> None:
-    ring = Ring(block, plan, backward=False)
-    for source, span, arrived in ring.blocks():
+def ring(attending: Attending, block: Tensor, plan: Plan) -> None:
+    travelling = Ring(block, plan, backward=False)
+    for source, span, arrived in travelling.blocks():
         if span is not None:
             attending.add(source, span, arrived)
-    ring.finish()
+    travelling.finish()
 
 
-def _ring_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -> Tensor:
+def ring_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -> Tensor:
     """Own keys come first, while others' travel, and last, while gradients do."""
-    ring = Ring(block, plan, backward=True)
-    (first, last), blocks = plan.own_in_two(), ring.blocks()
+    travelling = Ring(block, plan, backward=True)
+    (first, last), blocks = plan.own_in_two(), travelling.blocks()
     _, whole, _ = next(blocks)
     assert whole is not None
     own = differentiating.add(plan.rank, whole, block, first)
     for source, span, arrived in blocks:
         added = None if span is None else differentiating.add(source, span, arrived, plan.calls[source])
-        ring.give_back(source, added, own)
+        travelling.give_back(source, added, own)
     own += differentiating.add(plan.rank, whole, block, last)
-    ring.finish(own)
+    travelling.finish(own)
     return own
 
 
@@ -236,130 +227,16 @@ def _gathered(block: Tensor, plan: Plan) -> Tensor:
     return comm.gather_rows(block, AXIS).unflatten(0, (plan.slices.ranks, -1))
 
 
-def _allgather(attending: Attending, block: Tensor, plan: Plan) -> None:
+def allgather(attending: Attending, block: Tensor, plan: Plan) -> None:
     blocks = _gathered(block, plan)
     for source in range(plan.slices.ranks):
         attending.add(source, Span(0, plan.slices.each), blocks[source])
 
 
-def _allgather_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -> Tensor:
+def allgather_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -> Tensor:
     """What ranks add to a block's gradients goes to its owner as it is: a sum on the way would round every time."""
     blocks = _gathered(block, plan)
     added = torch.empty_like(blocks)
     for source in range(plan.slices.ranks):
         added[source] = differentiating.add(source, Span(0, plan.slices.each), blocks[source], plan.calls[source])
     return comm.exchange_blocks(added, AXIS).sum(dim=0, dtype=differentiating.wide)
-
-
-# The ops
-
-
-def _prepared(q: Tensor, table: Tensor | None, documents: Tensor | None, window: int, each: int) -> tuple[Plan, Seen]:
-    axis = comm.axis(AXIS)
-    slices, length = Slices(axis.size, each), q.shape[1] // each
-    if table is None:
-        plan = causal_plan(slices, axis.rank, length, window)
-    else:
-        plan = make_plan(table.tolist(), slices, axis.rank, length)
-    return plan, Seen(documents, window, length)
-
-
-@torch.library.custom_op("shardline::shared_attention", mutates_args=())
-def shared_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    documents: Tensor | None,
-    window: int,
-    each: int,
-    method: str,
-) -> tuple[Tensor, Tensor]:
-    plan, seen = _prepared(q, table, documents, window, each)
-    attending = Attending(q, plan, seen)
-    (_ring if method == "ring" else _allgather)(attending, pack(k, v, each), plan)
-    return attending.result(q.dtype)
-
-
-@shared_attention_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    documents: Tensor | None,
-    window: int,
-    each: int,
-    method: str,
-) -> tuple[Tensor, Tensor]:
-    _announce(q, k, window, each, method, backward=False)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
-
-
-@torch.library.custom_op("shardline::shared_attention_backward", mutates_args=())
-def _shared_attention_backward_op(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    table: Tensor | None,
-    documents: Tensor | None,
-    window: int,
-    each: int,
-    method: str,
-) -> tuple[Tensor, Tensor]:
-    plan, seen = _prepared(q, table, documents, window, each)
-    differentiating = Differentiating(gradient, q, out, lse, plan, seen)
-    travel = _ring_backward if method == "ring" else _allgather_backward
-    own = travel(differentiating, pack(k, v, each), plan).to(k.dtype)
-    return differentiating.dq.transpose(1, 2).to(q.dtype).contiguous(), together(own).contiguous()
-
-
-@_shared_attention_backward_op.register_fake
-def _(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    table: Tensor | None,
-    documents: Tensor | None,
-    window: int,
-    each: int,
-    method: str,
-) -> tuple[Tensor, Tensor]:
-    _announce(q, k, window, each, method, backward=True)
-    return q.new_empty(q.shape), k.new_empty((2, *k.shape))
-
-
-def _announce(q: Tensor, k: Tensor, window: int, each: int, method: str, backward: bool) -> None:
-    """What the op would send: without values (a dry run, a compiler) nothing is sent, and a dry run wants to know."""
-    if not isinstance(q.shape[1], int):
-        return  # a compiler's symbol
-    plan, _ = _prepared(q, None, None, window, each)
-    block = 2 * k.numel() * k.element_size()
-    if method == "ring":
-        slices = plan.sent + (plan.received if backward else 0)
-        comm.traffic.planned(AXIS, "ring", slices * block // each)
-        return
-    others = (plan.slices.ranks - 1) * block
-    comm.traffic.planned(AXIS, "all-gather", others)
-    if backward:
-        comm.traffic.planned(AXIS, "all-to-all", others)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, table, documents, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, table, documents)
-
-
-def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    dq, dkv = _shared_attention_backward_op(gradient, *ctx.saved_tensors, *ctx.options)
-    return dq, *dkv.unbind(0), None, None, None, None, None
-
-
-shared_attention_op.register_autograd(_differentiate, setup_context=_keep)
