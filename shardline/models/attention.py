@@ -26,6 +26,7 @@ from shardline.errors import UserError
 
 HALF = (torch.bfloat16, torch.float16)
 SMALLEST_FLEX_HEAD = 16
+CUDNN_TILE = 128  # tokens; backward over a tile that is not full may read what nobody wrote, and give NaN
 logger = logging.getLogger("shardline")
 
 
@@ -123,7 +124,7 @@ def make_mask(
     length, device = tokens.shape[1], tokens.device
     window = 0 if window >= length else window
     plain = window == 0 and documents is None
-    kernel = kernel or choose_kernel(arch, device, dtype, plain)
+    kernel = kernel or choose_kernel(arch, device, dtype, plain, length)
     if kernel == "varlen":
         load_varlen()
         return AttentionMask(kernel, window, boundaries=_boundaries(tokens, documents))
@@ -137,10 +138,10 @@ def make_mask(
     return AttentionMask(kernel, window, allowed=_allowed(places, places, window, documents))
 
 
-def check_attention(arch: Architecture, device: torch.device, dtype: torch.dtype) -> str:
+def check_attention(arch: Architecture, device: torch.device, dtype: torch.dtype, length: int = CUDNN_TILE) -> str:
     """The kernel a run will use, for its log; or the UserError that its first batch would meet."""
     masked = arch.attn_mask_type == "block_causal" or any(windows(arch))
-    return choose_kernel(arch, device, dtype, plain=not masked)
+    return choose_kernel(arch, device, dtype, plain=not masked, length=length)
 
 
 def _cached_mask(tokens: Tensor, window: int, cache: KVCache) -> AttentionMask:
@@ -198,8 +199,10 @@ def _block_mask(tokens: Tensor, window: int, documents: Tensor | None) -> Any:
 # The choice
 
 
-def choose_kernel(arch: Architecture, device: torch.device, dtype: torch.dtype, plain: bool) -> str:
-    """The kernel for this device and type; `plain` is causal over the whole sequence, without documents or window."""
+def choose_kernel(
+    arch: Architecture, device: torch.device, dtype: torch.dtype, plain: bool, length: int = CUDNN_TILE
+) -> str:
+    """The kernel for this device, type and length of sequences; `plain` is causal, without documents or window."""
     backend = arch.attn_backend
     if device.type != "cuda":
         if backend in ("flex", "varlen"):
@@ -226,19 +229,28 @@ def choose_kernel(arch: Architecture, device: torch.device, dtype: torch.dtype, 
             return "varlen"
         return "flex" if arch.head_dim >= SMALLEST_FLEX_HEAD else "sdpa"
     if plain:
-        return fastest_causal(arch.head_dim, dtype, device, torch.are_deterministic_algorithms_enabled())
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return fastest_causal(arch.head_dim, dtype, device, deterministic, fills_tiles(length))
     return "sdpa"
 
 
+def fills_tiles(*lengths: int) -> bool:
+    """Whether cuDNN's backward can be trusted with sequences of these lengths."""
+    return all(length % CUDNN_TILE == 0 for length in lengths)
+
+
 @functools.lru_cache
-def fastest_causal(head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool = False) -> str:
+def fastest_causal(
+    head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool = False, full_tiles: bool = True
+) -> str:
     """cuDNN on Hopper and later, flash from Ampere on, memory-efficient for float32 and old devices.
 
     cuDNN's backward adds up in no fixed order; flash's does when PyTorch is told to be deterministic.
     """
     if dtype in HALF and head_dim % 8 == 0:
         major = torch.cuda.get_device_capability(device)[0]
-        if major >= 9 and head_dim <= 128 and not deterministic and _works("cudnn", head_dim, dtype, device):
+        cudnn = major >= 9 and head_dim <= 128 and full_tiles and not deterministic
+        if cudnn and _works("cudnn", head_dim, dtype, device):
             return "cudnn"
         if major >= 8 and head_dim <= 256 and _works("flash", head_dim, dtype, device):
             return "flash"

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardline.models.attention import fills_tiles
+
 HALF = (torch.bfloat16, torch.float16)
 MOST_SCORES = 2**26  # numbers that the definition keeps at a time
 CLOSE = 3e-2  # of a kernel that computes in half precision, relative to the definition
@@ -31,7 +33,7 @@ aten = torch.ops.aten
 
 def part(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, allowed: Tensor | None = None) -> Part:
     """`allowed` (B or 1, 1, Q, K) of bool, or `causal`, or neither: every query sees every key."""
-    out, lse = _KERNELS[_kernel(q, allowed)][0](q, k, v, causal, allowed)
+    out, lse = _KERNELS[_kernel(q, k, allowed)][0](q, k, v, causal, allowed)
     if allowed is None:
         return out, lse
     blind = ~allowed.any(dim=-1)  # (B or 1, 1, Q); kernels give such a row whatever they like
@@ -49,7 +51,7 @@ def part_backward(
     allowed: Tensor | None = None,
 ) -> Gradients:
     """What these keys add to the gradients of q, k and v; `out` and `lse` are those over all keys."""
-    backward = _KERNELS[_kernel(q, allowed)][1]
+    backward = _KERNELS[_kernel(q, k, allowed)][1]
     return backward(gradient, q, k, v, out, lse, causal, allowed)
 
 
@@ -62,14 +64,20 @@ def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     lse.copy_(total)
 
 
-def _kernel(q: Tensor, allowed: Tensor | None) -> str:
+def _kernel(q: Tensor, k: Tensor, allowed: Tensor | None) -> str:
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return choose_part_kernel(q.device, q.dtype, q.shape[-1], allowed is not None, deterministic)
+    full_tiles = fills_tiles(q.shape[2], k.shape[2])
+    return choose_part_kernel(q.device, q.dtype, q.shape[-1], allowed is not None, deterministic, full_tiles)
 
 
 @functools.lru_cache
 def choose_part_kernel(
-    device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool, deterministic: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    masked: bool,
+    deterministic: bool = False,
+    full_tiles: bool = True,
 ) -> str:
     """As for whole sequences: cuDNN on Hopper and later, flash from Ampere on; efficient takes masks and float32."""
     if device.type == "cpu":
@@ -80,7 +88,8 @@ def choose_part_kernel(
     if dtype in HALF and head_dim % 8 == 0 and not masked:
         major = torch.cuda.get_device_capability(device)[0]
         names = (["flash"] if major >= 8 and head_dim <= 256 else []) + names
-        names = (["cudnn"] if major >= 9 and head_dim <= 128 and not deterministic else []) + names
+        cudnn = major >= 9 and head_dim <= 128 and full_tiles and not deterministic
+        names = (["cudnn"] if cudnn else []) + names
     return next((name for name in names if _right(name, device, dtype, head_dim, masked)), "math")
 
 
@@ -93,8 +102,8 @@ def _right(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, m
 
     try:
         with torch.inference_mode(False), torch.no_grad():
-            q, k, v, gradient = drawn(2, 128), drawn(1, 128), drawn(1, 128), drawn(2, 128)
-            for causal, keys in ((False, 64),) if masked else ((False, 64), (True, 128)):
+            q, k, v, gradient = drawn(2, 128), drawn(1, 256), drawn(1, 256), drawn(2, 128)
+            for causal, keys in ((False, 64),) if masked else ((False, 256), (True, 128)):
                 cut = (q, k[:, :, :keys], v[:, :, :keys])
                 allowed = torch.ones(1, 1, 128, keys, dtype=torch.bool, device=device).tril(-8) if masked else None
                 worst = max(

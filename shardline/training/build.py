@@ -33,6 +33,7 @@ def set_determinism(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cudnn.deterministic = deterministic
         torch.backends.cudnn.benchmark = False
+        torch.backends.cuda.enable_cudnn_sdp(False)  # where PyTorch chooses, it would take lengths that give NaN
 
 
 def build_model(

@@ -93,7 +93,7 @@ class Trainer:
         self.tokenizer = choose_tokenizer(config)
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
-        self.kernel = check_attention(self.arch, self.device, self.precision.compute)
+        self.kernel = check_attention(self.arch, self.device, self.precision.compute, config.training.seq_len)
         self.pipeline = plan_pipeline(config, self.arch, self.layout)  # what cannot run is refused before ranks meet
         self._open = contextlib.ExitStack()
         try:

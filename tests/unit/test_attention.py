@@ -147,6 +147,12 @@ def test_deterministic_runs_avoid_cudnn(hopper: set[str], monkeypatch: pytest.Mo
     assert choose_kernel(architecture(head_dim=128), CUDA, torch.bfloat16, plain=True) == "flash"
 
 
+@pytest.mark.parametrize(("length", "expected"), [(128, "cudnn"), (8192, "cudnn"), (32, "flash"), (8256, "flash")])
+def test_cudnn_gets_full_tiles_alone(hopper: set[str], length: int, expected: str) -> None:
+    assert choose_kernel(architecture(), CUDA, torch.bfloat16, plain=True, length=length) == expected
+    assert check_attention(architecture(), CUDA, torch.bfloat16, length) == expected
+
+
 def test_kernel_for_packed_documents(hopper: set[str]) -> None:
     bf16, f32 = torch.bfloat16, torch.float32
     assert choose_kernel(architecture(), CUDA, bf16, plain=False) == "varlen"
