@@ -43,6 +43,8 @@ class Mesh:
         self._meshes: dict[str, DeviceMesh] = {}
         if self.world_size > 1 or offload:
             self._build(device_type, offload)
+        else:
+            comm.register_axes({})  # an earlier run in this process may have had some
 
     def _build(self, device_type: str, offload: bool) -> None:
         degrees = dict(zip(AXES, self.layout.degrees, strict=True))
