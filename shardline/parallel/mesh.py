@@ -44,7 +44,7 @@ class Mesh:
         if self.world_size > 1 or offload:
             self._build(device_type, offload)
         else:
-            comm.register_axes({})  # of another run in this process
+            comm.register_axes({})  # an earlier run in this process may have had some
 
     def _build(self, device_type: str, offload: bool) -> None:
         degrees = dict(zip(AXES, self.layout.degrees, strict=True))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardline import registry
-from shardline.config.features import compatibility_page
+from shardline.config.features import SPLIT_SCHEDULES, compatibility_page
 from shardline.config.files import preset_names
 from shardline.config.load import load_config
 from shardline.config.rules import RULES, check, notes, pending, refuse_pending
@@ -13,10 +13,10 @@ from shardline.config.schema import leaves
 from shardline.config.write import to_toml
 from shardline.errors import ConfigError
 from shardline.models.flavors import resolve
+from shardline.parallel.schedules import build_schedule, names
 
 ROOT = Path(__file__).parents[2]
 SEEDS = Path(__file__).parent / "seeds"
-PARALLEL = "parallelism."
 
 SEED_MARKS = {
     "async_tp_405b": set(),
@@ -32,8 +32,6 @@ SEED_MARKS = {
     },
     "fsdp_tp_pp_512": {
         "model.converters",
-        PARALLEL + "pipeline_parallel_degree",
-        PARALLEL + "pipeline_parallel_schedule",
     },
 }
 
@@ -134,7 +132,6 @@ def test_accepted_neighbours_of_refused_values():
     ("keys", "key", "feature"),
     [
         ({"parallelism__expert_parallel_degree": 2}, None, "expert parallel"),
-        ({"parallelism__pipeline_parallel_degree": 2}, None, "pipeline parallel"),
         ({"checkpoint__async_mode": "async"}, None, "asynchronous checkpoints"),
         ({"comm__mode": "fake_backend"}, None, "simulated communication"),
         ({"fault_tolerance__enable": True}, None, "replica groups"),
@@ -261,9 +258,28 @@ def test_validating_on_generated_text_while_training_on_ones_own_is_refused():
     check(load_config(overrides={**own, "validation.dataset_path": "held_out.jsonl"}))
 
 
-def test_settings_of_a_pipeline_are_marked_with_it():
+def test_settings_of_a_pipeline_have_an_effect_with_it():
     config = given(parallelism__pipeline_parallel_degree=2, parallelism__pipeline_parallel_schedule="GPipe")
-    assert [row.key.rsplit("_", 1)[1] for row in pending(config)] == ["degree", "schedule"]
+    assert not pending(config)
+    assert not any("pipeline" in line for line in notes(config))
+
+
+@pytest.mark.parametrize("name", SPLIT_SCHEDULES)
+def test_schedules_that_split_backward_are_refused_with_compiled_blocks(name):
+    keys = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": name.lower()}
+    check(given(**keys))
+    with pytest.raises(ConfigError, match="Interleaved1F1B"):
+        check(given(**keys, compile__enable=True))
+
+
+def test_the_rules_know_which_schedules_split_backward():
+    assert {name for name in names() if build_schedule(name, 2, 4).splits} == set(SPLIT_SCHEDULES)
+
+
+def test_a_step_in_backward_is_refused_with_a_pipeline():
+    keys = {"optimizer__early_step_in_backward": True, "training__max_norm": 0.0}
+    with pytest.raises(ConfigError, match=r"PP with|with PP"):
+        check(given(parallelism__pipeline_parallel_degree=2, **keys))
 
 
 def test_settings_of_a_pipeline_that_is_not_there_are_notes():

@@ -67,7 +67,6 @@ def collectives(ranks: int, config: Config, micro_batches: int = 1) -> dict[tupl
         (4, {"dp_replicate": 2, "tp": 2}, {}),
         (40, {"dp_shard": 40}, {}),  # more ranks than rows of a norm: some hold nothing of it
         (8, {"dp_shard": 2, "cp": 2, "tp": 2}, {}),
-        (4, {"pp": 2, "tp": 2}, {}),
     ],
     ids=str,
 )
@@ -90,9 +89,44 @@ def test_shards_of_all_ranks_add_up_to_the_model(ranks, degrees, overrides):
 
 def test_the_ranks_that_are_built():
     alike = {((1,),): [0, 1, 4], ((2,),): [2, 5], ((3,),): [3], ((0,),): [6, 7]}
-    assert chosen_ranks(alike, 8, most=10) == [0, 2, 3, 6, 7]
-    assert chosen_ranks(alike, 8, most=2) == [0, 7]
-    assert chosen_ranks({((1,),): [0, 1, 2]}, 3, most=4) == [0, 2]
+    assert chosen_ranks(alike, most=10) == [0, 2, 3, 6, 7]
+    assert chosen_ranks(alike, most=2) == [0, 7]
+    assert chosen_ranks({((1,),): [0, 1, 2]}, most=4) == [0, 2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_stages_of_all_ranks_add_up_to_the_model(schedule, tied):
+    keys = {"pp": 2, "dp_shard": 3, "tp": 2, "parallelism__pipeline_parallel_schedule": schedule}
+    config = tiny({"n_layers": 5, "tie_word_embeddings": tied}, **keys)
+    arch, layout = resolve(config.model), resolve_layout(config.parallelism, 12)
+    built = [build_rank(arch, config, layout, FLOAT32, rank) for rank in range(12)]
+    twice = arch.vocab_size * arch.dim if tied and schedule != "ZBVZeroBubble" else 0
+    once = [held(built[first], layout, same_shapes(built[first], layout))[1] for first in (0, 6)]
+    assert sum(once) == parameter_count(arch) + twice
+    assert sorted(built[0].indices + built[6].indices) == list(range(5))
+    for one in built:  # what is said of ranks that are not built is what they would build
+        same = built[0 if one.rank < 6 else 6]
+        assert one.counts == same.counts
+        assert tuple(one.shards.values()) == shapes(list(same.counts), layout, one.rank)
+    text = describe(config, 12)
+    assert f"with copies counted once: {parameter_count(arch):,}, the parameters of the model" in text
+
+
+def test_stages_send_each_micro_batch_once_up_and_once_down():
+    """Of two ranks with two stages each, the first sends activations of stages 0 and 2 and the gradient of stage 2."""
+    keys = {"pp": 2, "training__local_batch_size": 6, "parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
+    counted = collectives(2, tiny({"n_layers": 4}, **keys))
+    assert counted["pp", "send"] == {"calls": 3 * 6, "bytes": 3 * 6 * LENGTH * 32 * 4}
+    twice = collectives(2, tiny({"n_layers": 4}, **keys), micro_batches=2)
+    assert twice["pp", "send"]["calls"] == 2 * 3 * 6
+    assert set(counted) == {("pp", "send"), ("world", "all-reduce")}
+
+
+def test_a_dry_run_tells_of_too_few_micro_batches():
+    text = describe(tiny({"n_layers": 4}, pp=4), 4)
+    assert "warning: 1F1B: 2 micro-batches for 4 stages leave ranks idle for 60% of a step" in text
+    assert "layers of each stage: 0, 1, 2, 3" in text
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -319,7 +353,8 @@ def test_405b_for_512_ranks_takes_seconds(capsys):
     assert time.process_time() - started < 20  # 3 on an idle core of today
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "with copies counted once: 405,853,388,800, the parameters of the model" in lines
-    assert "pp 8 is not built yet: below, every rank has all layers and no pipeline" in lines
-    assert "not built yet: parallelism.pipeline_parallel_degree = 8 (pipeline parallel)" in lines
-    # forward, backward and recomputation of 126 blocks, two each; the embedding and the head
-    assert any(line.startswith(f"tp all-gather {126 * 6 + 2} x") for line in lines)
+    assert any(line.startswith("pipeline of 8 ranks: Interleaved1F1B, ") for line in lines)
+    micro_batches, layers, send = 8, 15, 3  # of the first rank, which has stages 0 and 8
+    # forward, backward and recomputation of its blocks, two each; the embedding
+    assert any(line.startswith(f"tp all-gather {micro_batches * (layers * 6 + 1)} x") for line in lines)
+    assert any(line.startswith(f"pp send {micro_batches * send} x") for line in lines)
