@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from shardline.models.decoder import Stage
 from shardline.models.linear import Waiting, accumulate, weight_queue
+from shardline.parallel import comm
 from shardline.parallel.channels import Channels, Key, Transfers, messages_of, sent_by
 from shardline.parallel.stages import PipelinePlan
 from shardline.parallel.timeline import Action
@@ -197,6 +198,18 @@ class _Run:
 
 
 # ---- the bubble ------------------------------------------------------------------------------------------------------
+
+
+def idle_share(busy: float, span: float, device: torch.device) -> float:
+    """What an `ActionClock` took, of all ranks together: the share of the time that they were idle, on average.
+
+    The longest time from a rank's first action to its last is that of the pipeline: the rank with the first stage
+    begins and ends it. Clocks of different hosts or devices are not compared.
+    """
+    numbers = torch.tensor([busy, span], dtype=torch.float64, device=device)
+    longest = comm.max_in_place(numbers[1:].clone(), "world")
+    working = comm.sum_in_place(numbers[:1].clone(), "world") / comm.axis_size("world")
+    return float((1 - working / longest).clamp(min=0)) if float(longest) > 0 else 0.0
 
 
 class ActionClock:

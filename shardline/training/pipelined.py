@@ -11,14 +11,12 @@ from shardline.config.schema import Config
 from shardline.data.loader import Batch
 from shardline.models.decoder import Decoder, Stage
 from shardline.models.local import local
-from shardline.parallel import comm
 from shardline.parallel.data import Replicas
 from shardline.parallel.mesh import Mesh
-from shardline.parallel.pipeline import MicroBatch, Pipeline
+from shardline.parallel.pipeline import MicroBatch, Pipeline, idle_share
 from shardline.parallel.schedules import theoretical_bubble
 from shardline.parallel.stage_sums import StageSums, stage_users
 from shardline.parallel.stages import PipelinePlan
-from shardline.training.device import read
 from shardline.training.head import Head
 
 
@@ -110,17 +108,9 @@ class Pipelined:
         self.pipeline.clock.enabled = True
 
     def bubble(self) -> float:
-        """The idle share of the measured step, the mean over all ranks; every rank calls it.
-
-        The longest time from a rank's first action to its last is the step's: that rank has the first stage, which
-        begins and ends it. Clocks of different hosts or devices are not compared.
-        """
-        busy, span = self.pipeline.clock.take()
+        """The idle share of the measured step; every rank calls it."""
         self.pipeline.clock.enabled = False
-        longest = comm.max_in_place(torch.tensor([span], device=self.device), "world")
-        working = comm.sum_in_place(torch.tensor([busy], device=self.device), "world")
-        (span,), (busy,) = read(longest), read(working)
-        return max(0.0, 1 - busy / comm.axis_size("world") / span) if span > 0 else 0.0
+        return idle_share(*self.pipeline.clock.take(), self.device)
 
     @property
     def theoretical_bubble(self) -> float:

@@ -1,4 +1,4 @@
-"""Pipeline stages: what one process computes, nothing computed twice, checkpoints that fit any number of stages."""
+"""Pipeline stages: what one process computes, nothing twice, and checkpoints that fit any number of stages."""
 
 from __future__ import annotations
 
