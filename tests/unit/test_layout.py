@@ -185,8 +185,9 @@ def test_nearest_lengths(length, batch, degree):
     assert good[-1] == above
 
 
-def rows_config(length: int, batch: int, validates: bool = False) -> SimpleNamespace:
+def rows_config(length: int, batch: int, validates: bool = False, stages: int = 1) -> SimpleNamespace:
     return SimpleNamespace(
+        parallelism=SimpleNamespace(pipeline_parallel_degree=stages, pipeline_parallel_microbatch_size=1),
         training=SimpleNamespace(seq_len=length, local_batch_size=batch),
         validation=SimpleNamespace(seq_len=7, local_batch_size=3, enable=validates),
     )
@@ -201,6 +202,8 @@ def test_rows_that_cannot_be_shared_are_refused():
         check_rows(rows_config(13, 2), plan)
     with pytest.raises(ConfigError, match=r"validation.seq_len = 7: 3 x 7 .* nearest lengths: 8 \(or"):
         check_rows(rows_config(16, 1, validates=True), plan)
+    with pytest.raises(ConfigError, match=r"training.seq_len = 12: 1 x 12 .* nearest lengths: 8 and 16"):
+        check_rows(rows_config(12, 2, stages=2), plan)  # pipeline stages get micro-batches of one
 
 
 @pytest.mark.parametrize("text", ["two", "", "0", "-1", "1.5"])
