@@ -40,9 +40,9 @@ from shardline.parallel.pipeline import MicroBatch, Pipeline, idle_share
 from shardline.parallel.schedules import build_schedule, names, theoretical_bubble
 from shardline.parallel.stages import PipelinePlan
 
-DEPTH = 32  # products, or pieces of sleep, in the whole model
-ROWS, WIDTH = 256, 384
-PIECE = 0.002  # seconds of sleep forward, twice that backward
+DEPTH = 128  # products, or pieces of sleep, in the whole model
+ROWS, WIDTH = 96, 768  # little to send for much to compute
+PIECE = 0.00125  # seconds of sleep forward, twice that backward
 CPU = torch.device("cpu")
 
 
@@ -62,18 +62,18 @@ class Sleep(torch.autograd.Function):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--microbatches", type=int, help="twice as many as ranks unless given")
     parser.add_argument("--schedules", nargs="*", default=["1F1B", "Interleaved1F1B"], choices=names())
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     for ranks in options.ranks:
         for name in options.schedules:
-            sleeps = ranks > 2
-            if sleeps and build_schedule(name, ranks, options.microbatches).splits:
+            sleeps, microbatches = ranks > 2, options.microbatches or 2 * ranks
+            if sleeps and build_schedule(name, ranks, microbatches).splits:
                 print(f"note: {name} on {ranks} ranks is left out: sleep has no weight gradient", file=sys.stderr)
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                arguments = (ranks, options.microbatches, name, options.steps, sleeps, f"{folder}/store")
+                arguments = (ranks, microbatches, name, options.steps, sleeps, f"{folder}/store")
                 multiprocessing.spawn(work, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
     return 0
 

@@ -204,6 +204,8 @@ def test_rows_that_cannot_be_shared_are_refused():
         check_rows(rows_config(12, 2, stages=2), plan)  # a micro-batch of the pipeline has one sequence
     with pytest.raises(ConfigError, match=r"validation.seq_len = 7: 3 x 7 .* nearest lengths: 8 \(or"):
         check_rows(rows_config(16, 1, validates=True), plan)
+    with pytest.raises(ConfigError, match=r"training.seq_len = 12: 1 x 12 .* nearest lengths: 8 and 16"):
+        check_rows(rows_config(12, 2, stages=2), plan)  # pipeline stages get micro-batches of one
 
 
 @pytest.mark.parametrize("text", ["two", "", "0", "-1", "1.5"])
