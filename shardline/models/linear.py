@@ -20,7 +20,7 @@ Waiting = tuple[list[GradientEdge | None], Callable[[], Sequence[Tensor]]]
 
 
 class WeightQueue:
-    """Weight gradients that wait: a schedule may run backward for the inputs first and drain them later.
+    """Weight gradients that wait: a schedule may run backward for the inputs first, take them and compute them later.
 
     Inside `deferring()` the products' backward gives gradients of inputs alone and keeps what the weights' need.
     """
@@ -54,14 +54,6 @@ class WeightQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
-
-    def drain(self, most: int | None = None) -> int:
-        """Compute what waits, oldest first and `most` at most, and accumulate it; how many were drained."""
-        ready = self._waiting[:most]
-        del self._waiting[: len(ready)]
-        count = len(ready)
-        accumulate(ready)
-        return count
 
     def take(self) -> list[Waiting]:
         """All that waits, for whoever computes it later with `accumulate`."""

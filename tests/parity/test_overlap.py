@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.models.linear import weight_queue
+from shardline.models.linear import accumulate, weight_queue
 from shardline.parallel import comm, overlap
 from shardline.parallel.async_tensor import usable_backends
 from shardline.parallel.choices import Choice, choices
@@ -90,7 +90,8 @@ def computed(operation: str, deferred: bool = False) -> list[Tensor]:
             loss.backward()
         assert all(weight.grad is None for weight in weights)
         assert len(weight_queue) == 1
-        assert weight_queue.drain() == 1
+        accumulate(weight_queue.take())
+        assert len(weight_queue) == 0
     else:
         loss.backward()
     return [*(out.detach() for out in outs), x.grad, *(w.grad for w in weights)]
