@@ -110,11 +110,7 @@ class Channel:
 
     def _issue(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> tuple[str, int]:
         tag = f"{what} ({self.name}), {tuple(shape)} {str(dtype).removeprefix('torch.')}"
-        if watchdog.current is None:
-            return tag, 0
-        sequence = watchdog.current.issue(tag, self.name)
-        watchdog.current.leave()  # nobody waits for it yet
-        return tag, sequence
+        return tag, 0 if watchdog.current is None else watchdog.current.post(tag, self.name)
 
     def wait(self, work: Any, tag: str, sequence: int) -> None:
         """Stand still for a transfer: known to the watchdog and to whoever measures."""

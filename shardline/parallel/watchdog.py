@@ -82,7 +82,7 @@ class Watchdog:
         self._issued: tuple[str, int, object, float] | None = None  # the last thing that happened, if it was `issue`
         self._launched: collections.deque[Launched] = collections.deque()
         self._changed = self._reached = self._first_since = time.monotonic()
-        self._asking_since = A_DAY * 1e6  # when the device was asked, in the future while it is not
+        self._asking_since: float | None = None  # when the device was asked, while it has not answered
         self._beat = 0
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> beat, and when it was first seen
         self._looking_since: float | None = None
@@ -113,11 +113,19 @@ class Watchdog:
     # ---- what the rank tells -----------------------------------------------------------------------------------------
 
     def issue(self, tag: object, axis: str = "world") -> int:
-        """A collective was issued that is waited for later, or never; its sequence number on this axis."""
+        """A collective was issued that is waited for later, or never; its sequence number on this axis.
+
+        A rank that is not heard of again is presumed to wait in it.
+        """
+        sequence = self.post(tag, axis)
+        self._issued = (axis, sequence, tag, self._changed)
+        return sequence
+
+    def post(self, tag: object, axis: str) -> int:
+        """The same for what goes on by itself while the rank does other work."""
         sequence = self._counts[axis][0] + 1 if axis in self._counts else 1
         self._counts[axis] = (sequence, tag)
-        self._changed = time.monotonic()
-        self._issued = (axis, sequence, tag, self._changed)
+        self._moved()
         return sequence
 
     def wait(self, sequence: int, tag: object, axis: str = "world") -> None:
@@ -189,11 +197,13 @@ class Watchdog:
             while self._launched and self._launched[0].event.query():
                 self._launched.popleft()
                 self._first_since = time.monotonic()
-            self._asking_since = A_DAY * 1e6
+            self._asking_since = None
 
     def _running(self) -> list[Launched]:
         """What the device has not done yet, oldest first; nothing where that cannot be told."""
-        return list(self._launched) if time.monotonic() - self._asking_since < self.period else []
+        asking_since = self._asking_since
+        unanswered = asking_since is not None and time.monotonic() - asking_since > self.period
+        return [] if unanswered else list(self._launched)
 
     def _since(self, first: Launched) -> float:
         return max(first.since, self._first_since)

@@ -123,6 +123,9 @@ def test_calls_are_counted_by_axis_and_published(store):
     assert (dog.status().wait.tag, dog.status().wait.presumed) == ("d", True)
     dog.step(2)
     assert dog.status().wait is None
+    dog.issue("e", "tp")
+    assert dog.post("f", "pp") == 1  # goes on by itself: nobody is presumed to wait in it
+    assert (dog.status().wait, dog.status().counts["pp"]) == (None, (1, "f"))
     assert "test_launch_hang.py" in dog.status().place
 
 
