@@ -20,7 +20,7 @@ from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.models.decoder import Decoder
-from shardline.parallel.context import ContextParallel, check_context_parallel, context_plan, describe
+from shardline.parallel.context import check_context_parallel, context_plan, describe
 from shardline.parallel.data import apply_fsdp, replicate_parameters
 from shardline.parallel.mesh import Mesh
 from shardline.parallel.stages import PipelinePlan, plan_pipeline
@@ -40,7 +40,6 @@ class Applied:
     """What was done to a model, and what the loop needs to know of it."""
 
     tensor: TensorParallel | None = None
-    context: ContextParallel | None = None
     pipeline: PipelinePlan | None = None
     lines: list[str] = field(default_factory=list)
 
@@ -78,13 +77,13 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     """Transform `model`, which has no memory yet, for this run's layout."""
     done = Applied(tensor_plan(config, mesh))
     if mesh.layout.cp > 1:
-        done.context = context_plan(config, mesh.layout.cp, mesh.coordinates["cp"])
-        check_context_parallel(done.context, config, model.arch, mesh.layout.tp)
-        model.context = done.context
-        done.lines.append(describe(done.context, config.training.seq_len))
+        context = context_plan(config, mesh.layout.cp, mesh.coordinates["cp"])
+        check_context_parallel(context, config, model.arch, mesh.layout.tp)
+        model.context = context
+        done.lines.append(describe(context, config.training.seq_len))
     if done.tensor is not None:
         check_tensor_parallel(model.arch, done.tensor.degree)
-        if done.context is None:  # which has checked them, with its own
+        if model.context is None:  # which has checked them, with its own
             check_rows(config, done.tensor)
         apply_tensor_parallel(model, mesh, done.tensor)
         kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"
