@@ -21,8 +21,9 @@ from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.models.decoder import Decoder
 from shardline.parallel.context import check_context_parallel, context_plan, describe
-from shardline.parallel.data import apply_fsdp, replicate_parameters
+from shardline.parallel.data import apply_fsdp
 from shardline.parallel.mesh import Mesh
+from shardline.parallel.replicas import replicate_parameters
 from shardline.parallel.stages import PipelinePlan, plan_pipeline
 from shardline.parallel.tensor import (
     TensorParallel,

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardline.config.schema import Parallelism
 from shardline.models.decoder import Decoder, Stage
-from shardline.parallel.data import Replicas
 from shardline.parallel.exposed import exposed
+from shardline.parallel.replicas import Replicas
 
 
 class StageSums:

@@ -11,9 +11,9 @@ from shardline.config.schema import Config
 from shardline.data.loader import Batch
 from shardline.models.decoder import Decoder, Stage
 from shardline.models.local import local
-from shardline.parallel.data import Replicas
 from shardline.parallel.mesh import Mesh
 from shardline.parallel.pipeline import MicroBatch, Pipeline, idle_share
+from shardline.parallel.replicas import Replicas
 from shardline.parallel.schedules import theoretical_bubble
 from shardline.parallel.stage_sums import StageSums, stage_users
 from shardline.parallel.stages import PipelinePlan

@@ -16,8 +16,9 @@ from shardline.memory.early_step import EarlyStep, step_early
 from shardline.models.decoder import Decoder
 from shardline.parallel import comm
 from shardline.parallel.apply import Applied
-from shardline.parallel.data import Replicas, set_gradient_sync
+from shardline.parallel.data import set_gradient_sync
 from shardline.parallel.mesh import Mesh
+from shardline.parallel.replicas import Replicas
 from shardline.parallel.tensor import replicated_parameters, sum_replicated_gradients
 from shardline.training.clip import clip_, nonfinite_parameters, shards, squared_norm
 from shardline.training.device import read

@@ -17,9 +17,9 @@ from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
 from shardline.parallel import comm, compression
-from shardline.parallel.data import Replicas
 from shardline.parallel.exposed import exposed
 from shardline.parallel.mesh import Mesh
+from shardline.parallel.replicas import Replicas
 from shardline.training.metrics import KEYS, Metrics
 from shardline.training.run_folder import RunFolder
 from tests.parity.harness import MODEL
