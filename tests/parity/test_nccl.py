@@ -1,4 +1,7 @@
-"""The collectives on NCCL. One GPU takes one NCCL rank: calls, streams and types are real, the sums trivial."""
+"""The collectives on NCCL, one rank: calls, streams and types are real, the sums trivial.
+
+Several ranks on one GPU: the layouts with SHARDLINE_PARITY_BACKEND=nccl (pool.py), and tests/faults/test_nccl.py.
+"""
 
 import os
 

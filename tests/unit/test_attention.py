@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from shardline.config.architecture import Architecture
+from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.models import attention as module
 from shardline.models.attention import (
@@ -16,6 +17,7 @@ from shardline.models.attention import (
     make_masks,
     windows,
 )
+from shardline.training.build import set_determinism
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -151,6 +153,16 @@ def test_deterministic_runs_avoid_cudnn(hopper: set[str], monkeypatch: pytest.Mo
 def test_cudnn_gets_full_tiles_alone(hopper: set[str], length: int, expected: str) -> None:
     assert choose_kernel(architecture(), CUDA, torch.bfloat16, plain=True, length=length) == expected
     assert check_attention(architecture(), CUDA, torch.bfloat16, length) == expected
+
+
+def test_a_run_keeps_pytorchs_own_choice_from_cudnn() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        set_determinism(Config(), CUDA)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_kernel_for_packed_documents(hopper: set[str]) -> None:
