@@ -207,6 +207,7 @@ def _efficient_backward(
     seed, offset = _no_dropout(q.device, torch.int64)
     backward = aten._scaled_dot_product_efficient_attention_backward
     wanted = [True, True, True, False]
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # in any other order in memory half precision reads astray
     dq, dk, dv, _ = backward(g, q, k, v, bias, out, lse, seed, offset, 0.0, wanted, causal)
     return dq, _of_groups(dk, heads), _of_groups(dv, heads)
 

@@ -7,12 +7,17 @@ them; the receiver knows that order from the schedule, and posts its receives in
     rank 1            1F0       1F1       1B0 -g0->       1B1 -g1->      channel 1 -> 0: g0 g1 ...
 
 A sent tensor is kept until it is known to have arrived: the receiver has sent something that it made after using it.
+
+NCCL's receives are kernels that run until the message is there. Two things must not come to wait for one: a kernel that
+is launched for the first time (CUDA may want the device idle to load it), so the first walk's messages take the way
+through host memory; and a second receive in the same stream, which can hold up other streams, so one is posted ahead.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +28,7 @@ from shardline.parallel import comm, watchdog
 from shardline.parallel.spans import now, runs_on_host, spans
 from shardline.parallel.timeline import Action
 
-AHEAD = 2  # receives of one channel that are posted before they are needed
+AHEAD_ON_HOST, AHEAD_ON_DEVICE = 2, 1  # receives of one channel that are posted before they are needed
 
 
 class Key(NamedTuple):
@@ -80,8 +85,13 @@ class Channel:
         ranks = dist.get_process_group_ranks(self.group)
         self.name = f"pp, rank {ranks[source]} to rank {ranks[target]}"
         watchdog.add_members(self.name, (ranks[source], ranks[target]))
-        self.device, self.on_host = device, runs_on_host(self.group, device)
-        self.staged = device.type == "cuda" and self.on_host  # gloo sends and receives host memory alone
+        self.device, self.always_on_host = device, runs_on_host(self.group, device)
+        self.on_host = self.always_on_host  # whether messages pass through host memory; both sides must agree
+
+    @property
+    def staged(self) -> bool:
+        """Gloo sends and receives host memory alone."""
+        return self.on_host and self.device.type == "cuda"
 
     def open(self, sends: bool) -> None:
         """Connect now, both sides together: later, each may be busy when the other one wants to."""
@@ -89,18 +99,18 @@ class Channel:
         work = self._isend(x) if sends else self._irecv(x)
         work.wait()
 
-    def send(self, x: Tensor, what: object) -> Sent:
+    def send(self, x: Tensor, what: object) -> Transfer:
         x = x.detach().contiguous()
         comm.traffic.add("pp", x.numel() * x.element_size())
         tag, sequence = self._issue(what, x.shape, x.dtype)
         x = x.to("cpu") if self.staged else x
-        return Sent(self, self._isend(x), x, tag, sequence)
+        return Transfer(self, self._isend(x), x, tag, sequence, self.on_host)
 
-    def receive(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> Coming:
+    def receive(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> Transfer:
         """Post a receive."""
         x = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self.staged else self.device, pin_memory=self.staged)
         tag, sequence = self._issue(what, shape, dtype)
-        return Coming(self, self._irecv(x), x, tag, sequence)
+        return Transfer(self, self._irecv(x), x, tag, sequence, self.on_host)
 
     def _isend(self, x: Tensor) -> Any:
         return dist.isend(x, group=self.group, group_dst=self.peer)
@@ -112,39 +122,32 @@ class Channel:
         tag = f"{what} ({self.name}), {tuple(shape)} {str(dtype).removeprefix('torch.')}"
         return tag, 0 if watchdog.current is None else watchdog.current.post(tag, self.name)
 
-    def wait(self, work: Any, tag: str, sequence: int) -> None:
-        """Stand still for a transfer: known to the watchdog and to whoever measures."""
+
+class Transfer(NamedTuple):
+    """A message on its way."""
+
+    channel: Channel
+    work: Any
+    x: Tensor
+    tag: str
+    sequence: int
+    on_host: bool
+
+    def wait(self) -> Tensor:
+        """Stand still for it, known to the watchdog and to whoever measures; what was sent or has arrived."""
         if watchdog.current is not None:
-            watchdog.current.wait(sequence, tag, self.name)
+            watchdog.current.wait(self.sequence, self.tag, self.channel.name)
         start = now() if spans.enabled and self.on_host else 0
-        work.wait()
+        self.work.wait()
         if start:
             spans.blocked("pp", "send_receive", start)
         if watchdog.current is not None:
             watchdog.current.leave(on_device=not self.on_host)
+        return self.x
 
-
-class Sent(NamedTuple):
-    channel: Channel
-    work: Any
-    x: Tensor
-    tag: str
-    sequence: int
-
-    def wait(self) -> None:
-        self.channel.wait(self.work, self.tag, self.sequence)
-
-
-class Coming(NamedTuple):
-    channel: Channel
-    work: Any
-    x: Tensor
-    tag: str
-    sequence: int
-
-    def wait(self) -> Tensor:
-        self.channel.wait(self.work, self.tag, self.sequence)
-        return self.x.to(self.channel.device, non_blocking=True) if self.channel.staged else self.x
+    def arrive(self) -> Tensor:
+        """Wait for a message; it is on the channel's device."""
+        return self.wait().to(self.channel.device, non_blocking=True)
 
 
 class Channels:
@@ -156,11 +159,22 @@ class Channels:
         for (source, _), channel in self.by_pair.items():
             channel.open(sends=source == self.rank)
 
+    @contextlib.contextmanager
+    def through_host(self) -> Iterator[None]:
+        """Meanwhile messages pass through host memory."""
+        for channel in self.by_pair.values():
+            channel.on_host = True
+        try:
+            yield
+        finally:
+            for channel in self.by_pair.values():
+                channel.on_host = channel.always_on_host
+
     def swap(self, x: Tensor, peer: int, what: str) -> Tensor:
         """What the other rank gives for x, of the same shape."""
         coming = self.by_pair[peer, self.rank].receive(what, x.shape, x.dtype)
         sent = self.by_pair[self.rank, peer].send(x, what)
-        received = coming.wait()
+        received = coming.arrive()
         sent.wait()
         return received
 
@@ -184,8 +198,8 @@ class Transfers:
         self.to_post: dict[int, deque[Message]] = {}
         for message in self.incoming.values():
             self.to_post.setdefault(message.source, deque()).append(message)
-        self.posted: dict[int, dict[Key, Coming]] = {source: {} for source in self.to_post}
-        self.sent: list[tuple[Message, Sent]] = []
+        self.posted: dict[int, dict[Key, Transfer]] = {source: {} for source in self.to_post}
+        self.sent: list[tuple[Message, Transfer]] = []
         for source in self.to_post:
             self._post_ahead(source)
 
@@ -199,7 +213,7 @@ class Transfers:
         posted = self.posted[message.source]
         while key not in posted:
             self._post(message.source)
-        received = posted.pop(key).wait()
+        received = posted.pop(key).arrive()
         self._post_ahead(message.source)
         self._release(message)
         return received
@@ -216,7 +230,8 @@ class Transfers:
         self.posted[source][message.key] = channel.receive(message.key, *self.describe(message.key.microbatch))
 
     def _post_ahead(self, source: int) -> None:
-        while self.to_post[source] and len(self.posted[source]) < AHEAD:
+        ahead = AHEAD_ON_HOST if self.channels.by_pair[source, self.channels.rank].on_host else AHEAD_ON_DEVICE
+        while self.to_post[source] and len(self.posted[source]) < ahead:
             self._post(source)
 
     def _release(self, received: Message) -> None:

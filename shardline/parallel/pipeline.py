@@ -68,6 +68,7 @@ class Pipeline:
             pairs |= {(first, last), (last, first)}
         self.channels = Channels(pairs, device)
         self.rank = self.channels.rank
+        self._walked: set[str] = set()  # kinds of walks that have loaded all their kernels
         self.clock = ActionClock(device)
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -78,9 +79,9 @@ class Pipeline:
         `done(stage)` is called when a stage has all its gradients.
         """
         order = self.schedule.orders[self.rank]
-        run = _Run(self, batches, forward, self._transfers(batches, self.messages))
         left = Counter(action.stage for action in order if action.kind != "F")
-        with weight_queue.offering() if self.schedule.splits else contextlib.nullcontext():
+        with self._walk("training"), weight_queue.offering() if self.schedule.splits else contextlib.nullcontext():
+            run = _Run(self, batches, forward, self._transfers(batches, self.messages))
             for action in order:
                 run.receive(action)
                 with self.clock.around():
@@ -90,7 +91,7 @@ class Pipeline:
                         if not left[action.stage]:
                             done(action.stage)
                 run.send(action)
-        run.transfers.finish()
+            run.transfers.finish()
         return run.total
 
     # ---- validation --------------------------------------------------------------------------------------------------
@@ -103,13 +104,20 @@ class Pipeline:
             [Action("F", stage, number) for stage in self.schedule.stages_of(rank) for number in range(count)]
             for rank in range(self.schedule.ranks)
         ]
-        run = _Run(self, batches, forward, self._transfers(batches, messages_of(orders, placement)), keeps=False)
-        for action in orders[self.rank]:
-            run.receive(action)
-            run.compute(action)
-            run.send(action)
-        run.transfers.finish()
+        with self._walk("validation"):
+            run = _Run(self, batches, forward, self._transfers(batches, messages_of(orders, placement)), keeps=False)
+            for action in orders[self.rank]:
+                run.receive(action)
+                run.compute(action)
+                run.send(action)
+            run.transfers.finish()
         return run.total
+
+    def _walk(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """The first walk of a kind loads its kernels, and nothing on the device may wait meanwhile."""
+        first = kind not in self._walked
+        self._walked.add(kind)
+        return self.channels.through_host() if first else contextlib.nullcontext()
 
     def _transfers(self, batches: Sequence[MicroBatch], messages: Sequence[Any]) -> Transfers:
         shapes = [self.describe(batch.tokens) for batch in batches]
