@@ -14,6 +14,7 @@ other, is dropped; medians of at least 100 steps. One JSON line:
     reached               (speed_up - 1) / (bound - 1)
     hidden                1 - overlapped's exposed seconds / serial's exposed seconds
     hidden_fraction       the overlapped steps' own tp_hidden_fraction
+    exposed_by_rank       seconds that each rank stood still in an overlapped step, for a message or for a slower rank
 """
 
 from __future__ import annotations
@@ -58,7 +59,18 @@ def train(words: list[str]) -> None:
 
     switch(1)
     registry.register_hook("after_step")(lambda trainer, row: switch(row["step"] + 1))
+    own: list[float] = []
+    assert trainer.sampler is not None
+    end = trainer.sampler.end
+
+    def noted() -> Any:
+        times = end()
+        own.append(times.exposed)
+        return times
+
+    trainer.sampler.end = noted  # type: ignore[method-assign]
     trainer.train()
+    (trainer.folder.path / f"exposed-{trainer.mesh.rank}.json").write_text(json.dumps(own))
 
 
 def model_words(options: argparse.Namespace) -> list[str]:
@@ -133,6 +145,16 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def of_ranks(folder: Path, ranks: int) -> list[float]:
+    """The median exposed seconds of each rank in overlapped steps."""
+    found = []
+    for rank in range(ranks):
+        seconds = json.loads((folder / f"exposed-{rank}.json").read_text())
+        kept = [s for step, s in enumerate(seconds, 1) if step > BLOCK and (step - 1) % BLOCK and not is_serial(step)]
+        found.append(round(statistics.median(kept), 5))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit", help="of the link between two hosts, as tc writes it")
@@ -162,11 +184,13 @@ def main() -> None:
             with places(options.rate) as (address, starts, link):
                 both(options, address, starts, run_words(options, folder))
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        by_rank = of_ranks(folder, options.tp)
         chosen = [[row["product"], *row["chosen"]] for row in json.loads((folder / "async_tp.json").read_text())]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores"
     about = {"link": link, "tp": options.tp, "device": device, "torch": torch.__version__}
     shape = {"layers": options.layers, "seq_len": options.seq_len, "batch": options.batch, "steps": options.steps}
     result = {"benchmark": "async_tp", "backend": options.backend, **about, **shape, **summary(rows)}
+    result["exposed_by_rank"] = by_rank
     print(json.dumps({**result, "python": platform.python_version(), "chosen": chosen}))
 
 
