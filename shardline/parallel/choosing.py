@@ -32,6 +32,7 @@ CLEARLY = 0.01  # another backend must save this share of the time to be taken i
 LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as take a moment, by the slowest candidate
 IN_A_ROW = 4
 HOPELESS = 3.0
+NEAR, RUN_OFF = 1.15, 2.0  # those this near to the best run again, alone, for about so many seconds
 COLUMN, ROW = "all_gather_linear", "linear_reduce_scatter"
 
 
@@ -174,8 +175,8 @@ class Trial:
 def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds: int | None = None) -> Measured:
     """Time every choice; every rank of the job must call this together.
 
-    What is far slower than the best in its first runs is not run again. On a GPU each sample is the mean of runs in a
-    row after one that is not timed, as in training, where the host runs ahead.
+    What is far slower than the best in its first runs is not run again; what is near the best runs longer. On a GPU
+    each sample is the mean of runs in a row after one that is not timed, as in training, where the host runs ahead.
     """
     trial = Trial(shape, device)
     runs: list[Callable[[], Any]] = [trial.multiply, trial.communicate]
@@ -188,20 +189,30 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
         first = dict(zip(works, timed, strict=True))
         enough = HOPELESS * min(first[at] for at in works if at >= 2)
         kept = [at for at in works if at < 2 or first[at] < enough or tried[at - 2] == SERIAL]
-        if rounds is None:
-            slowest = max(first[at] for at in kept) * in_a_row
-            rounds = min(max(int(MOMENT / slowest), LEAST_ROUNDS), MOST_ROUNDS)
-        samples: dict[int, list[float]] = {at: [] for at in kept}
-        for turn in range(rounds):
-            for at in (kept[turn % len(kept) :] + kept)[: len(kept)]:  # nobody always follows the same one
-                samples[at].append(_timed(runs[at], device, in_a_row))
-        agreed = _agreed([seconds for at in kept for seconds in samples[at]], device)
-    medians = dict(first)
-    for place, at in enumerate(kept):
-        medians[at] = statistics.median(agreed[place * rounds : (place + 1) * rounds])
+        slowest = max(first[at] for at in kept) * in_a_row
+        count = rounds or min(max(int(MOMENT / slowest), LEAST_ROUNDS), MOST_ROUNDS)
+        medians = first | _medians(runs, kept, count, device, in_a_row)
+        best = min(medians[at] for at in kept if at >= 2)
+        near = [at for at in kept if at >= 2 and medians[at] < NEAR * best]
+        more = min(int(RUN_OFF / (best * in_a_row * len(near))), MOST_ROUNDS)
+        if rounds is None and len(near) > 1 and more > count:
+            medians |= _medians(runs, near, more, device, in_a_row)
     times = {choice: medians[at] for at, choice in enumerate(tried, start=2) if at in medians}
     refused = {choice.backend: failures[at] for at, choice in enumerate(tried, start=2) if failures[at]}
     return Measured(shape.product, medians[0], medians[1], times, fastest(times), refused=refused)
+
+
+def _medians(
+    runs: Sequence[Callable[[], Any]], who: Sequence[int], rounds: int, device: torch.device, in_a_row: int
+) -> dict[int, float]:
+    """Seconds of some of the runs, which take turns; nobody always follows the same one."""
+    samples: dict[int, list[float]] = {at: [] for at in who}
+    for turn in range(rounds):
+        first = turn % len(who)
+        for at in (*who[first:], *who[:first]):
+            samples[at].append(_timed(runs[at], device, in_a_row))
+    agreed = _agreed([seconds for at in who for seconds in samples[at]], device)
+    return {at: statistics.median(agreed[place * rounds : (place + 1) * rounds]) for place, at in enumerate(who)}
 
 
 def fastest(times: dict[Choice, float]) -> Choice:

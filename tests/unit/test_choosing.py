@@ -24,6 +24,7 @@ from shardline.parallel.choosing import (
     CHUNKS,
     CLEARLY,
     HOPELESS,
+    LEAST_ROUNDS,
     Measured,
     Shape,
     as_row,
@@ -154,10 +155,26 @@ def test_what_cannot_run_is_left_out_and_said():
 
 @pytest.mark.parametrize(("each", "rounds"), [(10.0, choosing.LEAST_ROUNDS), (1e-6, choosing.MOST_ROUNDS), (0.025, 10)])
 def test_as_many_rounds_as_take_a_moment(each, rounds):
+    slower = {"serial": 0.5, "ring": 0.8, "ring in 2 chunks": 1.0}
     _, runs = run_measured(
-        {name: [each] for name in ("matmul", "comm", "serial", "ring", "ring in 2 chunks")}, rounds=None
+        {"matmul": [each], "comm": [each]} | {name: [each * share] for name, share in slower.items()}, rounds=None
     )
     assert set(runs.values()) == {1 + rounds}
+
+
+def test_what_is_near_the_best_runs_again_alone_and_that_decides():
+    first = 1 + LEAST_ROUNDS
+    times = {
+        "matmul": [0.1],
+        "comm": [0.1],
+        "serial": [0.11],
+        "ring": [0.1] * first + [0.12],
+        "ring in 2 chunks": [0.2],
+    }
+    found, runs = run_measured(times, rounds=None)
+    assert found.chosen == SERIAL
+    assert runs["serial"] == runs["ring"] == first + int(choosing.RUN_OFF / 0.2)
+    assert runs["ring in 2 chunks"] == runs["matmul"] == first
 
 
 # ---- the products of a block -----------------------------------------------------------------------------------------
