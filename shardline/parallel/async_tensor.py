@@ -128,11 +128,12 @@ def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Meas
         measured = from_row(shape.product, known[str(shape.product)])
     except (KeyError, TypeError, ValueError):  # not there, or not as this release writes it
         return None
-    wanted = candidates(shape.product, allowed)
+    refused = {name: why for name, why in measured.refused.items() if name in allowed}
+    wanted = [choice for choice in candidates(shape.product, allowed) if choice.backend not in refused]
     if not set(wanted) <= set(measured.times):
         return None
     times = {choice: measured.times[choice] for choice in wanted}
-    return Measured(shape.product, measured.matmul, measured.comm, times, fastest(times), remembered=True)
+    return replace(measured, times=times, chosen=fastest(times), refused=refused)
 
 
 def _ratio_lines(measured: Sequence[Measured]) -> list[str]:

@@ -285,10 +285,11 @@ def remembered_file(folder: Path, place: dict[str, Any]) -> Path:
 
 def as_row(measured: Measured) -> dict[str, Any]:
     times = [[choice.backend, choice.chunks, seconds] for choice, seconds in measured.times.items()]
-    chosen = list(measured.chosen)
-    return {"matmul": measured.matmul, "comm": measured.comm, "times": times, "chosen": chosen}
+    row = {"matmul": measured.matmul, "comm": measured.comm, "times": times, "chosen": list(measured.chosen)}
+    return {**row, "refused": measured.refused} if measured.refused else row
 
 
 def from_row(product: Product, row: dict[str, Any]) -> Measured:
     times = {Choice(backend, chunks): float(seconds) for backend, chunks, seconds in row["times"]}
-    return Measured(product, float(row["matmul"]), float(row["comm"]), times, Choice(*row["chosen"]), remembered=True)
+    alone, refused = (float(row["matmul"]), float(row["comm"])), dict(row.get("refused", {}))
+    return Measured(product, *alone, times, Choice(*row["chosen"]), remembered=True, refused=refused)

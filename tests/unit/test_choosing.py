@@ -17,8 +17,8 @@ from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
+from shardline.parallel import async_tensor, choosing, comm
 from shardline.parallel import choices as table
-from shardline.parallel import choosing, comm
 from shardline.parallel.choices import SERIAL, Choice, Product, backends
 from shardline.parallel.choosing import (
     CHUNKS,
@@ -244,6 +244,17 @@ def test_a_row_comes_back_as_it_was(times, serial, matmul, sent):
     after = from_row(PRODUCT, json.loads(json.dumps(as_row(before))))
     assert after == Measured(PRODUCT, matmul, sent, times, fastest(times), remembered=True)
     assert after.line() == f"{before.line()}, remembered"
+
+
+def test_a_backend_that_was_refused_is_not_tried_again(monkeypatch):
+    monkeypatch.setattr(comm, "axis_size", lambda name: 2)
+    before = Measured(PRODUCT, 1.0, 0.1, {SERIAL: 2.0}, SERIAL, refused={"ring": "it is broken"})
+    known = {str(PRODUCT): json.loads(json.dumps(as_row(before)))}
+    recalled = async_tensor._recall(Shape(PRODUCT), ["serial", "ring"], known)
+    assert recalled is not None
+    assert (recalled.refused, recalled.chosen) == ({"ring": "it is broken"}, SERIAL)
+    del known[str(PRODUCT)]["refused"]
+    assert async_tensor._recall(Shape(PRODUCT), ["serial", "ring"], known) is None
 
 
 class Place:
