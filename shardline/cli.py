@@ -122,6 +122,35 @@ EXPORT = Command(
         "shardline export outputs/run/checkpoint/step-500 ./weights --format consolidated",
     ),
 )
+_CHECKPOINTS = "PATH: a run, its checkpoint folder, one step, or a URL of them such as s3://bucket/run."
+_JSON = Option("json", "Print one JSON object per line.", bool, default=False)
+CHECKPOINT_LS = Command(
+    "checkpoint ls",
+    "List what is saved: steps, sizes, layouts, and what is broken or was left behind.",
+    ("PATH",),
+    (_JSON,),
+    details=_CHECKPOINTS,
+    examples=("shardline checkpoint ls outputs/run",),
+)
+CHECKPOINT_VERIFY = Command(
+    "checkpoint verify",
+    "Read every byte of checkpoints and compare it with its checksum; exit 2 names what is damaged.",
+    ("PATH",),
+    (Option("step", "Verify this step alone; unset: every one.", int, "N", low=0), _JSON),
+    details=_CHECKPOINTS,
+    examples=("shardline checkpoint verify outputs/run", "shardline checkpoint verify outputs/run --step 200"),
+)
+CHECKPOINT_SHOW = Command(
+    "checkpoint show",
+    "Say what a checkpoint holds: step, data position, model, layout, tensors.",
+    ("PATH",),
+    (Option("tensors", "List every tensor with its type, shape and pieces.", bool, default=False), _JSON),
+    details=_CHECKPOINTS + " Of several steps the newest.",
+    examples=(
+        "shardline checkpoint show outputs/run",
+        "shardline checkpoint show outputs/run/checkpoint/step-200 --tensors",
+    ),
+)
 GENERATE = Command(
     "generate",
     "Continue a prompt with a trained model.",
@@ -426,6 +455,24 @@ def _export(parsed: Parsed) -> int:
     return export(checkpoint, out, **_named(parsed, "format", "dtype", "overwrite"))
 
 
+def _checkpoint_ls(parsed: Parsed) -> int:
+    from shardline.training.checkpoint_command import ls
+
+    return ls(parsed.positionals[0], **_named(parsed, "json"))
+
+
+def _checkpoint_verify(parsed: Parsed) -> int:
+    from shardline.training.checkpoint_command import verify
+
+    return verify(parsed.positionals[0], **_named(parsed, "step", "json"))
+
+
+def _checkpoint_show(parsed: Parsed) -> int:
+    from shardline.training.checkpoint_command import show
+
+    return show(parsed.positionals[0], **_named(parsed, "tensors", "json"))
+
+
 def _generate(parsed: Parsed) -> int:
     if parsed.options["prompt"] is None:
         raise UserError('shardline generate: --prompt is missing: --prompt "Once upon a time"')
@@ -495,6 +542,9 @@ COMMANDS: dict[str, tuple[Command, Callable[[Parsed], int]]] = {
     "data prepare": (PREPARE, _prepare),
     "import": (IMPORT, _import),
     "export": (EXPORT, _export),
+    "checkpoint ls": (CHECKPOINT_LS, _checkpoint_ls),
+    "checkpoint verify": (CHECKPOINT_VERIFY, _checkpoint_verify),
+    "checkpoint show": (CHECKPOINT_SHOW, _checkpoint_show),
     "generate": (GENERATE, _generate),
     "bench comm": (BENCH_COMM, _bench_comm),
     "bench overlap": (BENCH_OVERLAP, _bench_overlap),
