@@ -92,13 +92,20 @@ PREPARE = Command(
 )
 IMPORT = Command(
     "import",
-    "Turn a Hugging Face folder (config.json, safetensors) into a checkpoint.",
-    ("HF_FOLDER", "OUT"),
+    "Turn a Hugging Face folder (config.json, safetensors) or TorchTitan's checkpoint into ours.",
+    ("FOLDER", "OUT"),
     (
+        Option("trust-pickle", "Read TorchTitan's .metadata, a pickle that can run code.", bool, default=False),
+        Option("config", "TorchTitan's: take the model section of this file.", str, "FILE"),
         Option("dtype", f"Convert to {', '.join(DTYPES)}; unset keeps the types.", str, "TYPE", choices=DTYPES),
         Option("overwrite", "Replace OUT.", bool, default=False),
     ),
-    examples=("shardline import ./Llama-3.2-1B checkpoints/llama",),
+    config_flags=True,
+    details="--model.flavor and the like name the model of a TorchTitan checkpoint where its shapes fit several.",
+    examples=(
+        "shardline import ./Llama-3.2-1B checkpoints/llama",
+        "shardline import outputs/checkpoint/step-1000 checkpoints/ours --trust-pickle --model.flavor 8B",
+    ),
 )
 EXPORT = Command(
     "export",
@@ -350,11 +357,15 @@ def _with_presets(text: str) -> str:
 
 def load(parsed: Parsed) -> Config:
     """The config of `train` and `config`: loaded, custom module imported, combinations checked."""
+    return _of_file(parsed, parsed.positionals[0] if parsed.positionals else None)
+
+
+def _of_file(parsed: Parsed, file: str | None) -> Config:
     from shardline.config.load import load_config
     from shardline.config.rules import check
     from shardline.registry import import_custom
 
-    config = load_config(parsed.positionals[0] if parsed.positionals else None, parsed.flags)
+    config = load_config(file, parsed.flags)
     import_custom(config.experimental.custom_import)
     check(config)
     return config
@@ -442,10 +453,14 @@ def _prepare(parsed: Parsed) -> int:
 
 
 def _import(parsed: Parsed) -> int:
-    from shardline.training.convert import import_hf
+    for name in (word.lstrip("-").partition("=")[0] for word in parsed.flags if word.startswith("--")):
+        if not name.startswith(("model.", "experimental.custom_import", "preset")):
+            raise UserError(f"shardline import: there is no option --{name}: of a config, only --model.* matters here")
+    config = _of_file(parsed, parsed.options["config"]) if parsed.options["config"] or parsed.flags else None
+    from shardline.training.convert import import_model
 
     folder, out = parsed.positionals
-    return import_hf(folder, out, **_named(parsed, "dtype", "overwrite"))
+    return import_model(folder, out, config=config, **_named(parsed, "dtype", "overwrite", "trust_pickle"))
 
 
 def _export(parsed: Parsed) -> int:

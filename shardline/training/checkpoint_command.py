@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardline.errors import UserError
-from shardline.training.folders import LEFTOVERS, MANIFEST, Found, Tensor, find
-from shardline.training.places import place
-
-PROGRESS_SECONDS = 5.0
-_LEAST_SHOWN = 1 << 30  # bytes that are read without a word
+from shardline.training.folders import LEFTOVERS, MANIFEST, Found, Progress, Tensor, find, in_words
+from shardline.training.location import locate
 
 
 def ls(path: str, json: bool = False) -> int:
     """One line for each step and each thing left behind."""
-    folder, every = find(place(path))
+    folder, every = find(locate(path))
     rows = [_row(found) for found in every]
     if json:
         _print_json(rows)
@@ -34,13 +30,13 @@ def ls(path: str, json: bool = False) -> int:
 
 def verify(path: str, step: int | None = None, json: bool = False) -> int:
     """Read every block of every file, of all steps or of one; 2 if anything is wrong."""
-    folder, every = find(place(path))
+    folder, every = find(locate(path))
     chosen = [found for found in every if not found.left and step in (None, found.step)]
     if not chosen:
         steps = ", ".join(str(found.step) for found in every if not found.left) or "none"
         wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         raise UserError(f"{folder} holds {wanted} (steps there: {steps})")
-    report, broken = _Progress(sum(found.size for found in chosen)), 0
+    report, broken = Progress("read", sum(found.size for found in chosen)), 0
     for found in chosen:
         problems = found.verify(report.advance)
         broken += bool(problems)
@@ -59,7 +55,7 @@ def verify(path: str, step: int | None = None, json: bool = False) -> int:
 
 def show(path: str, tensors: bool = False, json: bool = False) -> int:
     """The manifest of the newest step, or of the step folder, in words."""
-    folder, every = find(place(path))
+    folder, every = find(locate(path))
     readable = [found for found in every if found.manifest is not None and not found.left]
     if not readable:
         raise UserError(f"{folder} holds no checkpoint whose {MANIFEST} can be read")
@@ -209,29 +205,6 @@ def _described(found: Found, stored: Mapping[str, Tensor], tensors: bool) -> dic
     if tensors:
         content["tensors"] = {name: one._asdict() for name, one in stored.items()}
     return content
-
-
-def in_words(size: int) -> str:
-    """`1.50 GiB`."""
-    for unit, bytes_of_it in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= bytes_of_it:
-            return f"{size / bytes_of_it:.2f} {unit}"
-    return f"{size} bytes"
-
-
-class _Progress:
-    """Says on stderr how far a long reading is, every few seconds."""
-
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total, self.done, self.clock = total, 0, clock
-        self.last = clock()
-
-    def advance(self, size: int) -> None:
-        self.done += size
-        if self.total >= _LEAST_SHOWN and self.clock() - self.last >= PROGRESS_SECONDS:
-            self.last = self.clock()
-            share = 100 * self.done / self.total
-            print(f"{in_words(self.done)} of {in_words(self.total)} read ({share:.0f} %)", file=sys.stderr, flush=True)
 
 
 def _print_json(rows: Iterable[Mapping[str, Any]]) -> None:

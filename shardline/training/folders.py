@@ -12,13 +12,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from shardline.data.progress import say
 from shardline.errors import UserError
-from shardline.training.places import Place
+from shardline.training.location import Location
 
 FORMAT = "shardline-checkpoint"
 MANIFEST = "manifest.json"
@@ -28,6 +30,8 @@ LEFTOVERS = {
     "abandoned": "set aside: its steps were trained again",
     "replaced": "the older of two saves of this step",
 }
+PROGRESS_SECONDS = 5.0
+_LEAST_SHOWN = 1 << 30  # bytes that pass without a word
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 
 
@@ -64,7 +68,7 @@ class Tensor(NamedTuple):
 class Found:
     """A folder `step-N...`; `manifest` is None where `problem` says why it cannot be read."""
 
-    place: Place
+    place: Location
     step: int
     left: str  # "" or one of LEFTOVERS
     manifest: dict[str, Any] | None
@@ -118,9 +122,9 @@ class Found:
         return [Problem(str(self.place / MANIFEST), f"does not fit the files: {wrong[0]}")] if wrong else []
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name, from the manifest, or from the files' headers where an older one does not tell."""
+        """Every tensor by name, from the manifest, or from the files' headers where it has no list of them."""
         assert self.manifest is not None
-        if "tensors" in self.manifest:
+        if self.manifest.get("tensors"):
             rows = self.manifest["tensors"].items()
             return {name: Tensor(row["dtype"], tuple(row["shape"]), len(row["pieces"])) for name, row in rows}
         found = {}
@@ -146,7 +150,7 @@ def _stored_pieces(found: Found) -> dict[str, tuple[str, int]]:
     return stored
 
 
-def read_header(file: Place) -> dict[str, Any]:
+def read_header(file: Location) -> dict[str, Any]:
     """The header of a safetensors file: type, shape and place of each tensor."""
     with file.open() as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
@@ -155,7 +159,7 @@ def read_header(file: Place) -> dict[str, Any]:
 
 
 def failing_blocks(
-    file: Place, recorded: Mapping[str, Any], advance: Callable[[int], None]
+    file: Location, recorded: Mapping[str, Any], advance: Callable[[int], None]
 ) -> Iterator[tuple[int, int]]:
     """(first byte, byte after the last) of what fails its checksum; neighbouring blocks are told as one."""
     start = end = 0
@@ -175,7 +179,7 @@ def failing_blocks(
         yield start, end
 
 
-def find(where: Place) -> tuple[Place, list[Found]]:
+def find(where: Location) -> tuple[Location, list[Found]]:
     """The folder that `where` means (a run, its checkpoints, one step) and what is in it, oldest step first."""
     if (where / MANIFEST).is_file():
         return where, [describe(where, *_step_of(where.base))]
@@ -197,7 +201,7 @@ def _step_of(name: str) -> tuple[int, str]:
     return (-1, "") if match is None else (int(match[1]), match[2] or "")
 
 
-def describe(folder: Place, step: int = -1, left: str = "") -> Found:
+def describe(folder: Location, step: int = -1, left: str = "") -> Found:
     """Read a step folder's manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).text())
@@ -213,3 +217,26 @@ def describe(folder: Place, step: int = -1, left: str = "") -> Found:
         return Found(folder, step, left, None, "is missing")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Found(folder, step, left, None, f"cannot be read: {type(error).__name__} {error}")
+
+
+def in_words(size: int) -> str:
+    """`1.50 GiB`."""
+    for unit, bytes_of_it in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= bytes_of_it:
+            return f"{size / bytes_of_it:.2f} {unit}"
+    return f"{size} bytes"
+
+
+class Progress:
+    """Says how far a long reading is, every few seconds."""
+
+    def __init__(self, what: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.what, self.total, self.done, self.clock = what, total, 0, clock
+        self.last = clock()
+
+    def advance(self, size: int) -> None:
+        self.done += size
+        if self.total >= _LEAST_SHOWN and self.clock() - self.last >= PROGRESS_SECONDS:
+            self.last = self.clock()
+            share = 100 * self.done / self.total
+            say(f"{self.what}: {in_words(self.done)} of {in_words(self.total)} ({share:.0f} %)")

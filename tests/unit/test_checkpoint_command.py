@@ -14,9 +14,8 @@ import pytest
 
 from shardline.cli import main
 from shardline.training import checkpoint as files
-from shardline.training import checkpoint_command
-from shardline.training.folders import failing_blocks
-from shardline.training.places import is_url, place
+from shardline.training.folders import Progress, failing_blocks
+from shardline.training.location import is_url, locate
 from tests.e2e.tiny import run
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -167,17 +166,17 @@ def test_failing_blocks_are_told_as_ranges(tmp_path: Path) -> None:
         for at in flipped:
             flip(path, at)
         read: list[int] = []
-        assert list(failing_blocks(place(path), recorded, read.append)) == expected
+        assert list(failing_blocks(locate(path), recorded, read.append)) == expected
         assert sum(read) == len(data)
 
 
 def test_progress_is_told_for_what_is_big(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter(range(0, 100, 2))
-    progress = checkpoint_command._Progress(4 << 30, clock=lambda: float(next(times)))
+    progress = Progress("read", 4 << 30, clock=lambda: float(next(times)))
     for _ in range(4):
         progress.advance(1 << 30)
-    assert "3.00 GiB of 4.00 GiB read (75 %)" in capsys.readouterr().err
-    small = checkpoint_command._Progress(1 << 20, clock=lambda: float(next(times)))
+    assert "read: 3.00 GiB of 4.00 GiB (75 %)" in capsys.readouterr().err
+    small = Progress("read", 1 << 20, clock=lambda: float(next(times)))
     for _ in range(4):
         small.advance(1 << 18)
     assert capsys.readouterr().err == ""

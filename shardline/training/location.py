@@ -21,7 +21,7 @@ def is_url(text: str | Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """A file or folder: a file system of fsspec and a path in it; `name` is how the user calls it."""
 
     fs: Any
@@ -31,8 +31,8 @@ class Place:
     def __str__(self) -> str:
         return self.name
 
-    def __truediv__(self, child: str) -> Place:
-        return Place(self.fs, f"{self.path.rstrip('/')}/{child}", f"{self.name.rstrip('/')}/{child}")
+    def __truediv__(self, child: str) -> Location:
+        return Location(self.fs, f"{self.path.rstrip('/')}/{child}", f"{self.name.rstrip('/')}/{child}")
 
     @property
     def base(self) -> str:
@@ -107,19 +107,19 @@ class Place:
         self.fs.invalidate_cache()
 
 
-def place(where: str | Path) -> Place:
+def locate(where: str | Path) -> Location:
     """Open a path or URL; a URL that no installed file system understands is a `UserError`."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
     text = str(where)
     if not is_url(text):
-        return Place(LocalFileSystem(), str(Path(text).absolute()), text)
+        return Location(LocalFileSystem(), str(Path(text).absolute()), text)
     try:
         fs, path = url_to_fs(text)
     except (ValueError, ImportError) as error:
         raise UserError(f"{text} cannot be opened: {error}") from error
-    return Place(fs, path, text)
+    return Location(fs, path, text)
 
 
 def _protocols(fs: Any) -> tuple[str, ...]:
