@@ -122,8 +122,10 @@ EXPORT = Command(
             "hf",
         ),
         Option("dtype", f"Convert to {', '.join(DTYPES)}; unset keeps the types.", str, "TYPE", choices=DTYPES),
+        Option("max-shard-size", "hf: largest file, such as 500MB or 2GiB; unset: 5GB.", str, "SIZE"),
         Option("overwrite", "Replace OUT.", bool, default=False),
     ),
+    details="CHECKPOINT: a run, a checkpoint, or a URL of one such as s3://bucket/run.",
     examples=(
         "shardline export outputs/run/checkpoint/step-500 ./model --dtype bfloat16",
         "shardline export outputs/run/checkpoint/step-500 ./weights --format consolidated",
@@ -172,7 +174,7 @@ GENERATE = Command(
         Option("device", "cpu or cuda; unset takes the GPU if there is one.", str, "NAME"),
         Option("tokenizer", "tokenizer.json, its folder, or bytes; unset takes the model's.", str, "PATH"),
     ),
-    details="FOLDER: a run, a checkpoint, or a Hugging Face folder.",
+    details="FOLDER: a run, a checkpoint, the URL of one such as s3://bucket/run, or a Hugging Face folder.",
     examples=('shardline generate outputs/run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95',),
 )
 BENCH_COMM = Command(
@@ -467,7 +469,7 @@ def _export(parsed: Parsed) -> int:
     from shardline.training.convert import export
 
     checkpoint, out = parsed.positionals
-    return export(checkpoint, out, **_named(parsed, "format", "dtype", "overwrite"))
+    return export(checkpoint, out, **_named(parsed, "format", "dtype", "overwrite", "max_shard_size"))
 
 
 def _checkpoint_ls(parsed: Parsed) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from shardline.training.assets import (
     tokenizer_of_checkpoint,
     tokenizer_of_run,
 )
+from shardline.training.fetching import local_path
 from shardline.training.tensor_file import Entry, write_tensors
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ def import_model(
     trained, sampled or exported. Or it is TorchTitan's, whose model `config` names where shapes alone do not tell it.
     """
     folder, out, wanted = Path(folder), Path(out).resolve(), _dtype(dtype)
+    tensors: DCPTensors | HFTensors
+    assets: Path | None
     if is_dcp_folder(folder):
         tensors, assets = _open_dcp(folder, trust_pickle, config)
     else:
@@ -101,12 +105,20 @@ def _open_hf(folder: Path, trusted: bool, config: Config | None) -> HFTensors:
 
 
 def export(
-    checkpoint: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None, overwrite: bool = False
+    checkpoint: str | Path,
+    out: str | Path,
+    format: str = "hf",
+    dtype: str | None = None,
+    overwrite: bool = False,
+    max_shard_size: str | None = None,
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder or as one consolidated safetensors file."""
     if format not in ("hf", "consolidated"):
         raise UserError(f"--format {format}: expected hf or consolidated")
-    saved, out, wanted = _find(Path(checkpoint)), Path(out).resolve(), _dtype(dtype)
+    if max_shard_size is not None and format != "hf":
+        raise UserError("--max-shard-size is for --format hf: a consolidated export is one file")
+    limit = size_of(max_shard_size or "5GB")
+    saved, out, wanted = _find(local_path(checkpoint)), Path(out).resolve(), _dtype(dtype)
     saved.verify()
     tensors = saved.weights()
     with _new_folder(out, overwrite, source=saved.path) as partial:
@@ -116,6 +128,7 @@ def export(
                 saved.architecture,
                 partial,
                 dtype=wanted,
+                max_shard_bytes=limit,
                 assets_from=assets_of_checkpoint(saved),
                 special_tokens=special_tokens(tokenizer_of_checkpoint(saved)),
             )
@@ -128,6 +141,15 @@ def export(
         files.put_in_place(partial, out)
     print(f"exported step {saved.step} ({parameter_count(saved.architecture):,} parameters) to {out}")
     return 0
+
+
+def size_of(text: str) -> int:
+    """Bytes of `5GB`, `500MB`, `2GiB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", text.strip().upper())
+    size = 0 if match is None else int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    if size < 1:
+        raise UserError(f"--max-shard-size {text}: expected a size such as 5GB, 500MB or 2GiB")
+    return size
 
 
 def _find(path: Path) -> files.Saved:

@@ -31,6 +31,7 @@ LEFTOVERS = {
     "replaced": "the older of two saves of this step",
 }
 PROGRESS_SECONDS = 5.0
+_PLAIN_BYTES = 4 << 20
 _LEAST_SHOWN = 1 << 30  # bytes that pass without a word
 _ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 
@@ -177,6 +178,27 @@ def failing_blocks(
         end = min((index + 1) * block_bytes, size)
     if end > start:
         yield start, end
+
+
+def checked_blocks(file: Location, recorded: Mapping[str, Any] | None) -> Iterator[bytes]:
+    """The file in blocks, each compared with its checksum before it is given; plainly where nothing is recorded."""
+    if recorded is None:
+        yield from file.blocks(_PLAIN_BYTES)
+        return
+    size, count = 0, len(recorded["crc32"])
+    for index, block in enumerate(file.blocks(recorded["block_bytes"])):
+        if index >= count or zlib.crc32(block) != recorded["crc32"][index]:
+            raise UserError(f"{file} is damaged: bytes {size} to {size + len(block)} fail their checksum")
+        size += len(block)
+        yield block
+    if size != recorded["size"]:
+        raise UserError(f"{file} has {size} bytes, {recorded['size']} were written: it is torn or was changed")
+
+
+def steps_in(folder: Location) -> list[str]:
+    """`step-2`, `step-10`, ... that have a manifest, oldest first."""
+    names = [name for name in folder.names() if re.fullmatch(r"step-\d+", name)]
+    return sorted((name for name in names if (folder / name / MANIFEST).is_file()), key=lambda name: int(name[5:]))
 
 
 def find(where: Location) -> tuple[Location, list[Found]]:

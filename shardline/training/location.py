@@ -101,9 +101,10 @@ class Location:
     def remove(self) -> None:
         """A file, or a folder with what is in it; nothing if it is not there."""
         try:
-            self.fs.rm(self.path, recursive=not self.is_file())
+            info = self.fs.info(self.path)
         except FileNotFoundError:
             return
+        self.fs.rm(self.path, recursive=info["type"] != "file")
         self.fs.invalidate_cache()
 
 

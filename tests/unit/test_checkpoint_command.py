@@ -175,11 +175,11 @@ def test_progress_is_told_for_what_is_big(capsys: pytest.CaptureFixture[str]) ->
     progress = Progress("read", 4 << 30, clock=lambda: float(next(times)))
     for _ in range(4):
         progress.advance(1 << 30)
-    assert "read: 3.00 GiB of 4.00 GiB (75 %)" in capsys.readouterr().err
+    assert "".join(capsys.readouterr()) == "read: 3.00 GiB of 4.00 GiB (75 %)\n"
     small = Progress("read", 1 << 20, clock=lambda: float(next(times)))
     for _ in range(4):
         small.advance(1 << 18)
-    assert capsys.readouterr().err == ""
+    assert "".join(capsys.readouterr()) == ""
 
 
 def test_show_tells_the_manifest_in_words(folder: Path, call: Call) -> None:

@@ -208,7 +208,7 @@ def test_dry_run_accepts_what_is_not_built(run, stub):
             "shardline.training.convert",
             "export",
             ("ck", "out"),
-            {"format": "consolidated", "dtype": None, "overwrite": True},
+            {"format": "consolidated", "dtype": None, "overwrite": True, "max_shard_size": None},
         ),
         (
             ["generate", "folder", "--prompt", "-x y", "--top-k=5", "--temperature", "0.5"],
