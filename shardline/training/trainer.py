@@ -212,8 +212,9 @@ class Trainer:
         )
         self.applied.lines += self.async_tensor.lines
         self.sampler = Sampler(self.device) if self.applied.tensor is not None else None
-        folder, writes = self.folder.checkpoint_folder, self.mesh.rank == 0
-        self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, writes)
+        folder = self.folder.checkpoint_folder
+        self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, self.mesh)
+        self._open.callback(self.saver.close)
         self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied, self.device)
 
     def _start(self) -> tuple[Progress, bool]:
@@ -259,7 +260,7 @@ class Trainer:
             self.close()
             return Result(self.progress.step, None, finished_before=True)
         if self.config.checkpoint.create_seed_checkpoint:
-            self.saver.save(self.progress)
+            self.saver.save(self.progress, wait=True)
             self.close()
             return Result(0, None)
         config, row = self.config, dict[str, Any]()
@@ -308,6 +309,7 @@ class Trainer:
                     if freq and self.progress.step % freq == 0:
                         check_replicas(self.model, self.progress.step)
                     registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": result.loss, "lr": lr})
+                    self.saver.check()
                     with self._pause(meter, profiler):
                         self._validate(metrics, console)
                         if self.saver.is_due(self.progress.step, self.total_steps):
@@ -319,6 +321,7 @@ class Trainer:
                     with watchdog.patiently("saving a checkpoint", comm.groups()):
                         self.saver.save_at_stop(self.progress)
                     stopped_by = stop.name or "SIGTERM"
+                self.saver.finish()
         except BaseException as error:
             self._log_failure(error)
             raise
