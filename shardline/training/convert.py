@@ -65,13 +65,13 @@ def import_model(
     with _new_folder(out, overwrite, source=folder) as partial:
         partial.mkdir()
         entries = _entries(tensors, logical_shapes(architecture), wanted, "model/")
-        recorded = {files.STATE_FILE: write_tensors(partial / files.STATE_FILE, entries)}
+        recorded, tensors_table = files.write_whole(partial, entries)
         if assets is not None:
             copy_assets(assets, partial)
         if (folder / "config.json").is_file():
             shutil.copyfile(folder / "config.json", partial / "config.json")
         trainer = {"step": 0, "samples": 0, "tokens": 0, "tokenizer": ""}  # its tokenizer, if any, lies beside it
-        files.publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded))
+        files.publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded, tensors_table))
     print(f"imported {len(entries)} tensors, {parameter_count(architecture):,} parameters, to {out}")
     return 0
 

@@ -17,9 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.training.folders import MANIFEST, Found, checked_blocks, describe, in_words, steps_in
 from shardline.training.location import Location, locate
+from shardline.training.run_folder import RunFolder
 
 log = logging.getLogger("shardline")
 RECORD = "mirror.json"
@@ -207,6 +209,17 @@ class Mirror:
 
     def _write_record(self, steps: dict[str, Any]) -> None:
         write_record(self.folder, self.url, steps)
+
+
+def open_mirror(config: Config, run: RunFolder) -> Mirror | None:
+    """The mirror of a run that may save; a new run must find it empty."""
+    section = config.checkpoint
+    if not section.enable or section.load_only or section.mirror is None:
+        return None
+    mirror = Mirror(section.mirror, run.checkpoint_folder, section.keep_latest_k)
+    if not run.resume:
+        run.notes += mirror.check_free()
+    return mirror
 
 
 def read_record(folder: Path, url: str) -> dict[str, Any]:
