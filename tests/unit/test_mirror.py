@@ -132,7 +132,8 @@ def test_a_failed_copy_is_said_and_tried_again_at_each_write(
             getattr(faults, fault).add(number)
             mirror.nudge()
             wait(mirror)
-            assert [saved for saved in listed(mirror) if saved.manifest is not None] == []
+            for saved in listed(mirror):  # of a manifest at most a part is there, or all but its last newline
+                assert saved.manifest is None or saved.verify(lambda size: None) == []
             (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
             assert f"{folder / 'step-1'} was not copied to {URL}: " in line
             assert line.endswith("; tried again with the next save")
