@@ -92,13 +92,20 @@ PREPARE = Command(
 )
 IMPORT = Command(
     "import",
-    "Turn a Hugging Face folder (config.json, safetensors) into a checkpoint.",
-    ("HF_FOLDER", "OUT"),
+    "Turn a Hugging Face folder (config.json, safetensors) or TorchTitan's checkpoint into ours.",
+    ("FOLDER", "OUT"),
     (
+        Option("trust-pickle", "Read TorchTitan's .metadata, a pickle that can run code.", bool, default=False),
+        Option("config", "TorchTitan's: take the model section of this file.", str, "FILE"),
         Option("dtype", f"Convert to {', '.join(DTYPES)}; unset keeps the types.", str, "TYPE", choices=DTYPES),
         Option("overwrite", "Replace OUT.", bool, default=False),
     ),
-    examples=("shardline import ./Llama-3.2-1B checkpoints/llama",),
+    config_flags=True,
+    details="--model.flavor and the like name the model of a TorchTitan checkpoint where its shapes fit several.",
+    examples=(
+        "shardline import ./Llama-3.2-1B checkpoints/llama",
+        "shardline import outputs/checkpoint/step-1000 checkpoints/ours --trust-pickle --model.flavor 8B",
+    ),
 )
 EXPORT = Command(
     "export",
@@ -115,11 +122,42 @@ EXPORT = Command(
             "hf",
         ),
         Option("dtype", f"Convert to {', '.join(DTYPES)}; unset keeps the types.", str, "TYPE", choices=DTYPES),
+        Option("max-shard-size", "hf: largest file, such as 500MB or 2GiB; unset: 5GB.", str, "SIZE"),
         Option("overwrite", "Replace OUT.", bool, default=False),
     ),
+    details="CHECKPOINT: a run, a checkpoint, or a URL of one such as s3://bucket/run.",
     examples=(
         "shardline export outputs/run/checkpoint/step-500 ./model --dtype bfloat16",
         "shardline export outputs/run/checkpoint/step-500 ./weights --format consolidated",
+    ),
+)
+_CHECKPOINTS = "PATH: a run, its checkpoint folder, one step, or a URL of them such as s3://bucket/run."
+_JSON = Option("json", "Print one JSON object per line.", bool, default=False)
+CHECKPOINT_LS = Command(
+    "checkpoint ls",
+    "List what is saved: steps, sizes, layouts, and what is broken or was left behind.",
+    ("PATH",),
+    (_JSON,),
+    details=_CHECKPOINTS,
+    examples=("shardline checkpoint ls outputs/run",),
+)
+CHECKPOINT_VERIFY = Command(
+    "checkpoint verify",
+    "Read every byte of checkpoints and compare it with its checksum; exit 2 names what is damaged.",
+    ("PATH",),
+    (Option("step", "Verify this step alone; unset: every one.", int, "N", low=0), _JSON),
+    details=_CHECKPOINTS,
+    examples=("shardline checkpoint verify outputs/run", "shardline checkpoint verify outputs/run --step 200"),
+)
+CHECKPOINT_SHOW = Command(
+    "checkpoint show",
+    "Say what a checkpoint holds: step, data position, model, layout, tensors.",
+    ("PATH",),
+    (Option("tensors", "List every tensor with its type, shape and pieces.", bool, default=False), _JSON),
+    details=_CHECKPOINTS + " Of several steps the newest.",
+    examples=(
+        "shardline checkpoint show outputs/run",
+        "shardline checkpoint show outputs/run/checkpoint/step-200 --tensors",
     ),
 )
 GENERATE = Command(
@@ -136,7 +174,7 @@ GENERATE = Command(
         Option("device", "cpu or cuda; unset takes the GPU if there is one.", str, "NAME"),
         Option("tokenizer", "tokenizer.json, its folder, or bytes; unset takes the model's.", str, "PATH"),
     ),
-    details="FOLDER: a run, a checkpoint, or a Hugging Face folder.",
+    details="FOLDER: a run, a checkpoint, the URL of one such as s3://bucket/run, or a Hugging Face folder.",
     examples=('shardline generate outputs/run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95',),
 )
 BENCH_COMM = Command(
@@ -321,11 +359,15 @@ def _with_presets(text: str) -> str:
 
 def load(parsed: Parsed) -> Config:
     """The config of `train` and `config`: loaded, custom module imported, combinations checked."""
+    return _of_file(parsed, parsed.positionals[0] if parsed.positionals else None)
+
+
+def _of_file(parsed: Parsed, file: str | None) -> Config:
     from shardline.config.load import load_config
     from shardline.config.rules import check
     from shardline.registry import import_custom
 
-    config = load_config(parsed.positionals[0] if parsed.positionals else None, parsed.flags)
+    config = load_config(file, parsed.flags)
     import_custom(config.experimental.custom_import)
     check(config)
     return config
@@ -413,17 +455,39 @@ def _prepare(parsed: Parsed) -> int:
 
 
 def _import(parsed: Parsed) -> int:
-    from shardline.training.convert import import_hf
+    for name in (word.lstrip("-").partition("=")[0] for word in parsed.flags if word.startswith("--")):
+        if not name.startswith(("model.", "experimental.custom_import", "preset")):
+            raise UserError(f"shardline import: there is no option --{name}: of a config, only --model.* matters here")
+    config = _of_file(parsed, parsed.options["config"]) if parsed.options["config"] or parsed.flags else None
+    from shardline.training.convert import import_model
 
     folder, out = parsed.positionals
-    return import_hf(folder, out, **_named(parsed, "dtype", "overwrite"))
+    return import_model(folder, out, config=config, **_named(parsed, "dtype", "overwrite", "trust_pickle"))
 
 
 def _export(parsed: Parsed) -> int:
     from shardline.training.convert import export
 
     checkpoint, out = parsed.positionals
-    return export(checkpoint, out, **_named(parsed, "format", "dtype", "overwrite"))
+    return export(checkpoint, out, **_named(parsed, "format", "dtype", "overwrite", "max_shard_size"))
+
+
+def _checkpoint_ls(parsed: Parsed) -> int:
+    from shardline.training.checkpoint_command import ls
+
+    return ls(parsed.positionals[0], **_named(parsed, "json"))
+
+
+def _checkpoint_verify(parsed: Parsed) -> int:
+    from shardline.training.checkpoint_command import verify
+
+    return verify(parsed.positionals[0], **_named(parsed, "step", "json"))
+
+
+def _checkpoint_show(parsed: Parsed) -> int:
+    from shardline.training.checkpoint_command import show
+
+    return show(parsed.positionals[0], **_named(parsed, "tensors", "json"))
 
 
 def _generate(parsed: Parsed) -> int:
@@ -495,6 +559,9 @@ COMMANDS: dict[str, tuple[Command, Callable[[Parsed], int]]] = {
     "data prepare": (PREPARE, _prepare),
     "import": (IMPORT, _import),
     "export": (EXPORT, _export),
+    "checkpoint ls": (CHECKPOINT_LS, _checkpoint_ls),
+    "checkpoint verify": (CHECKPOINT_VERIFY, _checkpoint_verify),
+    "checkpoint show": (CHECKPOINT_SHOW, _checkpoint_show),
     "generate": (GENERATE, _generate),
     "bench comm": (BENCH_COMM, _bench_comm),
     "bench overlap": (BENCH_OVERLAP, _bench_overlap),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr
 
 from shardline.config.types import (
+    URL,
     Beta,
     EveryNth,
     Fraction,
@@ -257,7 +258,7 @@ class Checkpoint(Section):
     folder: Name = Field(default="checkpoint", description="Folder of the checkpoints, inside the run folder.")
     interval: Positive = Field(default=500, description="Steps from one checkpoint to the next.")
     initial_load_path: Text | None = Field(
-        default=None, description="Checkpoint or Hugging Face folder a new run starts from."
+        default=None, description="Checkpoint (also its fsspec URL) or Hugging Face folder a new run starts from."
     )
     initial_load_model_only: bool = Field(default=True, description="Load only the weights from initial_load_path.")
     initial_load_in_hf: bool = Field(
@@ -272,7 +273,13 @@ class Checkpoint(Section):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
         default="disabled", description="Write checkpoints while training goes on."
     )
+    save_timeout_seconds: Positive = Field(
+        default=1800, description="Longest time one save may take before the run ends and names the file it is at."
+    )
     keep_latest_k: NonNegative = Field(default=10, description="Checkpoints to keep; 0 keeps all.")
+    mirror: URL | None = Field(
+        default=None, description="fsspec URL each finished checkpoint is copied to, and --resume fetches from."
+    )
     load_step: NonNegativeOrLatest = Field(default=-1, description="Step to resume from; -1 is the latest.")
     exclude_from_loading: list[Text] = Field(
         default=[], description="Parts not to load, such as lr_scheduler or dataloader."

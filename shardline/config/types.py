@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ def _is_text(value: str) -> bool:
 Text = Annotated[str, _holds(_is_text), Expect("a string")]
 Name = Annotated[
     str, _holds(lambda value: bool(value.strip()) and _is_text(value)), Expect("a string that is not empty")
+]
+URL = Annotated[
+    str,
+    _holds(lambda value: re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", value) is not None and _is_text(value)),
+    Expect("a URL such as 's3://bucket/run' or 'file:///disk/run'"),
 ]
 EveryNth = Annotated[
     str,

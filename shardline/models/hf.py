@@ -23,6 +23,7 @@ from shardline.models.hf_config import architecture_from_hf, export_family, hf_c
 from shardline.models.overflow import Converter
 
 logger = logging.getLogger("shardline")
+MOST_MAPPED = 64 << 20
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -85,10 +86,16 @@ class HFTensors(Mapping[str, Tensor]):
         self.arch = arch
         self._places = places
         self._files: dict[Path, Any] = {}
+        self._mapped = 0
 
     def __getitem__(self, name: str) -> Tensor:
         path, stored = self._places[name]
-        return self._file(path).get_tensor(stored)
+        tensor: Tensor = self._file(path).get_tensor(stored)
+        self._mapped += tensor.nbytes
+        if self._mapped > MOST_MAPPED:  # pages that were read count as memory until their file is closed
+            self._files.clear()
+            self._mapped = 0
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -1,4 +1,4 @@
-"""`shardline import` and `shardline export`: Hugging Face folders to checkpoints and back, bit by bit.
+"""`shardline import` and `shardline export`: Hugging Face folders to checkpoints and back, bit by bit; TorchTitan's in.
 
 Tensors are read and written one at a time; what is written appears under its name when all of it is on disk.
 """
@@ -8,51 +8,117 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.models.fused import logical_shapes, parameter_count
 from shardline.models.hf import HFTensors, copy_assets, read_hf, write_hf
 from shardline.models.hf_config import architecture_from_hf
 from shardline.precision.mixed import DTYPES
 from shardline.training import checkpoint as files
-from shardline.training.assets import assets_of_checkpoint, special_tokens, tokenizer_of_checkpoint
+from shardline.training.assets import (
+    assets_at,
+    assets_of_checkpoint,
+    special_tokens,
+    tokenizer_of_checkpoint,
+    tokenizer_of_run,
+)
+from shardline.training.fetching import local_path
 from shardline.training.tensor_file import Entry, write_tensors
 
+if TYPE_CHECKING:
+    from shardline.training.dcp import DCPTensors
+
 CONSOLIDATED = "consolidated.safetensors"
+METADATA = ".metadata"  # of torch.distributed.checkpoint
 
 
-def import_hf(folder: str | Path, out: str | Path, dtype: str | None = None, overwrite: bool = False) -> int:
-    """Write the weights of a Hugging Face folder as a model-only checkpoint; types are kept unless `dtype` is given.
+def import_model(
+    folder: str | Path,
+    out: str | Path,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    trust_pickle: bool = False,
+    config: Config | None = None,
+) -> int:
+    """Write weights as a model-only checkpoint; types are kept unless `dtype` is given.
 
-    Its config.json and tokenizer files go along: the checkpoint needs nothing else to be trained, sampled or exported.
+    `folder` is Hugging Face's, whose config.json and tokenizer files go along: the checkpoint needs nothing else to be
+    trained, sampled or exported. Or it is TorchTitan's, whose model `config` names where shapes alone do not tell it.
     """
     folder, out, wanted = Path(folder), Path(out).resolve(), _dtype(dtype)
-    architecture = architecture_from_hf(folder)
-    tensors = read_hf(folder, architecture)
+    tensors: DCPTensors | HFTensors
+    assets: Path | None
+    if is_dcp_folder(folder):
+        tensors, assets = _open_dcp(folder, trust_pickle, config)
+    else:
+        tensors, assets = _open_hf(folder, trust_pickle, config), folder
+    architecture = tensors.arch
+    assert architecture is not None
     with _new_folder(out, overwrite, source=folder) as partial:
         partial.mkdir()
         entries = _entries(tensors, logical_shapes(architecture), wanted, "model/")
-        recorded = {files.STATE_FILE: write_tensors(partial / files.STATE_FILE, entries)}
-        copy_assets(folder, partial)
-        shutil.copyfile(folder / "config.json", partial / "config.json")
+        recorded, tensors_table = files.write_whole(partial, entries)
+        if assets is not None:
+            copy_assets(assets, partial)
+        if (folder / "config.json").is_file():
+            shutil.copyfile(folder / "config.json", partial / "config.json")
         trainer = {"step": 0, "samples": 0, "tokens": 0, "tokenizer": ""}  # its tokenizer, if any, lies beside it
-        files.publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded))
+        files.publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded, tensors_table))
     print(f"imported {len(entries)} tensors, {parameter_count(architecture):,} parameters, to {out}")
     return 0
 
 
+def is_dcp_folder(folder: Path) -> bool:
+    """TorchTitan's; the folder of several steps is met with a word about which to name."""
+    steps = [path.parent.name for path in folder.glob(f"step-*/{METADATA}")]
+    if steps and not (folder / METADATA).is_file():
+        newest = max(steps, key=lambda name: int("".join(filter(str.isdigit, name)) or -1))
+        raise UserError(f"{folder} holds several steps: name one of them, such as {folder / newest}")
+    return (folder / METADATA).is_file()
+
+
+def _open_dcp(folder: Path, trusted: bool, config: Config | None) -> tuple[DCPTensors, Path | None]:
+    if not trusted:
+        raise UserError(
+            f"{folder} was written by torch.distributed.checkpoint: its {METADATA} is a Python pickle, which can run"
+            " any code when it is read\ngive --trust-pickle if you know who wrote it"
+        )
+    from shardline.training.dcp import open_dcp
+
+    return open_dcp(folder, config), None if config is None else assets_at(tokenizer_of_run(config))
+
+
+def _open_hf(folder: Path, trusted: bool, config: Config | None) -> HFTensors:
+    if trusted:
+        raise UserError(f"--trust-pickle is for folders of torch.distributed.checkpoint: {folder} has no {METADATA}")
+    if config is not None:
+        raise UserError(f"{folder}: its config.json says which model it is; leave out --config and --section.key flags")
+    return read_hf(folder, architecture_from_hf(folder))
+
+
 def export(
-    checkpoint: str | Path, out: str | Path, format: str = "hf", dtype: str | None = None, overwrite: bool = False
+    checkpoint: str | Path,
+    out: str | Path,
+    format: str = "hf",
+    dtype: str | None = None,
+    overwrite: bool = False,
+    max_shard_size: str | None = None,
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder or as one consolidated safetensors file."""
     if format not in ("hf", "consolidated"):
         raise UserError(f"--format {format}: expected hf or consolidated")
-    saved, out, wanted = _find(Path(checkpoint)), Path(out).resolve(), _dtype(dtype)
+    if max_shard_size is not None and format != "hf":
+        raise UserError("--max-shard-size is for --format hf: a consolidated export is one file")
+    limit = size_of(max_shard_size or "5GB")
+    saved, out, wanted = _find(local_path(checkpoint)), Path(out).resolve(), _dtype(dtype)
     saved.verify()
     tensors = saved.weights()
     with _new_folder(out, overwrite, source=saved.path) as partial:
@@ -62,6 +128,7 @@ def export(
                 saved.architecture,
                 partial,
                 dtype=wanted,
+                max_shard_bytes=limit,
                 assets_from=assets_of_checkpoint(saved),
                 special_tokens=special_tokens(tokenizer_of_checkpoint(saved)),
             )
@@ -76,6 +143,15 @@ def export(
     return 0
 
 
+def size_of(text: str) -> int:
+    """Bytes of `5GB`, `500MB`, `2GiB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", text.strip().upper())
+    size = 0 if match is None else int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    if size < 1:
+        raise UserError(f"--max-shard-size {text}: expected a size such as 5GB, 500MB or 2GiB")
+    return size
+
+
 def _find(path: Path) -> files.Saved:
     if (path / "config.json").is_file() and not (path / "manifest.json").is_file():
         raise UserError(f"{path} is a Hugging Face folder already; `shardline import` makes a checkpoint of it")
@@ -83,7 +159,7 @@ def _find(path: Path) -> files.Saved:
 
 
 def _entries(
-    tensors: files.TensorView | HFTensors,
+    tensors: files.TensorView | HFTensors | DCPTensors,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype | None,
     prefix: str = "",

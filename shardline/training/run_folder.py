@@ -28,7 +28,7 @@ CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
 ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
-    ("checkpoint", "folder", "checkpoint", ("step-*",)),
+    ("checkpoint", "folder", "checkpoint", ("step-*", "mirror.json")),
     ("profiling", "save_traces_folder", "profile_traces", ("iteration_*",)),
     ("profiling", "save_memory_snapshot_folder", "memory_snapshot", ("iteration_*",)),
     ("metrics", "save_tb_folder", "tb", ("events.out.tfevents.*", "rank_*")),
@@ -107,7 +107,8 @@ def open_run_folder(
             raise UserError("--resume needs the folder of the run to continue: give --job.dump_folder FOLDER")
         path = _new_folder(Path("outputs"), _run_name(config))
     else:
-        path = _given_folder(Path(config.job.dump_folder).expanduser(), resume)
+        # a folder that is not there yet may be filled from the mirror
+        path = _given_folder(Path(config.job.dump_folder).expanduser(), resume and config.checkpoint.mirror is None)
     folder = RunFolder(path, config.checkpoint.folder)
     folder.lock = _lock(folder)
     try:
@@ -139,7 +140,8 @@ def _decide(
     elif found or resume:
         folder.resume_step = has_good_checkpoint(path) if config.checkpoint.enable else None
         if folder.resume_step is None and resume:
-            raise UserError(f"--resume: there is no good checkpoint in {folder.checkpoint_folder}")
+            mirrored = f" and none in {config.checkpoint.mirror}" if config.checkpoint.mirror else ""
+            raise UserError(f"--resume: there is no good checkpoint in {folder.checkpoint_folder}{mirrored}")
         if folder.resume_step is None:
             raise UserError(_refusal(config, path, found[0]))
         folder.notes.append(f"resuming from step {folder.resume_step} of the run in {path}")

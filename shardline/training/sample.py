@@ -21,6 +21,7 @@ from shardline.training.assets import end_tokens, tokenizer_of_checkpoint
 from shardline.training.build import build_model
 from shardline.training.checkpoint import find_checkpoint
 from shardline.training.device import choose_device, supports_bf16
+from shardline.training.fetching import local_path
 
 
 def command(
@@ -36,10 +37,10 @@ def command(
     tokenizer: str | None = None,
 ) -> int:
     """Print the prompt and what the model adds to it, as it comes."""
-    where = _device(device)
-    architecture, read, location = _open(Path(folder))
+    where, folder = _device(device), local_path(folder)
+    architecture, read, location = _open(folder)
     location = tokenizer or location
-    words = _tokenizer(Path(folder), location, architecture)
+    words = _tokenizer(folder, location, architecture)
     ids = _with_start(words, words.encode(prompt))
     if not ids:
         raise UserError("--prompt is empty and the tokenizer has no start token: give at least one character")

@@ -53,7 +53,9 @@ from shardline.training.binding import prepare_rank
 from shardline.training.build import build_model, seed_of, set_determinism
 from shardline.training.console import Console, setup_logging
 from shardline.training.device import choose_device, device_name, peak_memory_gib, read, reset_peak, supports_bf16
+from shardline.training.fetching import fetch_to_resume
 from shardline.training.metrics import Meter, Metrics
+from shardline.training.mirror import Mirror, open_mirror
 from shardline.training.optimizer import build_optimizer, scaled_lr
 from shardline.training.profile import Profiler
 from shardline.training.rank_main import keep_output
@@ -131,22 +133,31 @@ class Trainer:
 
     def _open_folder(self, config: Config, options: TrainOptions) -> RunFolder:
         """Rank 0 takes the folder and tells the others where it is, or why it could not."""
-        opened: list[RunFolder] = []
+        opened, fetched = list[RunFolder](), list[str]()
+        self.mirror: Mirror | None = None
 
         def open_it() -> tuple[Path, int | None]:
             folder = open_run_folder(
                 config,
                 resume=options.resume,
                 overwrite=options.overwrite,
-                has_good_checkpoint=lambda path: resumable_step(path, config, self.arch, self.total_steps),
+                has_good_checkpoint=good_step,
             )
             opened.append(folder)
+            self._open.callback(folder.close)
+            self.mirror = open_mirror(config, folder)
+            folder.notes += fetched
             return folder.path, folder.resume_step
 
-        path, resume_step = self.mesh.from_rank_0(open_it)
-        folder = opened[0] if opened else RunFolder(path, config.checkpoint.folder, resume_step)
-        self._open.callback(folder.close)
-        return folder
+        def good_step(path: Path) -> int | None:
+            if options.resume and config.checkpoint.mirror is not None:
+                fetched.extend(fetch_to_resume(config.checkpoint.mirror, path / config.checkpoint.folder))
+            return resumable_step(path, config, self.arch, self.total_steps)
+
+        fetches = options.resume and config.checkpoint.mirror is not None
+        with watchdog.patiently("fetching a checkpoint", comm.groups()) if fetches else contextlib.nullcontext():
+            path, resume_step = self.mesh.from_rank_0(open_it)
+        return opened[0] if opened else RunFolder(path, config.checkpoint.folder, resume_step)
 
     def _announce(self) -> None:
         """Say what runs where, what was adjusted and what has no effect."""
@@ -212,8 +223,9 @@ class Trainer:
         )
         self.applied.lines += self.async_tensor.lines
         self.sampler = Sampler(self.device) if self.applied.tensor is not None else None
-        folder, writes = self.folder.checkpoint_folder, self.mesh.rank == 0
-        self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, writes)
+        folder = self.folder.checkpoint_folder
+        self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, self.mesh, self.mirror)
+        self._open.callback(self.saver.close)
         self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied, self.device)
 
     def _start(self) -> tuple[Progress, bool]:
@@ -259,7 +271,8 @@ class Trainer:
             self.close()
             return Result(self.progress.step, None, finished_before=True)
         if self.config.checkpoint.create_seed_checkpoint:
-            self.saver.save(self.progress)
+            self.saver.save(self.progress, wait=True)
+            self.saver.complete()
             self.close()
             return Result(0, None)
         config, row = self.config, dict[str, Any]()
@@ -308,6 +321,7 @@ class Trainer:
                     if freq and self.progress.step % freq == 0:
                         check_replicas(self.model, self.progress.step)
                     registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": result.loss, "lr": lr})
+                    self.saver.check()
                     with self._pause(meter, profiler):
                         self._validate(metrics, console)
                         if self.saver.is_due(self.progress.step, self.total_steps):
@@ -319,6 +333,7 @@ class Trainer:
                     with watchdog.patiently("saving a checkpoint", comm.groups()):
                         self.saver.save_at_stop(self.progress)
                     stopped_by = stop.name or "SIGTERM"
+                self.saver.complete()
         except BaseException as error:
             self._log_failure(error)
             raise

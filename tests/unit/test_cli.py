@@ -199,16 +199,16 @@ def test_dry_run_accepts_what_is_not_built(run, stub):
         (
             ["import", "hf", "out", "--dtype=bfloat16"],
             "shardline.training.convert",
-            "import_hf",
+            "import_model",
             ("hf", "out"),
-            {"dtype": "bfloat16", "overwrite": False},
+            {"dtype": "bfloat16", "overwrite": False, "trust_pickle": False, "config": None},
         ),
         (
             ["export", "--overwrite", "ck", "out", "--format", "consolidated"],
             "shardline.training.convert",
             "export",
             ("ck", "out"),
-            {"format": "consolidated", "dtype": None, "overwrite": True},
+            {"format": "consolidated", "dtype": None, "overwrite": True, "max_shard_size": None},
         ),
         (
             ["generate", "folder", "--prompt", "-x y", "--top-k=5", "--temperature", "0.5"],
@@ -221,7 +221,7 @@ def test_dry_run_accepts_what_is_not_built(run, stub):
     ],
 )
 def test_commands_call_their_function(run, stub, words, module, function, arguments, named):
-    calls = stub(module, "import_hf", "export", "command")
+    calls = stub(module, "import_model", "export", "command")
     assert run(*words)[0] == 7
     assert calls == [(function, arguments, named)]
 

@@ -1,0 +1,127 @@
+"""A folder on this machine or behind any fsspec URL (s3://, gs://, memory://, file://, ...), read and written alike.
+
+Torch-free: `shardline checkpoint ls` must answer at once.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from shardline.errors import UserError
+
+
+def is_url(text: str | Path) -> bool:
+    """Whether a path is for fsspec: `s3://bucket/run`, `simplecache::s3://bucket/run`."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", str(text)) is not None
+
+
+@dataclass(frozen=True)
+class Location:
+    """A file or folder: a file system of fsspec and a path in it; `name` is how the user calls it."""
+
+    fs: Any
+    path: str
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __truediv__(self, child: str) -> Location:
+        return Location(self.fs, f"{self.path.rstrip('/')}/{child}", f"{self.name.rstrip('/')}/{child}")
+
+    @property
+    def base(self) -> str:
+        return self.name.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def local(self) -> Path | None:
+        """The same place as a path, where it is one of this machine."""
+        return Path(self.path) if "file" in _protocols(self.fs) else None
+
+    def names(self) -> list[str]:
+        """What is in this folder, sorted; [] where there is no folder. Never from a cache of fsspec's."""
+        self.fs.invalidate_cache(self.path)
+        try:
+            rows = self.fs.ls(self.path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = {str(row).rstrip("/").rsplit("/", 1)[-1] for row in rows}
+        return sorted(found - {self.path.rstrip("/").rsplit("/", 1)[-1]})  # some list a folder, or a file, as itself
+
+    def is_file(self) -> bool:
+        return bool(self.fs.isfile(self.path))
+
+    def exists(self) -> bool:
+        return bool(self.fs.exists(self.path))
+
+    def size(self) -> int | None:
+        """Bytes of a file, None where there is none."""
+        try:
+            info = self.fs.info(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return int(info["size"]) if info["type"] == "file" else None
+
+    def written(self) -> datetime.datetime | None:
+        """When a file was last changed, in local time, where the file system knows."""
+        info = self.fs.info(self.path)
+        for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
+            value = info.get(key)
+            if isinstance(value, int | float):
+                return datetime.datetime.fromtimestamp(value).astimezone()
+            if isinstance(value, str):
+                try:
+                    value = datetime.datetime.fromisoformat(value)
+                except ValueError:
+                    continue
+            if isinstance(value, datetime.datetime):
+                return value.astimezone()
+        return None
+
+    def open(self, mode: str = "rb") -> BinaryIO:
+        return cast(BinaryIO, self.fs.open(self.path, mode))
+
+    def text(self) -> str:
+        with self.open() as file:
+            return file.read().decode()
+
+    def blocks(self, size: int) -> Iterator[bytes]:
+        with self.open() as file:
+            while block := file.read(size):
+                yield block
+
+    def make_folder(self) -> None:
+        self.fs.makedirs(self.path, exist_ok=True)
+
+    def remove(self) -> None:
+        """A file, or a folder with what is in it; nothing if it is not there."""
+        try:
+            info = self.fs.info(self.path)
+        except FileNotFoundError:
+            return
+        self.fs.rm(self.path, recursive=info["type"] != "file")
+        self.fs.invalidate_cache()
+
+
+def locate(where: str | Path) -> Location:
+    """Open a path or URL; a URL that no installed file system understands is a `UserError`."""
+    from fsspec.core import url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
+
+    text = str(where)
+    if not is_url(text):
+        return Location(LocalFileSystem(), str(Path(text).absolute()), text)
+    try:
+        fs, path = url_to_fs(text)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{text} cannot be opened: {error}") from error
+    return Location(fs, path, text)
+
+
+def _protocols(fs: Any) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)

@@ -1,0 +1,156 @@
+"""Runs with `checkpoint.mirror`: what is saved arrives, faults do not stop training, and a lost folder is no loss."""
+
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardline.cli import main
+from shardline.config.options import TrainOptions
+from shardline.errors import ConfigError, UserError
+from shardline.training.folders import steps_in
+from shardline.training.location import locate
+from shardline.training.mirror import Mirror
+from shardline.training.trainer import Trainer
+from tests.e2e.tiny import command, flags, rows, run, tiny_config
+from tests.unit import faulty_storage
+from tests.unit.faulty_storage import faults
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+URL = "faulty://bucket/run"
+SAVING = {"checkpoint__enable": True, "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
+
+
+@pytest.fixture(autouse=True)
+def storage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    faulty_storage.register()
+    monkeypatch.setenv("SHARDLINE_CACHE", str(tmp_path / "cache"))
+    yield
+    faulty_storage.clear()
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of six steps without any of this."""
+    return [row["loss"] for row in run(tmp_path_factory.mktemp("plain") / "run")]
+
+
+def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == level]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_what_is_saved_arrives(
+    mode: str, tmp_path: Path, losses: list[float], caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    settings = {**SAVING, "checkpoint__mirror": URL, "checkpoint__async_mode": mode}
+    found = run(tmp_path / "run", **settings)
+    assert [row["loss"] for row in found] == losses
+    assert steps_in(locate(URL)) == ["step-5", "step-6"]  # as here, and the end waited
+    assert steps_in(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]
+    assert lines(caplog, logging.WARNING) == []
+    assert main(["checkpoint", "verify", URL]) == 0
+    with pytest.raises(UserError, match="already holds step-6 of another run"):
+        run(tmp_path / "second", **settings)
+    assert not list((tmp_path / "second").glob("checkpoint/step-*"))
+
+
+def test_faults_there_do_not_stop_training(
+    tmp_path: Path, losses: list[float], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shard of 1; shard of 2; 3 arrives, shard of 2 again; manifest of 4; then all is brought."""
+    nudge = Mirror.nudge
+
+    def nudge_and_wait(mirror: Mirror) -> None:  # one try for each save
+        nudge(mirror)
+        thread = mirror._thread
+        if thread is not None:
+            thread.join(60)
+
+    monkeypatch.setattr(Mirror, "nudge", nudge_and_wait)
+    faults.fail_at |= {1, 2, 5, 7}
+    found = run(tmp_path / "run", **SAVING, checkpoint__mirror=URL)
+    assert [row["loss"] for row in found] == losses
+    assert steps_in(locate(URL)) == ["step-5", "step-6"]
+    warned = lines(caplog, logging.WARNING)
+    assert len(warned) == 4
+    assert all(f"was not copied to {URL}: No space left on the other side" in line for line in warned)
+    assert main(["checkpoint", "verify", URL]) == 0
+
+
+def test_a_mirror_that_is_never_there(tmp_path: Path, losses: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    faults.unreachable = True
+    found = run(tmp_path / "run", **SAVING, checkpoint__mirror=URL)
+    assert [row["loss"] for row in found] == losses
+    assert "the run ends without it" in lines(caplog, logging.WARNING)[-1]
+    assert steps_in(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]
+
+
+def test_a_lost_folder_is_fetched_and_resumed(
+    tmp_path: Path, losses: list[float], caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    caplog.set_level(logging.INFO, logger="shardline")
+    settings = {**SAVING, "checkpoint__mirror": URL, "checkpoint__last_save_model_only": False}
+    trainer = Trainer(tiny_config(tmp_path / "run", **settings))
+    trainer.total_steps = 3
+    trainer.train()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(UserError, match="already holds step-3 of another run: --resume"):
+        run(tmp_path / "fresh", **settings)
+    shutil.rmtree(tmp_path / "fresh")
+    found = run(tmp_path / "fresh", TrainOptions(resume=True), **settings)
+    assert [row["loss"] for row in found] == losses[3:]
+    assert f"fetched {URL}/step-3" in (tmp_path / "fresh" / "log" / "rank-0.log").read_text()
+    assert steps_in(locate(URL)) == ["step-5", "step-6"]
+    with pytest.raises(UserError, match=r"no good checkpoint in .* and none in faulty://bucket/empty"):
+        run(
+            tmp_path / "empty", TrainOptions(resume=True), **{**settings, "checkpoint__mirror": "faulty://bucket/empty"}
+        )
+
+
+def test_an_older_step_resumed_takes_later_ones_from_the_mirror(tmp_path: Path) -> None:
+    settings = {**SAVING, "checkpoint__keep_latest_k": 0, "checkpoint__mirror": URL}
+    run(tmp_path / "run", **settings, checkpoint__last_save_model_only=False)
+    run(tmp_path / "run", **{**settings, "training__steps": 3, "checkpoint__load_step": 2})
+    assert steps_in(locate(URL)) == ["step-1", "step-2", "step-3"]
+    assert main(["checkpoint", "verify", URL]) == 0
+
+
+def test_a_run_starts_from_a_url(tmp_path: Path) -> None:
+    run(tmp_path / "run", **SAVING, checkpoint__mirror=URL)
+    weights = []
+    for name, path in (("from-url", URL), ("from-path", str(tmp_path / "run"))):
+        trainer = Trainer(tiny_config(tmp_path / name, **SAVING, checkpoint__initial_load_path=path))
+        weights.append([parameter.detach().clone() for parameter in trainer.model.parameters()])
+        trainer.close()
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+    with pytest.raises(UserError, match=r"checkpoint.initial_load_path: .*holds no checkpoint of step 3"):
+        Trainer(tiny_config(tmp_path / "x", **SAVING, checkpoint__initial_load_path=URL, checkpoint__load_step=3))
+
+
+def test_a_mirror_must_be_a_url(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.mirror.*expected a URL such as 's3://bucket/run'"):
+        tiny_config(tmp_path / "run", checkpoint__mirror="some/folder")
+    with pytest.raises(UserError, match="nosuch://bucket cannot be opened"):
+        run(tmp_path / "run", **SAVING, checkpoint__mirror="nosuch://bucket")
+
+
+def test_two_ranks_and_a_folder_that_is_lost(tmp_path: Path, losses: list[float]) -> None:
+    """The ranks' shards arrive, and two ranks of another folder go on from there."""
+    url = f"file://{tmp_path}/away"
+    settings = {**SAVING, "checkpoint__mirror": url, "checkpoint__last_save_model_only": False}
+    settings |= {"training__global_batch_size": 4, "training__local_batch_size": 2}
+    done = command("train", "--nproc", "2", *flags(tmp_path / "run", **{**settings, "training__steps": 3}))
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "away" / "step-3").glob("shard-*-of-00002.safetensors"))) == 2
+    shutil.rmtree(tmp_path / "run")
+    done = command("train", "--nproc", "2", "--resume", *flags(tmp_path / "fresh", **settings))
+    assert done.returncode == 0, done.stderr
+    assert [row["loss"] for row in rows(tmp_path / "fresh")] == pytest.approx(losses[3:], rel=1e-4)
+    assert steps_in(locate(url)) == ["step-5", "step-6"]
+    start = command("train", "--nproc", "2", *flags(tmp_path / "next", **{**settings, "checkpoint__mirror": f"{url}2"}),
+                    f"--checkpoint.initial_load_path={url}")  # fmt: skip
+    assert start.returncode == 0, start.stderr
