@@ -11,7 +11,9 @@ from pydantic import BaseModel, Field, PrivateAttr
 
 from shardline.config.types import (
     Beta,
+    Duration,
     EveryNth,
+    ExitCode,
     Fraction,
     Name,
     NCCLVariables,
@@ -280,6 +282,14 @@ class Checkpoint(Section):
     enable_first_step_checkpoint: bool = Field(default=False, description="Also save after the first step.")
     create_seed_checkpoint: bool = Field(default=False, description="Save the initial weights as step 0 and stop.")
     load_only: bool = Field(default=False, description="Load, but never save.")
+    preempted_exit_code: ExitCode = Field(
+        default=0, description="Exit code of a run that saved and stopped early: at SIGTERM, or before a time limit."
+    )
+    save_before: Duration | None = Field(
+        default=None,
+        description="Time from the start of the job before whose end the run saves and stops; unset, the end of a SLURM"
+        " job is the limit; false is no limit.",
+    )
 
 
 class ActivationCheckpoint(Section):
