@@ -283,12 +283,11 @@ class Checkpoint(Section):
     create_seed_checkpoint: bool = Field(default=False, description="Save the initial weights as step 0 and stop.")
     load_only: bool = Field(default=False, description="Load, but never save.")
     preempted_exit_code: ExitCode = Field(
-        default=0, description="Exit code of a run that saved and stopped early: at SIGTERM, or before a time limit."
+        default=0, description="Exit code of a run that SIGTERM or a time limit stopped, once it has saved."
     )
     save_before: Duration | None = Field(
         default=None,
-        description="Time from the start of the job before whose end the run saves and stops; unset, the end of a SLURM"
-        " job is the limit; false is no limit.",
+        description="Time from the job's start by which the run has saved and stopped; unset: the end of a SLURM job.",
     )
 
 

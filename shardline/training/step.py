@@ -134,7 +134,7 @@ class Stepper:
         return result
 
     def _agree(self, loss: Tensor, wishes: Wishes, squares: Tensor | None = None) -> StepResult:
-        """Loss, gradient norm and wishes to stop or save, of all ranks: one all-reduce, one wait for the device a step."""
+        """Loss, gradient norm and wishes, of all ranks: one all-reduce, one wait for the device a step."""
         if squares is None:
             twice = frozenset() if self.pipelined is None else self.pipelined.on_two_stages
             squares = squared_norm(self.parameters, self.mesh.world_size // self.mesh.layout.pp, twice)
