@@ -76,14 +76,15 @@ def exit_code(stopped_by: str | None, config: Config) -> int:
 # ---- the time limit --------------------------------------------------------------------------------------------------
 
 
-def reserve(limit: float, longest_save: float | None, longest_step: float) -> float:
+def reserve(limit: float, longest_save: float | None, longest_step: float, save_due: bool = False) -> float:
     """Seconds to keep before the end: a save, two steps (the one under way, the one until ranks agree) and a margin.
 
-    The margin is 5 % of the limit, at most five minutes, but at least half a save: the next one may be slower. Before a
-    save was seen it is taken to last a minute, or a tenth of the limit where that is less.
+    Where a save is due now there would be two, so the run stops with that one. The margin is 5 % of the limit, at most
+    five minutes, but at least half a save: the next one may be slower. Before a save was seen it is taken to last a
+    minute, or a tenth of the limit where that is less.
     """
     save = min(60.0, limit / 10) if longest_save is None else longest_save
-    return save + 2 * longest_step + max(min(limit / 20, 300.0), save / 2)
+    return save * (1 + save_due) + 2 * longest_step + max(min(limit / 20, 300.0), save / 2)
 
 
 class TimeLimit:
@@ -96,7 +97,7 @@ class TimeLimit:
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._asked_at, self._saving = clock(), 0.0
 
-    def is_near(self) -> bool:
+    def is_near(self, save_due: bool = False) -> bool:
         """Called once a step, by one rank, when ranks agree: whether this step must be the last one."""
         now = self.clock()
         took = max(0.0, now - self._asked_at - self._saving)
@@ -105,14 +106,14 @@ class TimeLimit:
             self._first_step = took
         else:
             self._steps.append(took)
-        return now >= self.ends - self.reserve()
+        return now >= self.ends - self.reserve(save_due)
 
     @property
     def longest_step(self) -> float:
         return max(self._steps, default=self._first_step or 0.0)
 
-    def reserve(self) -> float:
-        return reserve(max(self.length, 0.0), self.longest_save, self.longest_step)
+    def reserve(self, save_due: bool = False) -> float:
+        return reserve(max(self.length, 0.0), self.longest_save, self.longest_step, save_due)
 
     def saw_save(self, seconds: float) -> None:
         self._saving += seconds
@@ -202,11 +203,11 @@ class Requests:
         self.stop: str | None = None
         self.saves = self._saves_passed_on = 0  # two counts, so that a signal between two lines is not lost
 
-    def wishes(self) -> tuple[float, ...]:
-        """To be summed over ranks; called once a step."""
+    def wishes(self, save_due: bool = False) -> tuple[float, ...]:
+        """To be summed over ranks; called once a step, which a regular save may follow."""
         saves, before = self.saves, self._saves_passed_on
         self._saves_passed_on = saves
-        if self.limit is not None and self.limit.is_near() and self.stop is None:
+        if self.limit is not None and self.limit.is_near(save_due) and self.stop is None:
             self.stop = TIME_LIMIT
             log.info("%s", self.limit.last_words())
         return (*(float(self.stop == name) for name in WISHES[:-1]), float(saves > before))

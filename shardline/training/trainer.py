@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +303,8 @@ class Trainer:
                         self.sampler.begin()
                     if pipelined is not None and self._is_logged(self.progress.step + 1):
                         pipelined.measure()
-                    result, lr = self.train_step(batches, self.requests.wishes)
+                    save_due = self.saver.is_due(self.progress.step + 1, self.total_steps)
+                    result, lr = self.train_step(batches, partial(self.requests.wishes, save_due))
                     times = self.sampler.end() if self.sampler is not None and sampled else None
                     if self.progress.step == first_step and self.mesh.world_size > 1:
                         watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())

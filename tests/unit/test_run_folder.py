@@ -335,7 +335,7 @@ def test_killed_run_lets_the_folder_go(tmp_path, kind):
     try:
         run = start(tmp_path, overwrite=True)
         ended = f"the run that had this folder (pid {holder.pid} on {socket.gethostname()}) ended without a word"
-        assert run.notes == [f"{ended}: its lock was taken over"]
+        assert run.notes[0] == f"{ended}: its lock was taken over"
         run.close()
     finally:
         if child is not None:
