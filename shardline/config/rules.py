@@ -438,6 +438,8 @@ RULES: list[Rule] = [
         "checkpoint.last_save_model_only",
         "checkpoint.last_save_in_hf",
         "checkpoint.enable_first_step_checkpoint",
+        "checkpoint.preempted_exit_code",
+        "checkpoint.save_before",
     ),
     *_needs(
         "checkpoint.last_save_model_only is false",

@@ -12,7 +12,9 @@ from pydantic import BaseModel, Field, PrivateAttr
 from shardline.config.types import (
     URL,
     Beta,
+    Duration,
     EveryNth,
+    ExitCode,
     Fraction,
     Name,
     NCCLVariables,
@@ -287,6 +289,13 @@ class Checkpoint(Section):
     enable_first_step_checkpoint: bool = Field(default=False, description="Also save after the first step.")
     create_seed_checkpoint: bool = Field(default=False, description="Save the initial weights as step 0 and stop.")
     load_only: bool = Field(default=False, description="Load, but never save.")
+    preempted_exit_code: ExitCode = Field(
+        default=0, description="Exit code of a run that SIGTERM or a time limit stopped, once it has saved."
+    )
+    save_before: Duration | None = Field(
+        default=None,
+        description="Time from the job's start by which the run has saved and stopped; unset: the end of a SLURM job.",
+    )
 
 
 class ActivationCheckpoint(Section):

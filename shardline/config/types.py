@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 _PLURALS: dict[Any, str] = {int: "whole numbers", Literal["model", "loss"]: "'model' and 'loss'"}
 LARGEST = 2**63 - 1  # the largest integer a TOML file can hold
@@ -65,6 +65,36 @@ EveryNth = Annotated[
     str,
     _holds(lambda value: value == "op" or (value.isascii() and value.isdigit() and 0 < len(value.lstrip("0")) < 10)),
     Expect("'op' or a string with a whole number, 1 or more, such as '2'"),
+]
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?|(\d+)", re.ASCII)
+_UNITS = (86400, 3600, 60, 1, 1)
+
+
+def seconds_of(text: str) -> int | None:
+    """`90s`, `30m`, `4h`, `1d12h` or plain seconds as a number of seconds; None for anything else."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None or not any(found.groups()):
+        return None
+    return sum(int(part) * unit for part, unit in zip(found.groups(), _UNITS, strict=True) if part is not None)
+
+
+def _duration_text(value: Any) -> Any:
+    """Seconds and false may be given without quotes."""
+    if value is False or value == "false":
+        return "0"
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else value
+
+
+Duration = Annotated[
+    str,
+    BeforeValidator(_duration_text),
+    _holds(lambda value: len(value) < 40 and (seconds_of(value) or 0) <= LARGEST and seconds_of(value) is not None),
+    Expect('a duration such as "90s", "30m", "4h", "1d12h", plain seconds, or false'),
+]
+ExitCode = Annotated[
+    int,
+    _holds(lambda value: value == 0 or 3 <= value <= 255),
+    Expect("0 or a whole number from 3 to 255 (1 and 2 stand for errors)"),
 ]
 NCCLVariables = Annotated[
     dict[str, str],

@@ -238,6 +238,6 @@ def _from_workers(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _ignore_signals(worker: int) -> None:
-    """A stop sent to the whole process group is for the trainer, which needs its workers until the step has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """What is sent to the whole process group is for the trainer, which needs its workers until the step has ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

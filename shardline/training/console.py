@@ -19,6 +19,7 @@ from rich.text import Text
 
 from shardline.errors import UserError
 from shardline.training.run_folder import RunFolder
+from shardline.training.stopping import TIME_LIMIT
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -193,7 +194,7 @@ class Console:
             log.info(text)
 
     def close(self, stopped_by: str | None = None) -> None:
-        """Take the bar away and show the summary; `stopped_by` names the signal that asked for an early end."""
+        """Take the bar away and show the summary; `stopped_by` is why the run ended early."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
@@ -201,7 +202,8 @@ class Console:
             self.handler.live = False
             return
         if stopped_by is not None:
-            log.info("stopped at step %d at your request (%s)", self.step, stopped_by)
+            why = "before the time limit" if stopped_by == TIME_LIMIT else f"at your request ({stopped_by})"
+            log.info("stopped at step %d %s", self.step, why)
         lines = summary(self.seen, self.step, self.total, self.folder)
         width = max(len(name) for name, _ in lines)
         self.handler.live = self.terminal.is_interactive

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
 from shardline.config.layout import resolve_layout
@@ -11,12 +10,13 @@ from shardline.config.options import TrainOptions
 from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.training.rank_main import LAUNCHER_VARIABLE
+from shardline.training.stopping import exit_code, starting_job
 
 BACKENDS = ("static", "c10d")
 
 
 def train(config: Config, options: TrainOptions) -> int:
-    """Exit code: 0 finished, 128 + signal number when a signal ended the run at a step boundary."""
+    """Exit code: 0 finished, 130 at Ctrl-C, checkpoint.preempted_exit_code at SIGTERM or before a time limit."""
     nodes = nodes_of(options.nnodes)
     if options.dry_run:
         from shardline.training.dry_run import describe
@@ -33,7 +33,8 @@ def train(config: Config, options: TrainOptions) -> int:
     _note_idle(options, nodes, bool(started))
     if world_size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
-    return start("train", config, options) if world_size > 1 and not started else _run(config, options)
+    with starting_job(LAUNCHER_VARIABLE in os.environ):
+        return start("train", config, options) if world_size > 1 and not started else _run(config, options)
 
 
 def started_ranks() -> int:
@@ -68,9 +69,7 @@ def _run(config: Config, options: TrainOptions) -> int:
             raise
         print(f"error: {explanation}", file=sys.stderr)
         return 1
-    if result.stopped_by is not None:
-        return 128 + int(signal.Signals[result.stopped_by])
-    return 0
+    return exit_code(result.stopped_by, config)
 
 
 def start(command: str, config: Config, options: TrainOptions) -> int:
@@ -91,6 +90,7 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
             rdzv_backend=options.rdzv_backend,
             rdzv_endpoint=options.rdzv_endpoint,
             stop_timeout_seconds=config.comm.stop_timeout_seconds,
+            preempted_exit_code=exit_code("SIGTERM", config),
             debug=options.debug,
         )
     )

@@ -58,6 +58,7 @@ class Launch:
     rdzv_endpoint: str = ""
     rdzv_timeout_seconds: int = 900
     stop_timeout_seconds: float = 30.0
+    preempted_exit_code: int = 128 + signal.SIGTERM  # of ranks that SIGTERM or a time limit ended at a step boundary
     environment: Mapping[str, str] = field(default_factory=dict)
     debug: bool = False  # show the traceback of what a user can mend, too
 
@@ -92,9 +93,11 @@ def _handling(agent: Agent) -> Iterator[None]:
         yield
         return
     previous = {number: signal.signal(number, agent.on_signal) for number in SIGNALS}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # waits to be forwarded; in ranks, for a step
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -227,6 +230,10 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=codes)
 
     def _forward_signals(self) -> None:
+        if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a save, no reason to end
+            for rank in self.ranks:
+                if rank.code is None:
+                    _kill_group(rank.process.pid, signal.SIGUSR1, whole=False)
         while self.forwarded < len(self.signals):
             for rank in self.ranks:
                 if rank.code is None:
@@ -239,7 +246,7 @@ class Agent(SimpleElasticAgent):
             self.kill()
 
     def _has_failed(self, rank: Rank) -> bool:
-        if rank.code in (None, 0, *STOPPED):
+        if rank.code in (None, 0, self.launch.preempted_exit_code, *STOPPED):
             return False
         if not self.signals:
             return True
@@ -293,10 +300,13 @@ class Agent(SimpleElasticAgent):
                 " (comm.stop_timeout_seconds gives more time)",
                 file=sys.stderr,
             )
-        codes = [rank.code for rank in self.ranks if rank.code in STOPPED]
-        if self.signals:
+        preempted = self.launch.preempted_exit_code
+        if self.signals and not (self.signals[0] == signal.SIGTERM and self._all_ended_in(0, preempted)):
             return 128 + self.signals[0]
-        return codes[0] or 0 if codes else 0
+        return next((rank.code for rank in self.ranks if rank.code in (preempted, *STOPPED)), None) or 0
+
+    def _all_ended_in(self, *codes: int) -> bool:
+        return all(rank.code in codes for rank in self.ranks)
 
 
 def _kill_group(pid: int, number: int, whole: bool = True) -> None:

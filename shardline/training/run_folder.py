@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import re
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
+from shardline.training import folder_lock
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -45,7 +44,7 @@ class RunFolder:
     checkpoint_name: str = "checkpoint"
     resume_step: int | None = None  # the checkpoint this run continues from
     notes: list[str] = field(default_factory=list)  # for the log, which opens after the folder
-    lock: Lock | None = None
+    lock: folder_lock.Lock | None = None
 
     @property
     def resume(self) -> bool:
@@ -110,7 +109,11 @@ def open_run_folder(
         # a folder that is not there yet may be filled from the mirror
         path = _given_folder(Path(config.job.dump_folder).expanduser(), resume and config.checkpoint.mirror is None)
     folder = RunFolder(path, config.checkpoint.folder)
-    folder.lock = _lock(folder)
+    try:
+        folder.lock, notes = folder_lock.take(path / "log" / "lock")
+    except OSError as error:
+        raise _unusable(path, error) from error
+    folder.notes += notes
     try:
         _decide(config, folder, resume, overwrite, has_good_checkpoint)
         folder.write_ranks([this_rank(int(os.environ.get("RANK", "0")))])
@@ -273,73 +276,6 @@ def _unusable(path: Path, error: OSError) -> UserError:
     else:
         reason = error.strerror or str(error)
     return UserError(f"job.dump_folder: cannot use {path} as the run folder: {reason}; give a folder you can write to")
-
-
-@dataclass
-class Lock:
-    """An exclusive hold on a file. The kernel drops it when the process ends, however it ends."""
-
-    descriptor: int
-
-    def release(self) -> None:
-        if self.descriptor in _held:
-            _held.remove(self.descriptor)
-            os.ftruncate(self.descriptor, 0)
-            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-            os.close(self.descriptor)
-
-
-_held: set[int] = set()
-
-
-def _forget_locks() -> None:
-    """In a forked child: a data worker that outlives its trainer must not keep the trainer's folder."""
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
-
-
-def _lock(folder: RunFolder) -> Lock | None:
-    """Hold `log/lock`, or raise naming who does; None, with a note, where the file system has no locks."""
-    file = folder.path / "log" / "lock"
-    try:
-        file.parent.mkdir(exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise _unusable(folder.path, error) from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        holder = _holder(descriptor) if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-        os.close(descriptor)
-        if holder is None:
-            folder.notes.append(f"{file} cannot be locked ({error.strerror}): keep other runs out of this folder")
-            return None
-        raise UserError(
-            f"{folder.path} is in use by a running training ({holder}):"
-            " wait for it, stop it, or give another --job.dump_folder"
-        ) from error
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    except OSError as error:
-        os.close(descriptor)
-        raise _unusable(folder.path, error) from error
-    _held.add(descriptor)
-    return Lock(descriptor)
-
-
-def _holder(descriptor: int) -> str:
-    """Who holds the lock; it may have taken it this instant and not have written its name yet."""
-    for _ in range(20):
-        text = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
-        if text:
-            return text
-        time.sleep(0.02)
-    return "another process"
 
 
 def write_atomically(path: Path, text: str) -> None:

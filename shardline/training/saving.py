@@ -118,7 +118,7 @@ class Saver:
         return final
 
     def save_at_stop(self, progress: Progress) -> None:
-        """Save the step a signal ended the run at, unless it is saved already."""
+        """Save the step at which a signal or a time limit asks for it, unless it is saved already; it is waited for."""
         if self.section.enable and not self.section.load_only:
             if self.saved_step != progress.step:
                 self.save(progress, wait=True)

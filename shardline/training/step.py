@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,10 @@ from shardline.training.head import Head
 from shardline.training.loss import count_targets
 from shardline.training.pipelined import Pipelined
 from shardline.training.schedule import set_lr
+from shardline.training.stopping import Asked, agreed, no_wishes
 
 log = logging.getLogger("shardline")
+Wishes = Callable[[], Sequence[float]]  # asked as late as possible: a signal during the step still counts
 
 
 class StepResult(NamedTuple):
@@ -35,7 +38,7 @@ class StepResult(NamedTuple):
 
     loss: float
     grad_norm: float
-    stopping: bool  # some rank was asked to stop
+    asked: Asked  # to stop, or to save, of some rank
 
 
 class Stepper:
@@ -102,12 +105,12 @@ class Stepper:
             self.pipelined.sum_tied()
         return total
 
-    def step(self, batches: list[Batch], lr: float, number: int, asked_to_stop: bool = False) -> StepResult:
+    def step(self, batches: list[Batch], lr: float, number: int, wishes: Wishes = no_wishes) -> StepResult:
         """One optimizer step, unless its loss or gradients are not finite."""
         if self.early is not None:
-            return self._step_early(self.early, batches, lr, number, asked_to_stop)
+            return self._step_early(self.early, batches, lr, number, wishes)
         loss = self.forward_backward(batches)
-        result = self._agree(loss, asked_to_stop)
+        result = self._agree(loss, wishes)
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             clip_(self.parameters, result.grad_norm, self.config.training.max_norm)
             set_lr(self.optimizer, lr)
@@ -117,32 +120,30 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         return result
 
-    def _step_early(
-        self, early: EarlyStep, batches: list[Batch], lr: float, number: int, asked_to_stop: bool
-    ) -> StepResult:
+    def _step_early(self, early: EarlyStep, batches: list[Batch], lr: float, number: int, wishes: Wishes) -> StepResult:
         """The same with parameters updated inside backward."""
         set_lr(self.optimizer, lr)
         result, changed = step_early(
             early,
             lambda: self.forward_backward(batches),
-            lambda loss, squares: self._agree(loss, asked_to_stop, squares),
+            lambda loss, squares: self._agree(loss, wishes, squares),
             self.config.training.max_norm,
         )
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._nonfinite(result, number, changed)
         return result
 
-    def _agree(self, loss: Tensor, asked_to_stop: bool, squares: Tensor | None = None) -> StepResult:
-        """Loss, gradient norm and the wish to stop, of all ranks: one all-reduce, one wait for the device a step."""
+    def _agree(self, loss: Tensor, wishes: Wishes, squares: Tensor | None = None) -> StepResult:
+        """Loss, gradient norm and wishes, of all ranks: one all-reduce, one wait for the device a step."""
         if squares is None:
             twice = frozenset() if self.pipelined is None else self.pipelined.on_two_stages
             squares = squared_norm(self.parameters, self.mesh.world_size // self.mesh.layout.pp, twice)
-        stop = torch.full((), float(asked_to_stop), device=loss.device)
-        numbers = torch.stack([loss * self.head.share, squares.to(loss.device), stop])
+        asked = torch.tensor(wishes(), device=loss.device)
+        numbers = torch.cat([torch.stack([loss * self.head.share, squares.to(loss.device)]), asked])
         if self.mesh.world_size > 1:
             comm.sum_in_place(numbers, "world")
-        total, squared, stopping = read(numbers)
-        return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, stopping > 0)
+        total, squared, *sums = read(numbers)
+        return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, agreed(sums))
 
     def _nonfinite(self, result: StepResult, number: int, changed: bool = False) -> None:
         broken = nonfinite_parameters(self.model, of_gradients=False)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import gc
 import json
 import logging
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -49,6 +46,7 @@ from shardline.parallel.replica_check import check_replicas
 from shardline.parallel.schedules import warnings
 from shardline.parallel.stages import plan_pipeline
 from shardline.precision.mixed import choose_precision
+from shardline.training.batch import batch_line, batch_to_keep, keep_batch
 from shardline.training.binding import prepare_rank
 from shardline.training.build import build_model, seed_of, set_determinism
 from shardline.training.console import Console, setup_logging
@@ -63,7 +61,8 @@ from shardline.training.run_folder import RunFolder, open_run_folder, write_atom
 from shardline.training.saving import Saver
 from shardline.training.schedule import lr_factor, schedule_notes
 from shardline.training.starting import DataIdentity, Progress, Start, resumable_step
-from shardline.training.step import Stepper, StepResult
+from shardline.training.step import Stepper, StepResult, Wishes
+from shardline.training.stopping import Asked, Requests, listening, no_wishes, why_not_saved
 from shardline.training.validate import validation_loss
 
 log = logging.getLogger("shardline")
@@ -71,7 +70,7 @@ log = logging.getLogger("shardline")
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended; `stopped_by` names the signal that ended it early."""
+    """How a run ended; `stopped_by` names what ended it early: a signal, or the time limit."""
 
     step: int
     last_loss: float | None
@@ -100,6 +99,7 @@ class Trainer:
         self._open = contextlib.ExitStack()
         try:
             self._join(config)
+            config = self._keep_batch(config, options)
             self.loader = self._open_data(config, "training")
             self.validation = self._open_data(config, "validation") if config.validation.enable else None
             self.total_steps = config.training.steps
@@ -123,6 +123,17 @@ class Trainer:
         if self.owns_group:
             self._open.callback(stop_process_group)
         self.mesh = Mesh(self.layout, self.device.type, offload)
+
+    def _keep_batch(self, config: Config, options: TrainOptions) -> Config:
+        """On another number of ranks the global batch stays that of the checkpoint: accumulation adapts."""
+        ranks = self.mesh.data_ranks
+        saved = None if options.overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config))
+        if saved is None or saved.size == config.training.local_batch_size * ranks:
+            return config
+        config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
+        check(config)
+        self.rank_lines.append(batch_line(config, saved, ranks))
+        return config
 
     def _open_data(self, config: Config, section: Any) -> Loader:
         """This rank's share; tensor-parallel ranks read the same samples."""
@@ -181,6 +192,7 @@ class Trainer:
         dtype = self.precision.compute
         kernel = attention_words(config, self.arch, self.device, dtype, otherwise=self.kernel)
         log.info("computing in %s, attention by %s", str(dtype).removeprefix("torch."), kernel)
+        self.requests = Requests.of_rank(config, self.mesh.rank)
         schedule = schedule_notes(config, self.total_steps) if config.training.epochs is not None else ()
         for line in (*config.alias_notes, *notes(config), *self.precision.notes, *schedule, *self._length_notes()):
             log.info("note: %s", line)
@@ -255,12 +267,12 @@ class Trainer:
             with blame("job.save_config_file"):
                 write_atomically(Path(self.config.job.save_config_file), text)
 
-    def train_step(self, batches: list[Batch], asked_to_stop: bool = False) -> tuple[StepResult, float]:
+    def train_step(self, batches: list[Batch], wishes: Wishes = no_wishes) -> tuple[StepResult, float]:
         """One optimizer step; returns the job's numbers and the learning rate."""
         origin = self.progress.schedule_start
         factor = lr_factor(self.progress.step - origin, self.config, self.total_steps - origin)
         lr = self.base_lr * factor
-        return self.stepper.step(batches, lr, self.progress.step + 1, asked_to_stop), lr
+        return self.stepper.step(batches, lr, self.progress.step + 1, wishes), lr
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -284,14 +296,14 @@ class Trainer:
             self.arch, config.training.seq_len, self.device, self.precision.compute, devices=self.mesh.world_size
         )
         console.start(self.total_steps, self.progress.step)
-        stopped_by = None
+        asked, stopped_by = Asked(), None
         try:
             metrics = Metrics(config, self.folder, self.progress.step, rank=self.mesh.rank)
-            with _signals() as stop, _controlled_gc(config) as collect, self._profiler() as profiler:
+            with listening(self.requests), _controlled_gc(config) as collect, self._profiler() as profiler:
                 reset_peak(self.device)
-                stopping, first_step = False, self.progress.step
+                first_step = self.progress.step
                 compilations = CompileReport()
-                while self.progress.step < self.total_steps and not stopping:
+                while self.progress.step < self.total_steps and asked.stop is None:
                     comm.traffic.take()
                     exposed.reset()
                     fetch_started = time.perf_counter()
@@ -304,11 +316,12 @@ class Trainer:
                         self.sampler.begin()
                     if pipelined is not None and self._is_logged(self.progress.step + 1):
                         pipelined.measure()
-                    result, lr = self.train_step(batches, stop.name is not None)
+                    save_due = self.saver.is_due(self.progress.step + 1, self.total_steps)
+                    result, lr = self.train_step(batches, partial(self.requests.wishes, save_due))
                     times = self.sampler.end() if self.sampler is not None and sampled else None
                     if self.progress.step == first_step and self.mesh.world_size > 1:
                         watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
-                    stopping = result.stopping
+                    asked = result.asked
                     self._advance(batches, meter)
                     console.advance(self.progress.step)
                     if self._is_logged(self.progress.step):
@@ -322,18 +335,13 @@ class Trainer:
                         check_replicas(self.model, self.progress.step)
                     registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": result.loss, "lr": lr})
                     self.saver.check()
-                    with self._pause(meter, profiler):
+                    with self._pause(meter, profiler, asked):
                         self._validate(metrics, console)
-                        if self.saver.is_due(self.progress.step, self.total_steps):
-                            with watchdog.patiently("saving a checkpoint", comm.groups()):
-                                self.saver.save(self.progress, last=self.progress.step == self.total_steps)
+                        self._save(asked)
                         profiler.step()
                     collect(self.progress.step)
-                if stopping and self.progress.step < self.total_steps:
-                    with watchdog.patiently("saving a checkpoint", comm.groups()):
-                        self.saver.save_at_stop(self.progress)
-                    stopped_by = stop.name or "SIGTERM"
                 self.saver.complete()
+            stopped_by = asked.stop if self.progress.step < self.total_steps else None
         except BaseException as error:
             self._log_failure(error)
             raise
@@ -384,9 +392,22 @@ class Trainer:
             row["pp_bubble_fraction"] = self.stepper.pipelined.bubble()
         return row | meter.rates()
 
-    def _pause(self, meter: Meter, profiler: Profiler) -> contextlib.AbstractContextManager[None]:
+    def _save(self, asked: Asked) -> None:
+        """Save where it is time to, or where a signal or the end of the job asks for it."""
+        step, reason = self.progress.step, why_not_saved(self.config)
+        due = self.saver.is_due(step, self.total_steps)
+        if any(asked) and reason is not None:
+            log.info("nothing is saved at %s: %s", asked.stop or "SIGUSR1", reason)
+        elif due or any(asked):
+            with watchdog.patiently("saving a checkpoint", comm.groups()), self.requests.saving():
+                if due:
+                    self.saver.save(self.progress, last=step == self.total_steps)
+                if any(asked):
+                    self.saver.save_at_stop(self.progress)
+
+    def _pause(self, meter: Meter, profiler: Profiler, asked: Asked) -> contextlib.AbstractContextManager[None]:
         """Stop the clock for what is not training, after the device has finished the step that is."""
-        saves = self.saver.is_due(self.progress.step, self.total_steps)
+        saves = self.saver.is_due(self.progress.step, self.total_steps) or any(asked)
         if not (saves or self._validates() or profiler.writes_next()):
             return contextlib.nullcontext()
         if self.device.type == "cuda":
@@ -410,33 +431,6 @@ class Trainer:
     def close(self) -> None:
         """Give the run's folder free, stop data workers, leave the other ranks."""
         self._open.close()
-
-
-class _Stop:
-    name: str | None = None
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Stop]:
-    """The first Ctrl-C or SIGTERM asks to stop at the next step boundary; the second one interrupts at once."""
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if stop.name:
-            raise KeyboardInterrupt(number)
-        stop.name = signal.Signals(number).name
-        # From a thread: the signal may have come in the middle of a print, and one inside another repeats its text.
-        _thread.start_new_thread(log.info, ("%s: stopping after this step (again: at once)", stop.name))
-
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

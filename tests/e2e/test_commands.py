@@ -23,7 +23,7 @@ from shardline.config.load import load_config
 from shardline.training import checkpoint as files
 from shardline.training.console import setup_logging
 from shardline.training.run_folder import RunFolder
-from shardline.training.trainer import _signals
+from shardline.training.stopping import Requests, listening
 from tests.e2e.tiny import command, flags, rows, run
 
 ROOT = Path(__file__).parents[2]
@@ -208,11 +208,11 @@ class Interrupting(io.StringIO):
 def test_a_signal_in_the_middle_of_a_line_repeats_nothing(tmp_path):
     stream = Interrupting()
     log = setup_logging(RunFolder(tmp_path), terminal=rich.console.Console(file=stream, width=100))
-    with _signals() as stop:
+    with listening(Requests()) as requests:
         log.info("a line")
         while "again: at once" not in stream.getvalue():
             time.sleep(0.01)
-    assert stop.name == "SIGINT"
+    assert requests.stop == "SIGINT"
     assert sorted(stream.getvalue().splitlines()) == [
         "SIGINT: stopping after this step (again: at once)",
         "a line",
@@ -227,7 +227,7 @@ def test_sigterm_and_a_second_run_into_the_same_folder(tmp_path, capsys):
     pid = running.process.pid
     assert f"error: {folder} is in use by a running training (pid {pid} on " in capsys.readouterr().err
     running.send(signal.SIGTERM)
-    assert running.end() == 143
+    assert running.end() == 0
     assert re.search(r"^stopped at step \d+ at your request \(SIGTERM\)$", running.text, re.MULTILINE)
     assert len(files.list_checkpoints(folder / "checkpoint")) == 1
     assert (folder / "log" / "lock").read_text() == ""

@@ -108,7 +108,7 @@ def _write_output_to(path: str) -> None:
     os.dup2(file.fileno(), 2)
     sys.stdout = sys.stderr = file
     faulthandler.enable(file)
-    faulthandler.register(signal.SIGUSR1, file)  # a hung worker is asked where it is
+    faulthandler.register(signal.SIGUSR2, file)  # a hung worker is asked where it is
 
 
 def _perform(message: bytes) -> Report:
@@ -182,7 +182,7 @@ class Worker:
         """The stacks of a worker that does not answer."""
         before = self.log.stat().st_size if self.log.exists() else 0
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)
+            os.kill(self.process.pid, signal.SIGUSR2)
         time.sleep(0.5)
         text = self.log.read_bytes()[before:].decode(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[:LOG_LINES])

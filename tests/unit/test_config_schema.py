@@ -21,6 +21,8 @@ OTHER_DEFAULTS = {
     "activation_checkpoint.mode": "none",
 }
 OWN_KEYS = {
+    "checkpoint.preempted_exit_code",
+    "checkpoint.save_before",
     "checkpoint.save_timeout_seconds",
     "comm.bind_cpus",
     "comm.nccl.algorithm",

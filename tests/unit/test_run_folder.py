@@ -1,5 +1,7 @@
 """Who may write into a run's folder, and what happens to a run that is already there."""
 
+import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -8,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import pytest
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.training import folder_lock
 from shardline.training.run_folder import CONFIG_HEADER, RunFolder, open_run_folder
 
 
@@ -328,21 +333,113 @@ def test_killed_run_lets_the_folder_go(tmp_path, kind):
     holder.wait()
     holder.stdout.close()
     try:
-        start(tmp_path, overwrite=True).close()
+        run = start(tmp_path, overwrite=True)
+        ended = f"the run that had this folder (pid {holder.pid} on {socket.gethostname()}) ended without a word"
+        assert run.notes[0] == f"{ended}: its lock was taken over"
+        run.close()
     finally:
         if child is not None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_file_system_without_locks_is_noted(tmp_path, monkeypatch):
+def test_file_system_without_locks_has_the_heartbeat(tmp_path, monkeypatch):
     def refuse(descriptor, operation):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
     run = start(tmp_path)
-    assert run.lock is None
-    assert "cannot be locked (Operation not supported)" in run.notes[0]
+    assert "cannot be locked (Operation not supported): a heartbeat in it keeps other runs out" in run.notes[0]
+    with pytest.raises(UserError, match=rf"in use by a running training \(pid {os.getpid()} on "):
+        start(tmp_path)
     run.close()
+    start(tmp_path, overwrite=True).close()
+    (tmp_path / "log" / "lock").write_text(f"pid {2**22 + 1} on {socket.gethostname()}\n")  # no such process
+    run = start(tmp_path, overwrite=True)
+    assert "its lock was taken over" in run.notes[1]
+    run.close()
+
+
+# ---- another machine on the same disk --------------------------------------------------------------------------------
+
+
+ELSEWHERE = """
+import fcntl, socket, sys, time
+from shardline.training import folder_lock
+from tests.unit.test_run_folder import start
+
+folder_lock.BEAT_SECONDS = 0.1
+socket.gethostname = lambda: "node7"
+if sys.argv[2] == "locks of its own":
+    fcntl.flock = lambda *arguments: None  # what this machine locks, others do not see
+run = start(sys.argv[1])
+print("held", flush=True)
+sys.stdin.readline()
+run.close()
+print("closed", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def elsewhere(folder: Path, locks: str) -> Iterator[subprocess.Popen[str]]:
+    """A run that holds the folder on another machine."""
+    command = [sys.executable, "-c", ELSEWHERE, str(folder), locks]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("locks", ["shared locks", "locks of its own"])
+def test_a_run_on_another_machine_keeps_the_folder_while_its_heart_beats(tmp_path, monkeypatch, locks):
+    monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 5.0)
+    with elsewhere(tmp_path, locks) as process:
+        for _ in range(2):
+            with pytest.raises(UserError, match=rf"in use by a running training \(pid {process.pid} on node7\)"):
+                start(tmp_path)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "closed\n"
+        run = start(tmp_path)
+        assert run.notes == []
+        run.close()
+
+
+@pytest.mark.parametrize("locks", ["shared locks", "locks of its own"])
+def test_a_run_that_was_killed_on_another_machine_is_recognised(tmp_path, monkeypatch, locks):
+    with elsewhere(tmp_path, locks) as process:
+        process.kill()
+        process.wait()
+    monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 1.0)
+    run = start(tmp_path)
+    ended = f"the run that had this folder (pid {process.pid} on node7) ended without a word"
+    assert run.notes == [f"{ended}: its lock was taken over"]
+    run.close()
+
+
+def test_the_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path, monkeypatch):
+    """The file server keeps it for a while; nothing beats."""
+    file = tmp_path / "log" / "lock"
+    file.parent.mkdir()
+    with file.open("w") as held:
+        held.write("pid 5 on node7\n")
+        held.flush()
+        os.utime(file, (1, 1))
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 0.3)
+        with pytest.raises(UserError, match=r"in use by a running training \(pid 5 on node7\)"):
+            start(tmp_path)
+        monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 60.0)
+        timer = threading.Timer(0.5, fcntl.flock, (held, fcntl.LOCK_UN))
+        timer.start()
+        run = start(tmp_path)
+        assert "(pid 5 on node7) ended without a word" in run.notes[0]
+        run.close()
+        timer.join()
 
 
 def test_other_ranks_need_no_lock(tmp_path):

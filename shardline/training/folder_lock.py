@@ -1,0 +1,166 @@
+"""One run at a time in a folder: a lock that the kernel drops with the process, and a heartbeat for other machines.
+
+    log/lock        "pid 4711 on node3", locked by flock, its time of change renewed every few seconds
+
+On one machine flock alone decides: a run that was killed holds nothing. File systems that machines share may keep locks
+to each machine, or have none; there the heartbeat decides. Ages are taken from the file system's own clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardline.errors import UserError
+
+BEAT_SECONDS = 3.0
+SILENCE_SECONDS = 15.0  # without a beat, after which a run on another machine is taken for dead
+LEASE_SECONDS = 120.0  # for a file server to give up the lock of a machine that is gone
+POLL_SECONDS = 0.25
+_held: set[int] = set()
+
+
+@dataclass
+class Lock:
+    """An exclusive hold on a file, until `release` or the end of the process, however it ends."""
+
+    descriptor: int
+    released: threading.Event
+
+    def release(self) -> None:
+        if self.descriptor in _held:
+            self.released.set()
+            _held.remove(self.descriptor)
+            os.ftruncate(self.descriptor, 0)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+            os.close(self.descriptor)
+
+
+def _forget_locks() -> None:
+    """In a forked child: a data worker that outlives its trainer must not keep the trainer's folder."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def take(file: Path) -> tuple[Lock, list[str]]:
+    """Hold `file`, or raise a UserError that names who does; also lines for the log. OSError: it cannot be written."""
+    file.parent.mkdir(exist_ok=True)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        notes = _claim(file, descriptor)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    _held.add(descriptor)
+    lock = Lock(descriptor, threading.Event())
+    threading.Thread(target=_beat, args=(lock,), name="folder lock", daemon=True).start()
+    return lock, notes
+
+
+def _beat(lock: Lock) -> None:
+    while not lock.released.wait(BEAT_SECONDS):
+        if lock.descriptor not in _held:
+            return
+        with contextlib.suppress(OSError):
+            os.utime(lock.descriptor)
+
+
+def _claim(file: Path, descriptor: int) -> list[str]:
+    """Make sure that nobody else has it; lines for the log."""
+    notes, problem = [], _try_flock(descriptor)
+    if problem is not None and problem.errno in (errno.EWOULDBLOCK, errno.EACCES):
+        _wait_for_lease(file, descriptor)
+    elif problem is not None:
+        notes.append(f"{file} cannot be locked ({problem.strerror}): a heartbeat in it keeps other runs out")
+    holder = _holder(descriptor)
+    if not holder:
+        return notes
+    known_dead = _host(holder) == socket.gethostname() and (problem is None or not _is_running(holder))
+    if not known_dead and _beats(file):
+        raise _in_use(file, holder)
+    if _holder(descriptor):
+        notes.append(f"the run that had this folder ({holder}) ended without a word: its lock was taken over")
+    return notes
+
+
+def _try_flock(descriptor: int) -> OSError | None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error
+    return None
+
+
+def _wait_for_lease(file: Path, descriptor: int) -> None:
+    """Another machine's lock outlives that machine for a while: wait as long as nothing is heard of it."""
+    deadline = time.monotonic() + LEASE_SECONDS
+    holder = _holder(descriptor, seconds=0.4)  # it may have taken the lock this instant and not have written its name
+    if _host(holder) in (None, socket.gethostname()) or _beats(file):
+        raise _in_use(file, holder)
+    while _try_flock(descriptor) is not None:
+        if time.monotonic() > deadline or _holder(descriptor) != holder:
+            raise _in_use(file, _holder(descriptor) or holder)
+        time.sleep(POLL_SECONDS)
+
+
+def _in_use(file: Path, holder: str) -> UserError:
+    return UserError(
+        f"{file.parent.parent} is in use by a running training ({holder or 'another process'}):"
+        " wait for it, stop it, or give another --job.dump_folder"
+    )
+
+
+def _beats(file: Path) -> bool:
+    """Whether the holder is heard of: watched until there is a beat, or none was due for too long."""
+    seen = file.stat().st_mtime_ns
+    silent_until = time.monotonic() + SILENCE_SECONDS - (_now(file) - seen) / 1e9
+    while time.monotonic() < silent_until:
+        time.sleep(POLL_SECONDS)
+        with file.open() as again:  # opening makes a network file system look
+            if os.fstat(again.fileno()).st_mtime_ns != seen:
+                return bool(again.read().strip())  # emptied: its run has ended
+    return False
+
+
+def _now(file: Path) -> int:
+    """The file system's own time in ns: machines' clocks differ."""
+    probe = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
+    probe.touch()
+    try:
+        return probe.stat().st_mtime_ns
+    finally:
+        probe.unlink()
+
+
+def _holder(descriptor: int, seconds: float = 0.0) -> str:
+    deadline = time.monotonic() + seconds
+    while True:
+        text = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+        if text or time.monotonic() >= deadline:
+            return text
+        time.sleep(0.02)
+
+
+def _host(holder: str) -> str | None:
+    found = re.fullmatch(r"pid \d+ on (\S+)", holder)
+    return found[1] if found else None
+
+
+def _is_running(holder: str) -> bool:
+    """Of a holder on this machine."""
+    return Path(f"/proc/{holder.split()[1]}").exists()

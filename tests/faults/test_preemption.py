@@ -1,0 +1,97 @@
+"""Jobs that are told to go or run out of time: they save at a step boundary and say by their exit code how it ended."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.tiny import flags
+from tests.faults.ahead import fixtures, job
+from tests.faults.test_ranks import wait_until
+from tests.faults.test_trainer import Run
+
+SAVING = {"checkpoint.enable": "true", "checkpoint.interval": 100000, "comm.train_timeout_seconds": 20}
+run, jobs = fixtures(Run)
+
+
+def saved(run):
+    return sorted(int(path.name.removeprefix("step-")) for path in (run.folder / "run/checkpoint").glob("step-*[0-9]"))
+
+
+@job(**SAVING, **{"checkpoint.preempted_exit_code": 75})
+def test_sigterm_to_the_launcher_saves_and_ends_with_the_configured_code(run):
+    run.wait_for_step(2)
+    run.process.terminate()
+    code, stdout, stderr = run.end(30)
+    assert (code, stderr) == (75, ""), stderr
+    assert re.search(r"stopped at step \d+ at your request \(SIGTERM\)", stdout)
+    assert saved(run) == [run.step()]
+
+
+def wait_for_saves(run, count):
+    wait_until(lambda: run.process.poll() is not None or len(saved(run)) == count, 60)
+    assert len(saved(run)) == count
+
+
+def test_sigusr1_saves_and_goes_on_whoever_gets_it(tmp_path):
+    """First before there are steps, or handlers: ranks are still importing."""
+    with contextlib.closing(Run(tmp_path, **SAVING)) as run:
+        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 2, 60)
+        run.process.send_signal(signal.SIGUSR1)
+        wait_for_saves(run, 1)
+        assert saved(run) == [1]
+        run.wait_for_step(2)
+        os.kill(run.pid(1), signal.SIGUSR1)
+        wait_for_saves(run, 2)
+        run.wait_for_step(saved(run)[-1] + 1)
+        run.process.send_signal(signal.SIGUSR1)
+        wait_for_saves(run, 3)
+        run.wait_for_step(saved(run)[-1] + 1)
+        os.kill(run.pid(1), signal.SIGTERM)  # as a machine's own shutdown does, past the launcher
+        code, stdout, stderr = run.end(30)
+        assert (code, stderr) == (0, ""), stderr
+        assert len(saved(run)) == stdout.count("saved ") == 4
+        assert saved(run)[-1] == run.step()
+
+
+@job(**{"comm.train_timeout_seconds": 20})
+def test_without_checkpoints_nothing_is_saved_and_the_lines_say_so(run):
+    run.wait_for_step(1)
+    os.kill(run.pid(1), signal.SIGUSR1)
+    step = run.step()
+    run.wait_for_step(step + 3)
+    run.process.terminate()
+    code, stdout, stderr = run.end(30)
+    assert (code, stderr) == (143, ""), stderr
+    assert "nothing is saved at SIGUSR1: checkpoint.enable is false" in stdout
+    assert "nothing is saved at SIGTERM: checkpoint.enable is false" in stdout
+    assert not (run.folder / "run" / "checkpoint").exists()
+
+
+@job(**SAVING, **{"checkpoint.save_before": "20s", "checkpoint.preempted_exit_code": 99})
+def test_all_ranks_stop_together_before_the_time_limit(run):
+    code, stdout, stderr = run.end(60)
+    assert (code, stderr) == (99, ""), stderr
+    assert re.search(r'this run saves and stops before \S+ \S+: checkpoint.save_before = "20s"', stdout)
+    assert re.search(r"stopping after this step: \d\.\d s are left until .*no save was seen, a step \d\.\d s", stdout)
+    assert f"stopped at step {run.step()} before the time limit" in stdout
+    assert saved(run) == [run.step()]
+
+
+def train(folder, environment, **more):
+    words = flags(folder, training__steps=100_000, checkpoint__enable=True, checkpoint__interval=100_000, **more)
+    command = [sys.executable, "-m", "shardline", "train", *words]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+
+
+def test_the_end_of_a_slurm_job_is_a_limit_of_its_own(tmp_path):
+    """One that is past: the run does one step, saves it and goes."""
+    done = train(tmp_path / "run", {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "1700000000"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"saves and stops before 2023-11-1\d \S+: the end of SLURM job 77\n", done.stdout)
+    assert "stopped at step 1 before the time limit" in done.stdout
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-1"]

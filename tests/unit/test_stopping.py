@@ -1,0 +1,277 @@
+"""Durations, the rule that says when to stop, what signals ask for, and how ranks agree."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.config.load import load_config
+from shardline.config.types import seconds_of
+from shardline.errors import ConfigError
+from shardline.training import stopping
+from shardline.training.stopping import TIME_LIMIT, Asked, Requests, TimeLimit, agreed, exit_code, find_limit, reserve
+from tests.e2e.tiny import tiny_config
+
+# ---- durations -------------------------------------------------------------------------------------------------------
+
+PART = st.none() | st.integers(0, 10**6)
+
+
+@given(st.tuples(PART, PART, PART, PART))
+def test_a_duration_is_the_sum_of_its_parts(parts):
+    text = "".join(f"{part}{unit}" for part, unit in zip(parts, "dhms", strict=True) if part is not None)
+    expected = sum((part or 0) * size for part, size in zip(parts, (86400, 3600, 60, 1), strict=True))
+    assert seconds_of(text) == (expected if text else None)
+
+
+@given(st.integers(0, 10**9))
+def test_a_plain_number_is_seconds(number):
+    assert seconds_of(str(number)) == number
+    assert load_config(overrides={"checkpoint.save_before": number}).checkpoint.save_before == str(number)
+
+
+@given(st.text(alphabet="0123456789dhms .-+:x٣", max_size=8))
+def test_what_is_read_as_a_duration_is_one(text):
+    """No sign, no fraction, no unit twice or out of order, no digits of other scripts."""
+    seconds = seconds_of(text)
+    if seconds is not None:
+        units = [letter for letter in text if letter in "dhms"]
+        assert units == sorted(units, key="dhms".index)
+        assert len(set(units)) == len(units)
+        assert set(text.strip()) <= set("0123456789dhms")
+
+
+@pytest.mark.parametrize("value", ["4 hours", "h", "-4h", "1.5h", "4h4h", "30m4h", "", "soon", True, -1, 1.5, "9" * 30])
+def test_other_texts_are_refused_with_examples(value):
+    with pytest.raises(ConfigError, match=r'save_before: expected a duration such as "90s", "30m", "4h", "1d12h"'):
+        load_config(overrides={"checkpoint.save_before": value})
+
+
+def test_flags_give_durations_too():
+    for words, expected in (
+        (["--checkpoint.save_before", "1d12h"], "1d12h"),
+        (["--checkpoint.save_before=90"], "90"),
+        (["--checkpoint.save_before=false"], "0"),
+        (["--checkpoint.save_before", "none"], None),
+    ):
+        assert load_config(overrides=words).checkpoint.save_before == expected
+
+
+def test_exit_codes_that_mean_errors_are_refused():
+    for code in (1, 2, -1, 256):
+        with pytest.raises(ConfigError, match="0 or a whole number from 3 to 255"):
+            load_config(overrides={"checkpoint.preempted_exit_code": code})
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@given(
+    limit=st.floats(1, 1e6),
+    step=st.floats(0.002, 0.05),
+    first_step=st.floats(0, 0.1),
+    rest=st.floats(0, 1),
+    save=st.floats(0, 0.1),
+    last_save=st.floats(0, 1.5),
+    interval=st.integers(1, 50),
+)
+def test_a_run_is_through_before_its_limit(limit, step, first_step, rest, save, last_save, interval):
+    """Times are shares of the limit. The last save is up to half as long again as the longest one before."""
+    clock = Clock()
+    watch = TimeLimit(limit, 0.0, "a limit", clock)
+    step, save, done = step * limit, save * limit, 1
+    clock.now = first_step * limit
+    while not watch.is_near(save_due=done % interval == 0):
+        clock.now += rest * step  # after ranks have agreed, and before the save
+        if done % interval == 0:
+            clock.now += save
+            watch.saw_save(save)
+        clock.now += (1 - rest) * step
+        done += 1
+    expected = min(60.0, limit / 10) if watch.longest_save is None else save
+    assert clock.now + rest * step + last_save * expected <= limit * (1 + 1e-9)
+
+
+@given(st.floats(1, 1e6), st.none() | st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e4))
+def test_longer_steps_and_saves_only_make_it_earlier(limit, save, step, more):
+    assert reserve(limit, save, step + more) >= reserve(limit, save, step)
+    assert reserve(limit, (save or 0) + more, step) >= reserve(limit, save or 0, step)
+    assert reserve(limit, save, step) > 2 * step + (save or 0)
+    assert reserve(limit, save, step, save_due=True) >= reserve(limit, save, step) + (save or 0) * 0.999
+
+
+def test_the_rule_in_numbers():
+    hours = 4 * 3600
+    assert reserve(hours, None, 2.0) == 60 + 4 + 300
+    assert reserve(hours, 900.0, 2.0) == 900 + 4 + 450
+    assert reserve(100, None, 1.0) == 10 + 2 + 5
+
+
+def test_the_first_step_and_old_ones_are_forgotten_and_saves_are_no_steps():
+    clock = Clock()
+    watch = TimeLimit(1e9, 0.0, "a limit", clock)
+    clock.now += 300
+    watch.is_near()
+    assert watch.longest_step == 300
+    for seconds in (2, 9, *[2] * 100):
+        clock.now += seconds
+        watch.saw_save(50.0)
+        clock.now += 50
+        watch.is_near()
+        assert watch.longest_step == (9 if seconds == 9 else watch.longest_step)
+    assert watch.longest_step == 2
+
+
+# ---- where the limit comes from --------------------------------------------------------------------------------------
+
+
+def limit_of(environment=(), **overrides):
+    config = tiny_config("unused", **{"checkpoint__enable": True, **overrides})
+    return find_limit(config, {stopping.STARTED_VARIABLE: "1000", "PATH": "/nowhere", **dict(environment)}, Clock())
+
+
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "5000"}
+
+
+def test_the_nearer_limit_counts():
+    limit, lines = limit_of(checkpoint__save_before="1h")
+    assert (limit.ends, limit.length) == (4600, 3600)
+    assert lines == [limit.first_words()]
+    assert 'checkpoint.save_before = "1h"' in lines[0]
+    assert limit_of(SLURM)[0].ends == 5000
+    assert "the end of SLURM job 77" in limit_of(SLURM)[1][0]
+    assert limit_of(SLURM, checkpoint__save_before="1h")[0].ends == 4600
+    assert limit_of(SLURM, checkpoint__save_before="2h")[0].ends == 5000
+
+
+def test_no_limit():
+    assert limit_of() == (None, [])
+    for off in ("0", False):
+        assert limit_of(SLURM, checkpoint__save_before=off) == (None, [])
+    assert limit_of(SLURM, checkpoint__enable=False) == (None, [])
+    assert limit_of(SLURM, checkpoint__load_only=True) == (None, [])
+
+
+def scontrol(folder, text):
+    program = folder / "scontrol"
+    program.write_text(f'#!/bin/sh\n[ "$*" = "show job 77" ] || exit 3\n{text}\n')
+    program.chmod(0o755)
+    return {"SLURM_JOB_ID": "77", "PATH": f"{folder}:/usr/bin:/bin", "TZ": "UTC"}
+
+
+def test_slurm_is_asked_where_it_does_not_tell(tmp_path, monkeypatch):
+    answer = "echo '   StartTime=2026-11-15T10:00:00 EndTime=2026-11-15T14:00:00 Deadline=N/A'"
+    limit, _ = limit_of(scontrol(tmp_path, answer))
+    assert limit.ends == stopping.datetime(2026, 11, 15, 14).timestamp()
+    for answer, said in (
+        ("echo EndTime=Unknown", "scontrol says EndTime=Unknown"),
+        ("echo 'Invalid job id specified' >&2; exit 1", "scontrol says Invalid job id specified"),
+        ("sleep 5", "scontrol failed: .*timed out"),
+    ):
+        monkeypatch.setattr(stopping, "SCONTROL_SECONDS", 0.5)
+        limit, (line,) = limit_of(scontrol(tmp_path, answer))
+        assert limit is None
+        assert re.search(said, line)
+        assert 'checkpoint.save_before = "4h" sets a limit' in line
+    limit, (line,) = limit_of({"SLURM_JOB_ID": "77"})
+    assert (limit, "SLURM_JOB_END_TIME is not set and there is no scontrol" in line) == (None, True)
+    assert limit_of({"SLURM_JOB_ID": "77"}, checkpoint__save_before="1h")[0].ends == 4600
+
+
+# ---- what ranks ask for ----------------------------------------------------------------------------------------------
+
+
+def test_ranks_agree_on_the_first_reason_and_on_saving():
+    requests = [Requests() for _ in range(3)]
+    assert agreed([sum(one) for one in zip(*(r.wishes() for r in requests), strict=True)]) == Asked()
+    requests[2].saves += 1
+    assert agreed([sum(one) for one in zip(*(r.wishes() for r in requests), strict=True)]) == Asked(None, True)
+    requests[0].stop, requests[1].stop = TIME_LIMIT, "SIGTERM"
+    assert agreed([sum(one) for one in zip(*(r.wishes() for r in requests), strict=True)]) == Asked("SIGTERM", False)
+    requests[2].stop = "SIGINT"
+    assert agreed([sum(one) for one in zip(*(r.wishes() for r in requests), strict=True)]).stop == "SIGINT"
+
+
+def test_a_limit_is_a_wish_of_its_own():
+    clock = Clock()
+    requests = Requests(TimeLimit(100.0, 0.0, "a limit", clock))
+    clock.now = 1.0
+    assert agreed(requests.wishes()).stop is None
+    with requests.saving():
+        pass
+    assert requests.limit.longest_save is not None
+    clock.now = 99.0
+    assert agreed(requests.wishes()).stop == TIME_LIMIT
+
+
+def test_signals_become_requests_and_a_second_stop_interrupts():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    requests = Requests()
+    with stopping.listening(requests):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert agreed(requests.wishes()) == Asked(None, True)
+        assert agreed(requests.wishes()) == Asked(None, False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert agreed(requests.wishes()).stop == "SIGTERM"
+        os.kill(os.getpid(), signal.SIGUSR1)  # no reason to hurry
+        with pytest.raises(KeyboardInterrupt) as interrupt:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.value.args == (signal.SIGTERM,)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+WAITING = """
+import os, signal
+from shardline.training.stopping import Requests, listening, starting_job
+
+with starting_job(started_by_launcher=False):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with listening(Requests()) as requests:
+        print(requests.saves)
+    os.kill(os.getpid(), signal.SIGUSR1)
+print(signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+
+
+def test_sigusr1_waits_until_there_are_steps_and_is_dropped_after_them():
+    """In a process of its own, as a run has it: none of its threads is older than the mask."""
+    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1\nFalse\n"), done.stderr
+
+
+def test_the_launcher_tells_when_the_job_started(monkeypatch):
+    monkeypatch.delenv(stopping.STARTED_VARIABLE, raising=False)
+    with stopping.starting_job(started_by_launcher=False):
+        assert float(os.environ[stopping.STARTED_VARIABLE]) > 1e9
+    assert stopping.STARTED_VARIABLE not in os.environ
+    monkeypatch.setenv(stopping.STARTED_VARIABLE, "5")
+    with stopping.starting_job(started_by_launcher=True):
+        assert os.environ[stopping.STARTED_VARIABLE] == "5"
+
+
+def test_a_thread_cannot_listen_and_does_not_fail():
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(stopping.listening(Requests()).__enter__().stop))
+    thread.start()
+    thread.join()
+    assert seen == [None]
+
+
+def test_exit_codes():
+    saving = tiny_config("unused", checkpoint__enable=True, checkpoint__preempted_exit_code=75)
+    assert [exit_code(why, saving) for why in (None, "SIGINT", "SIGTERM", TIME_LIMIT)] == [0, 130, 75, 75]
+    assert exit_code("SIGTERM", tiny_config("unused", checkpoint__preempted_exit_code=75)) == 143
+    assert exit_code("SIGTERM", tiny_config("unused", checkpoint__enable=True)) == 0
