@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
+from shardline.training.attempt import this_attempt
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # The first line of a run's config.toml tells it from a file of the same name that is the user's.
 CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
 
+LOCK_PATIENCE = 60.0  # seconds; a file server may need them to see that the machine that held it is gone
 ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -33,7 +35,7 @@ FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("profiling", "save_memory_snapshot_folder", "memory_snapshot", ("iteration_*",)),
     ("metrics", "save_tb_folder", "tb", ("events.out.tfevents.*", "rank_*")),
     ("comm", "save_traces_folder", "comm_traces", ("rank_*",)),
-    ("", "", "log", ("rank-*.log", "ranks.json", "wandb", "wandb-*.txt")),
+    ("", "", "log", ("rank-*.log", "ranks.json", "restarts.jsonl", "wandb", "wandb-*.txt")),
 )
 
 
@@ -46,6 +48,7 @@ class RunFolder:
     resume_step: int | None = None  # the checkpoint this run continues from
     notes: list[str] = field(default_factory=list)  # for the log, which opens after the folder
     lock: Lock | None = None
+    again: bool = field(default_factory=lambda: this_attempt().begun)  # an earlier attempt of this job wrote here
 
     @property
     def resume(self) -> bool:
@@ -102,16 +105,22 @@ def open_run_folder(
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other: give one of them")
-    if config.job.dump_folder is None:
+    attempt = this_attempt()
+    if attempt.folder is not None:
+        path = _given_folder(Path(attempt.folder), resume=False)
+    elif config.job.dump_folder is None:
         if resume:
             raise UserError("--resume needs the folder of the run to continue: give --job.dump_folder FOLDER")
         path = _new_folder(Path("outputs"), _run_name(config))
     else:
         path = _given_folder(Path(config.job.dump_folder).expanduser(), resume)
     folder = RunFolder(path, config.checkpoint.folder)
-    folder.lock = _lock(folder)
+    folder.lock = _lock(folder, LOCK_PATIENCE if attempt.folder is not None else 0.0)
     try:
-        _decide(config, folder, resume, overwrite, has_good_checkpoint)
+        if attempt.begun:
+            _go_on(config, folder, has_good_checkpoint)
+        else:
+            _decide(config, folder, resume, overwrite, has_good_checkpoint)
         folder.write_ranks([this_rank(int(os.environ.get("RANK", "0")))])
     except BaseException:
         folder.close()
@@ -143,6 +152,23 @@ def _decide(
         if folder.resume_step is None:
             raise UserError(_refusal(config, path, found[0]))
         folder.notes.append(f"resuming from step {folder.resume_step} of the run in {path}")
+
+
+def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Path], int | None]) -> None:
+    """A later attempt of the job that this folder belongs to: from its last save, or anew where it never saved."""
+    saved = config.checkpoint.enable and any(folder.checkpoint_folder.glob("step-*"))
+    folder.resume_step = has_good_checkpoint(folder.path) if saved else None
+    if folder.resume_step is not None:
+        folder.notes.append(f"restarted: resuming from step {folder.resume_step} of the run in {folder.path}")
+    elif saved and not _is_partial_only(folder.checkpoint_folder):
+        raise UserError(f"{folder.checkpoint_folder} holds no checkpoint that the run could be restarted from")
+    else:
+        folder.notes.append(f"restarted: nothing was saved yet, {folder.path} begins at step 0 again")
+
+
+def _is_partial_only(checkpoints: Path) -> bool:
+    """Whether a crash in the first save is all that was left."""
+    return all(path.name.endswith(".partial") for path in checkpoints.glob("step-*"))
 
 
 def _is_result(file: Path) -> bool:
@@ -300,8 +326,11 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
-def _lock(folder: RunFolder) -> Lock | None:
-    """Hold `log/lock`, or raise naming who does; None, with a note, where the file system has no locks."""
+def _lock(folder: RunFolder, patience: float = 0.0) -> Lock | None:
+    """Hold `log/lock`, or raise naming who does; None, with a note, where the file system has no locks.
+
+    `patience`: seconds to wait for a process of an earlier attempt, which was killed and may not be gone yet.
+    """
     file = folder.path / "log" / "lock"
     try:
         file.parent.mkdir(exist_ok=True)
@@ -309,7 +338,7 @@ def _lock(folder: RunFolder) -> Lock | None:
     except OSError as error:
         raise _unusable(folder.path, error) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(descriptor, patience)
     except OSError as error:
         holder = _holder(descriptor) if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
         os.close(descriptor)
@@ -328,6 +357,17 @@ def _lock(folder: RunFolder) -> Lock | None:
         raise _unusable(folder.path, error) from error
     _held.add(descriptor)
     return Lock(descriptor)
+
+
+def _flock(descriptor: int, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def _holder(descriptor: int) -> str:

@@ -49,6 +49,7 @@ from shardline.parallel.replica_check import check_replicas
 from shardline.parallel.schedules import warnings
 from shardline.parallel.stages import plan_pipeline
 from shardline.precision.mixed import choose_precision
+from shardline.training import attempt
 from shardline.training.binding import prepare_rank
 from shardline.training.build import build_model, seed_of, set_determinism
 from shardline.training.console import Console, setup_logging
@@ -98,6 +99,8 @@ class Trainer:
         self._open = contextlib.ExitStack()
         try:
             self._join(config)
+            attempt.tell("joined")
+            config = attempt.continued(config)
             self.loader = self._open_data(config, "training")
             self.validation = self._open_data(config, "validation") if config.validation.enable else None
             self.total_steps = config.training.steps
@@ -108,6 +111,7 @@ class Trainer:
             self._announce()
             self._build()
             self.progress, self.finished = self._start()
+            attempt.tell("loaded", step=self.progress.step)
             if not self.finished:
                 self._record()
         except BaseException:
@@ -146,6 +150,7 @@ class Trainer:
         path, resume_step = self.mesh.from_rank_0(open_it)
         folder = opened[0] if opened else RunFolder(path, config.checkpoint.folder, resume_step)
         self._open.callback(folder.close)
+        attempt.tell("opened", folder=str(path))
         return folder
 
     def _announce(self) -> None:
@@ -293,8 +298,10 @@ class Trainer:
                         pipelined.measure()
                     result, lr = self.train_step(batches, stop.name is not None)
                     times = self.sampler.end() if self.sampler is not None and sampled else None
-                    if self.progress.step == first_step and self.mesh.world_size > 1:
-                        watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
+                    if self.progress.step == first_step:
+                        attempt.tell("first_step")
+                        if self.mesh.world_size > 1:
+                            watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
                     stopping = result.stopping
                     self._advance(batches, meter)
                     console.advance(self.progress.step)
