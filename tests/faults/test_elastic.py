@@ -54,6 +54,7 @@ def after(trainer, row):
 KEYS = {
     **SMALL,
     "training.steps": 6,
+    "lr_scheduler.total_steps": 1000,
     "training.global_batch_size": 4,
     "metrics.log_freq": 1,
     "checkpoint.enable": "true",
@@ -254,7 +255,7 @@ def check_goes_on(run, uninterrupted):
 
 @pytest.mark.slow
 def test_a_host_that_dies_is_done_without_and_taken_in_when_it_comes_back(on_two_hosts, uninterrupted):
-    run, _, b = on_two_hosts(step_seconds=0.3, **{"training.steps": 120})
+    run, _, b = on_two_hosts(step_seconds=0.3, **{"training.steps": 400})
     run.wait_for_step(0, 3)
     kill_all_on(b)
     run.wait_for(rf"host {b.name} is lost: no sign of life for \d s; restart 1 of 3 with 1 machine, 1 rank\nrecovered")
@@ -274,7 +275,7 @@ def test_a_host_that_dies_is_done_without_and_taken_in_when_it_comes_back(on_two
 
 @pytest.mark.slow
 def test_a_host_that_is_cut_off_stops_its_ranks_and_comes_back(on_two_hosts, uninterrupted):
-    run, _, b = on_two_hosts(step_seconds=0.3, **{"training.steps": 120})
+    run, _, b = on_two_hosts(step_seconds=0.3, **{"training.steps": 400})
     run.wait_for_step(0, 3)
     cut_off = run.at(1)[2]
     b.cut()
