@@ -8,6 +8,7 @@ work), and when it got how far, from which the time of a recovery is told.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardline.config.options import TrainOptions
     from shardline.config.schema import Config
 
 VARIABLE = "SHARDLINE_ATTEMPT"
@@ -37,13 +39,19 @@ def variable(attempt: Attempt) -> dict[str, str]:
     return {VARIABLE: json.dumps(asdict(attempt))}
 
 
-def continued(config: Config) -> Config:
-    """The config of a later attempt: `load_step` was for the first one, now the newest checkpoint counts."""
+def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptions]:
+    """For a later attempt: the folder is that of the first one, whose run is neither replaced nor begun again.
+
+    `checkpoint.load_step` was for the first one as well; now the newest checkpoint counts.
+    """
     attempt = this_attempt()
-    if not attempt.begun or attempt.folder is None or config.checkpoint.load_step == -1:
-        return config
-    saved = any((Path(attempt.folder) / config.checkpoint.folder).glob("step-*"))
-    return config.replace({"checkpoint.load_step": -1}) if saved else config
+    if attempt.folder is None:
+        return config, options
+    changes: dict[str, Any] = {"job.dump_folder": attempt.folder}
+    if attempt.begun and any((Path(attempt.folder) / config.checkpoint.folder).glob("step-*")):
+        changes["checkpoint.load_step"] = -1
+    overwrite = options.overwrite and not attempt.begun
+    return config.replace(changes), dataclasses.replace(options, overwrite=overwrite)
 
 
 def tell(what: str, **facts: Any) -> None:

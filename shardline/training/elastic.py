@@ -25,7 +25,7 @@ from shardline.parallel.report import Report, read_report
 from shardline.training import attempt
 from shardline.training.failures import choose_cause, in_a_line
 from shardline.training.gathering import End, Gathering, Terms, say
-from shardline.training.ranks import FAILURE_GRACE, STOPPED, Agent, Launch, kill_group, remove_empty
+from shardline.training.ranks import FAILURE_GRACE, Agent, Launch, kill_group, remove_empty
 
 SURE_GRACE = 0.5  # seconds from a failure with a cause of its own for an earlier one to show
 LOG_FILE = Path("log") / "restarts.jsonl"
@@ -101,16 +101,15 @@ class RestartingAgent(Agent):
         info = self.gathering.next_rendezvous()
         met = self.gathering.round
         first, world = sum(peer.ranks for peer in met.peers[: info.rank]), met.ranks
-        worker_group.workers = [
+        group: Any = worker_group  # torch declares its fields as None
+        group.workers = [
             Worker(local, global_rank=first + local, role_rank=first + local, world_size=world, role_world_size=world)
             for local in range(self.launch.nproc)
         ]
-        worker_group.store = info.store
-        worker_group.group_rank, worker_group.group_world_size = info.rank, info.world_size
-        worker_group.master_addr = info.bootstrap_store_info.master_addr
-        worker_group.master_port = info.bootstrap_store_info.master_port
+        group.store, group.group_rank, group.group_world_size = info.store, info.rank, info.world_size
+        group.master_addr, group.master_port = self.gathering.meeting_place
         self.folder = self.root / f"attempt-{met.number}"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         if self.recovery is not None:
             self._say_restart(self.recovery)
 
@@ -124,7 +123,11 @@ class RestartingAgent(Agent):
         met, most = self.gathering.round, self.launch.max_restarts
         machines, ranks = len(met.peers), met.ranks
         recovery.machines, recovery.ranks, recovery.restart = machines, ranks, met.memory.restarts
-        counted = f"restart {met.memory.restarts} of {most}" if recovery.cause.kind not in ("regroup", "leave") else "going on"
+        counted = (
+            f"restart {met.memory.restarts} of {most}"
+            if recovery.cause.kind not in ("regroup", "leave")
+            else "going on"
+        )
         size = f"{machines} machine{'s' * (machines > 1)}, {ranks} rank{'s' * (ranks > 1)}"
         say(f"{in_a_line(recovery.cause)}; {counted} with {size}")
 
@@ -150,10 +153,10 @@ class RestartingAgent(Agent):
         end = self.gathering.end
         if end is not None and not end.is_failure and not self.signals and self.ending_for is None:
             self._stop_for(end)
-        if self.ending_for is not None and self.ending_for.report.kind != "stop":
+        if self.ending_for is not None and self.ending_for.report.kind != "stop" and not self.signals:
             return self._regroup(end)
         failed = [rank for rank in self.ranks if self._has_failed(rank)]
-        clean = all(rank.code in (0, *STOPPED) for rank in self.ranks)
+        clean = not failed and all(rank.code is not None for rank in self.ranks)
         if self.gathering.cut_off and not self.signals and not clean:
             return self._fail(End(self._cut_off_report(), self.gathering.silent_seconds))
         if end is not None and end.is_failure:
@@ -198,8 +201,8 @@ class RestartingAgent(Agent):
         """Wait for the ranks that were asked to stop."""
         if end is not None and end.is_failure:
             return self._fail(end)
-        mended = [self._report(rank) for rank in self.ranks if rank.code not in (None, 0, *STOPPED)]
-        final = [report for report in mended if report.kind == "user"]
+        reports = [read_report(rank.report) for rank in self.ranks if rank.code is not None]
+        final = [report for report in reports if report is not None and report.kind == "user"]
         if final:
             return self._settle(final)
         if all(rank.code is not None for rank in self.ranks):
@@ -267,7 +270,9 @@ class RestartingAgent(Agent):
             return
         self.notes = attempt.read(self._notes_file)
         if self.recovery is not None and self.gathering.leads:
-            self.recovery.reached = {name: at for name, at in self.notes.items() if name in ("joined", "loaded", "first_step")}
+            self.recovery.reached = {
+                name: at for name, at in self.notes.items() if name in ("joined", "loaded", "first_step")
+            }
             if "first_step" in self.notes:
                 say(self.recovery.line())
                 self._log_recovery(self.recovery)

@@ -153,9 +153,12 @@ class Gathering(Meeting):
         self.round: Round = met
         self.memory = replace(met.memory, round=met.number + 1)
         place = met.place(self._line.index)
-        # Ranks of one machine meet there, whatever becomes of the network.
-        host = "127.0.0.1" if len(met.peers) == 1 else self.host
-        return RendezvousInfo(self._line.store, place, len(met.peers), RendezvousStoreInfo(host, self.port))
+        return RendezvousInfo(self._line.store, place, len(met.peers), RendezvousStoreInfo(*self.meeting_place))
+
+    @property
+    def meeting_place(self) -> tuple[str, int]:
+        """The store's address for ranks; those of a single machine need no network."""
+        return "127.0.0.1" if len(self.round.peers) == 1 else self.host, self.port
 
     def _wait_for_round(self) -> Round:
         while True:
@@ -262,7 +265,7 @@ class Line:
     @property
     def cut_off(self) -> bool:
         """The store has not answered for so long that the leader may soon give this machine up."""
-        return time.monotonic() - self.reached > self.fence_seconds
+        return self.leader is None and time.monotonic() - self.reached > self.fence_seconds
 
     def leave(self) -> None:
         self.leaving = True

@@ -131,9 +131,7 @@ class Meeting(RendezvousHandler):
         def open_store() -> None:
             seconds = timedelta(seconds=STORE_SECONDS)
             with contextlib.suppress(RuntimeError):
-                stores.append(
-                    dist.TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=seconds)
-                )
+                stores.append(dist.TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=seconds))
 
         thread = threading.Thread(target=open_store, daemon=True)  # something else may listen there and never answer
         thread.start()

@@ -157,7 +157,7 @@ class Agent(SimpleElasticAgent):
         threads = str(max(1, len(os.sched_getaffinity(0)) // count))
         address, port = str(worker_group.master_addr), str(worker_group.master_port)
         defaults = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        interface = interface_towards(address) if worker_group.group_world_size > 1 else None
+        interface = interface_towards(address) if (worker_group.group_world_size or 1) > 1 else None
         if interface is not None:
             defaults["GLOO_SOCKET_IFNAME"] = interface
         for worker in worker_group.workers:

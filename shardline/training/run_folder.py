@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
@@ -105,17 +106,15 @@ def open_run_folder(
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other: give one of them")
-    attempt = this_attempt()
-    if attempt.folder is not None:
-        path = _given_folder(Path(attempt.folder), resume=False)
-    elif config.job.dump_folder is None:
+    if config.job.dump_folder is None:
         if resume:
             raise UserError("--resume needs the folder of the run to continue: give --job.dump_folder FOLDER")
         path = _new_folder(Path("outputs"), _run_name(config))
     else:
         path = _given_folder(Path(config.job.dump_folder).expanduser(), resume)
     folder = RunFolder(path, config.checkpoint.folder)
-    folder.lock = _lock(folder, LOCK_PATIENCE if attempt.folder is not None else 0.0)
+    attempt = this_attempt()
+    folder.lock = _patiently(functools.partial(_lock, folder), LOCK_PATIENCE if attempt.folder is not None else 0.0)
     try:
         if attempt.begun:
             _go_on(config, folder, has_good_checkpoint)
@@ -152,6 +151,18 @@ def _decide(
         if folder.resume_step is None:
             raise UserError(_refusal(config, path, found[0]))
         folder.notes.append(f"resuming from step {folder.resume_step} of the run in {path}")
+
+
+def _patiently(take: Callable[[], Lock | None], seconds: float) -> Lock | None:
+    """A restarted job may have to wait for a rank of its earlier attempt, which was killed and is not gone yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return take()
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Path], int | None]) -> None:
@@ -326,11 +337,8 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
-def _lock(folder: RunFolder, patience: float = 0.0) -> Lock | None:
-    """Hold `log/lock`, or raise naming who does; None, with a note, where the file system has no locks.
-
-    `patience`: seconds to wait for a process of an earlier attempt, which was killed and may not be gone yet.
-    """
+def _lock(folder: RunFolder) -> Lock | None:
+    """Hold `log/lock`, or raise naming who does; None, with a note, where the file system has no locks."""
     file = folder.path / "log" / "lock"
     try:
         file.parent.mkdir(exist_ok=True)
@@ -338,7 +346,7 @@ def _lock(folder: RunFolder, patience: float = 0.0) -> Lock | None:
     except OSError as error:
         raise _unusable(folder.path, error) from error
     try:
-        _flock(descriptor, patience)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         holder = _holder(descriptor) if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
         os.close(descriptor)
@@ -357,17 +365,6 @@ def _lock(folder: RunFolder, patience: float = 0.0) -> Lock | None:
         raise _unusable(folder.path, error) from error
     _held.add(descriptor)
     return Lock(descriptor)
-
-
-def _flock(descriptor: int, patience: float) -> None:
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() > deadline:
-                raise
-        time.sleep(0.2)
 
 
 def _holder(descriptor: int) -> str:

@@ -82,7 +82,7 @@ class Trainer:
     """One training run: built from a config, run by `train()`."""
 
     def __init__(self, config: Config, options: TrainOptions | None = None) -> None:
-        options = options or TrainOptions()
+        config, options = attempt.continued(config, options or TrainOptions())
         self.rank_lines = prepare_rank(config)  # before anything of CUDA or NCCL is touched
         registry.import_custom(config.experimental.custom_import)
         check(config)
@@ -100,7 +100,6 @@ class Trainer:
         try:
             self._join(config)
             attempt.tell("joined")
-            config = attempt.continued(config)
             self.loader = self._open_data(config, "training")
             self.validation = self._open_data(config, "validation") if config.validation.enable else None
             self.total_steps = config.training.steps

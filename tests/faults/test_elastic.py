@@ -16,7 +16,7 @@ from tests.faults.test_ranks import wait_until
 from tests.faults.test_trainer import SMALL
 from tests.hosts import two_hosts
 
-# FAULTS is "ATTEMPT/RANK/STEP/WHAT ...": what happens to that rank after that step; step "build" is before the model is.
+# FAULTS is "ATTEMPT/RANK/STEP/WHAT ...": what happens to a rank after a step, or before ("build") the model is built.
 HOOKS = """
 import os
 import signal
@@ -96,7 +96,9 @@ class Job:
         return (self.folder / f"{name}-{launcher}").read_text()
 
     def wait_for(self, text, launcher=0, seconds=90):
-        wait_until(lambda: re.search(text, self.shown(launcher)) or self.launchers[launcher].poll() is not None, seconds)
+        wait_until(
+            lambda: re.search(text, self.shown(launcher)) or self.launchers[launcher].poll() is not None, seconds
+        )
         assert re.search(text, self.shown(launcher)), self.shown(launcher)
 
     def at(self, rank):
@@ -155,7 +157,9 @@ def test_a_killed_and_a_failing_rank_cost_nothing_that_was_saved(run, uninterrup
     assert run.losses(folder) == uninterrupted
     killed, recovered, failed, again = run.shown().splitlines()
     assert killed == f"rank 1 on host {HERE} was killed by SIGKILL; restart 1 of 2 with 1 machine, 2 ranks"
-    assert failed.endswith(f"rank 0 on host {HERE} failed: ValueError: a fault of its own; restart 2 of 2 with 1 machine, 2 ranks")
+    assert failed.endswith(
+        f"rank 0 on host {HERE} failed: ValueError: a fault of its own; restart 2 of 2 with 1 machine, 2 ranks"
+    )
     for line in (recovered, again):
         assert re.fullmatch(rf"recovered in \d+\.\d s: {PARTS}", line)
     records = [json.loads(line) for line in (folder / "log" / "restarts.jsonl").read_text().splitlines()]
@@ -295,7 +299,7 @@ def test_a_host_that_is_cut_off_stops_its_ranks_and_comes_back(on_two_hosts, uni
 
 @pytest.mark.slow
 def test_a_second_fault_during_recovery(on_two_hosts, uninterrupted):
-    run, _, b = on_two_hosts("0/0/3/raise 1/1/build/SIGKILL 2/0/build/SIGSEGV")
+    run, *_ = on_two_hosts("0/0/3/raise 1/1/build/SIGKILL 2/0/build/SIGSEGV")
     assert [run.end(0), run.end(1)] == [0, 0], run.shown(0) + run.shown(1)
     assert run.losses() == uninterrupted
     rows = run.restarts()
@@ -324,10 +328,8 @@ def test_when_the_host_of_the_endpoint_dies_the_others_wait_for_it(on_two_hosts,
 @pytest.mark.slow
 def test_a_layout_that_does_not_fit_waits_for_more_machines(on_two_hosts, uninterrupted):
     """Two stages need two ranks: one host alone waits, and goes on with the other."""
-    run, _, b = on_two_hosts(
-        "0/1/3/SIGKILL",
-        **{"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 2, "training.steps": 6},
-    )
+    stages = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 2, "training.steps": 12}
+    run, _, b = on_two_hosts(step_seconds=0.3, **stages)
     run.wait_for_step(0, 3)
     kill_all_on(b)
     run.wait_for(r"waiting for machines with which the layout fits \(parallelism: .* does not match 1 rank")
