@@ -25,7 +25,7 @@ from pathlib import Path
 from shardline.errors import UserError
 from shardline.registry import register_hook
 
-ATTEMPT, RANK = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ["RANK"]
+ATTEMPT, RANK = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK")
 
 def happen(step):
     folder = Path(os.environ["FAULT_FOLDER"])
