@@ -98,6 +98,7 @@ class RestartingAgent(Agent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet, and number the ranks; torch's own numbering would wait for machines that died meanwhile."""
         self._forget_ranks()
+        self.gathering.why = "" if self.recovery is None else in_a_line(self.recovery.cause)
         info = self.gathering.next_rendezvous()
         met = self.gathering.round
         first, world = sum(peer.ranks for peer in met.peers[: info.rank]), met.ranks

@@ -138,6 +138,7 @@ class Gathering(Meeting):
         self.memory = Memory()
         self.line: Line | None = None
         self.stopped_for_regroup = False
+        self.why = ""  # this machine meets again
 
     @property
     def leads(self) -> bool:
@@ -174,6 +175,12 @@ class Gathering(Meeting):
                 if line.is_over or (line.end is not None and line.end.report.kind in ("user", "stop")):
                     raise RendezvousGracefulExitError("the job has ended")
                 self._pause(line.waits_for)
+
+    def _pause(self, what: str) -> None:
+        if time.monotonic() > self.patience and self.said != what:
+            say(f"{self.why}{'; ' if self.why else ''}waiting for {what} at {self.endpoint}")
+            self.said, self.why = what, ""
+        time.sleep(PERIOD / 2)
 
     def _open(self) -> None:
         """Reach the store, which is another one where the machine that served it was started again."""
@@ -353,6 +360,7 @@ class Leader:
     gathering: Gathering
     peers: dict[int, Peer] = field(default_factory=dict)
     seen: dict[int, tuple[str, float]] = field(default_factory=dict)  # index -> beat, and when it was first seen
+    came: dict[int, float] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)  # those of them that said so
     index: int = 0  # of this machine
@@ -383,7 +391,9 @@ class Leader:
                 continue
             entry = json.loads(self.store.get(f"machine/{index}"))
             peer = Peer(**{**entry, "terms": Terms(**entry["terms"])})
-            refusal = self._refusal(peer)
+            refusal = self._refusal(peer, self.came.setdefault(index, time.monotonic()))
+            if refusal is None:
+                continue
             if refusal:
                 self.store.set(f"refused/{index}", refusal)
                 self.gone.add(index)
@@ -394,18 +404,22 @@ class Leader:
             self.peers[index] = peer
             self.seen[index] = ("", time.monotonic())
 
-    def _refusal(self, peer: Peer) -> str:
+    def _refusal(self, peer: Peer, since: float) -> str | None:
+        """Why a newcomer must go; None where that is not known yet: who has its number may be dead."""
         own = self.gathering
         difference = peer.terms.difference(own.terms)
         if difference:
             return f"{difference} on {socket.gethostname()}"
         rivals = [other for other in self._present() if other.number is not None and other.number == peer.number]
-        if any((other.host, other.pid) != (peer.host, peer.pid) for other in rivals):
-            return (
-                f"--node-rank {peer.number}: {rivals[0].host} (pid {rivals[0].pid}) has this number;"
-                f" give each machine its own, 0 to {own.nodes - 1}"
-            )
-        return ""
+        rivals = [other for other in rivals if (other.host, other.pid) != (peer.host, peer.pid)]
+        if not rivals:
+            return ""
+        if self.seen[rivals[0].index][1] < since + 2 * PERIOD:
+            return None
+        return (
+            f"--node-rank {peer.number}: {rivals[0].host} (pid {rivals[0].pid}) has this number;"
+            f" give each machine its own, 0 to {own.nodes - 1}"
+        )
 
     def _present(self) -> Iterator[Peer]:
         now = time.monotonic()

@@ -28,8 +28,8 @@ def train(config: Config, options: TrainOptions) -> int:
         return 0
     started = started_ranks()
     is_elastic = least < nodes or options.max_restarts > 0
-    if started:
-        resolve_layout(config.parallelism, started)
+    if started or not is_elastic:
+        resolve_layout(config.parallelism, started or nodes * options.nproc)
     else:
         _check_layouts(config, options, least, nodes)
     _note_idle(options, nodes, bool(started))
@@ -43,15 +43,19 @@ def train(config: Config, options: TrainOptions) -> int:
 
 def _check_layouts(config: Config, options: TrainOptions, least: int, nodes: int) -> None:
     """Of a range of machines, one number must fit; which of the others do is seen when so many are there."""
-    fitting = [number for number in range(least, nodes + 1) if not misfit(config, number * options.nproc)]
-    if not fitting:
-        resolve_layout(config.parallelism, nodes * options.nproc)
+    reasons = [misfit(config, number * options.nproc) for number in range(least, nodes + 1)]
+    if all(reasons):
+        raise UserError(reasons[-1])
 
 
 def misfit(config: Config, ranks: int) -> str:
-    """Why a layout cannot run on so many ranks; nothing where it can."""
+    """Why layout or batch cannot be had with so many ranks; nothing where they can."""
+    from shardline.data.order import resolve_global_batch
+
+    section = config.training
     try:
-        resolve_layout(config.parallelism, ranks)
+        layout = resolve_layout(config.parallelism, ranks)
+        resolve_global_batch(section.global_batch_size, section.local_batch_size, layout.data_ranks)
     except UserError as error:
         return str(error)
     return ""
@@ -159,7 +163,7 @@ def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
     if is_rank and (LAUNCHER_VARIABLE in os.environ or os.environ["RANK"] != "0"):
         return  # our own launcher gives its ranks its own command line, and has said it
     if is_rank:
-        names, why = ["nproc", "nnodes", *names], "under another launcher"
+        names, why = ["nproc", "nnodes", *names, "max_restarts"], "under another launcher"
     elif nodes > 1:
         names, why = ["node_rank"], "with --rdzv-backend c10d, where machines are numbered as they come"
         if options.rdzv_backend != "c10d":
