@@ -59,6 +59,10 @@ class Host:
         """Take the link down; both sides stop hearing of each other, without a word."""
         _ip("netns", "exec", self.name, "ip", "link", "set", self.interface, "down")
 
+    def mend(self) -> None:
+        """The link is there again."""
+        _ip("netns", "exec", self.name, "ip", "link", "set", self.interface, "up")
+
     def _counter(self, name: str) -> int:
         # sysfs belongs to the network namespace it was mounted in: `ip netns exec` mounts its own.
         path = f"/sys/class/net/{self.interface}/statistics/{name}"

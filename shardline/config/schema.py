@@ -401,6 +401,10 @@ class Comm(Section):
         default=30,
         description="Longest wait for ranks to end, and save, after Ctrl-C or SIGTERM; then they are killed.",
     )
+    lost_machine_seconds: Positive = Field(
+        default=10,
+        description="With --max-restarts or --nnodes MIN:MAX: a machine that is silent for so long is given up.",
+    )
     bind_cpus: bool = Field(
         default=False, description="Bind each rank to its share of the cores, on the NUMA node of its GPU where known."
     )

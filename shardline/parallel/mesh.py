@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from shardline.errors import UserError
 from shardline.parallel import comm, symmetric, watchdog
-from shardline.parallel.rendezvous import backend_timeout
+from shardline.parallel.rendezvous import backend_timeout, start_groups
 
 Result = TypeVar("Result")
 
@@ -190,7 +190,7 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=backend_timeout(timeout_seconds))
+        start_groups(backend, backend_timeout(timeout_seconds))
         watchdog.start_watchdog(timeout_seconds)
     return True
 

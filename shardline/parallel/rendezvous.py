@@ -27,6 +27,18 @@ def connect_store(timeout_seconds: float = 60) -> dist.Store:
     return dist.PrefixStore(f"shardline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
+def start_groups(backend: str, timeout: timedelta) -> None:
+    """Join the ranks of this attempt. The launcher's store outlives attempts, and torch does not tell them apart in it:
+    a restarted rank would look for those of before.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    store = dist.PrefixStore("groups", connect_store(timeout.total_seconds()))
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
 def gather_ranks(store: dist.Store, rank: int, world_size: int) -> list[dict[str, Any]]:
     """Rank, host and pid of every worker, on rank 0; the other ranks only tell theirs and get an empty list."""
     own = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}

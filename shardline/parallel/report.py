@@ -14,7 +14,8 @@ from typing import Literal
 
 from shardline.errors import UserError
 
-Kind = Literal["user", "error", "lost_peer", "hang", "signal", "exit"]
+# How a rank ended; of a whole machine: it was lost, or machines come, leave or stop, which is no failure.
+Kind = Literal["user", "error", "lost_peer", "hang", "signal", "exit", "machine", "regroup", "leave", "stop"]
 
 REPORT_VARIABLE = "SHARDLINE_REPORT"  # where the launcher wants the report of this rank
 HANG_CODE = 75  # exit code of a rank that the watchdog ended

@@ -96,7 +96,7 @@ def choose_cause(reports: list[Report]) -> Report:
 
     Only a rank that was killed from outside cannot be a consequence; a lost connection most likely is one.
     """
-    order = {"user": 1, "error": 1, "hang": 1, "signal": 2, "exit": 2, "lost_peer": 3}
+    order = {"user": 1, "error": 1, "hang": 1, "signal": 2, "exit": 2, "machine": 2, "lost_peer": 3}
 
     def key(report: Report) -> tuple[int, float]:
         killed = report.kind == "signal" and report.text == "SIGKILL"
@@ -120,6 +120,18 @@ def explain(error: RuntimeError) -> str | None:
     return None
 
 
+def in_a_line(cause: Report) -> str:
+    """What happened, for the line about a restart."""
+    who, what = f"rank {cause.rank} on host {cause.host}", cause.text.strip().partition("\n")[0]
+    if cause.kind in ("machine", "regroup", "leave", "stop", "hang"):
+        return what
+    if cause.kind == "signal":
+        return f"{who} was killed by {what}"
+    if cause.kind == "exit":
+        return f"{who} ended with exit code {what}"
+    return f"{who} lost another rank: {what}" if cause.kind == "lost_peer" else f"{who} failed: {what}"
+
+
 def show(cause: Report, debug: bool = False) -> int:
     """Print the failure of one rank; the exit code. What a user can mend is raised."""
     if sys.stderr.isatty():
@@ -128,7 +140,7 @@ def show(cause: Report, debug: bool = False) -> int:
         if debug:
             print(f"{cause.who}:\n{cause.details.rstrip()}", file=sys.stderr)
         raise UserError(cause.text)
-    if cause.kind == "hang":
+    if cause.kind in ("hang", "machine"):
         print(f"error: {cause.text}", file=sys.stderr)
         return 1
     if cause.kind in ("error", "lost_peer"):

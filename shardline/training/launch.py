@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -17,7 +18,7 @@ BACKENDS = ("static", "c10d")
 
 def train(config: Config, options: TrainOptions) -> int:
     """Exit code: 0 finished, 130 at Ctrl-C, checkpoint.preempted_exit_code at SIGTERM or before a time limit."""
-    nodes = nodes_of(options.nnodes)
+    least, nodes = node_range(options.nnodes)
     if options.dry_run:
         from shardline.training.dry_run import describe
 
@@ -25,16 +26,40 @@ def train(config: Config, options: TrainOptions) -> int:
         known = options.world_size or (ranks if ranks > 1 else None)
         print(describe(config, known, options.nproc if nodes > 1 else None))
         return 0
-    if options.max_restarts:
-        raise UserError("--max-restarts is not built yet: leave it out")
     started = started_ranks()
-    world_size = started or nodes * options.nproc
-    resolve_layout(config.parallelism, world_size)
+    is_elastic = least < nodes or options.max_restarts > 0
+    if started or not is_elastic:
+        resolve_layout(config.parallelism, started or nodes * options.nproc)
+    else:
+        _check_layouts(config, options, least, nodes)
     _note_idle(options, nodes, bool(started))
-    if world_size > 1:
+    if is_elastic and not started and not config.checkpoint.enable:
+        print("warning: checkpoint.enable is false: every restart begins at step 0", file=sys.stderr)
+    starts = not started and (is_elastic or nodes * options.nproc > 1)
+    if starts or started > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
     with starting_job(LAUNCHER_VARIABLE in os.environ):
-        return start("train", config, options) if world_size > 1 and not started else _run(config, options)
+        return start("train", config, options) if starts else _run(config, options)
+
+
+def _check_layouts(config: Config, options: TrainOptions, least: int, nodes: int) -> None:
+    """Of a range of machines, one number must fit; which of the others do is seen when so many are there."""
+    reasons = [misfit(config, number * options.nproc) for number in range(least, nodes + 1)]
+    if all(reasons):
+        raise UserError(reasons[-1])
+
+
+def misfit(config: Config, ranks: int) -> str:
+    """Why layout or batch cannot be had with so many ranks; nothing where they can."""
+    from shardline.data.order import resolve_global_batch
+
+    section = config.training
+    try:
+        layout = resolve_layout(config.parallelism, ranks)
+        resolve_global_batch(section.global_batch_size, section.local_batch_size, layout.data_ranks)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def started_ranks() -> int:
@@ -74,9 +99,11 @@ def _run(config: Config, options: TrainOptions) -> int:
 
 def start(command: str, config: Config, options: TrainOptions) -> int:
     """Start this machine's ranks, each with the same command line; the exit code."""
-    nodes = nodes_of(options.nnodes)
+    least, nodes = node_range(options.nnodes)
     if nodes > 1:
         _check_meeting(options, nodes)
+    if least < nodes and options.rdzv_backend != "c10d":
+        raise UserError(f"--nnodes {options.nnodes}: machines that come and go need --rdzv-backend c10d")
     from shardline.training.ranks import Launch, start_ranks
 
     return start_ranks(
@@ -92,18 +119,29 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
             stop_timeout_seconds=config.comm.stop_timeout_seconds,
             preempted_exit_code=exit_code("SIGTERM", config),
             debug=options.debug,
+            least_nodes=least,
+            max_restarts=options.max_restarts,
+            lost_machine_seconds=config.comm.lost_machine_seconds,
+            saves=config.checkpoint.enable,
+            misfit=functools.partial(misfit, config),
         )
     )
 
 
 def nodes_of(text: str) -> int:
-    """`2`, or `2:2`; a range in which machines come and go is not built."""
+    """`2`, or `2:2`, for commands whose machines are all there from the start."""
+    least, most = node_range(text)
+    if least < most:
+        raise UserError(f"--nnodes {text}: a range of machines is for training: give one number")
+    return most
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """`2`, or `1:4`: the least and the most machines."""
     low, _, high = text.partition(":")
     if not low.isdecimal() or not (high or low).isdecimal() or not 1 <= int(low) <= int(high or low):
         raise UserError(f"--nnodes: expected N or MIN:MAX, whole numbers from 1 on, got {text!r}")
-    if int(low) != int(high or low):
-        raise UserError(f"--nnodes {text}: a changing number of machines is not built yet: give one number")
-    return int(low)
+    return int(low), int(high or low)
 
 
 def _check_meeting(options: TrainOptions, nodes: int) -> None:
@@ -125,7 +163,7 @@ def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
     if is_rank and (LAUNCHER_VARIABLE in os.environ or os.environ["RANK"] != "0"):
         return  # our own launcher gives its ranks its own command line, and has said it
     if is_rank:
-        names, why = ["nproc", "nnodes", *names], "under another launcher"
+        names, why = ["nproc", "nnodes", *names, "max_restarts"], "under another launcher"
     elif nodes > 1:
         names, why = ["node_rank"], "with --rdzv-backend c10d, where machines are numbered as they come"
         if options.rdzv_backend != "c10d":

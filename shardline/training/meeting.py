@@ -109,10 +109,14 @@ class Meeting(RendezvousHandler):
         return False
 
     def _connect(self) -> dist.TCPStore:
-        """Wait until the store is there. The attempts are Python's: torch's would not hear a Ctrl-C."""
+        """Wait until the store is there. The attempts are Python's: torch's would not hear a Ctrl-C.
+
+        Who serves it goes by the loopback, which stays when the network does not.
+        """
+        host = "127.0.0.1" if self.server is not None else self.host
         while True:
             try:
-                socket.create_connection((self.host, self.port), timeout=PATIENCE).close()
+                socket.create_connection((host, self.port), timeout=PATIENCE).close()
                 break
             except OSError as error:
                 if time.monotonic() > self.deadline:
@@ -127,9 +131,7 @@ class Meeting(RendezvousHandler):
         def open_store() -> None:
             seconds = timedelta(seconds=STORE_SECONDS)
             with contextlib.suppress(RuntimeError):
-                stores.append(
-                    dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=seconds)
-                )
+                stores.append(dist.TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=seconds))
 
         thread = threading.Thread(target=open_store, daemon=True)  # something else may listen there and never answer
         thread.start()

@@ -122,7 +122,7 @@ class Metrics:
         self.path = run_folder.metrics_path
         self.file = None
         if rank == 0:
-            if run_folder.resume:
+            if run_folder.resume or run_folder.again:
                 move_rows_after(run_folder, start_step)
             self.file = _open(self.path)
         self.sinks: list[Sink] = []
@@ -255,7 +255,7 @@ class TensorBoard:
         if config.metrics.save_for_all_ranks:
             folder = folder / f"rank_{rank}"
         # After a resume TensorBoard hides what was logged for the steps that are trained again.
-        purge = start_step + 1 if run_folder.resume else None
+        purge = start_step + 1 if run_folder.resume or run_folder.again else None
         try:
             self.writer = SummaryWriter(str(folder), purge_step=purge)
         except OSError as error:
@@ -280,7 +280,7 @@ class WandB:
                 "metrics.enable_wandb needs a package that is not installed: pip install 'shardline[wandb]'"
             ) from error
         id_path = run_folder.path / "log" / f"wandb-{rank}.txt"
-        earlier = id_path.read_text().strip() if run_folder.resume and id_path.exists() else None
+        earlier = id_path.read_text().strip() if (run_folder.resume or run_folder.again) and id_path.exists() else None
         name = os.environ.get("WANDB_NAME") or os.environ.get("WANDB_RUN_NAME") or run_folder.path.resolve().name
         every_rank = config.metrics.save_for_all_ranks
         try:

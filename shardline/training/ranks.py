@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
+from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from shardline.parallel.report import REPORT_VARIABLE, Report, read_report
 from shardline.training.failures import OTHER_HOST_GRACE, Others, choose_cause, show
@@ -61,6 +62,15 @@ class Launch:
     preempted_exit_code: int = 128 + signal.SIGTERM  # of ranks that SIGTERM or a time limit ended at a step boundary
     environment: Mapping[str, str] = field(default_factory=dict)
     debug: bool = False  # show the traceback of what a user can mend, too
+    least_nodes: int | None = None  # go on with as few machines as this; None: with `nnodes` alone
+    max_restarts: int = 0
+    lost_machine_seconds: float = 10.0
+    saves: bool = False  # ranks that are asked to stop lose nothing
+    misfit: Callable[[int], str] = lambda ranks: ""  # why so many ranks cannot run
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.max_restarts > 0 or self.least_nodes not in (None, self.nnodes)
 
 
 @dataclass
@@ -70,21 +80,31 @@ class Rank:
     report: Path
     output: Path | None  # None: the console
     code: int | None = None
+    ended_at: float = 0.0
 
 
 def start_ranks(launch: Launch) -> int:
     """Run the ranks of this machine to their end; the exit code. A UserError of a rank is raised here."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, we say shorter
     folder = Path(tempfile.mkdtemp(prefix="shardline-"))
-    agent = Agent(launch, folder)
+    agent = _agent(launch, folder)
     try:
         with _handling(agent):
             agent.run()
         return agent.ending()
     finally:
         agent.kill()
-        _remove_empty(rank.output for rank in agent.ranks)
+        agent.close()
+        remove_empty(rank.output for rank in agent.ranks)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _agent(launch: Launch, folder: Path) -> Agent:
+    if not launch.is_elastic:
+        return Agent(launch, folder, _meeting(launch))
+    from shardline.training.elastic import RestartingAgent
+
+    return RestartingAgent(launch, folder)
 
 
 @contextlib.contextmanager
@@ -113,14 +133,14 @@ def _meeting(launch: Launch) -> Meeting:
 class Agent(SimpleElasticAgent):
     """Torchrun's agent with processes, signals and errors handled here."""
 
-    def __init__(self, launch: Launch, folder: Path) -> None:
+    def __init__(self, launch: Launch, folder: Path, meeting: RendezvousHandler) -> None:
         super().__init__(
             WorkerSpec(
                 role="rank",
                 local_world_size=launch.nproc,
-                rdzv_handler=_meeting(launch),
+                rdzv_handler=meeting,
                 entrypoint=launch.entry,
-                max_restarts=0,
+                max_restarts=launch.max_restarts,
             )
         )
         self.launch, self.folder = launch, folder
@@ -140,7 +160,7 @@ class Agent(SimpleElasticAgent):
         threads = str(max(1, len(os.sched_getaffinity(0)) // count))
         address, port = str(worker_group.master_addr), str(worker_group.master_port)
         defaults = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        interface = interface_towards(address) if self.launch.nnodes > 1 else None
+        interface = interface_towards(address) if (worker_group.group_world_size or 1) > 1 else None
         if interface is not None:
             defaults["GLOO_SOCKET_IFNAME"] = interface
         for worker in worker_group.workers:
@@ -154,17 +174,24 @@ class Agent(SimpleElasticAgent):
                 "MASTER_ADDR": address,
                 "MASTER_PORT": port,
                 "TORCHELASTIC_RUN_ID": worker_group.spec.rdzv_handler.get_run_id(),
-                "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
+                **self._of_attempt(),
                 LAUNCHER_VARIABLE: str(os.getpid()),
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             }
             self.ranks.append(self._start_rank(worker.global_rank, {**defaults, **os.environ, **environment}))
-        if self.launch.nnodes > 1:
-            self.others = Others(address, int(port), self.launch.nnodes)
+        self._watch_others(address, int(port))
         return {
             worker.local_rank: rank.process.pid for worker, rank in zip(worker_group.workers, self.ranks, strict=True)
         }
+
+    def _of_attempt(self) -> dict[str, str]:
+        """Variables that differ between the starts of a job."""
+        return {"TORCHELASTIC_RESTART_COUNT": "0"}
+
+    def _watch_others(self, address: str, port: int) -> None:
+        if self.launch.nnodes > 1:
+            self.others = Others(address, port, self.launch.nnodes)
 
     def _start_rank(self, number: int, environment: dict[str, str]) -> Rank:
         report, output = self.folder / f"rank-{number}.json", self.folder / f"rank-{number}.out"
@@ -189,13 +216,16 @@ class Agent(SimpleElasticAgent):
         """End every rank and whatever it has started, at once."""
         for rank in self.ranks:
             if rank.code is None:
-                _kill_group(rank.process.pid, signal.SIGKILL)
+                kill_group(rank.process.pid, signal.SIGKILL)
         for rank in self.ranks:
             if rank.code is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold one that waits for a device
                     rank.process.wait(KILL_SECONDS)
                 rank.code = rank.process.returncode or -signal.SIGKILL
-                _kill_group(rank.process.pid, signal.SIGKILL)
+                kill_group(rank.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let the other launchers go."""
         if self.others is not None:
             self.others.close()
 
@@ -204,6 +234,7 @@ class Agent(SimpleElasticAgent):
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
         self.kill()
+        self.close()
 
     # ---- watching ----------------------------------------------------------------------------------------------------
 
@@ -215,10 +246,7 @@ class Agent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._forward_signals()
-        for rank in self.ranks:
-            if rank.code is None and rank.process.poll() is not None:
-                rank.code = rank.process.returncode
-                _kill_group(rank.process.pid, signal.SIGKILL)  # data workers it left behind
+        self._see_ended()
         failed = [rank for rank in self.ranks if self._has_failed(rank)]
         remote = self.others.failure if self.others is not None else None
         if failed or remote:
@@ -229,15 +257,21 @@ class Agent(SimpleElasticAgent):
         codes = {rank.number: rank.code for rank in self.ranks}
         return RunResult(WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=codes)
 
+    def _see_ended(self) -> None:
+        for rank in self.ranks:
+            if rank.code is None and rank.process.poll() is not None:
+                rank.code, rank.ended_at = rank.process.returncode, time.time()
+                kill_group(rank.process.pid, signal.SIGKILL)  # data workers it left behind
+
     def _forward_signals(self) -> None:
         if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a save, no reason to end
             for rank in self.ranks:
                 if rank.code is None:
-                    _kill_group(rank.process.pid, signal.SIGUSR1, whole=False)
+                    kill_group(rank.process.pid, signal.SIGUSR1, whole=False)
         while self.forwarded < len(self.signals):
             for rank in self.ranks:
                 if rank.code is None:
-                    _kill_group(rank.process.pid, self.signals[self.forwarded], whole=False)
+                    kill_group(rank.process.pid, self.signals[self.forwarded], whole=False)
             self.forwarded += 1
             grace = self.launch.stop_timeout_seconds if self.forwarded == 1 else SECOND_SIGNAL_GRACE
             self.kill_at = time.monotonic() + grace
@@ -281,8 +315,8 @@ class Agent(SimpleElasticAgent):
             )
         host, pid, code = socket.gethostname(), rank.process.pid, rank.code or 0
         if code < 0:
-            return Report("signal", rank.number, host, pid, _signal_name(-code), details, time.time())
-        return Report("exit", rank.number, host, pid, str(code), details, time.time())
+            return Report("signal", rank.number, host, pid, _signal_name(-code), details, rank.ended_at)
+        return Report("exit", rank.number, host, pid, str(code), details, rank.ended_at)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -309,7 +343,7 @@ class Agent(SimpleElasticAgent):
         return all(rank.code in codes for rank in self.ranks)
 
 
-def _kill_group(pid: int, number: int, whole: bool = True) -> None:
+def kill_group(pid: int, number: int, whole: bool = True) -> None:
     """Signal a rank, or with it all processes of its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.killpg if whole else os.kill)(pid, number)
@@ -322,7 +356,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _remove_empty(outputs: Iterable[Path | None]) -> None:
+def remove_empty(outputs: Iterable[Path | None]) -> None:
     """Files in the run's log folder of ranks that printed nothing."""
     for output in outputs:
         with contextlib.suppress(OSError):

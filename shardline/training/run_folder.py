@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
 from shardline.training import folder_lock
+from shardline.training.attempt import this_attempt
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 # The first line of a run's config.toml tells it from a file of the same name that is the user's.
 CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
 
+LOCK_PATIENCE = 60.0  # seconds; a file server may need them to see that the machine that held it is gone
 ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -32,7 +35,7 @@ FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("profiling", "save_memory_snapshot_folder", "memory_snapshot", ("iteration_*",)),
     ("metrics", "save_tb_folder", "tb", ("events.out.tfevents.*", "rank_*")),
     ("comm", "save_traces_folder", "comm_traces", ("rank_*",)),
-    ("", "", "log", ("rank-*.log", "ranks.json", "wandb", "wandb-*.txt")),
+    ("", "", "log", ("rank-*.log", "ranks.json", "restarts.jsonl", "wandb", "wandb-*.txt")),
 )
 
 
@@ -45,6 +48,7 @@ class RunFolder:
     resume_step: int | None = None  # the checkpoint this run continues from
     notes: list[str] = field(default_factory=list)  # for the log, which opens after the folder
     lock: folder_lock.Lock | None = None
+    again: bool = field(default_factory=lambda: this_attempt().begun)  # an earlier attempt of this job wrote here
 
     @property
     def resume(self) -> bool:
@@ -109,13 +113,20 @@ def open_run_folder(
         # a folder that is not there yet may be filled from the mirror
         path = _given_folder(Path(config.job.dump_folder).expanduser(), resume and config.checkpoint.mirror is None)
     folder = RunFolder(path, config.checkpoint.folder)
+    attempt = this_attempt()
     try:
-        folder.lock, notes = folder_lock.take(path / "log" / "lock")
+        folder.lock, notes = _patiently(
+            functools.partial(folder_lock.take, path / "log" / "lock"),
+            LOCK_PATIENCE if attempt.folder is not None else 0.0,
+        )
     except OSError as error:
         raise _unusable(path, error) from error
     folder.notes += notes
     try:
-        _decide(config, folder, resume, overwrite, has_good_checkpoint)
+        if attempt.begun:
+            _go_on(config, folder, has_good_checkpoint)
+        else:
+            _decide(config, folder, resume, overwrite, has_good_checkpoint)
         folder.write_ranks([this_rank(int(os.environ.get("RANK", "0")))])
     except BaseException:
         folder.close()
@@ -148,6 +159,37 @@ def _decide(
         if folder.resume_step is None:
             raise UserError(_refusal(config, path, found[0]))
         folder.notes.append(f"resuming from step {folder.resume_step} of the run in {path}")
+
+
+def _patiently(
+    take: Callable[[], tuple[folder_lock.Lock | None, list[str]]], seconds: float
+) -> tuple[folder_lock.Lock | None, list[str]]:
+    """A restarted job may have to wait for a rank of its earlier attempt, which was killed and is not gone yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return take()
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
+
+
+def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Path], int | None]) -> None:
+    """A later attempt of the job that this folder belongs to: from its last save, or anew where it never saved."""
+    saved = config.checkpoint.enable and any(folder.checkpoint_folder.glob("step-*"))
+    folder.resume_step = has_good_checkpoint(folder.path) if saved else None
+    if folder.resume_step is not None:
+        folder.notes.append(f"restarted: resuming from step {folder.resume_step} of the run in {folder.path}")
+    elif saved and not _is_partial_only(folder.checkpoint_folder):
+        raise UserError(f"{folder.checkpoint_folder} holds no checkpoint that the run could be restarted from")
+    else:
+        folder.notes.append(f"restarted: nothing was saved yet, {folder.path} begins at step 0 again")
+
+
+def _is_partial_only(checkpoints: Path) -> bool:
+    """Whether a crash in the first save is all that was left."""
+    return all(path.name.endswith(".partial") for path in checkpoints.glob("step-*"))
 
 
 def _is_result(file: Path) -> bool:

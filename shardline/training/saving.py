@@ -75,6 +75,7 @@ class Saver:
         self.config, self.section, self.mesh = config, config.checkpoint, mesh
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
         self.saved_step = 0
+        self.longest_seconds = 0.0  # from the beginning of a save to its end, whoever waited for it
         self.mirror = mirror  # of rank 0 alone
         self._check_folder()
         if self.section.enable and self.section.last_save_in_hf:
@@ -240,6 +241,7 @@ class Saver:
             if failed is not None and not isinstance(failed, OSError | UserError):
                 raise failed  # a fault of ours, with its traceback
             raise UserError(f"checkpoint {final} was not saved: {verdict['error']}; earlier ones are intact")
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
         removed = f" (removed {verdict['removed']} older)" if verdict["removed"] else ""
         log.info("saved %s%s", final, removed)
 

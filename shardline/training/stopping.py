@@ -228,6 +228,11 @@ class Requests:
         if self.limit is not None:
             self.limit.saw_save(time.perf_counter() - began)
 
+    def saved_behind(self, longest_seconds: float) -> None:
+        """How long the longest save took that a run did not wait for; the last one is waited for."""
+        if self.limit is not None and longest_seconds > (self.limit.longest_save or 0.0):
+            self.limit.longest_save = longest_seconds
+
 
 @contextlib.contextmanager
 def listening(requests: Requests) -> Iterator[Requests]:

@@ -46,6 +46,7 @@ from shardline.parallel.replica_check import check_replicas
 from shardline.parallel.schedules import warnings
 from shardline.parallel.stages import plan_pipeline
 from shardline.precision.mixed import choose_precision
+from shardline.training import attempt
 from shardline.training.batch import batch_line, batch_to_keep, keep_batch
 from shardline.training.binding import prepare_rank
 from shardline.training.build import build_model, seed_of, set_determinism
@@ -82,7 +83,7 @@ class Trainer:
     """One training run: built from a config, run by `train()`."""
 
     def __init__(self, config: Config, options: TrainOptions | None = None) -> None:
-        options = options or TrainOptions()
+        config, options = attempt.continued(config, options or TrainOptions())
         self.rank_lines = prepare_rank(config)  # before anything of CUDA or NCCL is touched
         registry.import_custom(config.experimental.custom_import)
         check(config)
@@ -99,6 +100,7 @@ class Trainer:
         self._open = contextlib.ExitStack()
         try:
             self._join(config)
+            attempt.tell("joined")
             config = self._keep_batch(config, options)
             self.loader = self._open_data(config, "training")
             self.validation = self._open_data(config, "validation") if config.validation.enable else None
@@ -110,6 +112,7 @@ class Trainer:
             self._announce()
             self._build()
             self.progress, self.finished = self._start()
+            attempt.tell("loaded", step=self.progress.step)
             if not self.finished:
                 self._record()
         except BaseException:
@@ -168,6 +171,7 @@ class Trainer:
         fetches = options.resume and config.checkpoint.mirror is not None
         with watchdog.patiently("fetching a checkpoint", comm.groups()) if fetches else contextlib.nullcontext():
             path, resume_step = self.mesh.from_rank_0(open_it)
+        attempt.tell("opened", folder=str(path))
         return opened[0] if opened else RunFolder(path, config.checkpoint.folder, resume_step)
 
     def _announce(self) -> None:
@@ -319,8 +323,10 @@ class Trainer:
                     save_due = self.saver.is_due(self.progress.step + 1, self.total_steps)
                     result, lr = self.train_step(batches, partial(self.requests.wishes, save_due))
                     times = self.sampler.end() if self.sampler is not None and sampled else None
-                    if self.progress.step == first_step and self.mesh.world_size > 1:
-                        watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
+                    if self.progress.step == first_step:
+                        attempt.tell("first_step")
+                        if self.mesh.world_size > 1:
+                            watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
                     asked = result.asked
                     self._advance(batches, meter)
                     console.advance(self.progress.step)
@@ -335,6 +341,7 @@ class Trainer:
                         check_replicas(self.model, self.progress.step)
                     registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": result.loss, "lr": lr})
                     self.saver.check()
+                    self.requests.saved_behind(self.saver.longest_seconds)
                     with self._pause(meter, profiler, asked):
                         self._validate(metrics, console)
                         self._save(asked)

@@ -33,6 +33,7 @@ OWN_KEYS = {
     "comm.nccl.net_gdr_level",
     "comm.nccl.protocol",
     "comm.stop_timeout_seconds",
+    "comm.lost_machine_seconds",
     "debug.check_replicas_freq",
     "model.overrides",
     "optimizer.decay_norms",

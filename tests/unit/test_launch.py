@@ -28,12 +28,16 @@ def no_rank(monkeypatch):
     [
         (["--nnodes", "0"], "--nnodes: expected N or MIN:MAX"),
         (["--nnodes", "2:1"], "--nnodes: expected N or MIN:MAX"),
-        (["--nnodes", "1:4"], "a changing number of machines is not built yet"),
+        (["--nnodes", "1:4", "--rdzv-endpoint", "h:1"], "machines that come and go need --rdzv-backend c10d"),
+        (["--nnodes", "1:4"], "--nnodes 4 needs --rdzv-endpoint HOST:PORT"),
         (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
         (["--nnodes", "2", "--rdzv-endpoint", "host"], "got 'host'"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:1", "--rdzv-backend", "etcd"], "expected one of static, c10d"),
         (["--nnodes", "2", "--rdzv-endpoint", "h:1", "--node-rank", "2"], "--node-rank 2"),
-        (["--max-restarts", "1"], "--max-restarts is not built yet"),
+        (
+            ["--nnodes", "1:2", "--nproc", "2", "--parallelism.tensor_parallel_degree", "3"],
+            "does not match 4 ranks",
+        ),
         (["--nproc", "3", "--parallelism.tensor_parallel_degree", "2"], "does not match 3 ranks"),
     ],
 )

@@ -213,6 +213,9 @@ def test_a_limit_is_a_wish_of_its_own():
     with requests.saving():
         pass
     assert requests.limit.longest_save is not None
+    requests.saved_behind(30.0)
+    requests.saved_behind(20.0)
+    assert requests.limit.longest_save == 30.0
     clock.now = 99.0
     assert agreed(requests.wishes()).stop == TIME_LIMIT
 

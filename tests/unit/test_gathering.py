@@ -1,0 +1,302 @@
+"""Which machines take part in a job that restarts: launchers in threads, without any rank."""
+
+import itertools
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
+
+from shardline.config.load import load_config
+from shardline.config.options import TrainOptions
+from shardline.errors import UserError
+from shardline.parallel.report import Report
+from shardline.training import attempt, gathering
+from shardline.training.elastic import Recovery
+from shardline.training.failures import in_a_line
+from shardline.training.gathering import End, Gathering, Memory, Terms
+from shardline.training.launch import misfit
+from shardline.training.run_folder import open_run_folder
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def launchers(port, monkeypatch):
+    """Makes launchers of one job, as if each on a machine of its own; the first that meets leads."""
+    monkeypatch.setattr(gathering, "LAST_CALL", 0.5)
+    monkeypatch.setattr(gathering, "LINGER", 0.3)
+    monkeypatch.setattr(gathering, "PERIOD", 0.05)
+    made, numbers = [], itertools.count()
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{next(numbers)}")
+
+    def make(nodes="1:2", number=None, ranks=1, job="x", max_restarts=3, seconds=20.0, fits=lambda ranks: True):
+        least, _, most = nodes.partition(":")
+        terms = Terms(int(least), int(most or least), job, max_restarts)
+        wrong = lambda ranks: "" if fits(ranks) else f"{ranks} ranks do not fit"  # noqa: E731
+        made.append(Gathering(f"127.0.0.1:{port}", terms, number, ranks, seconds, 1.5, wrong, lambda: True))
+        return made[-1]
+
+    yield make
+    for one in reversed(made):
+        one.close()
+
+
+class Meet(threading.Thread):
+    """A launcher that waits for its round: what came of it."""
+
+    def __init__(self, launcher):
+        super().__init__(daemon=True)
+        self.launcher, self.result = launcher, None
+        self.start()
+
+    def run(self):
+        try:
+            self.result = self.launcher.next_rendezvous()
+        except (UserError, RendezvousGracefulExitError) as error:
+            self.result = error
+
+    def get(self, seconds=20):
+        self.join(seconds)
+        return self.result
+
+
+def meet(*launchers):
+    return [one.get() for one in [Meet(launcher) for launcher in launchers]]
+
+
+def hosts(launcher):
+    return [peer.host for peer in launcher.round.peers]
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def failure(text="x", kind="error"):
+    return End(Report(kind, 0, "h", 1, text, "", time.time()), 0.5)
+
+
+def test_machines_meet_in_rounds_and_the_store_has_rank_0(launchers):
+    a, b = launchers(ranks=2), launchers(ranks=3)
+    first, second = meet(a, b)
+    assert (first.world_size, second.world_size) == (2, 2)
+    leader, other = (a, b) if a.leads else (b, a)
+    assert (leader.round.peers[0].ranks, leader.round.ranks, leader.round.number) == (leader.ranks, 5, 0)
+    assert leader.round == other.round
+    other.tell(failure("of its own"))
+    wait_for(lambda: leader.end is not None)
+    assert (leader.end.report.text, leader.end.delay) == ("of its own", 0.5)
+    for one in (a, b):
+        one.memory = replace(one.memory, restarts=1)
+    meet(a, b)
+    assert (a.round.number, b.round.number, a.round.memory.restarts) == (1, 1, 1)
+    assert a.end is None
+
+
+def test_the_first_failure_counts_and_before_a_regroup(launchers):
+    a, b = launchers(), launchers()
+    meet(a, b)
+    a.tell(failure("a machine joins", "regroup"))
+    wait_for(lambda: b.end is not None)
+    assert b.settle(failure("the first")).report.text == "the first"
+    assert a.settle(failure("the second")).report.text == "the first"
+
+
+def test_a_silent_machine_is_given_up_and_stops_by_itself_before(launchers):
+    a = launchers()
+    one = Meet(a)
+    wait_for(lambda: a.leads)
+    b = launchers()
+    two = Meet(b)
+    assert (one.get().world_size, two.get().world_size) == (2, 2)
+    b.line._closed.set()
+    wait_for(lambda: b.cut_off)
+    assert a.end is None
+    wait_for(lambda: a.end is not None)
+    assert in_a_line(a.end.report).startswith(f"host {b.line._me.host} is lost: no sign of life for ")
+    assert a.end.delay >= 1.5
+    assert not a.cut_off
+    meet(a)
+    assert hosts(a) == [a.line._me.host]
+
+
+def test_a_machine_that_comes_later_ends_the_round_without_a_failure(launchers):
+    a = launchers(nodes="1:3")
+    meet(a)
+    b = launchers(nodes="1:3")
+    late = Meet(b)
+    wait_for(lambda: a.end is not None)
+    assert (a.end.is_failure, a.end.report.text) == (False, f"host {b.line._me.host} joins")
+    meet(a)
+    assert late.get().world_size == 2
+    assert hosts(b) == [a.line._me.host, b.line._me.host]
+
+
+def test_machines_in_reserve_step_in_and_go_when_the_job_is_over(launchers):
+    a = launchers()
+    first = Meet(a)
+    wait_for(lambda: a.leads)
+    b = launchers()
+    second = Meet(b)
+    assert (first.get().world_size, second.get().world_size) == (2, 2)
+    c, d = launchers(), launchers()
+    waiting = [Meet(c), Meet(d)]
+    wait_for(lambda: c.line is not None and "as many machines as it can use" in c.line.waits_for)
+    assert a.end is None
+    b.line._closed.set()
+    wait_for(lambda: a.end is not None)
+    meet(a)
+    wait_for(lambda: any(one.result is not None for one in waiting))
+    assert len(hosts(a)) == 2
+    a.close()
+    results = [one.get() for one in waiting]
+    assert sorted(type(result).__name__ for result in results) == ["RendezvousGracefulExitError", "RendezvousInfo"]
+
+
+def test_as_many_machines_as_the_layout_can_use(launchers):
+    """Of three with one rank each, two."""
+    together = [launchers(nodes="1:3", fits=lambda ranks: ranks % 2 == 0) for _ in range(3)]
+    waiting = [Meet(one) for one in together]
+    wait_for(lambda: sum(one.result is not None for one in waiting) == 2)
+    assert {len(one.round.peers) for one, thread in zip(together, waiting, strict=True) if thread.result} == {2}
+
+
+def test_too_few_or_unfit_machines_are_told_after_the_time_out(launchers, port):
+    (few,) = meet(launchers(nodes="2:3", seconds=0.4))
+    assert str(few) == f"waited 0.4 s at 127.0.0.1:{port} for more machines (1 of at least 2 is there)"
+
+
+def test_a_layout_that_does_not_fit_is_told_with_its_numbers(launchers, port):
+    (unfit,) = meet(launchers(seconds=0.4, fits=lambda ranks: ranks > 1))
+    expected = "machines with which the layout fits (1 ranks do not fit)"
+    assert str(unfit) == f"waited 0.4 s at 127.0.0.1:{port} for {expected}"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"nodes": "1:3"}, "--nnodes differs: 1:3 here, 1:2 on "),
+        ({"job": "y"}, "--rdzv-id differs: y here, x on "),
+        ({"max_restarts": 4}, "--max-restarts differs: 4 here, 3 on "),
+    ],
+)
+def test_a_machine_that_was_started_differently_is_refused(launchers, change, said):
+    a = launchers()
+    meet(a)
+    (refused,) = meet(launchers(**change))
+    assert str(refused).startswith(said)
+    assert a.end is None
+
+
+def test_numbers_are_kept_and_one_that_is_taken_is_refused(launchers):
+    b, a = launchers("2", number=1), launchers("2", number=0)
+    meet(b, a)
+    assert [peer.number for peer in a.round.peers] == [0, 1]
+    (refused,) = meet(launchers("2", number=1))
+    assert str(refused).startswith("--node-rank 1: ")
+    b.line._closed.set()
+    wait_for(lambda: a.end is not None)
+    back = launchers("2", number=1)
+    meet(a, back)
+    assert [peer.host for peer in back.round.peers] == [a.line._me.host, back.line._me.host]
+
+
+def test_what_is_known_of_the_run_survives_the_machine_of_the_endpoint(launchers):
+    a = launchers()
+    a.memory = Memory()
+    survivor = launchers()
+    survivor.memory = Memory(round=4, restarts=2, folder="outputs/run", begun=True)
+    meet(a, survivor)
+    assert a.round.memory == replace(survivor.round.memory) == Memory(4, 2, "outputs/run", True)
+
+
+def test_times_by_part_add_up():
+    recovery = Recovery(failure().report, 10.0, 10.3, reached={"joined": 12.3, "loaded": 13.5})
+    assert recovery.parts() == {"detect": 0.3, "rendezvous": 2.0, "load": 1.2}
+    assert recovery.record(4)["seconds"] is None
+    recovery.reached["first_step"] = 19.1
+    assert recovery.line() == "recovered in 9.1 s: detect 0.3, rendezvous 2.0, load 1.2, first step 5.6"
+    assert (recovery.record(4)["seconds"], recovery.record(4)["from_step"]) == (9.1, 4)
+
+
+# ---- the run's folder ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def later(tmp_path, monkeypatch):
+    """This process as a rank of a later attempt, whose run is in a folder of this name."""
+
+    def be(begun=True):
+        told = attempt.Attempt(str(tmp_path / "notes"), str(tmp_path / "run"), begun)
+        for name, value in {**attempt.variable(told), "LOCAL_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        (tmp_path / "run" / "checkpoint").mkdir(parents=True, exist_ok=True)
+        return tmp_path / "run"
+
+    return be
+
+
+def test_later_attempts_keep_the_folder_and_neither_overwrite_nor_go_back(later):
+    config = load_config(None, ["--checkpoint.enable", "--checkpoint.load_step=3"])
+    options = TrainOptions(overwrite=True)
+    folder = later(begun=False)
+    kept, asked = attempt.continued(config, options)
+    assert (kept.job.dump_folder, asked.overwrite, kept.checkpoint.load_step) == (str(folder), True, 3)
+    later()
+    kept, asked = attempt.continued(config, options)
+    assert (asked.overwrite, kept.checkpoint.load_step) == (False, 3)  # nothing saved yet: it begins where it began
+    (folder / "checkpoint" / "step-5").mkdir()
+    assert attempt.continued(config, options)[0].checkpoint.load_step == -1
+
+
+def opened(config, good):
+    folder = open_run_folder(config, has_good_checkpoint=lambda path: good)
+    folder.close()
+    return folder
+
+
+def test_a_later_attempt_resumes_or_begins_anew_and_never_in_silence(later):
+    folder = later()
+    config = load_config(None, ["--checkpoint.enable", f"--job.dump_folder={folder}"])
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    first = opened(config, None)
+    assert (first.resume, first.again) == (False, True)
+    assert first.notes == [f"restarted: nothing was saved yet, {folder} begins at step 0 again"]
+    (folder / "checkpoint" / "step-2.partial").mkdir()
+    assert not opened(config, None).resume
+    (folder / "checkpoint" / "step-2").mkdir()
+    assert opened(config, 2).notes == [f"restarted: resuming from step 2 of the run in {folder}"]
+    with pytest.raises(UserError, match="holds no checkpoint that the run could be restarted from"):
+        opened(config, None)
+
+
+def test_what_a_rank_tells_is_read_with_its_time(later, tmp_path):
+    later()
+    before = time.time()
+    attempt.tell("opened", folder="run")
+    attempt.tell("loaded", step=3)
+    attempt.tell("loaded", step=4)  # told once
+    told = attempt.read(tmp_path / "notes")
+    assert (told["folder"], told["step"]) == ("run", 3)
+    assert before <= told["opened"] <= told["loaded"]
+    assert attempt.read(tmp_path / "nothing") == {}
+
+
+def test_ranks_that_neither_layout_nor_batch_can_use_are_told_with_numbers():
+    config = load_config(None, ["--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=8"])
+    assert misfit(config, 2) == ""
+    assert "does not match 3 ranks" in misfit(config, 3)
+    config = load_config(None, ["--training.global_batch_size=8", "--training.local_batch_size=1"])
+    assert misfit(config, 4) == ""
+    assert "training.global_batch_size = 8 does not divide" in misfit(config, 3)
