@@ -21,6 +21,7 @@ OTHER_DEFAULTS = {
     "activation_checkpoint.mode": "none",
 }
 OWN_KEYS = {
+    "checkpoint.mirror",
     "checkpoint.preempted_exit_code",
     "checkpoint.save_before",
     "checkpoint.save_timeout_seconds",
