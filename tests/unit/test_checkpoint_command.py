@@ -142,8 +142,6 @@ def test_verify_compares_the_manifest_with_the_files(folder: Path, call: Call) -
     """Bytes that are right under a manifest that says something else are no checkpoint."""
     step = folder / "checkpoint" / "step-2"
     content = json.loads((step / "manifest.json").read_text())
-    if "tensors" not in content:
-        pytest.skip("this version's manifest does not list tensors")
     content["tensors"]["model/norm.weight"]["shape"][0] += 1
     (step / "manifest.json").write_text(json.dumps(content))
     code, _, err = call("verify", step)
