@@ -29,11 +29,11 @@ import torch
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.hf import HFTensors, read_hf
+from shardline.training.folders import FORMAT, manifest_checksum
 from shardline.training.reading import Shards, TensorView
 from shardline.training.save_points import reach
 from shardline.training.tensor_file import TYPE_NAMES, Damaged, Entry, check_size, verify_file, write_tensors
 
-FORMAT = "shardline-checkpoint"
 VERSION = 2
 OLD_STATE_FILE = "state.safetensors"  # of version 1
 Kind = Literal["full", "model"]
@@ -129,7 +129,7 @@ def manifest(
 def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """Add the manifest to `partial`, make everything durable and rename it to `final`."""
     with open(partial / "manifest.json", "w") as file:
-        file.write(_readable(content))
+        file.write(_readable({**content, "crc32": manifest_checksum(content)}))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)
@@ -171,6 +171,8 @@ def read_checkpoint(path: Path) -> Saved:
         content = json.loads((path / "manifest.json").read_text())
         if content["format"] != FORMAT or content["version"] not in (1, VERSION):
             raise UserError(f"{path}: format {content['format']!r} version {content['version']!r} is not readable here")
+        if content["version"] == VERSION and content["crc32"] != manifest_checksum(content):
+            raise UserError(f"{path}/manifest.json is damaged: it fails its checksum")
         return Saved(
             path,
             content["step"],

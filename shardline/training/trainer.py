@@ -287,6 +287,7 @@ class Trainer:
         stopped_by = None
         try:
             metrics = Metrics(config, self.folder, self.progress.step, rank=self.mesh.rank)
+            self.saver.prepare()
             with _signals() as stop, _controlled_gc(config) as collect, self._profiler() as profiler:
                 reset_peak(self.device)
                 stopping, first_step = False, self.progress.step
@@ -336,6 +337,8 @@ class Trainer:
                 self.saver.complete()
         except BaseException as error:
             self._log_failure(error)
+            if isinstance(error, UserError):  # most often the same on all ranks, which are all alive
+                self.saver.let_finish()
             raise
         finally:
             console.close(stopped_by)
