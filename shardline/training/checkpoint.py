@@ -18,7 +18,6 @@ import os
 import random
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,11 +29,11 @@ import torch
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.hf import HFTensors, read_hf
+from shardline.training.folders import FORMAT, manifest_checksum
 from shardline.training.reading import Shards, TensorView
 from shardline.training.save_points import reach
 from shardline.training.tensor_file import TYPE_NAMES, Damaged, Entry, check_size, verify_file, write_tensors
 
-FORMAT = "shardline-checkpoint"
 VERSION = 2
 OLD_STATE_FILE = "state.safetensors"  # of version 1
 Kind = Literal["full", "model"]
@@ -127,16 +126,10 @@ def manifest(
     }
 
 
-def _checksum(content: Mapping[str, Any]) -> int:
-    """Of everything a manifest says: a flipped bit in a number would otherwise be believed."""
-    text = json.dumps({key: value for key, value in content.items() if key != "crc32"}, sort_keys=True)
-    return zlib.crc32(text.encode())
-
-
 def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """Add the manifest to `partial`, make everything durable and rename it to `final`."""
     with open(partial / "manifest.json", "w") as file:
-        file.write(_readable({**content, "crc32": _checksum(content)}))
+        file.write(_readable({**content, "crc32": manifest_checksum(content)}))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)
@@ -178,7 +171,7 @@ def read_checkpoint(path: Path) -> Saved:
         content = json.loads((path / "manifest.json").read_text())
         if content["format"] != FORMAT or content["version"] not in (1, VERSION):
             raise UserError(f"{path}: format {content['format']!r} version {content['version']!r} is not readable here")
-        if content["version"] == VERSION and content["crc32"] != _checksum(content):
+        if content["version"] == VERSION and content["crc32"] != manifest_checksum(content):
             raise UserError(f"{path}/manifest.json is damaged: it fails its checksum")
         return Saved(
             path,

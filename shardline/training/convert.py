@@ -119,7 +119,8 @@ def export(
         raise UserError("--max-shard-size is for --format hf: a consolidated export is one file")
     limit = size_of(max_shard_size or "5GB")
     saved, out, wanted = _find(local_path(checkpoint)), Path(out).resolve(), _dtype(dtype)
-    saved.verify()
+    if saved.is_hf:  # others are verified as they are read
+        saved.verify()
     tensors = saved.weights()
     with _new_folder(out, overwrite, source=saved.path) as partial:
         if format == "hf":

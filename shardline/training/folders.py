@@ -113,7 +113,7 @@ class Found:
         return problems or self._headers()
 
     def _headers(self) -> list[Problem]:
-        """Whether the files hold what the manifest says; it has no checksum of its own."""
+        """Whether the files hold what the manifest says."""
         try:
             stored = _stored_pieces(self)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -180,6 +180,12 @@ def failing_blocks(
         yield start, end
 
 
+def manifest_checksum(content: Mapping[str, Any]) -> int:
+    """Of everything a manifest says: a flipped bit in a number would otherwise be believed."""
+    text = json.dumps({key: value for key, value in content.items() if key != "crc32"}, sort_keys=True)
+    return zlib.crc32(text.encode())
+
+
 def checked_blocks(file: Location, recorded: Mapping[str, Any] | None) -> Iterator[bytes]:
     """The file in blocks, each compared with its checksum before it is given; plainly where nothing is recorded."""
     if recorded is None:
@@ -230,6 +236,8 @@ def describe(folder: Location, step: int = -1, left: str = "") -> Found:
         if manifest["format"] != FORMAT or manifest["version"] not in (1, 2):
             why = f"format {manifest['format']!r} version {manifest['version']!r} is not readable here"
             return Found(folder, step, left, None, why)
+        if manifest["version"] > 1 and manifest["crc32"] != manifest_checksum(manifest):
+            return Found(folder, step, left, None, "is damaged: it fails its checksum")
         if step not in (-1, manifest["step"]):
             return Found(folder, step, left, None, f"is of step {manifest['step']}")
         _ = [(row["size"], row["block_bytes"], row["crc32"]) for row in manifest["files"].values()]

@@ -138,7 +138,7 @@ def test_a_mirror_must_be_a_url(tmp_path: Path) -> None:
         run(tmp_path / "run", **SAVING, checkpoint__mirror="nosuch://bucket")
 
 
-def test_two_ranks_and_a_folder_that_is_lost(tmp_path: Path, losses: list[float]) -> None:
+def test_two_ranks_and_a_folder_that_is_lost(tmp_path: Path, losses: list[float], capsys: Any) -> None:
     """The ranks' shards arrive, and two ranks of another folder go on from there."""
     url = f"file://{tmp_path}/away"
     settings = {**SAVING, "checkpoint__mirror": url, "checkpoint__last_save_model_only": False}
@@ -146,11 +146,29 @@ def test_two_ranks_and_a_folder_that_is_lost(tmp_path: Path, losses: list[float]
     done = command("train", "--nproc", "2", *flags(tmp_path / "run", **{**settings, "training__steps": 3}))
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "away" / "step-3").glob("shard-*-of-00002.safetensors"))) == 2
+    capsys.readouterr()
+    assert main(["checkpoint", "ls", url]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[-4:] == ["2", "dp_shard", "2", "whole"]
     shutil.rmtree(tmp_path / "run")
     done = command("train", "--nproc", "2", "--resume", *flags(tmp_path / "fresh", **settings))
     assert done.returncode == 0, done.stderr
     assert [row["loss"] for row in rows(tmp_path / "fresh")] == pytest.approx(losses[3:], rel=1e-4)
     assert steps_in(locate(url)) == ["step-5", "step-6"]
-    start = command("train", "--nproc", "2", *flags(tmp_path / "next", **{**settings, "checkpoint__mirror": f"{url}2"}),
-                    f"--checkpoint.initial_load_path={url}")  # fmt: skip
-    assert start.returncode == 0, start.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_fetch_one_copy(tmp_path: Path) -> None:
+    """Each rank asks for it, one fetches it, both start from it."""
+    run(tmp_path / "run", **SAVING)
+    shutil.copytree(tmp_path / "run" / "checkpoint", tmp_path / "away")
+    url, custom = f"far://{tmp_path}/away", "--experimental.custom_import=tests.unit.far_storage"
+    settings = {**SAVING, "training__global_batch_size": 4, "training__local_batch_size": 2, "training__steps": 1}
+    words = flags(tmp_path / "next", **settings, checkpoint__initial_load_path=url)
+    done = command("train", "--nproc", "2", *words, custom)
+    assert done.returncode == 0, done.stderr
+    logged = [(tmp_path / "next" / "log" / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert sum(f"fetching {url}/step-6" in text for text in logged) == 1
+    assert sum("using the copy in" in text for text in logged) == 1
+    words = flags(tmp_path / "again", **settings, checkpoint__initial_load_path=str(tmp_path / "run"))
+    assert command("train", "--nproc", "2", *words).returncode == 0
+    assert rows(tmp_path / "next")[0]["loss"] == rows(tmp_path / "again")[0]["loss"]

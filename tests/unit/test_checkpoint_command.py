@@ -14,7 +14,7 @@ import pytest
 
 from shardline.cli import main
 from shardline.training import checkpoint as files
-from shardline.training.folders import Progress, failing_blocks
+from shardline.training.folders import Progress, failing_blocks, manifest_checksum
 from shardline.training.location import is_url, locate
 from tests.e2e.tiny import run
 
@@ -61,6 +61,13 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
+def edit(folder: Path, **changes: Any) -> None:
+    """Write other words into a manifest, with the checksum they have."""
+    path = folder / "manifest.json"
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({**content, "crc32": manifest_checksum(content)}))
+
+
 def test_ls_has_a_line_for_each_step(folder: Path, call: Call) -> None:
     for where in (folder, folder / "checkpoint"):
         code, out, _ = call("ls", where)
@@ -84,11 +91,9 @@ def test_ls_names_what_is_broken_or_left_behind(folder: Path, call: Call) -> Non
     steps = folder / "checkpoint"
     for name in ("step-3.partial", "step-3.damaged", "step-7.abandoned", "step-2.replaced"):
         shutil.copytree(steps / "step-2", steps / name)
-    manifest = steps / "step-7.abandoned" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 7'))
+    edit(steps / "step-7.abandoned", step=7)
     shutil.copytree(steps / "step-2", steps / "step-1.replaced")
-    manifest = steps / "step-1.replaced" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 1'))
+    edit(steps / "step-1.replaced", step=1)
     torn = a_tensor_file(steps / "step-4")
     torn.write_bytes(torn.read_bytes()[:-10])
     (steps / "step-5" / "manifest.json").write_text("{")
@@ -141,13 +146,21 @@ def test_verify_reads_every_byte(folder: Path, call: Call) -> None:
 def test_verify_compares_the_manifest_with_the_files(folder: Path, call: Call) -> None:
     """Bytes that are right under a manifest that says something else are no checkpoint."""
     step = folder / "checkpoint" / "step-2"
-    content = json.loads((step / "manifest.json").read_text())
-    if "tensors" not in content:
-        pytest.skip("this version's manifest does not list tensors")
-    content["tensors"]["model/norm.weight"]["shape"][0] += 1
-    (step / "manifest.json").write_text(json.dumps(content))
+    tensors = json.loads((step / "manifest.json").read_text())["tensors"]
+    tensors["model/norm.weight"]["shape"][0] += 1
+    edit(step, tensors=tensors)
     code, _, err = call("verify", step)
     assert (code, "does not fit the files: model/norm.weight" in err) == (2, True)
+
+
+def test_a_number_that_changed_in_a_manifest_is_noticed(folder: Path, call: Call) -> None:
+    path = folder / "checkpoint" / "step-2" / "manifest.json"
+    text = path.read_text()
+    path.write_text(text.replace('"tokens": 256', '"tokens": 257'))
+    assert path.read_text() != text
+    for command in ("ls", "verify"):
+        assert "is damaged: it fails its checksum" in "".join(call(command, folder)[1:])
+    assert call("verify", folder)[0] == 2
 
 
 def test_failing_blocks_are_told_as_ranges(tmp_path: Path) -> None:

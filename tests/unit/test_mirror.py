@@ -14,7 +14,7 @@ from shardline.cli import main
 from shardline.errors import UserError
 from shardline.training.checkpoint import find_checkpoint
 from shardline.training.fetching import fetch_to_resume, local_path
-from shardline.training.folders import describe, find, steps_in
+from shardline.training.folders import describe, find, manifest_checksum, steps_in
 from shardline.training.location import locate
 from shardline.training.mirror import Mirror
 from tests.e2e.tiny import run
@@ -206,7 +206,7 @@ def test_a_step_that_was_trained_again_replaces_the_older(trained: Path, folder:
     path = folder / "step-2" / "manifest.json"
     again = json.loads(path.read_text())
     again["trainer"]["tokens"] = 12345
-    path.write_text(json.dumps(again))
+    path.write_text(json.dumps({**again, "crc32": manifest_checksum(again)}))
     (folder / "step-2" / "note.txt").write_text("beside")
     assert copied(mirror) == ["step-1", "step-2"]  # 3 comes after what was trained again
     assert content(mirror.place / "step-2") == content(locate(folder / "step-2"))
