@@ -99,7 +99,6 @@ class Trainer:
         self._open = contextlib.ExitStack()
         try:
             self._join(config)
-            attempt.tell("joined")
             self.loader = self._open_data(config, "training")
             self.validation = self._open_data(config, "validation") if config.validation.enable else None
             self.total_steps = config.training.steps
@@ -121,6 +120,7 @@ class Trainer:
         """Meet the other ranks, if there are any."""
         offload = config.training.enable_cpu_offload
         self.owns_group = start_process_group(self.device, config.comm.init_timeout_seconds, offload)
+        attempt.tell("joined")
         if self.owns_group:
             self._open.callback(stop_process_group)
         self.mesh = Mesh(self.layout, self.device.type, offload)
@@ -297,12 +297,11 @@ class Trainer:
                         pipelined.measure()
                     result, lr = self.train_step(batches, stop.name is not None)
                     times = self.sampler.end() if self.sampler is not None and sampled else None
-                    if self.progress.step == first_step:
-                        attempt.tell("first_step")
-                        if self.mesh.world_size > 1:
-                            watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
+                    if self.progress.step == first_step and self.mesh.world_size > 1:
+                        watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
                     stopping = result.stopping
                     self._advance(batches, meter)
+                    attempt.tell("first_step")
                     console.advance(self.progress.step)
                     if self._is_logged(self.progress.step):
                         row = self._row(result, lr, meter, times)
