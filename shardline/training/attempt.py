@@ -55,17 +55,19 @@ def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptio
 
 
 def tell(what: str, **facts: Any) -> None:
-    """Note that this rank has come so far, with the time."""
+    """Note that this rank has come so far, with the time; what was told before is not told again."""
     attempt = this_attempt()
-    if not attempt.notes or os.environ.get("LOCAL_RANK") != "0":
+    if not attempt.notes or os.environ.get("LOCAL_RANK") != "0" or (attempt.notes, what) in _told:
         return
+    _told.add((attempt.notes, what))
     known = read(Path(attempt.notes))
-    if what in known:
-        return
     part = Path(f"{attempt.notes}.part")
     with contextlib.suppress(OSError):
         part.write_text(json.dumps({**known, what: time.time(), **facts}))
         part.replace(attempt.notes)
+
+
+_told: set[tuple[str, str]] = set()
 
 
 def read(notes: Path) -> dict[str, Any]:

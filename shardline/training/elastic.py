@@ -24,8 +24,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from shardline.parallel.report import Report, read_report
 from shardline.training import attempt
 from shardline.training.failures import choose_cause, in_a_line
-from shardline.training.gathering import End, Gathering, Terms, say
-from shardline.training.ranks import FAILURE_GRACE, Agent, Launch, kill_group, remove_empty
+from shardline.training.gathering import Gathering, say
+from shardline.training.ranks import FAILURE_GRACE, Agent, Launch, remove_empty
+from shardline.training.rounds import End, Terms
 
 SURE_GRACE = 0.5  # seconds from a failure with a cause of its own for an earlier one to show
 LOG_FILE = Path("log") / "restarts.jsonl"
@@ -194,7 +195,7 @@ class RestartingAgent(Agent):
         if end.report.kind == "regroup":
             for rank in self.ranks:
                 if rank.code is None:
-                    kill_group(rank.process.pid, signal.SIGTERM, whole=False)
+                    rank.process.send_signal(signal.SIGTERM)
         else:
             self.kill_at = time.monotonic() + self.launch.stop_timeout_seconds
 

@@ -216,13 +216,13 @@ class Agent(SimpleElasticAgent):
         """End every rank and whatever it has started, at once."""
         for rank in self.ranks:
             if rank.code is None:
-                kill_group(rank.process.pid, signal.SIGKILL)
+                _kill_group(rank.process.pid, signal.SIGKILL)
         for rank in self.ranks:
             if rank.code is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold one that waits for a device
                     rank.process.wait(KILL_SECONDS)
                 rank.code = rank.process.returncode or -signal.SIGKILL
-                kill_group(rank.process.pid, signal.SIGKILL)
+                _kill_group(rank.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Let the other launchers go."""
@@ -261,7 +261,7 @@ class Agent(SimpleElasticAgent):
         for rank in self.ranks:
             if rank.code is None and rank.process.poll() is not None:
                 rank.code, rank.ended_at = rank.process.returncode, time.time()
-                kill_group(rank.process.pid, signal.SIGKILL)  # data workers it left behind
+                _kill_group(rank.process.pid, signal.SIGKILL)  # data workers it left behind
 
     def _forward_signals(self) -> None:
         if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a save, no reason to end
@@ -271,7 +271,7 @@ class Agent(SimpleElasticAgent):
         while self.forwarded < len(self.signals):
             for rank in self.ranks:
                 if rank.code is None:
-                    kill_group(rank.process.pid, self.signals[self.forwarded], whole=False)
+                    _kill_group(rank.process.pid, self.signals[self.forwarded], whole=False)
             self.forwarded += 1
             grace = self.launch.stop_timeout_seconds if self.forwarded == 1 else SECOND_SIGNAL_GRACE
             self.kill_at = time.monotonic() + grace
@@ -343,7 +343,7 @@ class Agent(SimpleElasticAgent):
         return all(rank.code in codes for rank in self.ranks)
 
 
-def kill_group(pid: int, number: int, whole: bool = True) -> None:
+def _kill_group(pid: int, number: int, whole: bool = True) -> None:
     """Signal a rank, or with it all processes of its session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         (os.killpg if whole else os.kill)(pid, number)

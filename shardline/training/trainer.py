@@ -100,7 +100,6 @@ class Trainer:
         self._open = contextlib.ExitStack()
         try:
             self._join(config)
-            attempt.tell("joined")
             config = self._keep_batch(config, options)
             self.loader = self._open_data(config, "training")
             self.validation = self._open_data(config, "validation") if config.validation.enable else None
@@ -123,6 +122,7 @@ class Trainer:
         """Meet the other ranks, if there are any."""
         offload = config.training.enable_cpu_offload
         self.owns_group = start_process_group(self.device, config.comm.init_timeout_seconds, offload)
+        attempt.tell("joined")
         if self.owns_group:
             self._open.callback(stop_process_group)
         self.mesh = Mesh(self.layout, self.device.type, offload)
@@ -324,12 +324,11 @@ class Trainer:
                     save_due = self.saver.is_due(self.progress.step + 1, self.total_steps)
                     result, lr = self.train_step(batches, partial(self.requests.wishes, save_due))
                     times = self.sampler.end() if self.sampler is not None and sampled else None
-                    if self.progress.step == first_step:
-                        attempt.tell("first_step")
-                        if self.mesh.world_size > 1:
-                            watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
+                    if self.progress.step == first_step and self.mesh.world_size > 1:
+                        watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
                     asked = result.asked
                     self._advance(batches, meter)
+                    attempt.tell("first_step")
                     console.advance(self.progress.step)
                     if self._is_logged(self.progress.step):
                         row = self._row(result, lr, meter, times)

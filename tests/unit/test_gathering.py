@@ -13,11 +13,12 @@ from shardline.config.load import load_config
 from shardline.config.options import TrainOptions
 from shardline.errors import UserError
 from shardline.parallel.report import Report
-from shardline.training import attempt, gathering
+from shardline.training import attempt, leader, rounds
 from shardline.training.elastic import Recovery
 from shardline.training.failures import in_a_line
-from shardline.training.gathering import End, Gathering, Memory, Terms
+from shardline.training.gathering import Gathering
 from shardline.training.launch import misfit
+from shardline.training.rounds import End, Memory, Terms
 from shardline.training.run_folder import open_run_folder
 
 
@@ -31,9 +32,9 @@ def port():
 @pytest.fixture
 def launchers(port, monkeypatch):
     """Makes launchers of one job, as if each on a machine of its own; the first that meets leads."""
-    monkeypatch.setattr(gathering, "LAST_CALL", 0.5)
-    monkeypatch.setattr(gathering, "LINGER", 0.3)
-    monkeypatch.setattr(gathering, "PERIOD", 0.05)
+    monkeypatch.setattr(leader, "LAST_CALL", 0.5)
+    monkeypatch.setattr(leader, "LINGER", 0.3)
+    monkeypatch.setattr(rounds, "PERIOD", 0.05)
     made, numbers = [], itertools.count()
     monkeypatch.setattr(socket, "gethostname", lambda: f"host-{next(numbers)}")
 
@@ -91,12 +92,12 @@ def test_machines_meet_in_rounds_and_the_store_has_rank_0(launchers):
     a, b = launchers(ranks=2), launchers(ranks=3)
     first, second = meet(a, b)
     assert (first.world_size, second.world_size) == (2, 2)
-    leader, other = (a, b) if a.leads else (b, a)
-    assert (leader.round.peers[0].ranks, leader.round.ranks, leader.round.number) == (leader.ranks, 5, 0)
-    assert leader.round == other.round
+    leads, other = (a, b) if a.leads else (b, a)
+    assert (leads.round.peers[0].ranks, leads.round.ranks, leads.round.number) == (leads.ranks, 5, 0)
+    assert leads.round == other.round
     other.tell(failure("of its own"))
-    wait_for(lambda: leader.end is not None)
-    assert (leader.end.report.text, leader.end.delay) == ("of its own", 0.5)
+    wait_for(lambda: leads.end is not None)
+    assert (leads.end.report.text, leads.end.delay) == ("of its own", 0.5)
     for one in (a, b):
         one.memory = replace(one.memory, restarts=1)
     meet(a, b)
