@@ -267,7 +267,7 @@ class Agent(SimpleElasticAgent):
         if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a save, no reason to end
             for rank in self.ranks:
                 if rank.code is None:
-                    kill_group(rank.process.pid, signal.SIGUSR1, whole=False)
+                    _kill_group(rank.process.pid, signal.SIGUSR1, whole=False)
         while self.forwarded < len(self.signals):
             for rank in self.ranks:
                 if rank.code is None:
