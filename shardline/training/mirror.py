@@ -53,24 +53,6 @@ class Mirror:
 
     # ---- from the run ------------------------------------------------------------------------------------------------
 
-    def check_free(self) -> list[str]:
-        """For a new run: checkpoints of another one there would be mixed with its own. What is to be said, if anything.
-
-        A file system that does not answer now may do so at the first save.
-        """
-        try:
-            there = steps_in(self.place)
-        except Exception as error:
-            return [
-                f"checkpoint.mirror = {self.url} cannot be listed now ({_words(error)}); saves are copied if it can be"
-            ]
-        if there:
-            raise UserError(
-                f"checkpoint.mirror = {self.url} already holds {there[-1]} of another run: --resume into an empty"
-                " folder goes on from it; a new run needs a URL of its own"
-            )
-        return []
-
     def nudge(self) -> None:
         """There is something new to copy."""
         with self._lock:
@@ -218,8 +200,27 @@ def open_mirror(config: Config, run: RunFolder) -> Mirror | None:
         return None
     mirror = Mirror(section.mirror, run.checkpoint_folder, section.keep_latest_k)
     if not run.resume:
-        run.notes += mirror.check_free()
+        run.notes += check_free(section.mirror)
     return mirror
+
+
+def check_free(url: str) -> list[str]:
+    """For a new run: checkpoints of another one there would be mixed with its own. What is to be said, if anything.
+
+    A file system that does not answer now may do so at the first save.
+    """
+    try:
+        there = steps_in(locate(url))
+    except UserError:
+        raise
+    except Exception as error:
+        return [f"checkpoint.mirror = {url} cannot be listed now ({_words(error)}); saves are copied if it can be"]
+    if there:
+        raise UserError(
+            f"checkpoint.mirror = {url} already holds {there[-1]} of another run: --resume into an empty folder goes on"
+            " from it; a new run needs a URL of its own"
+        )
+    return []
 
 
 def read_record(folder: Path, url: str) -> dict[str, Any]:

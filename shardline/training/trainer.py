@@ -54,7 +54,7 @@ from shardline.training.console import Console, setup_logging
 from shardline.training.device import choose_device, device_name, peak_memory_gib, read, reset_peak, supports_bf16
 from shardline.training.fetching import fetch_to_resume
 from shardline.training.metrics import Meter, Metrics
-from shardline.training.mirror import Mirror, open_mirror
+from shardline.training.mirror import Mirror, check_free, open_mirror
 from shardline.training.optimizer import build_optimizer, scaled_lr
 from shardline.training.profile import Profiler
 from shardline.training.rank_main import keep_output
@@ -151,6 +151,8 @@ class Trainer:
         self.mirror: Mirror | None = None
 
         def open_it() -> tuple[Path, int | None]:
+            if options.overwrite and config.checkpoint.mirror is not None:
+                check_free(config.checkpoint.mirror)  # before anything is removed
             folder = open_run_folder(
                 config,
                 resume=options.resume,

@@ -56,6 +56,9 @@ def test_what_is_saved_arrives(
     with pytest.raises(UserError, match="already holds step-6 of another run"):
         run(tmp_path / "second", **settings)
     assert not list((tmp_path / "second").glob("checkpoint/step-*"))
+    with pytest.raises(UserError, match="already holds step-6 of another run"):
+        run(tmp_path / "run", TrainOptions(overwrite=True), **settings)
+    assert steps_in(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]  # nothing was removed
 
 
 def test_faults_there_do_not_stop_training(

@@ -16,7 +16,7 @@ from shardline.training.checkpoint import find_checkpoint
 from shardline.training.fetching import fetch_to_resume, local_path
 from shardline.training.folders import describe, find, manifest_checksum, steps_in
 from shardline.training.location import locate
-from shardline.training.mirror import Mirror
+from shardline.training.mirror import Mirror, check_free
 from tests.e2e.tiny import run
 from tests.unit import faulty_storage
 from tests.unit.faulty_storage import faults
@@ -181,7 +181,7 @@ def test_what_others_put_there_is_left_alone(trained: Path, folder: Path, caplog
             file.write(b'{"format": "another"}')
     before = content(there / "step-2")
     with pytest.raises(UserError, match=r"already holds step-3 of another run: --resume"):
-        Mirror(URL, folder, keep=1).check_free()
+        check_free(URL)
     save(trained, folder, 2)
     mirror = Mirror(URL, folder, keep=1)
     copied(mirror)
@@ -192,8 +192,8 @@ def test_what_others_put_there_is_left_alone(trained: Path, folder: Path, caplog
     assert steps_in(there) == ["step-1", "step-2", "step-3", "step-4"]
     assert content(there / "step-2") == before
     faults.unreachable = True
-    assert "cannot be listed now (no route" in Mirror(URL, folder, keep=1).check_free()[0]
-    assert Mirror("memory://free", folder, keep=1).check_free() == []
+    assert "cannot be listed now (no route" in check_free(URL)[0]
+    assert check_free("memory://free") == []
 
 
 def test_a_step_that_was_trained_again_replaces_the_older(trained: Path, folder: Path) -> None:
