@@ -283,7 +283,7 @@ def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps
 
 def _candidates(folder: Path, step: int) -> list[Saved]:
     """Checkpoints a run may start from, best first."""
-    return [saved for saved in reversed(files.list_checkpoints(folder)) if step in (-1, saved.step)]
+    return files.list_checkpoints(folder, step=step)[::-1]
 
 
 def _changes(a: Architecture, b: Architecture) -> str:

@@ -108,10 +108,7 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
         convert = Converter()
         for entry in entries:
-            read = entry.read()
-            for rows in (read,) if isinstance(read, torch.Tensor) else read:
-                writer.write(_bytes(convert(entry.name, rows, entry.dtype)))
-                writer.settle()
+            _write_entry(writer, entry, convert)
             reach("tensor-written", path)
         file.flush()
         reach("shard-written", path)
@@ -119,6 +116,14 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
     reach("shard-synced", path)
     convert.warn()
     return {"size": writer.size, "block_bytes": BLOCK_BYTES, "crc32": writer.finish()}
+
+
+def _write_entry(writer: _ChecksumWriter, entry: Entry, convert: Converter) -> None:
+    """A function of its own, so that nothing of this tensor is held when the next is read."""
+    read = entry.read()
+    for rows in (read,) if isinstance(read, torch.Tensor) else read:
+        writer.write(_bytes(convert(entry.name, rows, entry.dtype)))
+        writer.settle()
 
 
 def describe_file(path: Path) -> dict[str, Any]:
