@@ -274,6 +274,9 @@ class Checkpoint(Section):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = Field(
         default="disabled", description="Write checkpoints while training goes on."
     )
+    save_timeout_seconds: Positive = Field(
+        default=1800, description="Longest time one save may take before the run ends and names the file it is at."
+    )
     keep_latest_k: NonNegative = Field(default=10, description="Checkpoints to keep; 0 keeps all.")
     load_step: NonNegativeOrLatest = Field(default=-1, description="Step to resume from; -1 is the latest.")
     exclude_from_loading: list[Text] = Field(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 from torch import Tensor
 
+from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.fused import fuse, logical_names, logical_shapes, unfuse
@@ -34,11 +35,9 @@ def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bo
     values, but a fused weight is never filled in part.
     """
     wanted = {name: logical_names(model.arch, name) for name, _ in model.named_parameters()}
-    present, of_model = set(tensors), logical_shapes(model.arch)  # of the whole model, also where this is a part of it
-    missing = [part for part in of_model if part not in present]
-    unexpected = sorted(present - of_model.keys())
-    if strict and (missing or unexpected):
-        raise UserError(_difference(missing, unexpected))
+    present = set(tensors)
+    if strict:
+        check_names(model.arch, present)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             found = [part for part in wanted[name] if part in present]
@@ -47,6 +46,15 @@ def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bo
             if len(found) < len(wanted[name]):
                 raise UserError(f"{name} needs {', '.join(wanted[name])}; only {', '.join(found)} is there")
             _copy(model, name, parameter, {part: tensors[part] for part in found})
+
+
+def check_names(arch: Architecture, present: Set[str]) -> None:
+    """That these are the tensors of the whole model, also where a rank has a part of it."""
+    of_model = logical_shapes(arch)
+    missing = [part for part in of_model if part not in present]
+    unexpected = sorted(present - of_model.keys())
+    if missing or unexpected:
+        raise UserError(_difference(missing, unexpected))
 
 
 def _copy(model: Decoder, name: str, parameter: Tensor, parts: dict[str, Tensor]) -> None:

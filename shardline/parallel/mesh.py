@@ -115,6 +115,14 @@ class Mesh:
         result: Result = answer[0]
         return result
 
+    def from_everyone(self, value: Result) -> list[Result]:
+        """The values of all ranks, by rank, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
     @property
     def data_rank(self) -> int:
         """Which share of the global batch this rank reads."""

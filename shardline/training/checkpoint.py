@@ -1,240 +1,158 @@
-"""Checkpoints: one safetensors file and a JSON manifest per saved step, published by a rename. No pickle.
+"""Checkpoints: safetensors shards written by the ranks that hold them, and a JSON manifest. No pickle.
 
-    checkpoint/step-200/manifest.json      format, step, kind, architecture, trainer state, checksums of the file
-    checkpoint/step-200/state.safetensors  model/<name>, optimizer/<kind>/<name>, all under unfused names
+    checkpoint/step-200/manifest.json                        format, step, kind, architecture, trainer state, tables
+    checkpoint/step-200/shard-00000-of-00004.safetensors     pieces of model/<name> and optimizer/<kind>/<name>
 
 A folder is written as `step-200.partial` and renamed when everything in it is on disk, so a crash leaves either a whole
-checkpoint or one that is recognised as broken. `kind` is "full" (can be resumed) or "model" (weights only).
+checkpoint or one that is recognised as broken. `kind` is "full" (can be resumed) or "model" (weights only). Names are
+unfused; a piece that is not all of its tensor has its place in its key. docs/checkpoints.md describes every field.
+
+Version 1 had all tensors whole in one `state.safetensors`; it is still read.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors import safe_open
-from torch.distributed.tensor import DTensor
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.models.decoder import Decoder
-from shardline.models.fused import fuse, logical_names, unfuse
 from shardline.models.hf import HFTensors, read_hf
-from shardline.models.local import local_slices, whole
-from shardline.models.state import load_logical_state
-from shardline.training.optimizer import load_optimizer_state, optimizer_state
-from shardline.training.tensor_file import TYPES, Entry, verify_file, write_tensors
+from shardline.training.reading import Shards, TensorView
+from shardline.training.save_points import reach
+from shardline.training.tensor_file import TYPE_NAMES, Damaged, Entry, check_size, verify_file, write_tensors
 
 FORMAT = "shardline-checkpoint"
-STATE_FILE = "state.safetensors"
+VERSION = 2
+OLD_STATE_FILE = "state.safetensors"  # of version 1
 Kind = Literal["full", "model"]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk whose manifest reads well; its tensors are checked when they are loaded."""
+    """A checkpoint on disk whose manifest reads well; its tensors are checked when they are read."""
 
     path: Path
     step: int
     kind: Kind
     architecture: Architecture
     trainer: dict[str, Any]
-    files: dict[str, Any]
+    files: dict[str, Any] = field(repr=False)
+    table: dict[str, Any] | None = field(default=None, repr=False)  # the manifest's `tensors`
+    world_size: int = 1
+    layout: dict[str, int] | None = None
 
     def verify(self) -> None:
+        """Read every file and compare every checksum."""
         for name, recorded in self.files.items():
             verify_file(self.path / name, recorded)
 
+    def check_sizes(self) -> None:
+        """That every file is there with its size; nothing is read."""
+        for name, recorded in self.files.items():
+            check_size(self.path / name, recorded)
+
+    @property
+    def is_hf(self) -> bool:
+        """A last save may be a Hugging Face folder."""
+        return OLD_STATE_FILE not in self.files and not self.table
+
+    @functools.cached_property
+    def shards(self) -> Shards:
+        if OLD_STATE_FILE in self.files:
+            return Shards(self.path, {OLD_STATE_FILE: self.files[OLD_STATE_FILE]}, None)
+        return Shards(self.path, self.files, self.table or {})
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """`model/<name>` or `optimizer/<kind>/<name>`, or a block of it; only the bytes it needs are read."""
+        return self.shards.read(name, slices)
+
     def tensors(self, prefix: str) -> TensorView:
-        return TensorView(self.path / STATE_FILE, prefix)
+        return TensorView(self.shards, prefix)
 
     def weights(self) -> TensorView | HFTensors:
-        """The model under unfused names, each tensor read when asked for; a last save may be a Hugging Face folder."""
-        return self.tensors("model/") if STATE_FILE in self.files else read_hf(self.path, self.architecture)
+        """The model under unfused names, each tensor read when asked for."""
+        return read_hf(self.path, self.architecture) if self.is_hf else self.tensors("model/")
 
 
-class TensorView(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file whose names start with `prefix`, read one at a time."""
-
-    def __init__(self, path: Path, prefix: str) -> None:
-        self._file, self._prefix = safe_open(path, framework="pt"), prefix
-        names = (name for name in self._file.keys() if name.startswith(prefix))  # noqa: SIM118
-        self._names = dict.fromkeys(name.removeprefix(prefix) for name in names)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        tensor: torch.Tensor = self._file.get_tensor(self._prefix + name)
-        return tensor
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type a tensor is stored in, without reading it."""
-        return TYPES[self._file.get_slice(self._prefix + name).get_dtype()]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # Mapping's own would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+def shard_name(rank: int, world_size: int) -> str:
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-def model_entries(model: Decoder, dtype: torch.dtype | None = None) -> list[Entry]:
-    """The model under unfused names; tied weights appear once, under the embedding's name."""
-    entries = []
-    for name, parameter in model.named_parameters():
-        entries += _unfused_entries(model.arch, "model/", name, parameter.detach(), dtype)
-    return entries
+def write_whole(partial: Path, entries: Sequence[Entry]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One shard with whole tensors, for whoever has all of them; the manifest's `files` and `tensors`."""
+    name = shard_name(0, 1)
+    record = write_tensors(partial / name, entries)
+    rows = {entry.name: [[0, *(0 for _ in entry.shape), *entry.shape]] for entry in entries}
+    tensors = {
+        entry.name: {"dtype": TYPE_NAMES[entry.dtype], "shape": list(entry.shape), "pieces": rows[entry.name]}
+        for entry in entries
+    }
+    return {name: record}, tensors
 
 
-def optimizer_entries(model: Decoder, optimizer: torch.optim.Optimizer) -> list[Entry]:
-    """Optimizer state under `optimizer/<kind>/<unfused name>`; scalars are repeated under each name."""
-    parameters = dict(model.named_parameters())
-    entries = []
-    for key, tensor in optimizer_state(optimizer, model).items():
-        kind, name = key.split(".", 1)
-        if tensor.shape == parameters[name].shape:
-            entries += _unfused_entries(model.arch, f"optimizer/{kind}/", name, tensor)
-        else:
-            entries += [
-                Entry(f"optimizer/{kind}/{part}", tuple(tensor.shape), tensor.dtype, lambda t=tensor: t)  # type: ignore[misc]
-                for part in logical_names(model.arch, name)
-            ]
-    return entries
-
-
-def _unfused_entries(
-    arch: Architecture, prefix: str, name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None
-) -> list[Entry]:
-    empty = torch.empty(tensor.shape, device="meta")
-    parts: dict[str, torch.Tensor] = {}
-
-    def read(part: str) -> torch.Tensor:
-        """The parts of one parameter are read one after the other: gather it once."""
-        if not parts:
-            parts.update(unfuse(arch, name, whole(tensor)))
-        return parts.pop(part)
-
-    return [
-        Entry(prefix + part, tuple(view.shape), dtype or tensor.dtype, functools.partial(read, part))
-        for part, view in unfuse(arch, name, empty).items()
-    ]
-
-
-def load_model(saved: Saved, model: Decoder) -> None:
-    load_logical_state(model, saved.weights())
-
-
-def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    """Fuse the saved rows again and hand them to the optimizer."""
-    view = saved.tensors("optimizer/")
-    kinds = sorted({name.split("/", 1)[0] for name in view})
-    state = {}
-    for name, parameter in model.named_parameters():
-        names = logical_names(model.arch, name)
-        for kind in kinds:
-            parts = {part: view[f"{kind}/{part}"] for part in names if f"{kind}/{part}" in view}
-            if len(parts) < len(names):
-                continue
-            if sum(part.numel() for part in parts.values()) == parameter.numel():
-                state[f"{kind}.{name}"] = _as_parameter(fuse(model.arch, name, parts), parameter)
-            else:
-                state[f"{kind}.{name}"] = parts[names[0]]
-    load_optimizer_state(optimizer, model, state)
-
-
-def _as_parameter(values: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Whole values cut as the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return values
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        values[local_slices(parameter)].to(parameter.device),
-        mesh,
-        placements,
-        run_check=False,
-        shape=values.shape,
-        stride=values.stride(),
-    )
-
-
-def save_checkpoint(
-    folder: Path,
+def manifest(
     step: int,
     kind: Kind,
     architecture: Architecture,
     trainer: dict[str, Any],
-    entries: list[Entry],
-    writes: bool = True,
-) -> Path:
-    """Write `folder/step-N` so that it appears whole or not at all; ranks that do not write help gather the tensors."""
-    final = folder / f"step-{step}"
-    if not writes:
-        for entry in entries:
-            entry.read()
-        return final
-    with partial_folder(final) as partial:
-        partial.mkdir(parents=True)
-        files = {STATE_FILE: write_tensors(partial / STATE_FILE, entries)}
-        publish(partial, final, manifest(step, kind, architecture, trainer, files))
-    return final
-
-
-@contextlib.contextmanager
-def partial_folder(final: Path) -> Iterator[Path]:
-    """Where to write `final`; what ends the writing early, a second Ctrl-C included, leaves nothing there."""
-    partial = final.with_name(f"{final.name}.partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        yield partial
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise UserError(
-                f"checkpoint {final} was not saved: {error.strerror or error}; earlier ones are intact"
-            ) from error
-        raise
-
-
-def manifest(
-    step: int, kind: Kind, architecture: Architecture, trainer: dict[str, Any], files: dict[str, Any]
+    files: dict[str, Any],
+    tensors: dict[str, Any] | None = None,
+    world_size: int = 1,
+    layout: dict[str, int] | None = None,
 ) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "version": 1,
+        "version": VERSION,
         "step": step,
         "kind": kind,
         "architecture": architecture.model_dump(mode="json"),
         "trainer": trainer,
+        "world_size": world_size,
+        "layout": layout,
         "files": files,
+        "tensors": tensors or {},
     }
 
 
 def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """Add the manifest to `partial`, make everything durable and rename it to `final`."""
     with open(partial / "manifest.json", "w") as file:
-        json.dump(content, file, indent=1)
+        file.write(_readable(content))
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(partial)
+    sync_folder(partial)
+    reach("manifest-written", partial)
     put_in_place(partial, final)
+
+
+def _readable(content: dict[str, Any]) -> str:
+    """JSON with a line for each key, each file and each tensor, readable and still short."""
+
+    def lines(value: dict[str, Any]) -> str:
+        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n }"
+
+    rows = [
+        f" {json.dumps(key)}: {lines(value) if key in ('files', 'tensors') and value else json.dumps(value)}"
+        for key, value in content.items()
+    ]
+    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 def put_in_place(partial: Path, final: Path) -> None:
     """Rename `partial` to `final`, which it replaces if that is there."""
+    reach("before-rename", partial)
     if final.exists():
         replaced = final.with_name(final.name + ".replaced")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -243,17 +161,27 @@ def put_in_place(partial: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     else:
         partial.rename(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
+    reach("renamed", final)
 
 
 def read_checkpoint(path: Path) -> Saved:
     """Read a step folder's manifest; a folder that is no whole checkpoint is a `UserError`."""
     try:
         content = json.loads((path / "manifest.json").read_text())
-        if content["format"] != FORMAT or content["version"] != 1:
+        if content["format"] != FORMAT or content["version"] not in (1, VERSION):
             raise UserError(f"{path}: format {content['format']!r} version {content['version']!r} is not readable here")
-        architecture = Architecture.model_validate(content["architecture"])
-        return Saved(path, content["step"], content["kind"], architecture, content["trainer"], content["files"])
+        return Saved(
+            path,
+            content["step"],
+            content["kind"],
+            Architecture.model_validate(content["architecture"]),
+            content["trainer"],
+            content["files"],
+            content.get("tensors"),
+            content.get("world_size", 1),
+            content.get("layout"),
+        )
     except FileNotFoundError:
         raise UserError(f"{path} is not a checkpoint: it has no manifest.json") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -294,14 +222,39 @@ def set_aside(saved: Saved, why: str) -> Path:
 
 
 def prune(folder: Path, keep: int, protected: Collection[int] = ()) -> list[Path]:
-    """Remove all but the newest `keep` (0: keep all), never `protected` steps or the newest that can be resumed."""
+    """Remove all but the newest `keep` (0: keep all), never `protected` steps or the newest that can be resumed.
+
+    Of what earlier attempts left, partial saves go, and of damaged and abandoned ones all but the newest.
+    """
+    reach("before-prune", folder)
     every = list_checkpoints(folder)
-    kept = [saved for saved in every if saved.kind == "full"][-1:] + [s for s in every if s.step in protected]
-    doomed = [saved.path for saved in every[:-keep] if saved not in kept] if keep > 0 else []
-    cut_short = folder.glob("step-*.partial")  # saves that a crash ended
-    for path in (*doomed, *cut_short):
+    resumable = [saved for saved in every if saved.kind == "full" and _sizes_are_right(saved)][-1:]
+    kept = {saved.path for saved in resumable} | {saved.path for saved in every if saved.step in protected}
+    doomed = [saved.path for saved in every[:-keep] if saved.path not in kept] if keep > 0 else []
+    for path in (*doomed, *_leftovers(folder)):
         shutil.rmtree(path, ignore_errors=True)
+        reach("pruned", path)
     return doomed
+
+
+def _sizes_are_right(saved: Saved) -> bool:
+    try:
+        saved.check_sizes()
+    except Damaged:
+        return False
+    return True
+
+
+def _leftovers(folder: Path) -> list[Path]:
+    found: dict[str, list[tuple[int, Path]]] = {}
+    for path in folder.glob("step-*.*"):
+        name = re.fullmatch(r"step-(\d+)\.(partial|replaced|damaged|abandoned)", path.name)
+        if name:
+            found.setdefault(name[2], []).append((int(name[1]), path))
+    aside = [path for kind in ("damaged", "abandoned") for _, path in sorted(found.get(kind, []))[:-1]]
+    cut_short = [path for _, path in found.get("partial", [])]
+    replaced = [path for step, path in found.get("replaced", []) if (folder / f"step-{step}").exists()]
+    return cut_short + replaced + aside
 
 
 def same_model(a: Architecture, b: Architecture) -> list[str]:
@@ -334,7 +287,7 @@ def _byte_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

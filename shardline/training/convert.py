@@ -37,11 +37,11 @@ def import_hf(folder: str | Path, out: str | Path, dtype: str | None = None, ove
     with _new_folder(out, overwrite, source=folder) as partial:
         partial.mkdir()
         entries = _entries(tensors, logical_shapes(architecture), wanted, "model/")
-        recorded = {files.STATE_FILE: write_tensors(partial / files.STATE_FILE, entries)}
+        recorded, tensors_table = files.write_whole(partial, entries)
         copy_assets(folder, partial)
         shutil.copyfile(folder / "config.json", partial / "config.json")
         trainer = {"step": 0, "samples": 0, "tokens": 0, "tokenizer": ""}  # its tokenizer, if any, lies beside it
-        files.publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded))
+        files.publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded, tensors_table))
     print(f"imported {len(entries)} tensors, {parameter_count(architecture):,} parameters, to {out}")
     return 0
 

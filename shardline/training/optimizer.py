@@ -9,8 +9,8 @@ have to be copied to the device each step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -152,34 +152,48 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     return tensors
 
 
+class SavedState(NamedTuple):
+    """What is known of a saved state tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def prepare_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, SavedState]
+) -> dict[str, Tensor]:
+    """The optimizer's live state tensors, to be filled, for saved ones named as in `optimizer_state`.
+
+    They have the dtype and the cut that state has here; a registered optimizer that has none yet gets what was saved.
+    """
+    own = optimizer_state(optimizer, model)
+    parameters = _named(optimizer, model)
+    _check_names(own, saved, parameters)
+    for key, (shape, _) in saved.items():
+        if key in own and tuple(own[key].shape) != shape:
+            raise UserError(f"optimizer state {key}: shape {shape} was saved, {tuple(own[key].shape)} is needed")
+    for key, (shape, dtype) in saved.items():
+        if key not in own:
+            kind, name = key.split(".", 1)
+            own[key] = optimizer.state[parameters[name]][kind] = _empty_state(shape, dtype, parameters[name])
+    return {key: own[key] for key in saved}
+
+
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put tensors named as in `optimizer_state` into the optimizer, in the dtype and on the device its state has.
 
     Given tensors are whole or sharded as the parameters are; of a whole one, sharded state takes its part.
     """
-    own = optimizer_state(optimizer, model)
-    parameters = _named(optimizer, model)
-    _check_names(own, tensors, parameters)
-    for key, tensor in tensors.items():
-        if key in own and own[key].shape != tensor.shape:
-            raise UserError(
-                f"optimizer state {key}: shape {tuple(tensor.shape)} was saved, {tuple(own[key].shape)} is needed"
-            )
-    for key, tensor in tensors.items():
-        kind, name = key.split(".", 1)
-        if key in own:
-            _fill(own[key], tensor)
-        else:
-            optimizer.state[parameters[name]][kind] = _like(tensor, parameters[name])
+    saved = {key: SavedState(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    for key, state in prepare_state(optimizer, model, saved).items():
+        _fill(state, tensors[key])
 
 
-def _like(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A copy on the parameter's device, sharded as the parameter is where it has its shape."""
-    if tensor.shape != parameter.shape:
-        return tensor.to(parameter.device, copy=True)
-    made = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)
-    _fill(made, tensor)
-    return made
+def _empty_state(shape: tuple[int, ...], dtype: torch.dtype, parameter: nn.Parameter) -> Tensor:
+    """On the parameter's device, sharded as the parameter is where it has its shape."""
+    if shape != tuple(parameter.shape):
+        return torch.empty(shape, dtype=dtype, device=parameter.device)
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _fill(state: Tensor, tensor: Tensor) -> None:
@@ -189,12 +203,13 @@ def _fill(state: Tensor, tensor: Tensor) -> None:
         copy_into(state, tensor)
 
 
-def _check_names(own: Mapping[str, Tensor], given: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+def _check_names(own: Mapping[str, Tensor], given: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
     """Nothing that is needed may be missing. A registered optimizer that has not stepped takes any kind of state."""
+    given = set(given)
     missing = [key for key in own if key not in given]
     kinds = {key.split(".", 1)[0] for key in own}
     unexpected = []
-    for key in given:
+    for key in sorted(given):
         kind, _, name = key.partition(".")
         if name not in parameters or (kinds and kind not in kinds):
             unexpected.append(key)

@@ -1,11 +1,22 @@
-"""When a run saves, and in which form."""
+"""When a run saves, in which form, and how its ranks write a checkpoint together.
+
+    every rank   copy or refer to its parts -> write its shard, checksums, fsync -> tell rank 0 what is in it
+    rank 0       make the folder ... hear all ranks -> merge, manifest, fsync -> rename -> prune -> tell the verdict
+    every rank   hear the verdict: saved, or the same error on all
+
+All of it but the copies runs in a background thread. A synchronous save is waited for at once, an asynchronous one by
+the next save, at the end of the run, and where the run stops.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +26,37 @@ from shardline.config.schema import Config
 from shardline.config.write import to_toml
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.models.hf import write_hf
 from shardline.models.hf_config import export_family
+from shardline.parallel.mesh import Mesh
 from shardline.precision.mixed import DTYPES
 from shardline.training import checkpoint as files
-from shardline.training.assets import assets_at, special_tokens, tokenizer_of_run
-from shardline.training.collecting import collected
+from shardline.training.assets import tokenizer_of_run
+from shardline.training.background import Background, Cancelled, Position
+from shardline.training.merging import Finish, merge
+from shardline.training.owners import Owners
+from shardline.training.pieces import Part, Piece, model_parts, optimizer_parts, take
+from shardline.training.save_points import reach
+from shardline.training.staging import Staging
 from shardline.training.starting import DataIdentity, Progress
-from shardline.training.tensor_file import Entry, describe_file
+from shardline.training.telling import Telling
+from shardline.training.tensor_file import TYPE_NAMES, Entry, write_tensors
 
 log = logging.getLogger("shardline")
+VERDICT_SECONDS = 30.0  # rank 0 notices first that a rank is late
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save, as the background thread gets it."""
+
+    number: int
+    step: int
+    kind: files.Kind
+    parts: list[Part]
+    trainer: dict[str, Any]
+    rng: dict[str, Any]
+    in_hf: torch.dtype | None  # the type of a Hugging Face folder, where it is to be one
+    staged: bool
 
 
 class Saver:
@@ -35,15 +67,20 @@ class Saver:
         model: Decoder,
         optimizer: torch.optim.Optimizer,
         identity: DataIdentity,
-        writes: bool = True,
+        mesh: Mesh,
     ) -> None:
-        self.config, self.section = config, config.checkpoint
+        self.config, self.section, self.mesh = config, config.checkpoint, mesh
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
         self.saved_step = 0
-        self.writes = writes  # one rank does; the others help gather what they hold
         self._check_folder()
         if self.section.enable and self.section.last_save_in_hf:
             export_family(model.arch)  # an architecture that no family has is refused before the first step
+        self._owners = Owners(mesh.rank, mesh.world_size)
+        self._background = Background(self.section.save_timeout_seconds, mesh.rank)
+        self._telling: Telling | None = None
+        self._staging: Staging | None = None
+        self._number = 0
+        self._shard = files.shard_name(mesh.rank, mesh.world_size)
 
     def _check_folder(self) -> None:
         """A folder that cannot be written is better met now than at the first save."""
@@ -62,47 +99,96 @@ class Saver:
         first = section.enable_first_step_checkpoint and step == 1
         return first or step == total_steps or step % section.interval == 0
 
-    def save(self, progress: Progress, *, last: bool = False) -> Path:
-        """Save this step: everything, or as `checkpoint.last_save_*` says at the end of the run."""
-        trainer = self._trainer_state(progress)
-        dtype = DTYPES[self.section.export_dtype]
-        if last and self.section.last_save_in_hf:
-            path = self._save_hf(progress.step, trainer, dtype)
-        elif last and self.section.last_save_model_only:
-            entries = self._collected(files.model_entries(self.model, dtype))
-            path = files.save_checkpoint(
-                self.folder, progress.step, "model", self.model.arch, trainer, entries, self.writes
-            )
-        else:
-            held = files.model_entries(self.model) + files.optimizer_entries(self.model, self.optimizer)
-            entries = self._collected(held)
-            path = files.save_checkpoint(
-                self.folder, progress.step, "full", self.model.arch, trainer, entries, self.writes
-            )
-        # one rank prunes: another would take what is being written for what a crash left behind
-        removed = files.prune(self.folder, self.section.keep_latest_k, protected={progress.step}) if self.writes else []
+    def save(self, progress: Progress, *, last: bool = False, wait: bool = False) -> Path:
+        """Save this step: everything, or as `checkpoint.last_save_*` says at the end of the run.
+
+        With `checkpoint.async_mode` the writing goes on behind, unless `last` or `wait` asks to wait for it.
+        """
+        final = self.folder / f"step-{progress.step}"
+        self._background.wait()
+        save = self._begin(progress, last, later=self.section.async_mode != "disabled" and not (last or wait))
+        self._background.submit(str(final), functools.partial(self._write, save, final))
         self.saved_step = progress.step
-        log.info("saved %s%s", path, f" (removed {len(removed)} older)" if removed else "")
-        return path
+        if not save.staged:
+            self.finish()
+        return final
 
     def save_at_stop(self, progress: Progress) -> None:
-        """Save the step at which a signal or a time limit asks for it, unless it is saved already."""
-        if self.section.enable and not self.section.load_only and self.saved_step != progress.step:
-            self.save(progress)
+        """Save the step at which a signal or a time limit asks for it, unless it is saved already; wait for it."""
+        if self.section.enable and not self.section.load_only:
+            if self.saved_step != progress.step:
+                self.save(progress, wait=True)
+            self.finish()
 
-    def _save_hf(self, step: int, trainer: dict[str, Any], dtype: torch.dtype) -> Path:
-        final = self.folder / f"step-{step}"
-        if not self.writes:
-            for _ in self._named():
-                pass
-            return final
-        with files.partial_folder(final) as partial:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            assets, special = assets_at(trainer["tokenizer"]), special_tokens(trainer["tokenizer"])
-            write_hf(self._named(), self.model.arch, partial, dtype, assets_from=assets, special_tokens=special)
-            recorded = {path.name: describe_file(path) for path in sorted(partial.iterdir())}
-            files.publish(partial, final, files.manifest(step, "model", self.model.arch, trainer, recorded))
-        return final
+    @property
+    def busy(self) -> bool:
+        """Whether a save goes on behind."""
+        return self._background.busy
+
+    @property
+    def seconds(self) -> float:
+        """How long the last save that ended took, from its beginning to its place on disk."""
+        return self._background.seconds
+
+    def check(self) -> None:
+        """At a step boundary: raise the error of a save that went on behind."""
+        self._background.check()
+
+    def finish(self) -> None:
+        """Wait for the save under way."""
+        try:
+            self._background.wait()
+        except KeyboardInterrupt:
+            self._remove_partial()
+            raise
+
+    def close(self) -> None:
+        """Give up what is still being written; a run that ended well has waited for it."""
+        if self._background.busy:
+            self._background.cancel()
+            self._remove_partial()
+        if self._staging is not None:
+            self._staging.close()
+
+    def _remove_partial(self) -> None:
+        if self.mesh.rank == 0:
+            for partial in self.folder.glob("step-*.partial"):
+                shutil.rmtree(partial, ignore_errors=True)
+
+    # ---- in the run's thread -----------------------------------------------------------------------------------------
+
+    def _begin(self, progress: Progress, last: bool, later: bool) -> Save:
+        reach("staging", self.folder / f"step-{progress.step}")
+        only_weights = last and self.section.last_save_model_only
+        in_hf = DTYPES[self.section.export_dtype] if last and self.section.last_save_in_hf else None
+        if only_weights or in_hf is not None:
+            kind: files.Kind = "model"
+            parts = model_parts(self.model, DTYPES[self.section.export_dtype])
+        else:
+            kind = "full"
+            parts = model_parts(self.model) + optimizer_parts(self.model, self.optimizer)
+        owned = self._owners.of(kind, parts)
+        self._connect()
+        if later:
+            owned = self._staged(owned)
+        elif any(part.tensor.is_cuda for part in owned):
+            torch.cuda.synchronize(next(part.tensor.device for part in owned if part.tensor.is_cuda))
+        reach("staged", self.folder / f"step-{progress.step}")
+        self._number += 1
+        return Save(
+            self._number, progress.step, kind, owned, self._trainer_state(progress), files.rng_state(), in_hf, later
+        )
+
+    def _staged(self, parts: list[Part]) -> list[Part]:
+        if self._staging is None:
+            self._staging = Staging(self.optimizer, pinned=self.section.async_mode == "async_with_pinned_mem")
+        return self._staging.stage(parts)
+
+    def _connect(self) -> None:
+        """Keys of this saver's own: an earlier run in these processes may have used the same store."""
+        if self._telling is None:
+            token = self.mesh.from_rank_0(lambda: os.urandom(8).hex())
+            self._telling = Telling(self.mesh.world_size, f"checkpoint/{token}")
 
     def _trainer_state(self, progress: Progress) -> dict[str, Any]:
         return {
@@ -112,12 +198,126 @@ class Saver:
             "tokenizer": tokenizer_of_run(self.config),
             "config_sha256": hashlib.sha256(to_toml(self.config).encode()).hexdigest(),
             "torch": torch.__version__,
-            "rng": files.rng_state(),
         }
 
-    def _collected(self, entries: list[Entry]) -> list[Entry]:
-        return collected(entries, self.model.arch, next(self.model.parameters()).dtype)
+    # ---- in the background thread ------------------------------------------------------------------------------------
 
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for entry in self._collected(files.model_entries(self.model)):
-            yield entry.name.removeprefix("model/"), entry.read()
+    def _write(self, save: Save, final: Path, position: Position) -> None:
+        telling, began = self._telling, time.monotonic()
+        assert telling is not None
+        deadline = began + self.section.save_timeout_seconds
+        prefix, partial = f"{save.number}/", final.with_name(f"{final.name}.partial")
+        if self.mesh.rank == 0:
+            telling.tell(prefix + "folder", _words_of(lambda: _make(partial)))
+        failed: BaseException | None = None
+        try:
+            position.at = f"waiting for rank 0 to make {partial}"
+            problem = telling.hear(prefix + "folder", deadline, position.check, f"rank 0 did not make {partial}")
+            part = {"error": problem} if problem else self._write_shard(save, partial, position)
+        except Cancelled:
+            part, failed = {"error": "the save was interrupted"}, Cancelled()
+        except BaseException as error:
+            part, failed = {"error": f"{_words(error)} ({self._shard})"}, error
+        telling.tell(f"{prefix}part-{self.mesh.rank}", part)
+        reach("part-told", partial / self._shard)
+        if isinstance(failed, Cancelled):
+            raise failed
+        if self.mesh.rank == 0:
+            verdict = self._finish(save, final, partial, deadline, position)
+            reach("before-verdict", final)
+            telling.tell(prefix + "verdict", verdict)
+            if save.number > 1:  # every rank has told its part of this save: it knows how the one before ended
+                telling.forget(f"{save.number - 1}/verdict")
+        else:
+            position.at = f"waiting for rank 0 to finish {final}"
+            late = f"checkpoint {final} was not saved: rank 0 did not finish it; earlier ones are intact"
+            verdict = telling.hear(prefix + "verdict", deadline + VERDICT_SECONDS, position.check, late)
+        if verdict["error"]:
+            if failed is not None and not isinstance(failed, OSError | UserError):
+                raise failed  # a fault of ours, with its traceback
+            raise UserError(f"checkpoint {final} was not saved: {verdict['error']}; earlier ones are intact")
+        removed = f" (removed {verdict['removed']} older)" if verdict["removed"] else ""
+        log.info("saved %s%s", final, removed)
+
+    def _write_shard(self, save: Save, partial: Path, position: Position) -> dict[str, Any]:
+        """Write what this rank owns; what rank 0 has to know of it."""
+        if save.staged and self._staging is not None:
+            position.at = "copying the state to the host"
+            self._staging.ready()
+        part: dict[str, Any] = {"file": None, "tensors": {}, "rng": save.rng}
+        if save.parts:
+            path = partial / self._shard
+            entries = [_entry(part, piece, position, path) for part in save.parts for piece in part.pieces]
+            position.at = f"opening {path}"
+            part |= {"file": self._shard, "record": write_tensors(path, entries), "tensors": _table(save.parts)}
+        return part
+
+    def _finish(self, save: Save, final: Path, partial: Path, deadline: float, position: Position) -> dict[str, Any]:
+        """Rank 0's end of a save: {"error": words, or "" where it is saved}."""
+        telling = self._telling
+        assert telling is not None
+        try:
+            parts = []
+            for rank in range(self.mesh.world_size):
+                shard = files.shard_name(rank, self.mesh.world_size)
+                position.at = f"waiting for rank {rank} to write {partial / shard}"
+                late = f"rank {rank} did not write {shard} in {self.section.save_timeout_seconds} s"
+                parts.append(telling.hear(f"{save.number}/part-{rank}", deadline, position.check, late))
+            reach("parts-complete", partial)
+            for rank in range(self.mesh.world_size):
+                telling.forget(f"{save.number}/part-{rank}")
+            telling.forget(f"{save.number}/folder")
+            errors = list(dict.fromkeys(part["error"] for part in parts if "error" in part))
+            if errors:
+                raise UserError("; ".join(errors))
+            position.check()
+            position.at = f"writing {partial / 'manifest.json'}"
+            finish = Finish(save.step, save.kind, self.model.arch, save.trainer, self.mesh.layout)
+            finish.publish(partial, final, merge(parts), save.in_hf)
+            position.at = f"removing older checkpoints of {self.folder}"
+            removed = files.prune(self.folder, self.section.keep_latest_k, protected={save.step})
+            return {"error": "", "removed": len(removed)}
+        except Cancelled:
+            raise
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            return {"error": _words(error), "removed": 0}
+
+
+def _entry(part: Part, piece: Piece, position: Position, path: Path) -> Entry:
+    def read() -> torch.Tensor:
+        position.check()
+        position.at = f"writing {path}, {piece.name}"
+        return take(part, piece)
+
+    return Entry(piece.key, piece.place.size, part.dtype, read)
+
+
+def _table(parts: list[Part]) -> dict[str, Any]:
+    """Rows of the manifest's `tensors` for one file: start and size of each piece."""
+    table: dict[str, Any] = {}
+    for part in parts:
+        for piece in part.pieces:
+            row = {"dtype": TYPE_NAMES[part.dtype], "shape": list(piece.shape), "places": list[list[int]]()}
+            table.setdefault(piece.name, row)["places"].append([*piece.place.start, *piece.place.size])
+    return table
+
+
+def _make(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+
+
+def _words_of(work: Any) -> str:
+    """What is wrong, in words, or "" where it worked."""
+    try:
+        work()
+    except OSError as error:
+        return _words(error)
+    return ""
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

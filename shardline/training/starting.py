@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +21,8 @@ from shardline.models.state import load_logical_state
 from shardline.parallel.mesh import Mesh
 from shardline.training import checkpoint as files
 from shardline.training.checkpoint import Saved
+from shardline.training.loading import load_model, load_optimizer
+from shardline.training.tensor_file import Damaged
 
 log = logging.getLogger("shardline")
 LOADABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
@@ -80,11 +84,21 @@ class Start:
         log.info("weights drawn from seed %d", seed)
 
     def _resume(self, progress: Progress, seed: int) -> bool:
-        """Rank 0 chooses, since it alone may rename what it does not choose; every rank loads."""
-        step, finished = self.mesh.from_rank_0(self._choose)
-        if finished:
-            progress.step = step
-            return True
+        """Rank 0 chooses, since it alone may rename what is not good; every rank loads, and all agree that it did."""
+        while True:
+            step, finished = self.mesh.from_rank_0(self._choose)
+            if finished:
+                progress.step = step
+                return True
+            damage = self._agree(lambda step=step: self._load_step(step, progress, seed))  # type: ignore[misc]
+            if not damage:
+                break
+            self.mesh.from_rank_0(lambda step=step, damage=damage: self._give_up(step, damage))  # type: ignore[misc]
+        self.mesh.from_rank_0(lambda: self._abandon_after(step))
+        log.info("resumed from %s", self.folder / f"step-{step}")
+        return progress.step >= self.total_steps
+
+    def _load_step(self, step: int, progress: Progress, seed: int) -> None:
         saved = next(iter(_candidates(self.folder, step)), None)
         if saved is None:
             raise UserError(
@@ -92,11 +106,36 @@ class Start:
                 " checkpoints must be on a disk that all machines share"
             )
         self._load(saved, progress, seed, model_only=False)
-        log.info("resumed from %s", saved.path)
-        return progress.step >= self.total_steps
+
+    def _agree(self, load: Callable[[], None]) -> str:
+        """Load on every rank: "" where all could, else which file is damaged; other errors are raised on all ranks."""
+        damage = refusal = ""
+        try:
+            load()
+        except Damaged as error:
+            damage = str(error)
+        except UserError as error:
+            refusal = str(error)
+        except OSError as error:
+            refusal = f"{socket.gethostname()} cannot read {error.filename or self.folder}: {error.strerror or error}"
+        answers = self.mesh.from_everyone((damage, refusal))
+        for _, refused in answers:
+            if refused:
+                raise UserError(refused)
+        return next((damaged for damaged, _ in answers if damaged), "")
+
+    def _give_up(self, step: int, damage: str) -> None:
+        """Set a damaged checkpoint aside so that an older one is tried, unless the user asked for this one."""
+        if self.config.checkpoint.load_step != -1:
+            raise UserError(damage)
+        self._set_aside(next(iter(_candidates(self.folder, step))), damage)
+
+    def _set_aside(self, saved: Saved, damage: str) -> None:
+        log.warning("skipping a damaged checkpoint: %s", damage)
+        log.warning("it is kept as %s", files.set_aside(saved, "damaged"))
 
     def _choose(self) -> tuple[int, bool]:
-        """(step to resume from, whether the run is finished); sets damaged and later checkpoints aside."""
+        """(step to resume from, whether the run is finished); sets aside what can be seen to be damaged."""
         step = self.config.checkpoint.load_step
         files.list_checkpoints(self.folder, lambda error: log.warning("skipping a damaged checkpoint: %s", error))
         for saved in _candidates(self.folder, step):
@@ -106,16 +145,14 @@ class Start:
                 log.info("%s holds weights only and cannot be resumed", saved.path)
                 continue
             try:
-                saved.verify()
-            except UserError as error:
+                saved.check_sizes()
+            except Damaged as error:
                 if step != -1:
                     raise
-                log.warning("skipping a damaged checkpoint: %s", error)
-                files.set_aside(saved, "damaged")
+                self._set_aside(saved, str(error))
                 continue
             self._check_identity(saved)
             self._check_optimizer(saved)
-            self._abandon_after(saved.step)
             return saved.step, False
         raise UserError(
             f"{self.folder} holds no checkpoint that can be resumed; --overwrite starts anew,"
@@ -140,13 +177,17 @@ class Start:
         else:
             saved = files.find_checkpoint(Path(str(section.initial_load_path)), section.load_step)
             path = saved.path
-            self.mesh.from_rank_0(saved.verify)
+            if saved.is_hf:
+                self.mesh.from_rank_0(saved.verify)
             if saved.kind == "model" and not section.initial_load_model_only:
                 raise UserError(f"{path} holds weights only; set checkpoint.initial_load_model_only = true")
             changes = _changes(saved.architecture, self.model.arch)
             if changes:
                 log.warning("%s was trained with another arithmetic: %s", path, changes)
-            self._load(saved, progress, seed, model_only=section.initial_load_model_only)
+            model_only = section.initial_load_model_only
+            damage = self._agree(lambda: self._load(saved, progress, seed, model_only=model_only))
+            if damage:
+                raise UserError(damage)
         log.info("initial weights from %s", path)
         return True
 
@@ -157,20 +198,29 @@ class Start:
         if "model" in excluded:
             self._draw(seed)
         else:
-            files.load_model(saved, self.model)
+            load_model(saved, self.model)
         if model_only:
             return
         if "optimizer" not in excluded:
             self._check_optimizer(saved)
-            files.load_optimizer(saved, self.model, self.optimizer)
+            load_optimizer(saved, self.model, self.optimizer)
         trainer = saved.trainer
         if "train_state" not in excluded:
             progress.step, progress.tokens = trainer["step"], trainer["tokens"]
-            files.set_rng_state(trainer["rng"])
+            files.set_rng_state(self._rng(saved))
         progress.schedule_start = progress.step if "lr_scheduler" in excluded else trainer["schedule_start"]
         if "dataloader" not in excluded:
             self._check_identity(saved)
             progress.samples = trainer["samples"]
+
+    def _rng(self, saved: Saved) -> Mapping[str, Any]:
+        """This rank's random state, where the ranks are those that saved; else rank 0's, on all of them."""
+        states = saved.trainer["rng"]
+        if isinstance(states, Mapping):  # version 1 had rank 0's only
+            return states
+        same = saved.world_size == self.mesh.world_size and saved.layout == asdict(self.mesh.layout)
+        state = states[self.mesh.rank if same else 0]
+        return states[state] if isinstance(state, int) else state  # a number: that rank's
 
     def _check_identity(self, saved: Saved) -> None:
         if "dataloader" in self.config.checkpoint.exclude_from_loading:

@@ -17,9 +17,10 @@ import torch
 
 from shardline.errors import UserError
 from shardline.models.overflow import Converter
+from shardline.training.save_points import reach
 
-BLOCK_BYTES = 8 << 20
-_TYPE_NAMES = {
+BLOCK_BYTES = 4 << 20
+TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -29,7 +30,11 @@ _TYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-TYPES = {name: dtype for dtype, name in _TYPE_NAMES.items()}
+TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+
+
+class Damaged(UserError):
+    """A file is not what was written."""
 
 
 class Entry(NamedTuple):
@@ -59,19 +64,17 @@ class _ChecksumWriter:
                 self._current = 0
 
     def finish(self) -> list[int]:
-        if self.size % BLOCK_BYTES:
-            self.checksums.append(self._current)
-        return self.checksums
+        return self.checksums + ([self._current] if self.size % BLOCK_BYTES else [])
 
 
 def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Write every entry in its `dtype` and fsync; returns what a manifest records of the file."""
-    header: dict[str, Any] = {}
+    """Write `entries` in this order and make the file durable; returns what a manifest records of it."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
         size = math.prod(entry.shape) * entry.dtype.itemsize
         header[entry.name] = {
-            "dtype": _TYPE_NAMES[entry.dtype],
+            "dtype": TYPE_NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [offset, offset + size],
         }
@@ -79,13 +82,17 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
+        reach("shard-opened", path)
         writer = _ChecksumWriter(file)
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
         convert = Converter()
         for entry in entries:
             writer.write(_bytes(convert(entry.name, entry.read(), entry.dtype)))
+            reach("tensor-written", path)
         file.flush()
+        reach("shard-written", path)
         os.fsync(file.fileno())
+    reach("shard-synced", path)
     convert.warn()
     return {"size": writer.size, "block_bytes": BLOCK_BYTES, "crc32": writer.finish()}
 
@@ -101,21 +108,29 @@ def describe_file(path: Path) -> dict[str, Any]:
     return {"size": size, "block_bytes": BLOCK_BYTES, "crc32": checksums}
 
 
+def check_size(path: Path, recorded: Mapping[str, Any]) -> None:
+    """What can be seen without reading: the file is there, with the size that was recorded when it was written."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise Damaged(f"{path} is missing") from None
+    if size != recorded["size"]:
+        raise Damaged(f"{path} has {size} bytes, {recorded['size']} were written: it is torn or was changed")
+
+
+def check_block(path: Path, recorded: Mapping[str, Any], index: int, block: Any) -> None:
+    """Compare a block, read from the file, with its checksum."""
+    if zlib.crc32(block) != recorded["crc32"][index]:
+        start, length = index * recorded["block_bytes"], recorded["block_bytes"]
+        raise Damaged(f"{path} is damaged: bytes {start} to {start + length} fail their checksum")
+
+
 def verify_file(path: Path, recorded: Mapping[str, Any]) -> None:
     """Compare size and every block's checksum with what was recorded when the file was written."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing")
-    if path.stat().st_size != recorded["size"]:
-        raise UserError(
-            f"{path} has {path.stat().st_size} bytes, {recorded['size']} were written: it is torn or was changed"
-        )
+    check_size(path, recorded)
     with open(path, "rb") as file:
-        for index, expected in enumerate(recorded["crc32"]):
-            if zlib.crc32(file.read(recorded["block_bytes"])) != expected:
-                start = index * recorded["block_bytes"]
-                raise UserError(
-                    f"{path} is damaged: bytes {start} to {start + recorded['block_bytes']} fail their checksum"
-                )
+        for index in range(len(recorded["crc32"])):
+            check_block(path, recorded, index, file.read(recorded["block_bytes"]))
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -7,9 +7,8 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +223,9 @@ class Trainer:
         )
         self.applied.lines += self.async_tensor.lines
         self.sampler = Sampler(self.device) if self.applied.tensor is not None else None
-        folder, writes = self.folder.checkpoint_folder, self.mesh.rank == 0
-        self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, writes)
+        folder = self.folder.checkpoint_folder
+        self.saver = Saver(config, folder, self.model, self.optimizer, self.identity, self.mesh)
+        self._open.callback(self.saver.close)
         self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied, self.device)
 
     def _start(self) -> tuple[Progress, bool]:
@@ -271,7 +271,7 @@ class Trainer:
             self.close()
             return Result(self.progress.step, None, finished_before=True)
         if self.config.checkpoint.create_seed_checkpoint:
-            self.saver.save(self.progress)
+            self.saver.save(self.progress, wait=True)
             self.close()
             return Result(0, None)
         config, row = self.config, dict[str, Any]()
@@ -303,8 +303,7 @@ class Trainer:
                         self.sampler.begin()
                     if pipelined is not None and self._is_logged(self.progress.step + 1):
                         pipelined.measure()
-                    save_due = self.saver.is_due(self.progress.step + 1, self.total_steps)
-                    result, lr = self.train_step(batches, partial(self.requests.wishes, save_due))
+                    result, lr = self.train_step(batches, self._wishes)
                     times = self.sampler.end() if self.sampler is not None and sampled else None
                     if self.progress.step == first_step and self.mesh.world_size > 1:
                         watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
@@ -321,11 +320,13 @@ class Trainer:
                     if freq and self.progress.step % freq == 0:
                         check_replicas(self.model, self.progress.step)
                     registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": result.loss, "lr": lr})
+                    self.saver.check()
                     with self._pause(meter, profiler, asked):
                         self._validate(metrics, console)
                         self._save(asked)
                         profiler.step()
                     collect(self.progress.step)
+                self.saver.finish()
             stopped_by = asked.stop if self.progress.step < self.total_steps else None
         except BaseException as error:
             self._log_failure(error)
@@ -376,6 +377,12 @@ class Trainer:
         if self.stepper.pipelined is not None:
             row["pp_bubble_fraction"] = self.stepper.pipelined.bubble()
         return row | meter.rates()
+
+    def _wishes(self) -> Sequence[float]:
+        """What this rank would have all ranks do after the step under way."""
+        self.requests.saved_behind(self.saver.seconds)
+        due = self.saver.is_due(self.progress.step + 1, self.total_steps)
+        return self.requests.wishes(another_save=due or self.saver.busy)
 
     def _save(self, asked: Asked) -> None:
         """Save where it is time to, or where a signal or the end of the job asks for it."""

@@ -304,7 +304,8 @@ def test_a_disk_that_fills_up_while_saving(small_disk):
     full = command("train", *words)
     assert full.returncode == 2
     assert full.stderr == (
-        f"error: checkpoint {folder}/checkpoint/step-3 was not saved: No space left on device;"
+        f"error: checkpoint {folder}/checkpoint/step-3 was not saved: No space left on device"
+        " (shard-00000-of-00001.safetensors);"
         " earlier ones are intact\n"
     )
     saved = files.list_checkpoints(folder / "checkpoint")

@@ -406,16 +406,16 @@ def test_a_broken_folder_is_named(damage: Callable[[Path], str], make: Maker, tm
 def test_a_broken_checkpoint_is_named(make: Maker, tmp_path: Path, capsys: Any) -> None:
     imported = tmp_path / "imported"
     assert call("import", make(), imported) == 0
-    whole = (imported / files.STATE_FILE).read_bytes()
+    whole = (imported / files.shard_name(0, 1)).read_bytes()
     changed = bytearray(whole)
     changed[-100] ^= 1
     for content, message in ((whole[:-10], "it is torn or was changed"), (bytes(changed), "fail their checksum")):
-        (imported / files.STATE_FILE).write_bytes(content)
+        (imported / files.shard_name(0, 1)).write_bytes(content)
         for words in (("export", imported, tmp_path / "out"), ("generate", imported, "--prompt", "x")):
             assert call(*words) == 2
             error = capsys.readouterr().err
             assert message in error
-            assert str(imported / files.STATE_FILE) in error
+            assert str(imported / files.shard_name(0, 1)) in error
     assert not (tmp_path / "out").exists()
 
 

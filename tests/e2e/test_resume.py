@@ -9,6 +9,7 @@ import torch
 from shardline.config.options import TrainOptions
 from shardline.errors import UserError
 from shardline.training import checkpoint as files
+from shardline.training import save_points
 from shardline.training.starting import Start
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import rows, run, tiny_config
@@ -47,7 +48,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, uninterrupted)
 def test_a_rank_whose_disk_lacks_the_checkpoint_says_so(tmp_path, monkeypatch):
     """Rank 0 chooses on its own machine; another one sees another disk."""
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
-    mesh = SimpleNamespace(from_rank_0=lambda choose: (4, False))
+    mesh = SimpleNamespace(from_rank_0=lambda choose: (4, False), from_everyone=lambda value: [value])
     start = Start(tiny_config(tmp_path, **SAVING), tmp_path / "checkpoint", None, None, None, 8, mesh)
     with pytest.raises(UserError) as said:
         start.run(resume=True, seed=0)
@@ -84,7 +85,7 @@ def test_weights_only_never_resume_as_full(tmp_path):
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):
     folder = tmp_path / "run"
     run(folder, training__steps=4, lr_scheduler__total_steps=8, **SAVING)
-    state = folder / "checkpoint" / "step-4" / files.STATE_FILE
+    state = folder / "checkpoint" / "step-4" / files.shard_name(0, 1)
     content = bytearray(state.read_bytes())
     content[-100] ^= 1
     state.write_bytes(content)
@@ -165,15 +166,12 @@ def test_load_only_saves_nothing_and_first_step_checkpoint_does(tmp_path):
 def test_a_crash_while_saving_leaves_the_earlier_one(tmp_path, monkeypatch):
     folder = tmp_path / "run"
 
-    def full_disk(path, entries):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device")
+    def full_disk(point, path):
+        if point == "tensor-written" and "step-4" in str(path):
+            raise OSError(28, "No space left on device")
 
-    write = files.write_tensors
-    monkeypatch.setattr(
-        files, "write_tensors", lambda path, e: full_disk(path, e) if "step-4" in str(path) else write(path, e)
-    )
-    with pytest.raises(UserError, match=r"step-4 was not saved: No space left"):
+    monkeypatch.setattr(save_points, "listener", full_disk)
+    with pytest.raises(UserError, match=r"step-4 was not saved: No space left on device \(shard-00000-of-00001"):
         run(folder, **SAVING)
     assert [s.step for s in files.list_checkpoints(folder / "checkpoint")] == [2]
     monkeypatch.undo()
@@ -185,14 +183,14 @@ def test_a_crash_while_saving_leaves_the_earlier_one(tmp_path, monkeypatch):
 
 def test_no_pickle_in_a_checkpoint(uninterrupted):
     step = uninterrupted[1] / "checkpoint" / "step-8"
-    assert {path.name for path in step.iterdir()} == {"manifest.json", "state.safetensors"}
+    assert {path.name for path in step.iterdir()} == {"manifest.json", "shard-00000-of-00001.safetensors"}
     json.loads((step / "manifest.json").read_text())
 
 
 def test_a_damaged_newest_checkpoint_does_not_cost_the_next_ones(tmp_path):
     folder = tmp_path / "run"
     run(folder, training__steps=4, lr_scheduler__total_steps=8, **SAVING)
-    state = folder / "checkpoint" / "step-4" / files.STATE_FILE
+    state = folder / "checkpoint" / "step-4" / files.shard_name(0, 1)
     state.write_bytes(state.read_bytes()[:-1])
     run(folder, training__steps=3, lr_scheduler__total_steps=8, checkpoint__keep_latest_k=1, **SAVING)
     assert [s.step for s in files.list_checkpoints(folder / "checkpoint")] == [3]

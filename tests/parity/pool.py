@@ -135,10 +135,13 @@ def _group(job: Job) -> Iterator[None]:
     limit = timedelta(seconds=job.timeout)
     store = dist.FileStore(job.store, job.ranks)
     store.set_timeout(limit)
+    # What the launcher keeps at MASTER_PORT, for those that want a connection of their own
+    server = dist.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False) if job.rank == 0 else None
     backend = "cpu:gloo,cuda:nccl" if BACKEND == "nccl" else "gloo"
     dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
     yield
     dist.barrier(device_ids=[0] if BACKEND == "nccl" else None)
+    del server
 
 
 def _leave_no_trace(environment: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from shardline.config.load import load_config
 from shardline.models import decoder
 from shardline.models.linear import weight_queue
 from shardline.parallel import overlap_ops, stage_sums
+from shardline.training import checkpoint as files
 from tests.parity import cases
 from tests.parity.cases import case, layers, schedule
 from tests.parity.harness import _own_logging, worst
@@ -188,7 +189,7 @@ class Runs:
         entry = case("x", layers(4), SAVED, *changes, {"training.steps": step}, **degrees)
         folder = {"job.dump_folder": str(self.folder / name)}
         self.harness.pool.run(entry.ranks, run_to, self.harness.settings(entry.overrides, entry.ranks) | folder)
-        return load_file(self.folder / name / "checkpoint" / f"step-{step}" / "state.safetensors")
+        return dict(files.find_checkpoint(self.folder / name, step).tensors(""))
 
 
 def difference(a, b):

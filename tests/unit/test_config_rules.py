@@ -132,7 +132,6 @@ def test_accepted_neighbours_of_refused_values():
     ("keys", "key", "feature"),
     [
         ({"parallelism__expert_parallel_degree": 2}, None, "expert parallel"),
-        ({"checkpoint__async_mode": "async"}, None, "asynchronous checkpoints"),
         ({"comm__mode": "fake_backend"}, None, "simulated communication"),
         ({"fault_tolerance__enable": True}, None, "replica groups"),
         ({"job__custom_config_module": "mine"}, None, "keys of one's own"),

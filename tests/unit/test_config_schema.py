@@ -23,6 +23,7 @@ OTHER_DEFAULTS = {
 OWN_KEYS = {
     "checkpoint.preempted_exit_code",
     "checkpoint.save_before",
+    "checkpoint.save_timeout_seconds",
     "comm.bind_cpus",
     "comm.nccl.algorithm",
     "comm.nccl.buffer_size",

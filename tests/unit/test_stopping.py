@@ -94,7 +94,7 @@ def test_a_run_is_through_before_its_limit(limit, step, first_step, rest, save, 
     watch = TimeLimit(limit, 0.0, "a limit", clock)
     step, save, done = step * limit, save * limit, 1
     clock.now = first_step * limit
-    while not watch.is_near(save_due=done % interval == 0):
+    while not watch.is_near(another_save=done % interval == 0):
         clock.now += rest * step  # after ranks have agreed, and before the save
         if done % interval == 0:
             clock.now += save
@@ -110,7 +110,7 @@ def test_longer_steps_and_saves_only_make_it_earlier(limit, save, step, more):
     assert reserve(limit, save, step + more) >= reserve(limit, save, step)
     assert reserve(limit, (save or 0) + more, step) >= reserve(limit, save or 0, step)
     assert reserve(limit, save, step) > 2 * step + (save or 0)
-    assert reserve(limit, save, step, save_due=True) >= reserve(limit, save, step) + (save or 0) * 0.999
+    assert reserve(limit, save, step, another_save=True) >= reserve(limit, save, step) + (save or 0) * 0.999
 
 
 def test_the_rule_in_numbers():
@@ -212,7 +212,12 @@ def test_a_limit_is_a_wish_of_its_own():
     assert agreed(requests.wishes()).stop is None
     with requests.saving():
         pass
-    assert requests.limit.longest_save is not None
+    stall = requests.limit.longest_save
+    assert stall is not None
+    requests.saved_behind(0.0)
+    assert requests.limit.longest_save == stall
+    requests.saved_behind(20.0)
+    assert requests.limit.longest_save == 20.0
     clock.now = 99.0
     assert agreed(requests.wishes()).stop == TIME_LIMIT
 

@@ -1,0 +1,115 @@
+"""A save in a thread of its own: the run waits for it, or goes on and hears of it later.
+
+    submit --> writing ... --> done          check(): raises what went wrong, once
+       |________ wait() _______|             wait():  names the file it is at when that takes long
+
+The thread is told to stop by `Position.cancelled` and looks at it between pieces. One that hangs in the file system
+cannot be stopped; it does not keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from shardline.errors import UserError
+
+log = logging.getLogger("shardline")
+PATIENCE_SECONDS = 10.0  # before a wait is spoken of
+LAST_SECONDS = 2.0  # for a save that was told to stop
+
+
+class Cancelled(Exception):
+    """The run ends without this save."""
+
+
+class Position:
+    """What the thread is doing, in words for a message, and whether it is still wanted."""
+
+    def __init__(self, at: str) -> None:
+        self.at, self.cancelled = at, False
+
+    def check(self) -> None:
+        if self.cancelled:
+            raise Cancelled
+
+
+Job = Callable[[Position], None]
+
+
+class Background:
+    """At most one job at a time."""
+
+    def __init__(self, timeout_seconds: float, rank: int) -> None:
+        self.timeout_seconds, self.rank = timeout_seconds, rank
+        self._thread: threading.Thread | None = None
+        self._position = Position("")
+        self._what, self._began = "", 0.0
+        self.seconds = 0.0  # of the last job that ended
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and not self._done.is_set()
+
+    def submit(self, what: str, job: Job) -> None:
+        """Start `job`, after the one before has ended well."""
+        self.wait()
+        self._what, self._began, self._position = what, time.monotonic(), Position("its beginning")
+        self._done.clear()
+        self._thread = threading.Thread(
+            target=self._run, args=(job, self._position), name="shardline-save", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, job: Job, position: Position) -> None:
+        try:
+            job(position)
+        except Cancelled:
+            pass
+        except BaseException as error:  # it is raised where the run hears of it
+            self._error = error
+        finally:
+            self.seconds = time.monotonic() - self._began
+            self._done.set()
+
+    def check(self) -> None:
+        """Raise what went wrong in a job that has ended."""
+        if self._thread is None or not self._done.is_set():
+            return
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is not None:
+            raise error
+
+    def wait(self) -> None:
+        """Until the job has ended; then as `check`. An interrupt cancels it."""
+        try:
+            told = time.monotonic()
+            while self.busy and not self._done.wait(0.5):
+                now = time.monotonic()
+                if now - self._began > self.timeout_seconds:
+                    raise UserError(self._too_long(now - self._began))
+                if now - told > PATIENCE_SECONDS:
+                    log.warning("waiting for the save of %s, which is at %s", self._what, self._position.at)
+                    told = now
+        except BaseException:
+            self.cancel()
+            raise
+        self.check()
+
+    def _too_long(self, seconds: float) -> str:
+        return (
+            f"the save of {self._what} has not ended after {seconds:.0f} s: rank {self.rank} is at {self._position.at};"
+            " earlier ones are intact. checkpoint.save_timeout_seconds allows more"
+        )
+
+    def cancel(self) -> None:
+        """The job ends where it next looks, or with the process."""
+        self._position.cancelled = True
+        if self._thread is not None:
+            self._done.wait(LAST_SECONDS)
+        self._thread = self._error = None

@@ -1,0 +1,30 @@
+"""The places of a save where a crash would matter, for tests that crash there; without a listener nothing happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+POINTS = (
+    "staging",  # before the state is copied, or referred to
+    "staged",
+    "shard-opened",
+    "tensor-written",  # once per piece
+    "shard-written",
+    "shard-synced",
+    "part-told",  # rank 0 can know of the shard
+    "parts-complete",  # from here on rank 0 alone
+    "manifest-written",
+    "before-rename",
+    "renamed",
+    "before-prune",
+    "pruned",  # once per folder
+    "before-verdict",
+)
+
+listener: Callable[[str, Path | None], None] | None = None
+
+
+def reach(point: str, path: Path | None = None) -> None:
+    if listener is not None:
+        listener(point, path)
