@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
-from shardline.training import folder_lock
+from shardline.training.folder_lock import Lock, take
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -44,7 +44,7 @@ class RunFolder:
     checkpoint_name: str = "checkpoint"
     resume_step: int | None = None  # the checkpoint this run continues from
     notes: list[str] = field(default_factory=list)  # for the log, which opens after the folder
-    lock: folder_lock.Lock | None = None
+    lock: Lock | None = None
 
     @property
     def resume(self) -> bool:
@@ -108,11 +108,7 @@ def open_run_folder(
     else:
         path = _given_folder(Path(config.job.dump_folder).expanduser(), resume)
     folder = RunFolder(path, config.checkpoint.folder)
-    try:
-        folder.lock, notes = folder_lock.take(path / "log" / "lock")
-    except OSError as error:
-        raise _unusable(path, error) from error
-    folder.notes += notes
+    folder.lock = _lock(folder)
     try:
         _decide(config, folder, resume, overwrite, has_good_checkpoint)
         folder.write_ranks([this_rank(int(os.environ.get("RANK", "0")))])
@@ -274,6 +270,16 @@ def _unusable(path: Path, error: OSError) -> UserError:
     else:
         reason = error.strerror or str(error)
     return UserError(f"job.dump_folder: cannot use {path} as the run folder: {reason}; give a folder you can write to")
+
+
+def _lock(folder: RunFolder) -> Lock:
+    """Hold the folder for this run alone, or raise naming who does."""
+    try:
+        lock, notes = take(folder.path / "log" / "lock")
+    except OSError as error:
+        raise _unusable(folder.path, error) from error
+    folder.notes += notes
+    return lock
 
 
 def write_atomically(path: Path, text: str) -> None:

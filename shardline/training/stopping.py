@@ -79,9 +79,9 @@ def exit_code(stopped_by: str | None, config: Config) -> int:
 def reserve(limit: float, longest_save: float | None, longest_step: float, another_save: bool = False) -> float:
     """Seconds to keep before the end: a save, two steps (the one under way, the one until ranks agree) and a margin.
 
-    With another save, one that is due now or still goes on behind, there must be time for two. The margin is 5 % of the limit, at most
-    five minutes, but at least half a save: the next one may be slower. Before a save was seen it is taken to last a
-    minute, or a tenth of the limit where that is less.
+    With another save, one that is due now or still goes on behind, there must be time for two. The margin is 5 % of the
+    limit, at most five minutes, but at least half a save: the next one may be slower. Before a save was seen it is
+    taken to last a minute, or a tenth of the limit where that is less.
     """
     save = min(60.0, limit / 10) if longest_save is None else longest_save
     return save * (1 + another_save) + 2 * longest_step + max(min(limit / 20, 300.0), save / 2)
