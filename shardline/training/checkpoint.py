@@ -18,6 +18,7 @@ import os
 import random
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,10 +127,16 @@ def manifest(
     }
 
 
+def _checksum(content: Mapping[str, Any]) -> int:
+    """Of everything a manifest says: a flipped bit in a number would otherwise be believed."""
+    text = json.dumps({key: value for key, value in content.items() if key != "crc32"}, sort_keys=True)
+    return zlib.crc32(text.encode())
+
+
 def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """Add the manifest to `partial`, make everything durable and rename it to `final`."""
     with open(partial / "manifest.json", "w") as file:
-        file.write(_readable(content))
+        file.write(_readable({**content, "crc32": _checksum(content)}))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)
@@ -171,6 +178,8 @@ def read_checkpoint(path: Path) -> Saved:
         content = json.loads((path / "manifest.json").read_text())
         if content["format"] != FORMAT or content["version"] not in (1, VERSION):
             raise UserError(f"{path}: format {content['format']!r} version {content['version']!r} is not readable here")
+        if content["version"] == VERSION and content["crc32"] != _checksum(content):
+            raise UserError(f"{path}/manifest.json is damaged: it fails its checksum")
         return Saved(
             path,
             content["step"],

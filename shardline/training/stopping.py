@@ -238,7 +238,7 @@ class Requests:
 @contextlib.contextmanager
 def listening(requests: Requests) -> Iterator[Requests]:
     """Signals become requests; a second one of those that stop a run interrupts it at once."""
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield requests
         return
 
@@ -270,18 +270,28 @@ def listening(requests: Requests) -> Iterator[Requests]:
 def starting_job(started_by_launcher: bool) -> Iterator[None]:
     """Around a whole run, from before torch is imported: note the time, and let SIGUSR1 wait until there are steps.
 
-    Its default would end the process. A blocked signal stays pending, in ranks too, which inherit the mask.
+    Its default would end the process. A blocked signal stays pending, in ranks too, which inherit the mask. It is also
+    ignored, for threads that are made while there are steps, and so do not have the mask.
     """
     before = os.environ.get(STARTED_VARIABLE)
     if not started_by_launcher:
         os.environ[STARTED_VARIABLE] = repr(time.time())
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    ignores = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and _in_main_thread()
+    if ignores:  # not once more in a rank: what is pending would be dropped
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.sigtimedwait({signal.SIGUSR1}, 0)  # one that came too late
+        if ignores:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if before is None:
             os.environ.pop(STARTED_VARIABLE, None)
         else:
             os.environ[STARTED_VARIABLE] = before
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -286,6 +286,7 @@ class Trainer:
         asked, stopped_by = Asked(), None
         try:
             metrics = Metrics(config, self.folder, self.progress.step, rank=self.mesh.rank)
+            self.saver.prepare()
             with listening(self.requests), _controlled_gc(config) as collect, self._profiler() as profiler:
                 reset_peak(self.device)
                 first_step = self.progress.step
@@ -330,6 +331,8 @@ class Trainer:
             stopped_by = asked.stop if self.progress.step < self.total_steps else None
         except BaseException as error:
             self._log_failure(error)
+            if isinstance(error, UserError):  # most often the same on all ranks, which are all alive
+                self.saver.let_finish()
             raise
         finally:
             console.close(stopped_by)

@@ -247,22 +247,31 @@ def test_signals_become_requests_and_a_second_stop_interrupts():
 
 
 WAITING = """
-import os, signal
+import os, signal, threading
 from shardline.training.stopping import Requests, listening, starting_job
 
+end = threading.Event()
 with starting_job(started_by_launcher=False):
     os.kill(os.getpid(), signal.SIGUSR1)
     with listening(Requests()) as requests:
         print(requests.saves)
+        thread = threading.Thread(target=end.wait)  # without the mask, as those of torch
+        thread.start()
     os.kill(os.getpid(), signal.SIGUSR1)
+    end.set()
+    thread.join()
+    with starting_job(started_by_launcher=True):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with listening(Requests()) as requests:
+            print(requests.saves)
 print(signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 """
 
 
 def test_sigusr1_waits_until_there_are_steps_and_is_dropped_after_them():
-    """In a process of its own, as a run has it: none of its threads is older than the mask."""
+    """In a process of its own, as a run has it: none of its threads is older than the mask. Then as in a rank."""
     done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "1\nFalse\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "1\n1\nFalse\n"), done.stderr
 
 
 def test_the_launcher_tells_when_the_job_started(monkeypatch):
