@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
-from shardline.training import folder_lock
 from shardline.training.attempt import this_attempt
+from shardline.training.folder_lock import Lock, take
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -47,7 +47,7 @@ class RunFolder:
     checkpoint_name: str = "checkpoint"
     resume_step: int | None = None  # the checkpoint this run continues from
     notes: list[str] = field(default_factory=list)  # for the log, which opens after the folder
-    lock: folder_lock.Lock | None = None
+    lock: Lock | None = None
     again: bool = field(default_factory=lambda: this_attempt().begun)  # an earlier attempt of this job wrote here
 
     @property
@@ -114,14 +114,7 @@ def open_run_folder(
         path = _given_folder(Path(config.job.dump_folder).expanduser(), resume and config.checkpoint.mirror is None)
     folder = RunFolder(path, config.checkpoint.folder)
     attempt = this_attempt()
-    try:
-        folder.lock, notes = _patiently(
-            functools.partial(folder_lock.take, path / "log" / "lock"),
-            LOCK_PATIENCE if attempt.folder is not None else 0.0,
-        )
-    except OSError as error:
-        raise _unusable(path, error) from error
-    folder.notes += notes
+    folder.lock = _patiently(functools.partial(_lock, folder), LOCK_PATIENCE if attempt.folder is not None else 0.0)
     try:
         if attempt.begun:
             _go_on(config, folder, has_good_checkpoint)
@@ -161,14 +154,12 @@ def _decide(
         folder.notes.append(f"resuming from step {folder.resume_step} of the run in {path}")
 
 
-def _patiently(
-    take: Callable[[], tuple[folder_lock.Lock | None, list[str]]], seconds: float
-) -> tuple[folder_lock.Lock | None, list[str]]:
+def _patiently(attempt: Callable[[], Lock], seconds: float) -> Lock:
     """A restarted job may have to wait for a rank of its earlier attempt, which was killed and is not gone yet."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return take()
+            return attempt()
         except UserError:
             if time.monotonic() > deadline:
                 raise
@@ -318,6 +309,16 @@ def _unusable(path: Path, error: OSError) -> UserError:
     else:
         reason = error.strerror or str(error)
     return UserError(f"job.dump_folder: cannot use {path} as the run folder: {reason}; give a folder you can write to")
+
+
+def _lock(folder: RunFolder) -> Lock:
+    """Hold the folder for this run alone, or raise naming who does."""
+    try:
+        lock, notes = take(folder.path / "log" / "lock")
+    except OSError as error:
+        raise _unusable(folder.path, error) from error
+    folder.notes += notes
+    return lock
 
 
 def write_atomically(path: Path, text: str) -> None:

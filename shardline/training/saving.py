@@ -78,7 +78,6 @@ class Saver:
         self.config, self.section, self.mesh = config, config.checkpoint, mesh
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
         self.saved_step = 0
-        self.longest_seconds = 0.0  # from the beginning of a save to its end, whoever waited for it
         self.mirror = mirror  # of rank 0 alone
         self._check_folder()
         if self.section.enable and self.section.last_save_in_hf:
@@ -139,7 +138,7 @@ class Saver:
         return final
 
     def save_at_stop(self, progress: Progress) -> None:
-        """Save the step at which a signal or a time limit asks for it, unless it is saved already; it is waited for."""
+        """Save the step at which a signal or a time limit asks for it, unless it is saved already; wait for it."""
         if self.section.enable and not self.section.load_only:
             if self.saved_step != progress.step:
                 self.save(progress, wait=True)
@@ -278,7 +277,6 @@ class Saver:
             if failed is not None and not isinstance(failed, OSError | UserError):
                 raise failed  # a fault of ours, with its traceback
             raise UserError(f"checkpoint {final} was not saved: {verdict['error']}; earlier ones are intact")
-        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
         removed = f" (removed {verdict['removed']} older)" if verdict["removed"] else ""
         log.info("saved %s%s", final, removed)
 

@@ -76,15 +76,15 @@ def exit_code(stopped_by: str | None, config: Config) -> int:
 # ---- the time limit --------------------------------------------------------------------------------------------------
 
 
-def reserve(limit: float, longest_save: float | None, longest_step: float, save_due: bool = False) -> float:
+def reserve(limit: float, longest_save: float | None, longest_step: float, another_save: bool = False) -> float:
     """Seconds to keep before the end: a save, two steps (the one under way, the one until ranks agree) and a margin.
 
-    Where a save is due now there would be two, so the run stops with that one. The margin is 5 % of the limit, at most
-    five minutes, but at least half a save: the next one may be slower. Before a save was seen it is taken to last a
-    minute, or a tenth of the limit where that is less.
+    With another save, one that is due now or still goes on behind, there must be time for two. The margin is 5 % of the
+    limit, at most five minutes, but at least half a save: the next one may be slower. Before a save was seen it is
+    taken to last a minute, or a tenth of the limit where that is less.
     """
     save = min(60.0, limit / 10) if longest_save is None else longest_save
-    return save * (1 + save_due) + 2 * longest_step + max(min(limit / 20, 300.0), save / 2)
+    return save * (1 + another_save) + 2 * longest_step + max(min(limit / 20, 300.0), save / 2)
 
 
 class TimeLimit:
@@ -97,7 +97,7 @@ class TimeLimit:
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._asked_at, self._saving = clock(), 0.0
 
-    def is_near(self, save_due: bool = False) -> bool:
+    def is_near(self, another_save: bool = False) -> bool:
         """Called once a step, by one rank, when ranks agree: whether this step must be the last one."""
         now = self.clock()
         took = max(0.0, now - self._asked_at - self._saving)
@@ -106,18 +106,19 @@ class TimeLimit:
             self._first_step = took
         else:
             self._steps.append(took)
-        return now >= self.ends - self.reserve(save_due)
+        return now >= self.ends - self.reserve(another_save)
 
     @property
     def longest_step(self) -> float:
         return max(self._steps, default=self._first_step or 0.0)
 
-    def reserve(self, save_due: bool = False) -> float:
-        return reserve(max(self.length, 0.0), self.longest_save, self.longest_step, save_due)
+    def reserve(self, another_save: bool = False) -> float:
+        return reserve(max(self.length, 0.0), self.longest_save, self.longest_step, another_save)
 
-    def saw_save(self, seconds: float) -> None:
-        self._saving += seconds
-        self.longest_save = max(seconds, self.longest_save or 0.0)
+    def saw_save(self, stall: float, whole: float = 0.0) -> None:
+        """A save that held up the run for `stall`; one that goes on behind takes longer in the whole."""
+        self._saving += stall
+        self.longest_save = max(stall, whole, self.longest_save or 0.0)
 
     def first_words(self) -> str:
         return f"this run saves and stops before {_moment(self.ends)}: {self.name}"
@@ -203,11 +204,11 @@ class Requests:
         self.stop: str | None = None
         self.saves = self._saves_passed_on = 0  # two counts, so that a signal between two lines is not lost
 
-    def wishes(self, save_due: bool = False) -> tuple[float, ...]:
-        """To be summed over ranks; called once a step, which a regular save may follow."""
+    def wishes(self, another_save: bool = False) -> tuple[float, ...]:
+        """To be summed over ranks; called once a step. `another_save`: one is due after it, or still goes on behind."""
         saves, before = self.saves, self._saves_passed_on
         self._saves_passed_on = saves
-        if self.limit is not None and self.limit.is_near(save_due) and self.stop is None:
+        if self.limit is not None and self.limit.is_near(another_save) and self.stop is None:
             self.stop = TIME_LIMIT
             log.info("%s", self.limit.last_words())
         return (*(float(self.stop == name) for name in WISHES[:-1]), float(saves > before))
@@ -228,16 +229,16 @@ class Requests:
         if self.limit is not None:
             self.limit.saw_save(time.perf_counter() - began)
 
-    def saved_behind(self, longest_seconds: float) -> None:
-        """How long the longest save took that a run did not wait for; the last one is waited for."""
-        if self.limit is not None and longest_seconds > (self.limit.longest_save or 0.0):
-            self.limit.longest_save = longest_seconds
+    def saved_behind(self, seconds: float) -> None:
+        """How long the last save took that went on behind, if one did."""
+        if self.limit is not None and seconds > 0:
+            self.limit.saw_save(0.0, seconds)
 
 
 @contextlib.contextmanager
 def listening(requests: Requests) -> Iterator[Requests]:
     """Signals become requests; a second one of those that stop a run interrupts it at once."""
-    if threading.current_thread() is not threading.main_thread():
+    if not _in_main_thread():
         yield requests
         return
 
@@ -269,18 +270,28 @@ def listening(requests: Requests) -> Iterator[Requests]:
 def starting_job(started_by_launcher: bool) -> Iterator[None]:
     """Around a whole run, from before torch is imported: note the time, and let SIGUSR1 wait until there are steps.
 
-    Its default would end the process. A blocked signal stays pending, in ranks too, which inherit the mask.
+    Its default would end the process. A blocked signal stays pending, in ranks too, which inherit the mask. It is also
+    ignored, for threads that are made while there are steps, and so do not have the mask.
     """
     before = os.environ.get(STARTED_VARIABLE)
     if not started_by_launcher:
         os.environ[STARTED_VARIABLE] = repr(time.time())
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    ignores = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and _in_main_thread()
+    if ignores:  # not once more in a rank: what is pending would be dropped
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.sigtimedwait({signal.SIGUSR1}, 0)  # one that came too late
+        if ignores:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if before is None:
             os.environ.pop(STARTED_VARIABLE, None)
         else:
             os.environ[STARTED_VARIABLE] = before
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -7,9 +7,8 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -323,8 +322,7 @@ class Trainer:
                         self.sampler.begin()
                     if pipelined is not None and self._is_logged(self.progress.step + 1):
                         pipelined.measure()
-                    save_due = self.saver.is_due(self.progress.step + 1, self.total_steps)
-                    result, lr = self.train_step(batches, partial(self.requests.wishes, save_due))
+                    result, lr = self.train_step(batches, self._wishes)
                     times = self.sampler.end() if self.sampler is not None and sampled else None
                     if self.progress.step == first_step and self.mesh.world_size > 1:
                         watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
@@ -343,7 +341,6 @@ class Trainer:
                         check_replicas(self.model, self.progress.step)
                     registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": result.loss, "lr": lr})
                     self.saver.check()
-                    self.requests.saved_behind(self.saver.longest_seconds)
                     with self._pause(meter, profiler, asked):
                         self._validate(metrics, console)
                         self._save(asked)
@@ -402,6 +399,12 @@ class Trainer:
         if self.stepper.pipelined is not None:
             row["pp_bubble_fraction"] = self.stepper.pipelined.bubble()
         return row | meter.rates()
+
+    def _wishes(self) -> Sequence[float]:
+        """What this rank would have all ranks do after the step under way."""
+        self.requests.saved_behind(self.saver.seconds)
+        due = self.saver.is_due(self.progress.step + 1, self.total_steps)
+        return self.requests.wishes(another_save=due or self.saver.busy)
 
     def _save(self, asked: Asked) -> None:
         """Save where it is time to, or where a signal or the end of the job asks for it."""

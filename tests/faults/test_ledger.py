@@ -78,6 +78,12 @@ def test_with_packed_documents_on_changing_ranks(runs):
     check(runs, legs, **PACKED)
 
 
+def test_a_stop_waits_for_a_save_that_goes_on_behind(runs):
+    """One that is due at the step of the stop, and one that is not."""
+    legs = [Leg("ddp2", "SIGTERM", 2 * INTERVAL, 1), Leg("1", "SIGINT", 2 * INTERVAL + 1), Leg("1 in parts")]
+    check(runs, legs, **{"checkpoint.async_mode": "async"})
+
+
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 16))])
 def test_random_interruptions_and_layouts(runs, seed):
     check(runs, random_legs(seed, STEPS), **(PACKED if seed % 4 == 3 else {}))

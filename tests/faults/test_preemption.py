@@ -77,21 +77,42 @@ def test_all_ranks_stop_together_before_the_time_limit(run):
     code, stdout, stderr = run.end(60)
     assert (code, stderr) == (99, ""), stderr
     assert re.search(r'this run saves and stops before \S+ \S+: checkpoint.save_before = "20s"', stdout)
-    assert re.search(r"stopping after this step: \d\.\d s are left until .*no save was seen, a step \d\.\d s", stdout)
+    assert re.search(r"stopping after this step: -?[\d.]+ s are left until .*no save was seen, a step [\d.]+ s", stdout)
     assert f"stopped at step {run.step()} before the time limit" in stdout
     assert saved(run) == [run.step()]
 
 
-def train(folder, environment, **more):
-    words = flags(folder, training__steps=100_000, checkpoint__enable=True, checkpoint__interval=100_000, **more)
-    command = [sys.executable, "-m", "shardline", "train", *words]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+def command(folder, **more):
+    words = flags(folder, **{"training__steps": 100_000, "checkpoint__enable": True, **more})
+    return [sys.executable, "-m", "shardline", "train", *words]
 
 
 def test_the_end_of_a_slurm_job_is_a_limit_of_its_own(tmp_path):
     """One that is past: the run does one step, saves it and goes."""
-    done = train(tmp_path / "run", {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "1700000000"})
+    environment = {**os.environ, "SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "1700000000"}
+    done = subprocess.run(command(tmp_path / "run"), env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"saves and stops before 2023-11-1\d \S+: the end of SLURM job 77\n", done.stdout)
     assert "stopped at step 1 before the time limit" in done.stdout
     assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-1"]
+
+
+def test_after_kill_9_the_next_start_goes_on_at_once_and_says_so(tmp_path):
+    """While the first run lives the second one is refused."""
+    folder, words = tmp_path / "run", {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 2}
+    with subprocess.Popen(command(folder, **words), stdout=subprocess.PIPE, text=True) as first:
+        for line in first.stdout:
+            if line.startswith("saved "):
+                break
+        refused = subprocess.run(command(folder, **words), capture_output=True, text=True, timeout=120)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert f"is in use by a running training (pid {first.pid} on " in refused.stderr
+        first.kill()
+    limit = {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "1700000000"}  # one step
+    done = subprocess.run(
+        command(folder, **words), env={**os.environ, **limit}, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"the run that had this folder (pid {first.pid} on " in done.stdout
+    resumed = re.search(r"resumed from \S+/step-(\d+)\n", done.stdout)
+    assert f"stopped at step {int(resumed[1]) + 1} before the time limit" in done.stdout
