@@ -302,8 +302,6 @@ class RestartingAgent(Agent):
         if self.cause is None and self.gathering.line is not None and not self.ranks:
             end = self.gathering.end
             self.cause = end.report if end is not None and end.is_failure else None
-        if self.recovery is not None and self.cause is not None:
-            self._log_recovery(self.recovery)
         return super().ending()
 
     def _shutdown(self, *_: Any, **__: Any) -> None:
