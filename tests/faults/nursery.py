@@ -34,7 +34,8 @@ PR_SET_PDEATHSIG = 1
 class Fault:
     """What happens to one rank. With `point` None a rank is killed from outside, `after` seconds behind its first step.
 
-    `action` is kill-rank, kill-all, hang, or the name of an errno that is raised as an OSError.
+    `action` is kill-rank, kill-all, hang, slow (until the log speaks of the wait), read-only (the file system on
+    the trial's "disk"), or the name of an errno that is raised as an OSError.
     """
 
     point: str | None
@@ -199,9 +200,9 @@ def _watch(job: Job, children: Sequence[int], started: int) -> dict[str, Any]:
     limit, kill_at, signalled = began + job.seconds, None, False
     while len(codes) < len(children):
         now = time.monotonic()
-        if kill_at is None and job.fault is not None and job.fault.point is None:
-            if select.select([started], [], [], 0)[0] and os.read(started, 1):
-                kill_at = now + job.fault.after
+        outside = job.fault is not None and job.fault.point is None
+        if outside and kill_at is None and select.select([started], [], [], 0)[0] and os.read(started, 1):
+            kill_at = now + job.fault.after
         if kill_at is not None and now >= kill_at and not signalled and job.fault is not None:
             signalled = True
             doomed = children if job.fault.action == "kill-all" else [children[job.fault.rank]]
@@ -266,14 +267,14 @@ def _arm(job: Job, rank: int) -> None:
     tensor_file.BLOCK_BYTES = 1 << 14  # so that files have several
     background.PATIENCE_SECONDS = job.patience
     if job.fault is not None and job.fault.point is not None and job.fault.rank == rank:
-        save_points.listener = Listener(job.folder, job.fault)
+        save_points.listener = Listener(job, job.fault)
 
 
 class Listener:
     """Lets the fault happen at its place."""
 
-    def __init__(self, folder: Path, fault: Fault) -> None:
-        self.folder, self.fault, self.step, self.seen = folder, fault, 0, 0
+    def __init__(self, job: Job, fault: Fault) -> None:
+        self.job, self.folder, self.fault, self.step, self.seen = job, job.folder, fault, 0, 0
 
     def __call__(self, point: str, path: Path | None) -> None:
         if point == "staging" and path is not None:
@@ -295,6 +296,10 @@ class Listener:
         elif action == "hang":
             while True:
                 time.sleep(3600)
+        elif action == "slow":
+            log = Path(self.job.settings["job.dump_folder"]) / "log" / "rank-0.log"
+            while "waiting for the save" not in log.read_text():
+                time.sleep(0.05)
         elif action == "read-only":
             subprocess.run(["mount", "-o", "remount,ro", str(self.folder.parent / "disk")], check=True)
         else:
@@ -323,7 +328,7 @@ def train(words: Sequence[str]) -> int:
         result = step(batches, *arguments)
         samples = [int(number) for batch in batches for number in batch.sample_ids.tolist()]
         row = {"step": trainer.progress.step + 1, "loss": result[0].loss, "grad_norm": result[0].grad_norm}
-        note(ledger, {**row, "samples": samples, "data_rank": trainer.mesh.data_rank})
+        note(ledger, {**row, "samples": samples, "data_rank": trainer.mesh.data_rank, "at": time.monotonic()})
         os.write(first_step, b".")
         return result
 

@@ -1,4 +1,4 @@
-"""Ranks are killed, disks fill up and files are damaged, at every place of a save: nothing that was saved is lost.
+"""Ranks are killed, or calls to the file system fail, at every place of a save: nothing that was saved is lost.
 
 Each case ends in one of three ways, which a table shows at the end (SHARDLINE_FAULT_TABLE names a file for it):
 the run goes on from the last good step, a start is refused and the file named, or a save fails and says so.
@@ -6,41 +6,21 @@ the run goes on from the last good step, a start is refused and the file named, 
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import random
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 
 from shardline.training.save_points import POINTS
-from tests.faults.nursery import Fault, Nursery
-from tests.faults.trials import LAYOUTS, STEPS, Lab
+from tests.faults.nursery import Fault
+from tests.faults.trials import LAYOUTS, RESUMED, SAID, SEED, STEPS, short
 
-SEED = int(os.environ.get("SHARDLINE_FAULT_SEED", "6"))
 ON_RANK_0 = POINTS[POINTS.index("parts-complete") :]
 RENAMED = POINTS[POINTS.index("renamed") :]
 WITH_FILES = ("shard-opened", "tensor-written", "shard-written", "shard-synced", "manifest-written", "before-rename")
 TWO_RANKS = tuple(name for name, (ranks, _) in LAYOUTS.items() if ranks == 2)
-RESUMED, REFUSED, SAID = "resumed at the last good step", "refused, file named", "save failed and said so"
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory, request):
-    nursery = Nursery()
-    lab = Lab(nursery, tmp_path_factory.mktemp("faults"))
-    yield lab
-    nursery.close()
-    plugins = request.config.pluginmanager
-    with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
-        for line in ("", f"seed {SEED} (SHARDLINE_FAULT_SEED)", *lab.lines()):
-            plugins.get_plugin("terminalreporter").write_line(line)
-    place = os.environ.get("SHARDLINE_FAULT_TABLE")
-    if place:
-        names = ("point", "action", "outcome", "count")
-        rows = [dict(zip(names, (*key, count), strict=True)) for key, count in sorted(lab.table.items())]
-        Path(place).write_text(json.dumps({"seed": SEED, "rows": rows}, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -83,11 +63,6 @@ KILLS = kills()
 FEW_KILLS = [KILLS[10 * number + turn] for number, turn in enumerate((0, 2, 3, 1, 4, 5, 6, 0, 7, 8, 9, 2, 1, 3))]
 
 
-def short(cases, few):
-    """The whole list; all but a few only in `make test-all`."""
-    return [pytest.param(case, id=str(case), marks=[] if case in few else pytest.mark.slow) for case in cases]
-
-
 @pytest.mark.parametrize("case", short(KILLS, FEW_KILLS))
 def test_a_kill_in_a_save(lab, case):
     fault = case.fault
@@ -100,12 +75,104 @@ def test_a_kill_in_a_save(lab, case):
         assert newest == fault.step
     elif not (fault.point == "part-told" and fault.action == "kill-rank" and fault.rank == 1):  # rank 0 may finish it
         assert newest == fault.step - 1
-    ended = trial.start(case.on)
-    assert ended.codes == [0] * len(ended.codes), ended.reports
-    if newest == STEPS:
-        assert "already finished" in trial.log
-        trial.started[-1] = STEPS
-    else:
-        assert trial.resumed == newest
-    trial.check_whole(allowed="partial|removed" if newest == STEPS else "damaged")
+    trial.resume(case.on, newest)
     lab.count(str(fault.point), fault.action, RESUMED)
+
+
+# ---- errors of the file system ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A call to the file system fails."""
+
+    fault: Fault
+    layout: str
+    mode: str
+
+    def __str__(self) -> str:
+        fault = self.fault
+        return f"{fault.point}-{fault.action}-rank{fault.rank}-step{fault.step}-{self.mode}-{self.layout}"
+
+
+def broken() -> list[Broken]:
+    chance, found = random.Random(SEED), []
+    for number, point in enumerate((*WITH_FILES, "renamed", "before-prune", "pruned")):
+        for turn, layout in enumerate(("one", "one", *TWO_RANKS)):
+            rank = 0 if point in ON_RANK_0 else chance.randrange(LAYOUTS[layout][0])
+            error = ("ENOSPC", "EIO", "EROFS")[(turn + number) % 3]
+            fault = Fault(point, error, rank, chance.randint(3, STEPS))
+            found.append(Broken(fault, layout, ("disabled", "async")[(turn + number // 3) % 2]))
+    return found
+
+
+BROKEN = broken()
+
+
+@pytest.mark.parametrize("case", short(BROKEN, BROKEN[1::14]))
+def test_an_error_of_the_file_system_in_a_save(lab, case):
+    fault = case.fault
+    trial = lab.trial(case.layout, **{"checkpoint.async_mode": case.mode})
+    ended = trial.start(fault=fault)
+    assert ended.fired is not None, ended.output()
+    words = os.strerror(getattr(errno, fault.action))
+    if fault.point in ("before-prune", "pruned"):  # the step is saved: the run goes on
+        assert ended.codes == [0] * len(ended.codes), ended.reports
+        assert f"older checkpoints of {trial.checkpoints} were not removed: {words}" in trial.log
+        trial.check_whole(allowed="removed" if fault.step == STEPS else "")
+        lab.count(str(fault.point), fault.action, "saved, run goes on and says what it could not remove")
+        return
+    check_failed_save(ended, trial, fault, words)
+    newest = trial.check_saved(least=fault.step - 1)
+    assert newest == (fault.step if fault.point == "renamed" else fault.step - 1)
+    assert not [name for name in trial.names() if "." in name]
+    trial.resume(case.layout, newest)
+    lab.count(str(fault.point), fault.action, SAID)
+
+
+def check_failed_save(ended, trial, fault, words):
+    """Every rank ends by itself, with the same error, which names the file."""
+    assert ended.codes == [2] * len(ended.codes), ended.reports
+    assert len(set(ended.reports.values())) == 1
+    file = "manifest.json" if fault.point in ON_RANK_0 else f"shard-{fault.rank:05d}-of-{len(ended.codes):05d}"
+    said = ended.reports[0]
+    assert said.startswith(f"checkpoint {trial.checkpoints}/step-{fault.step} was not saved: {words} ({file}"), said
+    assert said.endswith("; earlier ones are intact")
+    assert "ended after step" in trial.log
+
+
+# ---- kills at random times, again and again, on changing layouts -----------------------------------------------------
+
+
+RANDOM = [f"random-{number}" for number in range(24)]
+
+
+@pytest.mark.parametrize("case", short(RANDOM, RANDOM[:2]))
+def test_kills_at_random_times_and_changing_layouts(lab, case):
+    chance, newest = random.Random(f"{SEED} {case}"), 0
+    trial = lab.trial("one", **{"checkpoint.async_mode": chance.choice(("disabled", "async"))})
+    survived = []
+    for _ in range(3):
+        layout = chance.choice(list(LAYOUTS))
+        after, rank = chance.uniform(0, lab.seconds(layout)), chance.randrange(LAYOUTS[layout][0])
+        fault = Fault(None, chance.choice(("kill-rank", "kill-all")), rank, after=after)
+        ended = trial.start(layout, fault, grace=chance.choice((0.0, 0.2)))
+        if -9 not in ended.codes:  # it was faster
+            assert ended.codes == [0] * len(ended.codes), ended.reports
+            trial.check_whole()
+            break
+        survived.append(fault.action)
+        newest = trial.check_saved(newest)
+        if newest == 0 and (trial.names() or (trial.run / "metrics.jsonl").read_bytes()):
+            ended = trial.start(layout)
+            assert ended.codes == [2] * len(ended.codes)
+            assert f"{trial.run} already holds a run" in ended.reports[0]
+            assert "no good checkpoint to resume from: --overwrite" in ended.reports[0]
+            lab.count("any time", survived.pop(), "refused, folder named: nothing was saved yet")
+            break
+        if newest == STEPS:
+            break
+    if -9 in ended.codes:
+        trial.resume(chance.choice(list(LAYOUTS)), newest)
+    for action in survived:
+        lab.count("any time", action, RESUMED)

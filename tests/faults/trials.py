@@ -11,18 +11,23 @@ the reference where the layout is the same, and within the tolerance of the pari
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from shardline.training import checkpoint as files
 from tests.faults.nursery import Ended, Fault, Job, Nursery
 
+SEED = int(os.environ.get("SHARDLINE_FAULT_SEED", "6"))
+RESUMED, REFUSED, SAID = "resumed at the last good step", "refused, file named", "save failed and said so"
 STEPS = 5
 TOLERANCE = 1e-4  # relative, of the parity tests
 SETTINGS: dict[str, Any] = {
@@ -73,6 +78,7 @@ class Row:
     loss: float
     grad_norm: float
     samples: tuple[int, ...]  # of all data ranks, in their order
+    at: float = field(compare=False)  # when it ended
 
 
 @dataclass
@@ -83,11 +89,11 @@ class Lab:
     folder: Path
     table: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # point, action, outcome
     _references: dict[str, Trial] = field(default_factory=dict)
-    _numbers: int = 0
+    numbers: int = 0
 
     def trial(self, layout: str, **settings: Any) -> Trial:
-        self._numbers += 1
-        return Trial(self, self.folder / f"trial-{self._numbers}", layout, settings)
+        self.numbers += 1
+        return Trial(self, self.folder / f"trial-{self.numbers}", layout, settings)
 
     def reference(self, layout: str) -> Trial:
         """A run of this layout that nothing happens to."""
@@ -112,14 +118,17 @@ class Lab:
         trial.rows, trial.layouts, trial.started = list(source.rows), list(source.layouts), list(source.started)
         return trial
 
+    def seconds(self, layout: str) -> float:
+        """From the end of the first step to the end of the last one."""
+        rows = self.reference(layout).rows[0]
+        return rows[-1].at - rows[0].at
+
     def count(self, point: str, action: str, outcome: str) -> None:
         self.table[point, action, outcome] += 1
 
     def lines(self) -> list[str]:
         rows = [("point", "action", "count", "outcome")]
-        rows += [
-            (point, action, str(count), outcome) for (point, action, outcome), count in sorted(self.table.items())
-        ]
+        rows += [(point, action, str(count), outcome) for (point, action, outcome), count in sorted(self.table.items())]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         text = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         points = {point for point, _, _ in self.table}
@@ -132,11 +141,15 @@ class Trial:
     def __init__(self, lab: Lab, folder: Path, layout: str, settings: dict[str, Any]) -> None:
         self.lab, self.folder, self.layout, self.settings = lab, folder, layout, settings
         self.run = folder / "run"
-        self.checkpoints = Path(settings.get("checkpoint.folder", self.run / "checkpoint"))
+        self.checkpoints = self.run / "checkpoint"
         self.rows: list[list[Row]] = []  # of each attempt
         self.layouts: list[str] = []
         self.started: list[int] = []  # the step each attempt began after
         self.log = ""  # of the last attempt, all ranks
+
+    def save_in(self, folder: Path) -> None:
+        self.checkpoints = folder
+        self.settings["checkpoint.folder"] = str(folder)
 
     def start(self, layout: str | None = None, fault: Fault | None = None, **changes: Any) -> Ended:
         """One attempt. Keys with a dot are settings, others belong to the job."""
@@ -157,6 +170,17 @@ class Trial:
         self.started.append(self.resumed or 0)
         assert not ended.hung, f"a rank hangs: {ended.output()}"
         return ended
+
+    def resume(self, layout: str, newest: int, allowed: str = "damaged", **changes: Any) -> None:
+        """Go on to the end, from the step that is expected; then everything is as if nothing had happened."""
+        ended = self.start(layout, **changes)
+        assert ended.codes == [0] * len(ended.codes), ended.reports
+        if newest == STEPS:
+            assert "already finished" in self.log
+            allowed += "|partial|removed"  # the next save would remove them
+        else:
+            assert (self.resumed or 0) == newest
+        self.check_whole(allowed)
 
     @property
     def resumed(self) -> int | None:
@@ -187,7 +211,8 @@ class Trial:
         effective: list[tuple[Row, str]] = []
         for rows, layout, start in zip(self.rows, self.layouts, self.started, strict=True):
             assert [row.step for row in rows] == [*range(start + 1, start + 1 + len(rows))]
-            effective = [(row, on) for row, on in effective if row.step <= start] + [(row, layout) for row in rows]
+            if rows:  # else it was refused, or had nothing to do
+                effective = [(row, on) for row, on in effective if row.step <= start] + [(row, layout) for row in rows]
         reference = wanted.rows[0]
         assert [row.samples for row, _ in effective] == [row.samples for row in reference], "other samples"
         exact = True
@@ -217,6 +242,11 @@ class Trial:
                 assert error <= 10 * TOLERANCE, f"{name}: relative {error:.1e}"
 
 
+def short(cases: Sequence[Any], few: Sequence[Any]) -> list[Any]:
+    """Parameters of a test; all but a few only in `make test-all`."""
+    return [pytest.param(case, id=str(case), marks=[] if case in few else pytest.mark.slow) for case in cases]
+
+
 def _rows(place: Path, ranks: int) -> list[Row]:
     """Of steps that all ranks wrote down."""
     ledgers = []
@@ -230,7 +260,7 @@ def _rows(place: Path, ranks: int) -> list[Row]:
         shares = {row["data_rank"]: row["samples"] for row in of_step}
         assert all(row["samples"] == shares[row["data_rank"]] for row in of_step), of_step
         samples = tuple(number for data_rank in sorted(shares) for number in shares[data_rank])
-        rows.append(Row(of_step[0]["step"], of_step[0]["loss"], of_step[0]["grad_norm"], samples))
+        rows.append(Row(of_step[0]["step"], of_step[0]["loss"], of_step[0]["grad_norm"], samples, of_step[0]["at"]))
     return rows
 
 
