@@ -10,6 +10,7 @@ cannot be stopped; it does not keep the process from ending.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from shardline.errors import UserError
 
 log = logging.getLogger("shardline")
-PATIENCE_SECONDS = 10.0  # before a wait is spoken of
+PATIENCE_SECONDS = 10.0  # before a wait is spoken of for the first time
 LAST_SECONDS = 2.0  # for a save that was told to stop
 
 
@@ -47,6 +48,7 @@ class Background:
         self._thread: threading.Thread | None = None
         self._position = Position("")
         self._what, self._began = "", 0.0
+        self.seconds = 0.0  # of the last job that ended
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -72,6 +74,7 @@ class Background:
         except BaseException as error:  # it is raised where the run hears of it
             self._error = error
         finally:
+            self.seconds = time.monotonic() - self._began
             self._done.set()
 
     def check(self) -> None:
@@ -83,17 +86,17 @@ class Background:
         if error is not None:
             raise error
 
-    def wait(self) -> None:
-        """Until the job has ended; then as `check`. An interrupt cancels it."""
+    def wait(self, seconds: float = math.inf) -> None:
+        """Until the job has ended; then as `check`. An interrupt cancels it, and so does waiting for too long."""
         try:
-            told = time.monotonic()
+            began, patience = time.monotonic(), PATIENCE_SECONDS
             while self.busy and not self._done.wait(0.5):
                 now = time.monotonic()
-                if now - self._began > self.timeout_seconds:
+                if now - self._began > self.timeout_seconds or now - began > seconds:
                     raise UserError(self._too_long(now - self._began))
-                if now - told > PATIENCE_SECONDS:
-                    log.warning("waiting for the save of %s, which is at %s", self._what, self._position.at)
-                    told = now
+                if now - began > patience:
+                    patience *= 4
+                    log.warning("waiting for the save of %s, which is at: %s", self._what, self._position.at)
         except BaseException:
             self.cancel()
             raise

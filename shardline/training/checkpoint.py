@@ -6,7 +6,7 @@
 A folder is written as `step-200.partial` and renamed when everything in it is on disk, so a crash leaves either a whole
 checkpoint or one that is recognised as broken. `kind` is "full" (can be resumed) or "model" (weights only). Names are
 unfused; a piece that is not all of its tensor has its place in its key. The manifest has the checksums of the shards
-and, in its first line, its own. docs/checkpoints.md describes every field.
+and, at its end, its own. docs/checkpoints.md describes every field.
 
 Version 1 had all tensors whole in one `state.safetensors`; it is still read.
 """
@@ -129,10 +129,16 @@ def manifest(
     }
 
 
+def _checksum(content: Mapping[str, Any]) -> int:
+    """Of everything a manifest says: a flipped bit in a number would otherwise be believed."""
+    text = json.dumps({key: value for key, value in content.items() if key != "crc32"}, sort_keys=True)
+    return zlib.crc32(text.encode())
+
+
 def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """Add the manifest to `partial`, make everything durable and rename it to `final`."""
     with open(partial / "manifest.json", "w") as file:
-        file.write(_readable(content))
+        file.write(_readable({**content, "crc32": _checksum(content)}))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(partial)
@@ -141,10 +147,7 @@ def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
 
 
 def _readable(content: dict[str, Any]) -> str:
-    """JSON with a line for each key, each file and each tensor, readable and still short.
-
-    Its first key is a checksum of all that comes behind its line.
-    """
+    """JSON with a line for each key, each file and each tensor, readable and still short."""
 
     def lines(value: dict[str, Any]) -> str:
         return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n }"
@@ -153,22 +156,7 @@ def _readable(content: dict[str, Any]) -> str:
         f" {json.dumps(key)}: {lines(value) if key in ('files', 'tensors') and value else json.dumps(value)}"
         for key, value in content.items()
     ]
-    rest = ",\n".join(rows) + "\n}\n"
-    return f'{{\n "crc32": {zlib.crc32(rest.encode())},\n' + rest
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    """A manifest whose bytes are those that were written; version 1 had no checksum of its own."""
-    text = path.read_bytes()
-    first = re.match(rb'\{\n "crc32": (\d+),\n', text)
-    if first and zlib.crc32(text[first.end() :]) != int(first[1]):
-        raise Damaged(f"{path} is damaged: it fails its checksum")
-    content = json.loads(text)
-    if content["format"] != FORMAT or content["version"] not in (1, VERSION):
-        raise UserError(f"{path}: format {content['format']!r} version {content['version']!r} is not readable here")
-    if not first and content["version"] != 1:
-        raise Damaged(f"{path} is damaged: its first line, with its checksum, is missing")
-    return dict(content)
+    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 def put_in_place(partial: Path, final: Path) -> None:
@@ -190,7 +178,12 @@ def put_in_place(partial: Path, final: Path) -> None:
 def read_checkpoint(path: Path) -> Saved:
     """Read a step folder's manifest; a folder that is no whole checkpoint is a `UserError`."""
     try:
-        content = _parsed(path / "manifest.json")
+        content = json.loads((path / "manifest.json").read_text())
+        if content["format"] != FORMAT or content["version"] not in (1, VERSION):
+            form = f"format {content['format']!r} version {content['version']!r}"
+            raise UserError(f"{path}/manifest.json: {form} is not readable here")
+        if content["version"] == VERSION and content["crc32"] != _checksum(content):
+            raise UserError(f"{path}/manifest.json is damaged: it fails its checksum")
         return Saved(
             path,
             content["step"],

@@ -44,7 +44,7 @@ class Owners:
             return parts
         held = [(part.key, part.bytes) for part in parts]
         known, mine = self._known.get(kind, ([], set()))
-        changed = torch.tensor([float(held != known or not known)], device=parts[0].tensor.device)
+        changed = torch.tensor([float(held != known or not known)])  # on the host: the device may be busy
         comm.max_in_place(changed, "world")
         if changed.item():
             everyone: list[Held] = [[] for _ in range(self.world_size)]

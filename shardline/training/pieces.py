@@ -104,7 +104,7 @@ def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> li
         pieces = []
         ends = torch.tensor([place.start[0], place.start[0] + place.size[0]])
         for part, order in unfuse(arch, name, torch.arange(shape[0])).items():  # the fused row of each logical row
-            first, last = torch.searchsorted(order, ends).tolist()
+            first, last = torch.searchsorted(order.contiguous(), ends).tolist()
             block = Place((first, *place.start[1:]), (last - first, *place.size[1:]))
             pieces.append(Piece(part, (len(order), *shape[1:]), block, order[first:last] - place.start[0]))
     return [piece for piece in pieces if piece.place.elements]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from shardline.training.tensor_file import TYPES, Damaged, check_block, check_si
 
 CHUNK_BYTES = 64 << 20  # read at a time, so that filling a large tensor takes little memory beside it
 MOST_OPEN = 64  # files
+MOST_KEPT = 16  # blocks that were needed in part: a neighbour may need the rest
 
 
 class Stored(NamedTuple):
@@ -32,14 +33,30 @@ class Stored(NamedTuple):
     pieces: tuple[tuple[int, Place], ...]
 
 
+class Kept:
+    """The last blocks that were needed in part."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[Path, int], memoryview] = {}  # the oldest first
+
+    def get(self, path: Path, index: int, fetch: Callable[[], memoryview]) -> memoryview:
+        block = self._blocks.pop((path, index), None)
+        if block is None:
+            if len(self._blocks) >= MOST_KEPT:
+                del self._blocks[next(iter(self._blocks))]
+            block = fetch()
+        self._blocks[path, index] = block
+        return block
+
+
 class VerifiedFile:
     """Bytes of a safetensors file, read in whole blocks that are compared with their checksums."""
 
-    def __init__(self, path: Path, recorded: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, recorded: Mapping[str, Any], kept: Kept | None = None) -> None:
         check_size(path, recorded)
         self.path, self.recorded, self.bytes_read = path, recorded, 0
+        self._kept = kept or Kept()
         self._descriptor = os.open(path, os.O_RDONLY)
-        self._last: tuple[int, memoryview] = (-1, memoryview(b""))  # small tensors share blocks
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
@@ -66,12 +83,14 @@ class VerifiedFile:
             if (low, high) == (first, last):
                 self._fetch(index, target)
             else:
-                if self._last[0] != index:
-                    block = np.empty(last - first, dtype=np.uint8).data
-                    self._fetch(index, block)
-                    self._last = (index, block)
-                target[:] = self._last[1][low - first : high - first]
+                block = self._kept.get(self.path, index, functools.partial(self._block, index, last - first))
+                target[:] = block[low - first : high - first]
         return out.data
+
+    def _block(self, index: int, length: int) -> memoryview:
+        block = np.empty(length, dtype=np.uint8).data
+        self._fetch(index, block)
+        return block
 
     def _fetch(self, index: int, into: memoryview) -> None:
         position, rest = index * self.recorded["block_bytes"], into
@@ -92,7 +111,7 @@ class Shards:
         self.folder, self.files = folder, files
         self._names = list(files)
         self._open: dict[int, VerifiedFile] = {}
-        self._closed_bytes = 0
+        self._kept, self._closed_bytes = Kept(), 0
         self._table = tensors if tensors is not None else self._whole_tensors()
 
     def _whole_tensors(self) -> dict[str, Any]:
@@ -166,7 +185,7 @@ class Shards:
                 oldest = next(iter(self._open))
                 self._closed_bytes += self._open.pop(oldest).bytes_read
             name = self._names[number]
-            self._open[number] = VerifiedFile(self.folder / name, self.files[name])
+            self._open[number] = VerifiedFile(self.folder / name, self.files[name], self._kept)
         return self._open[number]
 
     @property

@@ -10,6 +10,7 @@ the next save, at the end of the run, and where the run stops.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -44,6 +45,7 @@ from shardline.training.tensor_file import TYPE_NAMES, Entry, write_tensors
 
 log = logging.getLogger("shardline")
 VERDICT_SECONDS = 30.0  # rank 0 notices first that a rank is late
+LAST_WAIT_SECONDS = 30.0  # for a save that goes on behind, where the run has failed
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Saver:
         self._owners = Owners(mesh.rank, mesh.world_size)
         self._background = Background(self.section.save_timeout_seconds, mesh.rank)
         self._telling: Telling | None = None
-        self._staging: Staging | None = None
+        self._staging = self._make_staging()
         self._number = 0
         self._shard = files.shard_name(mesh.rank, mesh.world_size)
 
@@ -95,12 +97,28 @@ class Saver:
                     f"checkpoint.folder: cannot write {self.folder}: {error.strerror or error}; name another folder"
                 ) from error
 
+    def _make_staging(self) -> Staging | None:
+        section = self.section
+        if not section.enable or section.load_only or section.async_mode == "disabled":
+            return None
+        pinned = section.async_mode == "async_with_pinned_mem"
+        if pinned and not torch.cuda.is_available():
+            log.info('note: checkpoint.async_mode = "async_with_pinned_mem": without a GPU this is "async"')
+        return Staging(self.optimizer, pinned)
+
     def is_due(self, step: int, total_steps: int) -> bool:
         section = self.section
         if not section.enable or section.load_only:
             return False
         first = section.enable_first_step_checkpoint and step == 1
         return first or step == total_steps or step % section.interval == 0
+
+    def prepare(self) -> None:
+        """Before the first step, on every rank: make the buffers of asynchronous saves, behind."""
+        staging = self._staging
+        if staging is not None:
+            parts = self._owners.of("full", self._parts())
+            self._background.submit("the buffers on the host", lambda position: staging.prepare(parts))
 
     def save(self, progress: Progress, *, last: bool = False, wait: bool = False) -> Path:
         """Save this step: everything, or as `checkpoint.last_save_*` says at the end of the run.
@@ -109,7 +127,7 @@ class Saver:
         """
         final = self.folder / f"step-{progress.step}"
         self._background.wait()
-        save = self._begin(progress, last, later=self.section.async_mode != "disabled" and not (last or wait))
+        save = self._begin(progress, last, later=self._staging is not None and not (last or wait))
         self._background.submit(str(final), functools.partial(self._write, save, final))
         self.saved_step = progress.step
         if not save.staged:
@@ -123,6 +141,16 @@ class Saver:
                 self.save(progress, wait=True)
             self.finish()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save goes on behind."""
+        return self._background.busy
+
+    @property
+    def seconds(self) -> float:
+        """How long the last save that ended took, from its beginning to its place on disk."""
+        return self._background.seconds
+
     def check(self) -> None:
         """At a step boundary: raise the error of a save that went on behind."""
         self._background.check()
@@ -134,6 +162,11 @@ class Saver:
         except KeyboardInterrupt:
             self._remove_partial()
             raise
+
+    def let_finish(self) -> None:
+        """The run ends with an error that is not the save's: what goes on behind may still come to its end."""
+        with contextlib.suppress(UserError):
+            self._background.wait(LAST_WAIT_SECONDS)
 
     def close(self) -> None:
         """Give up what is still being written; a run that ended well has waited for it."""
@@ -159,11 +192,12 @@ class Saver:
             parts = model_parts(self.model, DTYPES[self.section.export_dtype])
         else:
             kind = "full"
-            parts = model_parts(self.model) + optimizer_parts(self.model, self.optimizer)
+            parts = self._parts()
         owned = self._owners.of(kind, parts)
         self._connect()
         if later:
-            owned = self._staged(owned)
+            assert self._staging is not None
+            owned = self._staging.stage(owned)
         elif any(part.tensor.is_cuda for part in owned):
             torch.cuda.synchronize(next(part.tensor.device for part in owned if part.tensor.is_cuda))
         reach("staged", self.folder / f"step-{progress.step}")
@@ -172,10 +206,8 @@ class Saver:
             self._number, progress.step, kind, owned, self._trainer_state(progress), files.rng_state(), in_hf, later
         )
 
-    def _staged(self, parts: list[Part]) -> list[Part]:
-        if self._staging is None:
-            self._staging = Staging(self.optimizer, pinned=self.section.async_mode == "async_with_pinned_mem")
-        return self._staging.stage(parts)
+    def _parts(self) -> list[Part]:
+        return model_parts(self.model) + optimizer_parts(self.model, self.optimizer)
 
     def _connect(self) -> None:
         """Keys of this saver's own: an earlier run in these processes may have used the same store."""
@@ -198,6 +230,9 @@ class Saver:
     def _write(self, save: Save, final: Path, position: Position) -> None:
         telling, began = self._telling, time.monotonic()
         assert telling is not None
+        device = next((part.tensor.device for part in save.parts if part.tensor.is_cuda), None)
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread begins with the first one
         deadline = began + self.section.save_timeout_seconds
         prefix, partial = f"{save.number}/", final.with_name(f"{final.name}.partial")
         if self.mesh.rank == 0:

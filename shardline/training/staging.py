@@ -51,7 +51,8 @@ class Buffers:
         views: list[Tensor] = [torch.empty(0)] * len(parts)
         for indices in chunks:
             memory = torch.empty(sum(sizes[i] for i in indices), dtype=torch.uint8, pin_memory=self.pinned)
-            memory.zero_()  # pages are given at the first touch
+            if not self.pinned:
+                memory.zero_()  # pages are given at the first touch
             offset = 0
             for i in indices:
                 tensor = parts[i].tensor
@@ -68,6 +69,10 @@ class Staging:
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def prepare(self, parts: list[Part]) -> None:
+        """Make the buffers, which takes longer than a copy: pages have to be found, and pinned."""
+        self._buffers.views(parts)
 
     def stage(self, parts: list[Part]) -> list[Part]:
         views = self._buffers.views(parts)

@@ -275,6 +275,7 @@ class Trainer:
         stopped_by = None
         try:
             metrics = Metrics(config, self.folder, self.progress.step, rank=self.mesh.rank)
+            self.saver.prepare()
             with _signals() as stop, _controlled_gc(config) as collect, self._profiler() as profiler:
                 reset_peak(self.device)
                 stopping, first_step = False, self.progress.step
@@ -324,6 +325,8 @@ class Trainer:
                 self.saver.finish()
         except BaseException as error:
             self._log_failure(error)
+            if isinstance(error, UserError):  # most often the same on all ranks, which are all alive
+                self.saver.let_finish()
             raise
         finally:
             console.close(stopped_by)

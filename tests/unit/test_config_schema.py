@@ -21,6 +21,7 @@ OTHER_DEFAULTS = {
     "activation_checkpoint.mode": "none",
 }
 OWN_KEYS = {
+    "checkpoint.save_timeout_seconds",
     "comm.bind_cpus",
     "comm.nccl.algorithm",
     "comm.nccl.buffer_size",

@@ -1,0 +1,282 @@
+"""Checkpoints between layouts: what one layout saved another loads and saves, bit by bit, reading what it needs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardline.config.load import load_config
+from shardline.training import checkpoint as files
+from shardline.training import save_points, tensor_file
+from tests.parity import cases
+from tests.parity.cases import case, layers
+from tests.parity.harness import _own_logging
+
+SAVED = {
+    "checkpoint.enable": True,
+    "checkpoint.interval": 2,
+    "checkpoint.last_save_model_only": False,
+    "training.steps": 4,
+    "training.seq_len": 16,
+    "lr_scheduler.total_steps": 4,
+}
+LAYOUTS = {
+    "one": ((), {}),
+    "ddp2": ((), {"ddp": 2}),
+    "fsdp2": ((), {"fsdp": 2}),
+    "fsdp4": ((), {"fsdp": 4}),
+    "tp2": ((), {"tp": 2}),
+    "tp4": ((), {"tp": 4}),
+    "hsdp2x2": ((), {"ddp": 2, "fsdp": 2}),
+    "fsdp2-tp2": ((), {"fsdp": 2, "tp": 2}),
+    "pp2": ((), {"pp": 2}),
+    "pp2-tp2": ((), {"pp": 2, "tp": 2}),
+    "pp2-fsdp2-interleaved": ((cases.INTERLEAVED,), {"pp": 2, "fsdp": 2}),
+    "cp2": ((cases.RING,), {"cp": 2}),
+    "offload": ((cases.OFFLOAD,), {}),
+    "fsdp2-offload": ((cases.OFFLOAD,), {"fsdp": 2}),
+    "fsdp2-early": ((cases.EARLY,), {"fsdp": 2}),
+}
+# Every neighbour in a row is a change of layout; the model and the optimizer are the same all along.
+CHAINS = {
+    "plain": ((layers(4), cases.UNCLIPPED), [*LAYOUTS, "one"]),
+    # fewer KV heads than ranks: q and kv are separate there, fused elsewhere; rows do not divide evenly
+    "few-heads": (
+        (cases.TWO_KV_HEADS, cases.ODD_VOCABULARY, cases.BIASES, cases.QK_NORM, cases.UNCLIPPED),
+        ["tp4", "fsdp4", "fsdp2-tp2", "tp4", "one"],
+    ),
+    "tied": ((layers(4), cases.TIED), ["pp2", "tp2", "pp2-tp2", "one", "pp2-fsdp2-interleaved"]),
+    "narrow": ((layers(4), cases.NARROW_STATE), ["fsdp2-tp2", "one", "pp2", "fsdp2-offload"]),
+    "lamb": ((layers(4), cases.LAMB), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
+}
+
+
+def train_to(settings, block_bytes=tensor_file.BLOCK_BYTES):
+    from shardline.training.trainer import Trainer
+
+    with _own_logging(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_file, "BLOCK_BYTES", block_bytes)
+        Trainer(load_config(overrides=settings)).train()
+
+
+def load_and_save(settings, target):
+    """Resume, and save the same step elsewhere; how many bytes this rank read."""
+    from shardline.training import loading
+    from shardline.training.trainer import Trainer
+
+    read = {}
+    plain = loading.load_optimizer
+
+    def watched(saved, model, optimizer):
+        plain(saved, model, optimizer)
+        read["bytes"] = saved.shards.bytes_read
+
+    with _own_logging(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardline.training.starting.load_optimizer", watched)
+        trainer = Trainer(load_config(overrides=settings))
+        trainer.saver.folder = Path(target)
+        trainer.saver.save(trainer.progress, wait=True)
+        trainer.close()
+    return read["bytes"]
+
+
+class Runs:
+    def __init__(self, harness, folder):
+        self.harness, self.folder = harness, folder
+
+    def settings(self, layout, folder, *changes):
+        own, degrees = LAYOUTS[layout]
+        entry = case("x", SAVED, *changes, *own, **degrees)
+        return entry.ranks, self.harness.settings(entry.overrides, entry.ranks) | {"job.dump_folder": str(folder)}
+
+    def train(self, name, layout, *changes, block_bytes=tensor_file.BLOCK_BYTES):
+        """Train under a layout; the folder of its checkpoints."""
+        ranks, settings = self.settings(layout, self.folder / name, *changes)
+        self.harness.pool.run(ranks, train_to, settings, block_bytes)
+        return self.folder / name / "checkpoint"
+
+    def through(self, source, name, layout, *changes):
+        """Load `source` under a layout and save it again; the new folder, and the bytes each rank read."""
+        shutil.copytree(source, self.folder / name / "checkpoint")
+        target = self.folder / f"{name}-out" / "checkpoint"
+        ranks, settings = self.settings(layout, self.folder / name, *changes)
+        return target, self.harness.pool.run(ranks, load_and_save, settings, str(target))
+
+
+def tensors(folder, step=2):
+    return dict(files.find_checkpoint(folder, step).tensors(""))
+
+
+def assert_same(a, b, words):
+    assert a.keys() == b.keys(), words
+    differing = [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+    assert not differing, f"{words}: {len(differing)} differ, such as {differing[:3]}"
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_from_layout_to_layout_bit_by_bit(harness, tmp_path, name):
+    """Each layout loads what the one before saved; the last one has what the first one trained."""
+    changes, chain = CHAINS[name]
+    runs = Runs(harness, tmp_path)
+    folder = runs.train("first", chain[0], *changes, {"training.steps": 2})
+    trained = tensors(folder)
+    assert any(name.startswith("optimizer/") for name in trained)
+    assert all(bool(tensor.any()) for name, tensor in trained.items() if name.startswith("optimizer/exp_avg/"))
+    for number, (before, layout) in enumerate(itertools.pairwise(chain)):
+        folder, _ = runs.through(folder, f"{number}-{layout}", layout, *changes)
+        files.find_checkpoint(folder, 2).verify()
+        assert_same(trained, tensors(folder), f"{before} to {layout}")
+
+
+def test_a_rank_reads_the_share_that_it_holds(harness, tmp_path):
+    """With blocks that are small beside the tensors, as 4 MiB are beside those of a large model."""
+    wide = cases.model(dim=128, ffn_dim=512, vocab_size=2048)
+    runs = Runs(harness, tmp_path)
+    folder = runs.train("first", "one", wide, {"training.steps": 2}, block_bytes=2048)
+    total = sum(path.stat().st_size for path in folder.glob("step-2/shard-*"))
+    for layout, share in (("fsdp4", 1 / 4), ("fsdp2-tp2", 1 / 4), ("fsdp2", 1 / 2), ("ddp2", 1)):
+        _, read = runs.through(folder, layout, layout, wide)
+        assert all(share * total * 0.9 < count < share * total * 1.2 for count in read), (layout, read, total)
+
+
+def test_ranks_share_the_writing(harness, tmp_path):
+    wide = cases.model(dim=128, ffn_dim=512, n_layers=4)
+    for layout, ranks in (("ddp2", 2), ("hsdp2x2", 4), ("fsdp4", 4)):
+        step = Runs(harness, tmp_path / layout).train("run", layout, wide, {"training.steps": 2}) / "step-2"
+        sizes = [(step / files.shard_name(rank, ranks)).stat().st_size for rank in range(ranks)]
+        assert max(sizes) < 1.1 * sum(sizes) / ranks, (layout, sizes)
+
+
+# ---- going on --------------------------------------------------------------------------------------------------------
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder.parent / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("layout", ["one", "fsdp2-tp2", "pp2", "fsdp2-early"])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(harness, tmp_path, layout, mode):
+    changes = (layers(4), cases.UNCLIPPED, {"checkpoint.async_mode": mode})
+    runs = Runs(harness, tmp_path)
+    whole = runs.train("whole", layout, *changes)
+    runs.train("resumed", layout, *changes, {"training.steps": 3, "checkpoint.interval": 2})
+    shutil.rmtree(tmp_path / "resumed" / "checkpoint" / "step-3")  # so that it goes on from what was saved behind
+    resumed = runs.train("resumed", layout, *changes)
+    assert losses(resumed) == losses(whole)
+    assert_same(tensors(whole, 4), tensors(resumed, 4), layout)
+
+
+def random_numbers(settings, step):
+    """Draw something different on every rank, save, draw on; resume, draw on: the same."""
+    import random
+
+    import numpy as np
+
+    from shardline.training.trainer import Trainer
+
+    def draw():
+        return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+    with _own_logging():
+        if step == 2:
+            trainer = Trainer(load_config(overrides=settings))
+            torch.manual_seed(100 + trainer.mesh.rank)
+            trainer.progress.step = 2
+            trainer.saver.save(trainer.progress, wait=True)
+        else:
+            trainer = Trainer(load_config(overrides=settings))
+        numbers = draw()
+        trainer.close()
+        return numbers
+
+
+def test_every_rank_gets_its_own_random_state_back_or_rank_0s(harness, tmp_path):
+    runs = Runs(harness, tmp_path)
+    ranks, settings = runs.settings("fsdp2", tmp_path / "run")
+    drawn = harness.pool.run(ranks, random_numbers, settings, 2)
+    assert drawn[0] != drawn[1]
+    assert harness.pool.run(ranks, random_numbers, settings, 4) == drawn
+    for layout in ("ddp2", "tp2", "one"):
+        ranks, settings = runs.settings(layout, tmp_path / "run")
+        assert harness.pool.run(ranks, random_numbers, settings, 4) == [drawn[0]] * ranks
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def resume(settings):
+    from shardline.errors import UserError
+    from shardline.training.trainer import Trainer
+
+    with _own_logging():
+        try:
+            trainer = Trainer(load_config(overrides=settings))
+        except UserError as error:
+            return str(error)
+        trainer.close()
+        return trainer.progress.step
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_what_one_rank_finds_damaged_all_ranks_leave(harness, tmp_path):
+    runs = Runs(harness, tmp_path)
+    ranks, settings = runs.settings("fsdp4", tmp_path / "run", {"checkpoint.keep_latest_k": 3})
+    folder = runs.train("run", "fsdp4")
+    flip(folder / "step-4" / files.shard_name(2, 4), -30)  # only rank 2 reads it
+    later = settings | {"training.steps": 8, "lr_scheduler.total_steps": 8}
+    asked = harness.pool.run(ranks, resume, later | {"checkpoint.load_step": 4})
+    assert len(set(asked)) == 1
+    assert "shard-00002-of-00004.safetensors is damaged: bytes" in asked[0]
+    assert harness.pool.run(ranks, resume, later) == [2] * 4
+    assert (folder / "step-4.damaged").is_dir()
+    said = (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    assert "skipping a damaged checkpoint" in said
+    assert "shard-00002-of-00004.safetensors" in said
+    flip(folder / "step-2" / files.shard_name(0, 4), -30)
+    asked = harness.pool.run(ranks, resume, later)
+    assert len(set(asked)) == 1
+    assert "holds no checkpoint that can be resumed" in asked[0]
+
+
+def fail_on_rank(settings, rank, point):
+    """The disk of one rank is full at the second save."""
+    from shardline.errors import UserError
+    from shardline.training.trainer import Trainer
+
+    with _own_logging(), pytest.MonkeyPatch.context() as patch:
+        trainer = Trainer(load_config(overrides=settings))
+
+        def listener(reached, path):
+            if reached == point and "step-4" in str(path) and trainer.mesh.rank == rank:
+                raise OSError(28, "No space left on device")
+
+        patch.setattr(save_points, "listener", listener)
+        try:
+            trainer.train()
+        except UserError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(("rank", "point"), [(1, "tensor-written"), (0, "shard-synced"), (0, "manifest-written")])
+def test_a_writer_that_fails_tells_every_rank(harness, tmp_path, rank, point):
+    runs = Runs(harness, tmp_path)
+    ranks, settings = runs.settings("fsdp2", tmp_path / "run")
+    said = harness.pool.run(ranks, fail_on_rank, settings, rank, point)
+    assert len(set(said)) == 1
+    assert f"{tmp_path}/run/checkpoint/step-4 was not saved: No space left on device" in said[0]
+    assert said[0].endswith("; earlier ones are intact")
+    assert (f"(shard-0000{rank}-of-00002.safetensors)" in said[0]) == (point != "manifest-written")
+    assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-2"]
+    files.find_checkpoint(tmp_path / "run").verify()

@@ -1,0 +1,257 @@
+"""The files of a checkpoint: pieces that `safetensors` alone can place, reads that verify what they need, pruning."""
+
+import json
+import os
+import zlib
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from shardline.config.architecture import Architecture
+from shardline.errors import UserError
+from shardline.training import checkpoint as files
+from shardline.training import tensor_file
+from shardline.training.merging import merge, shortened_rng
+from shardline.training.owners import share_out
+from shardline.training.pieces import Place, place_key
+from shardline.training.reading import Shards, VerifiedFile
+from shardline.training.tensor_file import TYPE_NAMES, Damaged, Entry, write_tensors
+
+ARCH = Architecture(dim=8, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=16, vocab_size=16)
+
+
+def write_pieces(folder, tensors, places):
+    """Shards as ranks would write them: `places[rank][name]` lists what a rank writes of a tensor."""
+    parts = []
+    for rank, owned in enumerate(places):
+        name, entries, table = files.shard_name(rank, len(places)), [], {}
+        for tensor, held in owned.items():
+            whole = tensors[tensor]
+            for place in held:
+                key = place_key(tensor, whole.shape, place)
+                entries.append(Entry(key, place.size, whole.dtype, lambda w=whole, p=place: w[p.slices]))
+            rows = [[*place.start, *place.size] for place in held]
+            table[tensor] = {"dtype": TYPE_NAMES[whole.dtype], "shape": list(whole.shape), "places": rows}
+        record = write_tensors(folder / name, entries)
+        parts.append({"file": name, "record": record, "tensors": table, "rng": {}})
+    merged = merge(parts)
+    return Shards(folder, merged.files, merged.tensors)
+
+
+@pytest.fixture
+def tensors():
+    return {
+        "model/a": torch.randn(37, 19),
+        "model/b": torch.randn(11).bfloat16(),
+        "optimizer/step/a": torch.tensor(7.0),
+    }
+
+
+HALVES = [
+    {"model/a": [Place((0, 0), (20, 19)), Place((20, 0), (17, 6))], "optimizer/step/a": [Place((), ())]},
+    {"model/a": [Place((20, 6), (17, 13))], "model/b": [Place((0,), (11,))]},
+]
+
+
+def test_tensors_are_put_together_from_pieces_of_several_files(tmp_path, tensors, monkeypatch):
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 256)
+    shards = write_pieces(tmp_path, tensors, HALVES)
+    for name, tensor in tensors.items():
+        read = shards.read(name)
+        assert read.dtype == tensor.dtype
+        assert torch.equal(read, tensor)
+    for slices in ((slice(3, 31), slice(2, 9)), (slice(25, 26),), (slice(-4, None), slice(None)), (slice(5, 5),)):
+        assert torch.equal(shards.read("model/a", slices), tensors["model/a"][slices])
+
+
+def test_large_reads_come_in_chunks(tmp_path, tensors, monkeypatch):
+    monkeypatch.setattr("shardline.training.reading.CHUNK_BYTES", 100)
+    shards = write_pieces(tmp_path, tensors, HALVES)
+    assert torch.equal(shards.read("model/a"), tensors["model/a"])
+    assert len(list(shards.blocks("model/a", Place((0, 0), (20, 19))))) == 20
+
+
+def test_safetensors_alone_reads_and_places_the_pieces(tmp_path, tensors):
+    write_pieces(tmp_path, tensors, HALVES)
+    rebuilt = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    for path in tmp_path.glob("shard-*"):
+        for key, piece in load_file(path).items():
+            name, _, place = key.partition("[")
+            slices = tuple(slice(*map(int, part.split(":"))) for part in place.rstrip("]").split(",")) if place else ...
+            rebuilt[name][slices] = piece
+    assert all(torch.equal(rebuilt[name], tensor) for name, tensor in tensors.items())
+    with safe_open(tmp_path / files.shard_name(1, 2), framework="pt") as file:
+        assert sorted(file.keys()) == ["model/a[20:37,6:19]", "model/b"]
+
+
+def test_only_the_blocks_that_are_needed_are_read_and_verified(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 1024)
+    tensors = {"model/a": torch.randn(1024, 16)}
+    shards = write_pieces(tmp_path, tensors, [{"model/a": [Place((0, 0), (1024, 16))]}])
+    shards.read("model/a", (slice(0, 256),))
+    assert 64 * 256 <= shards.bytes_read <= 64 * 256 + 3 * 1024
+    path = tmp_path / files.shard_name(0, 1)
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+    shards = Shards(tmp_path, shards.files, shards._table)
+    assert torch.equal(shards.read("model/a", (slice(0, 512),)), tensors["model/a"][:512])
+    with pytest.raises(Damaged, match=r"shard-00000-of-00001.safetensors is damaged: bytes \d+ to \d+ fail"):
+        shards.read("model/a", (slice(1000, 1024),))
+
+
+def test_neighbours_in_one_block_read_it_once(tmp_path):
+    tensors = {f"model/{i}": torch.randn(5, 5) for i in range(50)}
+    shards = write_pieces(tmp_path, tensors, [{name: [Place((0, 0), (5, 5))] for name in tensors}])
+    for name in tensors:
+        shards.read(name)
+    assert shards.bytes_read == (tmp_path / files.shard_name(0, 1)).stat().st_size
+
+
+def test_a_shard_that_is_not_what_the_manifest_says(tmp_path, tensors):
+    shards = write_pieces(tmp_path, tensors, HALVES)
+    table = json.loads(json.dumps(shards._table))
+    table["model/a"]["pieces"].pop()
+    with pytest.raises(Damaged, match="the pieces of model/a are not all of it"):
+        Shards(tmp_path, shards.files, table).read("model/a")
+    table = json.loads(json.dumps(shards._table))
+    table["model/b"]["pieces"][0][0] = 0  # says the other file
+    with pytest.raises(Damaged, match=r"shard-00000-of-00002.safetensors does not hold model/b"):
+        Shards(tmp_path, shards.files, table).read("model/b")
+
+
+def test_a_file_that_shrinks_after_it_was_opened_is_torn(tmp_path):
+    path = tmp_path / "x.safetensors"
+    record = write_tensors(path, [Entry("a", (64, 64), torch.float32, lambda: torch.zeros(64, 64))])
+    opened = VerifiedFile(path, record)
+    os.truncate(path, 100)
+    with pytest.raises(Damaged, match="it is torn"):
+        opened.read(0, record["size"])
+
+
+def test_checksums_are_those_of_zlib(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 4096)
+    path = tmp_path / "x.safetensors"
+    record = write_tensors(path, [Entry("a", (3000,), torch.float32, lambda: torch.randn(3000))])
+    content = path.read_bytes()
+    assert record["size"] == len(content)
+    assert record["crc32"] == [zlib.crc32(content[i : i + 4096]) for i in range(0, len(content), 4096)]
+
+
+# ---- who writes what -------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_several_ranks_hold_are_shared_out():
+    sizes = {1: 60, 2: 30, 3: 20, 4: 50, 5: 0}
+    held = [[(key, sizes[key]) for key in keys] for keys in ((1, 2, 3, 5), (1, 2, 4, 5))]
+    owned = share_out(held)
+    assert owned[0] | owned[1] == set(sizes)
+    assert not owned[0] & owned[1]
+    assert owned == [{1, 3, 5}, {2, 4}]
+
+
+def test_replicas_write_about_the_same_each():
+    sizes = {key: 1 + key * 7919 % 100 for key in range(300)}
+    owned = share_out([list(sizes.items())] * 8)
+    loads = [sum(sizes[key] for key in keys) for keys in owned]
+    assert sum(loads) == sum(sizes.values())
+    assert max(loads) - min(loads) <= max(sizes.values())
+
+
+def test_ranks_that_do_not_cover_a_tensor_are_noticed(tmp_path):
+    row = {"dtype": "F32", "shape": [4, 2], "places": [[0, 0, 3, 2]]}
+    part = {"file": "x", "record": {}, "tensors": {"model/a": row}, "rng": {}}
+    with pytest.raises(RuntimeError, match="wrote 6 elements of model/a"):
+        merge([part])
+    other = {**part, "file": "y", "tensors": {"model/a": {**row, "dtype": "BF16", "places": [[3, 0, 1, 2]]}}}
+    with pytest.raises(RuntimeError, match="ranks hold model/a as F32"):
+        merge([part, other])
+
+
+def test_equal_random_states_are_kept_once():
+    a, b = {"torch": "00"}, {"torch": "01"}
+    assert shortened_rng([a, a, b, a, b]) == [a, 0, b, 0, 2]
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def make(folder, step, kind="full"):
+    """A checkpoint of one small tensor."""
+    partial = folder / f"step-{step}.partial"
+    partial.mkdir(parents=True)
+    entries = [Entry("model/norm.weight", (8,), torch.float32, lambda: torch.full((8,), float(step)))]
+    recorded, table = files.write_whole(partial, entries)
+    files.publish(partial, folder / f"step-{step}", files.manifest(step, kind, ARCH, {"step": step}, recorded, table))
+    return folder / f"step-{step}"
+
+
+def steps(folder):
+    return [saved.step for saved in files.list_checkpoints(folder)]
+
+
+def test_a_manifest_is_json_with_a_line_for_each_tensor(tmp_path):
+    text = (make(tmp_path, 3) / "manifest.json").read_text()
+    assert json.loads(text)["version"] == 2
+    assert [line for line in text.splitlines() if "model/norm.weight" in line] == [
+        '  "model/norm.weight": {"dtype": "F32", "shape": [8], "pieces": [[0, 0, 8]]}'
+    ]
+
+
+def test_pruning_leaves_the_newest_that_can_be_resumed(tmp_path):
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    make(tmp_path, 4, "model")
+    files.prune(tmp_path, keep=1)
+    assert steps(tmp_path) == [3, 4]
+    files.prune(tmp_path, keep=0)
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_pruning_does_not_count_on_a_torn_one(tmp_path):
+    for step in (1, 2, 3):
+        path = make(tmp_path, step)
+    (path / files.shard_name(0, 1)).write_bytes(b"")
+    files.prune(tmp_path, keep=1)
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_pruning_removes_what_earlier_attempts_left(tmp_path):
+    for step in (1, 2, 8):
+        make(tmp_path, step)
+    for name in ("step-9.partial", "step-3.damaged", "step-4.damaged", "step-30.damaged", "step-5.abandoned"):
+        (tmp_path / name).mkdir()
+    for name in ("step-6.abandoned", "step-8.replaced", "step-7.replaced", "step-x.damaged", "notes"):
+        (tmp_path / name).mkdir()
+    files.prune(tmp_path, keep=2)
+    left = {path.name for path in tmp_path.iterdir()}
+    # step-7.replaced stands for a rename that was cut short: it is all there is of step 7
+    assert left == {
+        *("step-2", "step-8", "step-30.damaged", "step-6.abandoned", "step-7.replaced", "step-x.damaged", "notes")
+    }
+
+
+def test_version_1_is_still_read(tmp_path):
+    path = tmp_path / "step-5"
+    path.mkdir()
+    tensors = {"model/norm.weight": torch.randn(8), "optimizer/step/norm.weight": torch.tensor(5.0)}
+    entries = [Entry(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()]
+    record = write_tensors(path / "state.safetensors", entries)
+    content = files.manifest(5, "full", ARCH, {"step": 5}, {"state.safetensors": record})
+    for key in ("tensors", "world_size", "layout"):
+        del content[key]
+    (path / "manifest.json").write_text(json.dumps({**content, "version": 1}))
+    saved = files.read_checkpoint(path)
+    saved.verify()
+    assert set(saved.weights()) == {"norm.weight"}
+    assert torch.equal(saved.weights()["norm.weight"], tensors["model/norm.weight"])
+    assert torch.equal(saved.read("optimizer/step/norm.weight"), torch.tensor(5.0))
+
+
+def test_what_is_written_by_a_later_version_is_refused(tmp_path):
+    path = make(tmp_path, 1) / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+    with pytest.raises(UserError, match="version 3 is not readable here"):
+        files.read_checkpoint(path.parent)
