@@ -259,6 +259,7 @@ def remove(path: Path) -> None:
     if path != doomed:
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
+    reach("removing", doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -32,7 +32,7 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank. With `point` None a rank is killed from outside, `after` seconds behind its first step.
+    """What happens to one rank. With `point` None it is killed from outside, `after` seconds after `since`.
 
     `action` is kill-rank, kill-all, hang, slow (until the log speaks of the wait), read-only (the file system on
     the trial's "disk"), or the name of an errno that is raised as an OSError.
@@ -44,6 +44,7 @@ class Fault:
     step: int = 0  # of the save that it happens in
     nth: int = 0  # time that the point is reached in that save
     after: float = 0.0
+    since: str = "first step"  # or "start"
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,7 @@ def main() -> None:
     import torch
     import torch._dynamo  # what torch imports when a rank first needs it
 
-    import shardline.config.load
-    import shardline.training.trainer  # noqa: F401
+    import tests.faults.nursery  # noqa: F401 - by this name a rank finds `train`
 
     torch.set_num_threads(1)
     gc.collect()
@@ -200,9 +200,10 @@ def _watch(job: Job, children: Sequence[int], started: int) -> dict[str, Any]:
     limit, kill_at, signalled = began + job.seconds, None, False
     while len(codes) < len(children):
         now = time.monotonic()
-        outside = job.fault is not None and job.fault.point is None
-        if outside and kill_at is None and select.select([started], [], [], 0)[0] and os.read(started, 1):
-            kill_at = now + job.fault.after
+        if kill_at is None and job.fault is not None and job.fault.point is None:
+            stepped = select.select([started], [], [], 0)[0] and os.read(started, 1)
+            if job.fault.since == "start" or stepped:
+                kill_at = now + job.fault.after
         if kill_at is not None and now >= kill_at and not signalled and job.fault is not None:
             signalled = True
             doomed = children if job.fault.action == "kill-all" else [children[job.fault.rank]]

@@ -32,11 +32,20 @@ class Kill:
     mode: str
     on: str  # the layout that resumes
     grace: float = 0.0
+    keep: int = 2
+    last: str = "full"  # what the last save is to be
 
     def __str__(self) -> str:
         fault = self.fault
         where = f"rank{fault.rank}-step{fault.step}" + (f"-time{fault.nth + 1}" if fault.nth else "")
-        return f"{fault.point}-{fault.action}-{where}-{self.mode}-{self.layout}-on-{self.on}"
+        return f"{fault.point}-{fault.action}-{where}-{self.mode}-{self.layout}-on-{self.on}-{self.last}"
+
+
+LAST = {
+    "full": {},
+    "model": {"checkpoint.last_save_model_only": True},
+    "hf": {"checkpoint.last_save_model_only": True, "checkpoint.last_save_in_hf": True},
+}
 
 
 def kills() -> list[Kill]:
@@ -45,7 +54,7 @@ def kills() -> list[Kill]:
     for number, point in enumerate(POINTS):
         for turn, layout in enumerate(("one", "one", *TWO_RANKS, *TWO_RANKS)):
             ranks = LAYOUTS[layout][0]
-            first = 3 if point == "pruned" else 2
+            first = 3 if point in ("removing", "pruned") else 2
             fault = Fault(
                 point,
                 "kill-all" if ranks == 1 or (turn + number) % 3 == 0 else "kill-rank",
@@ -55,18 +64,32 @@ def kills() -> list[Kill]:
             )
             mode = ("disabled", "async")[(turn + number + turn // 6) % 2]
             on = layout if chance.random() < 0.5 else chance.choice([name for name in LAYOUTS if name != layout])
-            found.append(Kill(fault, layout, mode, on, chance.choice((0.0, 0.1, 0.3))))
+            found.append(Kill(fault, layout, mode, on, chance.choice((0.0, 0.1, 0.3)), chance.choice((1, 2))))
     return found
 
 
-KILLS = kills()
-FEW_KILLS = [KILLS[10 * number + turn] for number, turn in enumerate((0, 2, 3, 1, 4, 5, 6, 0, 7, 8, 9, 2, 1, 3))]
+def last_kills() -> list[Kill]:
+    """The last save, where it has weights only."""
+    points = ("staged", "tensor-written", "shard-synced", "parts-complete", "manifest-written", "renamed", "removing")
+    chance, found = random.Random(SEED), []
+    for number, point in enumerate(points):
+        for turn, last in enumerate(("model", "hf")):
+            layout = list(LAYOUTS)[(2 * number + turn) % len(LAYOUTS)]
+            rank = 0 if point in ON_RANK_0 else chance.randrange(LAYOUTS[layout][0])
+            fault = Fault(point, "kill-all" if LAYOUTS[layout][0] == 1 else "kill-rank", rank, STEPS)
+            found.append(Kill(fault, layout, "async", chance.choice(list(LAYOUTS)), last=last))
+    return found
+
+
+KILLS = [*kills(), *last_kills()]
+FEW_KILLS = [KILLS[10 * number + turn] for number, turn in enumerate((0, 2, 3, 1, 4, 5, 6, 0, 7, 8, 9, 2, 1, 3, 0, 3))]
 
 
 @pytest.mark.parametrize("case", short(KILLS, FEW_KILLS))
 def test_a_kill_in_a_save(lab, case):
     fault = case.fault
-    trial = lab.trial(case.layout, **{"checkpoint.async_mode": case.mode})
+    settings = {"checkpoint.async_mode": case.mode, "checkpoint.keep_latest_k": case.keep}
+    trial = lab.trial(case.layout, **settings, **LAST[case.last])
     ended = trial.start(fault=fault, grace=case.grace)
     assert ended.fired is not None, ended.output()
     assert -9 in ended.codes
@@ -154,25 +177,26 @@ def test_kills_at_random_times_and_changing_layouts(lab, case):
     survived = []
     for _ in range(3):
         layout = chance.choice(list(LAYOUTS))
-        after, rank = chance.uniform(0, lab.seconds(layout)), chance.randrange(LAYOUTS[layout][0])
-        fault = Fault(None, chance.choice(("kill-rank", "kill-all")), rank, after=after)
+        rank, since = chance.randrange(LAYOUTS[layout][0]), chance.choice(("first step", "start"))
+        after = chance.uniform(0, lab.seconds(layout, whole=since == "start"))
+        fault = Fault(None, chance.choice(("kill-rank", "kill-all")), rank, after=after, since=since)
         ended = trial.start(layout, fault, grace=chance.choice((0.0, 0.2)))
         if -9 not in ended.codes:  # it was faster
             assert ended.codes == [0] * len(ended.codes), ended.reports
             trial.check_whole()
             break
-        survived.append(fault.action)
+        survived.append((f"any time after the {since}", fault.action))
         newest = trial.check_saved(newest)
-        if newest == 0 and (trial.names() or (trial.run / "metrics.jsonl").read_bytes()):
+        if newest == 0 and trial.has_results():
             ended = trial.start(layout)
             assert ended.codes == [2] * len(ended.codes)
             assert f"{trial.run} already holds a run" in ended.reports[0]
             assert "no good checkpoint to resume from: --overwrite" in ended.reports[0]
-            lab.count("any time", survived.pop(), "refused, folder named: nothing was saved yet")
+            lab.count(*survived.pop(), "refused, folder named: nothing was saved yet")
             break
         if newest == STEPS:
             break
     if -9 in ended.codes:
         trial.resume(chance.choice(list(LAYOUTS)), newest)
-    for action in survived:
-        lab.count("any time", action, RESUMED)
+    for one in survived:
+        lab.count(*one, RESUMED)

@@ -118,10 +118,10 @@ class Lab:
         trial.rows, trial.layouts, trial.started = list(source.rows), list(source.layouts), list(source.started)
         return trial
 
-    def seconds(self, layout: str) -> float:
-        """From the end of the first step to the end of the last one."""
-        rows = self.reference(layout).rows[0]
-        return rows[-1].at - rows[0].at
+    def seconds(self, layout: str, whole: bool = False) -> float:
+        """From the end of the first step to the end of the last one; `whole`: from the start."""
+        reference = self.reference(layout)
+        return reference.seconds if whole else reference.rows[0][-1].at - reference.rows[0][0].at
 
     def count(self, point: str, action: str, outcome: str) -> None:
         self.table[point, action, outcome] += 1
@@ -145,7 +145,7 @@ class Trial:
         self.rows: list[list[Row]] = []  # of each attempt
         self.layouts: list[str] = []
         self.started: list[int] = []  # the step each attempt began after
-        self.log = ""  # of the last attempt, all ranks
+        self.log, self.seconds = "", 0.0  # of the last attempt; the log is that of all ranks
 
     def save_in(self, folder: Path) -> None:
         self.checkpoints = folder
@@ -164,7 +164,7 @@ class Trial:
         texts = [
             path.read_bytes()[logs.get(path, 0) :].decode() for path in sorted(self.run.glob("log/rank-[0-9].log"))
         ]
-        self.log = "\n".join(texts)
+        self.log, self.seconds = "\n".join(texts), ended.seconds
         self.rows.append(_rows(place, ranks))
         self.layouts.append(layout)
         self.started.append(self.resumed or 0)
@@ -194,33 +194,37 @@ class Trial:
         return max((int(step) for step in re.findall(r"saved \S*/step-(\d+)\b", self.log)), default=0)
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in self.checkpoints.iterdir())
+        return sorted(path.name for path in self.checkpoints.iterdir()) if self.checkpoints.exists() else []
+
+    def has_results(self) -> bool:
+        """Whether there is anything that a fresh start would lose."""
+        metrics = self.run / "metrics.jsonl"
+        return bool(self.names()) or (metrics.exists() and metrics.stat().st_size > 0)
 
     def check_saved(self, least: int = 0) -> int:
         """The newest step that is whole on disk; not older than what was reported or than `least`."""
         reported = max(self.reported, least)
-        if reported:
-            files.read_checkpoint(self.checkpoints / f"step-{reported}").verify()
         newest = max((saved.step for saved in files.list_checkpoints(self.checkpoints) if _whole(saved)), default=0)
         assert newest >= reported
+        if 0 < reported < newest and self.settings.get("checkpoint.keep_latest_k", 2) > 1:
+            files.read_checkpoint(self.checkpoints / f"step-{reported}").verify()
         return newest
 
     def check_whole(self, allowed: str = "damaged|abandoned") -> None:
         """All attempts together have done what the reference did, and left nothing behind but what is allowed."""
-        wanted = self.lab.reference(self.layouts[0])
         effective: list[tuple[Row, str]] = []
         for rows, layout, start in zip(self.rows, self.layouts, self.started, strict=True):
             assert [row.step for row in rows] == [*range(start + 1, start + 1 + len(rows))]
             if rows:  # else it was refused, or had nothing to do
                 effective = [(row, on) for row, on in effective if row.step <= start] + [(row, layout) for row in rows]
-        reference = wanted.rows[0]
-        assert [row.samples for row, _ in effective] == [row.samples for row in reference], "other samples"
-        exact = True
-        for (row, layout), expected in zip(effective, reference, strict=True):
-            exact = exact and layout == self.layouts[0]
+        first, exact = effective[0][1], True
+        reference = self.lab.reference(first)
+        assert [row.samples for row, _ in effective] == [row.samples for row in reference.rows[0]], "other samples"
+        for (row, layout), expected in zip(effective, reference.rows[0], strict=True):
+            exact = exact and layout == first
             _check_row(row, expected, exact)
         self._check_metrics([row for row, _ in effective])
-        self._check_last(wanted, exact)
+        self._check_last(reference, exact)
         left = [name for name in self.names() if not re.fullmatch(rf"step-\d+(\.({allowed}))?", name)]
         assert not left, f"left behind: {left}"
 
@@ -229,12 +233,17 @@ class Trial:
         assert [(row["step"], row["loss"]) for row in written] == [(row.step, row.loss) for row in rows]
 
     def _check_last(self, reference: Trial, exact: bool) -> None:
-        saved, wanted = (
-            files.read_checkpoint(trial.checkpoints / f"step-{STEPS}").shards for trial in (self, reference)
-        )
-        assert set(saved) == set(wanted)
-        for name in saved:
-            a, b = saved.read(name), wanted.read(name)
+        last, of_reference = (files.read_checkpoint(trial.checkpoints / f"step-{STEPS}") for trial in (self, reference))
+        last.verify()
+        wanted = {name: of_reference.read(name) for name in of_reference.shards}
+        if last.kind == "model":
+            saved = {f"model/{name}": tensor for name, tensor in last.weights().items()}
+            wanted = {name: tensor for name, tensor in wanted.items() if name.startswith("model/")}
+        else:
+            saved = {name: last.read(name) for name in last.shards}
+        assert saved.keys() == wanted.keys()
+        for name, a in saved.items():
+            b = wanted[name]
             if exact:
                 assert torch.equal(a, b), name
             else:
