@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-RESUMED_SECONDS = 60.0
 PR_SET_PDEATHSIG = 1
 
 
@@ -56,7 +55,7 @@ class Job:
     settings: dict[str, Any]
     fault: Fault | None = None
     grace: float = 10.0  # from the first rank that ends badly to the end of all
-    seconds: float = 60.0
+    seconds: float = 150.0  # then it hangs
     patience: float = 10.0  # before a wait for a save is spoken of
     resume: bool = False  # insist on it
 

@@ -193,6 +193,16 @@ def test_a_manifest_of_another_model_is_refused(lab, layout):
     lab.count("on disk", "manifest of another model behind a damaged one", REFUSED)
 
 
+def test_without_any_checkpoint_folder_the_start_is_refused(lab):
+    trial = lab.clean("one")
+    shutil.rmtree(trial.checkpoints)
+    ended = trial.start()
+    assert ended.codes == [2]
+    assert f"{trial.run} already holds a run (metrics.jsonl) and it has no good checkpoint" in ended.reports[0]
+    assert not trial.rows[-1]
+    lab.count("on disk", "missing folder", REFUSED)
+
+
 def leave_partial(folder):
     """A later save that a crash cut short, though all of its files are there."""
     shutil.copytree(folder / "step-3", folder / "step-4.partial")
@@ -349,14 +359,13 @@ def test_a_file_system_that_hangs_is_named_when_the_next_save_needs_it(lab, case
     layout, rank = case
     trial = lab.trial(layout, **{"checkpoint.async_mode": "async", **SAVES})
     limit = {"checkpoint.save_timeout_seconds": 3}
-    ended = trial.start(fault=Fault("shard-synced", "hang", rank, 2), patience=0.1, **limit)
+    ended = trial.start(fault=Fault("shard-synced", "hang", rank, 2), **limit)
     assert ended.codes == [2] * len(ended.codes), ended.reports
-    assert [row.step for row in trial.rows[0]] == [1, 2, 3, 4]  # training went on to the next save
-    shard = f"{trial.checkpoints}/step-2.partial/shard-{rank:05d}-of-{len(ended.codes):05d}.safetensors"
-    assert re.search(f"waiting for the save of {trial.checkpoints}/step-2, which is at: .* {shard}", trial.log), (
-        trial.log
-    )
-    assert Path(shard).name in ended.reports[0]
+    steps = [row.step for row in trial.rows[0]]
+    assert steps == [1, 2, 3, 4][: len(steps)]
+    assert layout != "one" or len(steps) == 4  # of two, rank 0 may see first that the shard of the other is late
+    assert f"shard-{rank:05d}-of-{len(ended.codes):05d}.safetensors" in ended.reports[0]
+    assert f"{trial.checkpoints}/step-2" in ended.reports[0]
     assert "earlier ones are intact" in ended.reports[0]
     assert trial.check_saved(least=1) == 1
     trial.resume(layout, 1)
@@ -381,7 +390,10 @@ def test_a_slow_file_system_is_named_and_costs_nothing_else(lab, layout):
     ended = trial.start(fault=Fault("shard-synced", "slow", 0, 2), patience=0.1)
     assert ended.codes == [0] * len(ended.codes), ended.reports
     assert ended.fired is not None
-    waited = trial.log.index("waiting for the save")
+    shard = f"{trial.checkpoints}/step-2.partial/shard-00000-of-{len(ended.codes):05d}.safetensors"
+    wait = re.search(f"waiting for the save of {trial.checkpoints}/step-2, which is at: .* {shard}", trial.log)
+    assert wait, trial.log
+    waited = wait.start()
     assert trial.log.index("step 4/5") < waited < trial.log.index(f"saved {trial.checkpoints}/step-2")
     trial.check_whole()
     lab.count("shard-synced", "slow", "named; the run went on and lost nothing")

@@ -40,6 +40,7 @@ SETTINGS: dict[str, Any] = {
         "ffn_dim": 64,
         "vocab_size": 272,
     },
+    "model.tokenizer_path": "bytes",
     "training.seq_len": 32,
     "training.global_batch_size": 4,
     "training.local_batch_size": 4,
@@ -89,11 +90,17 @@ class Lab:
     folder: Path
     table: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # point, action, outcome
     _references: dict[str, Trial] = field(default_factory=dict)
-    numbers: int = 0
+    _numbers: int = 0
+
+    def __post_init__(self) -> None:
+        """Data that is quickly read: ranks start hundreds of times."""
+        corpus = self.folder / "corpus.jsonl"
+        corpus.write_text("".join(json.dumps({"text": f"{number} " * 40}) + "\n" for number in range(300)))
+        self.data = {"training.dataset_path": str(corpus), "training.cache_folder": str(self.folder / "cache")}
 
     def trial(self, layout: str, **settings: Any) -> Trial:
-        self.numbers += 1
-        return Trial(self, self.folder / f"trial-{self.numbers}", layout, settings)
+        self._numbers += 1
+        return Trial(self, self.folder / f"trial-{self._numbers}", layout, settings)
 
     def reference(self, layout: str) -> Trial:
         """A run of this layout that nothing happens to."""
@@ -155,7 +162,7 @@ class Trial:
         """One attempt. Keys with a dot are settings, others belong to the job."""
         layout = layout or self.layout
         ranks, cut = LAYOUTS[layout]
-        settings = {**SETTINGS, **cut, **self.settings, "job.dump_folder": str(self.run)}
+        settings = {**SETTINGS, **cut, **self.lab.data, **self.settings, "job.dump_folder": str(self.run)}
         settings |= {key: value for key, value in changes.items() if "." in key}
         options = {key: value for key, value in changes.items() if "." not in key}
         logs = {path: path.stat().st_size for path in self.run.glob("log/rank-*.log")}
