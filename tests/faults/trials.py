@@ -260,7 +260,9 @@ class Trial:
 
 def short(cases: Sequence[Any], few: Sequence[Any]) -> list[Any]:
     """Parameters of a test; all but a few only in `make test-all`."""
-    return [pytest.param(case, id=str(case), marks=[] if case in few else pytest.mark.slow) for case in cases]
+    names = ["-".join(map(str, case)) if isinstance(case, tuple) else str(case) for case in cases]
+    marks = [[] if case in few else [pytest.mark.slow] for case in cases]
+    return [pytest.param(case, id=name, marks=mark) for case, name, mark in zip(cases, names, marks, strict=True)]
 
 
 def _rows(place: Path, ranks: int) -> list[Row]:
