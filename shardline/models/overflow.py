@@ -15,14 +15,14 @@ class Converter:
     """Converts tensors that are written one after the other; float16, up to 65504, may turn large values into inf."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.seen: set[str] = set()
         self.overflowed: list[str] = []
 
     def __call__(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        self.count += 1
+        self.seen.add(name)  # a large tensor may come in parts
         out = tensor.to(dtype)
         if dtype == torch.float16 and tensor.dtype != dtype and bool((out.isinf() & ~tensor.isinf()).any()):
-            self.overflowed.append(name)
+            self.overflowed += [name] if name not in self.overflowed else []
         return out
 
     def warn(self) -> None:
@@ -34,7 +34,7 @@ class Converter:
             "%d of %d tensors have values beyond float16's largest, 65504, which became inf: %s%s;"
             " bfloat16 and float32 hold them",
             len(self.overflowed),
-            self.count,
+            len(self.seen),
             names,
             f" and {more} more" if more > 0 else "",
         )

@@ -201,12 +201,17 @@ def read_checkpoint(path: Path) -> Saved:
         raise UserError(f"{path}/manifest.json cannot be read: {error}") from error
 
 
-def list_checkpoints(folder: Path, report: Callable[[UserError], None] | None = None) -> list[Saved]:
-    """Every whole checkpoint under `folder`, oldest first; broken ones are left out, and told to `report`."""
+def list_checkpoints(folder: Path, report: Callable[[UserError], None] | None = None, step: int = -1) -> list[Saved]:
+    """Every whole checkpoint under `folder` (or that of one step), oldest first.
+
+    Broken ones are left out, and told to `report`.
+    """
     found = []
     for path in folder.glob("step-*") if folder.is_dir() else []:
-        name = re.fullmatch(r"(step-\d+)(\.replaced)?", path.name)
-        if name and (path.name == name[1] or not (folder / name[1]).exists()):  # replaced: a rename was cut short
+        name = re.fullmatch(r"(step-(\d+))(\.replaced)?", path.name)
+        if name is None or step not in (-1, int(name[2])):
+            continue
+        if path.name == name[1] or not (folder / name[1]).exists():  # replaced: a rename was cut short
             try:
                 saved = read_checkpoint(path)
                 if name[1] != f"step-{saved.step}":
@@ -223,7 +228,7 @@ def find_checkpoint(path: Path, step: int = -1) -> Saved:
     if (path / "manifest.json").is_file():
         return read_checkpoint(path)
     for folder in (path / "checkpoint", path):
-        every = [saved for saved in list_checkpoints(folder) if step in (-1, saved.step)]
+        every = list_checkpoints(folder, step=step)
         if every:
             return every[-1]
     wanted = "no checkpoint" if step == -1 else f"no checkpoint of step {step}"

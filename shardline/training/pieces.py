@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -165,12 +165,41 @@ def _key(name: str, place: Place) -> int:
     return int.from_bytes(hashlib.blake2b(f"{name} {place}".encode(), digest_size=8).digest(), "little")
 
 
-def take(part: Part, piece: Piece) -> Tensor:
-    """The piece's values, on the host: shared memory where it can be, else a copy of this piece alone."""
-    tensor = part.tensor
-    if piece.rows is not None:
-        tensor = tensor.index_select(0, piece.rows.to(tensor.device))
-    return tensor.to("cpu")
+class Scratch:
+    """Host memory through which pieces pass that cannot be written from where they are; used again and again."""
+
+    def __init__(self, size: int = 32 << 20) -> None:
+        self.size = size
+        self._memory: Tensor | None = None
+
+    def rows(self, count: int, like: Tensor) -> Tensor:
+        shape = (count, *like.shape[1:])
+        needed = math.prod(shape) * like.element_size()
+        if self._memory is None or self._memory.numel() < needed:
+            pinned = torch.cuda.is_available()
+            self._memory = torch.empty(max(needed, self.size), dtype=torch.uint8, pin_memory=pinned)
+        return self._memory[:needed].view(like.dtype).view(shape)
+
+
+def take(part: Part, piece: Piece, scratch: Scratch) -> Iterator[Tensor]:
+    """The piece's values on the host, some rows after the other; the next rows may take the place of the last."""
+    tensor, order = part.tensor, piece.rows
+    if not tensor.ndim:
+        yield tensor.to("cpu")
+    elif order is None and not tensor.is_cuda:
+        yield tensor
+    else:
+        step = max(1, scratch.size * piece.place.size[0] // max(1, piece.place.elements * tensor.element_size()))
+        for first in range(0, piece.place.size[0], step):
+            count = min(step, piece.place.size[0] - first)
+            rows = scratch.rows(count, tensor)
+            if order is None:
+                rows.copy_(tensor[first : first + count])
+            elif tensor.is_cuda:
+                rows.copy_(tensor.index_select(0, order[first : first + count].to(tensor.device)))
+            else:
+                torch.index_select(tensor, 0, order[first : first + count], out=rows)
+            yield rows
 
 
 def put(tensor: Tensor, piece: Piece, place: Place, block: Tensor) -> None:

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,9 @@ import numpy as np
 import torch
 
 from shardline.training.pieces import Place, place_key, whole_place
-from shardline.training.tensor_file import TYPES, Damaged, check_block, check_size
+from shardline.training.tensor_file import TYPES, Damaged, check_block, check_size, helpers
 
-CHUNK_BYTES = 64 << 20  # read at a time, so that filling a large tensor takes little memory beside it
+CHUNK_BYTES = 32 << 20  # read at a time, so that filling a large tensor takes little memory beside it
 MOST_OPEN = 64  # files
 MOST_KEPT = 16  # blocks that were needed in part: a neighbour may need the rest
 
@@ -73,23 +74,30 @@ class VerifiedFile:
             for name, entry in entries.items()
         }
 
-    def read(self, start: int, end: int) -> memoryview:
-        out = np.empty(end - start, dtype=np.uint8)
+    def read(self, start: int, end: int, into: memoryview | None = None) -> memoryview:
+        """Bytes of the file, in memory of their own unless there is some."""
+        out = np.empty(end - start, dtype=np.uint8).data if into is None else into
         size = self.recorded["block_bytes"]
+        whole: list[Future[None]] = []
         for index in range(start // size, -(-end // size)):
             first, last = index * size, min((index + 1) * size, self.recorded["size"])
             low, high = max(first, start), min(last, end)
-            target = out[low - start : high - start].data
+            target = out[low - start : high - start]
             if (low, high) == (first, last):
-                self._fetch(index, target)
+                whole.append(helpers().submit(self._fetch, index, target))
             else:
                 block = self._kept.get(self.path, index, functools.partial(self._block, index, last - first))
                 target[:] = block[low - first : high - first]
-        return out.data
+        wait(whole)  # all of them, also where one fails: they write into this memory
+        for one in whole:
+            one.result()
+            self.bytes_read += size
+        return out
 
     def _block(self, index: int, length: int) -> memoryview:
         block = np.empty(length, dtype=np.uint8).data
         self._fetch(index, block)
+        self.bytes_read += length
         return block
 
     def _fetch(self, index: int, into: memoryview) -> None:
@@ -99,7 +107,6 @@ class VerifiedFile:
             if not count:
                 raise Damaged(f"{self.path} ends at byte {position}, {self.recorded['size']} were written: it is torn")
             position, rest = position + count, rest[count:]
-        self.bytes_read += len(into)
         check_block(self.path, self.recorded, index, into)
 
 
@@ -112,6 +119,7 @@ class Shards:
         self._names = list(files)
         self._open: dict[int, VerifiedFile] = {}
         self._kept, self._closed_bytes = Kept(), 0
+        self._chunk = np.empty(0, dtype=np.uint8)
         self._table = tensors if tensors is not None else self._whole_tensors()
 
     def _whole_tensors(self) -> dict[str, Any]:
@@ -148,7 +156,10 @@ class Shards:
         return out
 
     def blocks(self, name: str, wanted: Place) -> Iterator[tuple[Place, torch.Tensor]]:
-        """What `wanted` consists of, some rows at a time, in no order; each with its place in the whole tensor."""
+        """What `wanted` consists of, some rows at a time, in no order; each with its place in the whole tensor.
+
+        Rows are in memory that the next ones are read into.
+        """
         stored, found = self.stored(name), 0
         for file, held in stored.pieces:
             shared = held.meet(wanted)
@@ -174,10 +185,16 @@ class Shards:
         first, last = inside.start[0], inside.start[0] + inside.size[0]
         for row in range(first, last, step):
             count = min(step, last - row)
-            data = file.read(entry["start"] + row * row_bytes, entry["start"] + (row + count) * row_bytes)
+            begin, memory = entry["start"] + row * row_bytes, self._memory(count * row_bytes)
+            data = file.read(begin, begin + count * row_bytes, memory)
             rows = torch.frombuffer(data, dtype=stored.dtype).reshape(count, *held.size[1:])
             place = Place((held.start[0] + row, *shared.start[1:]), (count, *shared.size[1:]))
             yield place, rows[(slice(None), *inside.slices[1:])]
+
+    def _memory(self, size: int) -> memoryview:
+        if len(self._chunk) < size:
+            self._chunk = np.empty(max(size, min(CHUNK_BYTES, 2 * len(self._chunk))), dtype=np.uint8)
+        return self._chunk[:size].data
 
     def _file(self, number: int) -> VerifiedFile:
         if number not in self._open:

@@ -18,6 +18,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from shardline.training.assets import tokenizer_of_run
 from shardline.training.background import Background, Cancelled, Position
 from shardline.training.merging import Finish, merge
 from shardline.training.owners import Owners
-from shardline.training.pieces import Part, Piece, model_parts, optimizer_parts, take
+from shardline.training.pieces import Part, Piece, Scratch, model_parts, optimizer_parts, take
 from shardline.training.save_points import reach
 from shardline.training.staging import Staging
 from shardline.training.starting import DataIdentity, Progress
@@ -82,6 +83,7 @@ class Saver:
         self._background = Background(self.section.save_timeout_seconds, mesh.rank)
         self._telling: Telling | None = None
         self._staging = self._make_staging()
+        self._scratch = Scratch()
         self._number = 0
         self._shard = files.shard_name(mesh.rank, mesh.world_size)
 
@@ -275,10 +277,19 @@ class Saver:
         part: dict[str, Any] = {"file": None, "tensors": {}, "rng": save.rng}
         if save.parts:
             path = partial / self._shard
-            entries = [_entry(part, piece, position, path) for part in save.parts for piece in part.pieces]
+            entries = [self._entry(part, piece, position, path) for part in save.parts for piece in part.pieces]
             position.at = f"opening {path}"
             part |= {"file": self._shard, "record": write_tensors(path, entries), "tensors": _table(save.parts)}
         return part
+
+    def _entry(self, part: Part, piece: Piece, position: Position, path: Path) -> Entry:
+        def read() -> Iterator[torch.Tensor]:
+            position.at = f"writing {path}, {piece.name}"
+            for rows in take(part, piece, self._scratch):
+                position.check()
+                yield rows
+
+        return Entry(piece.key, piece.place.size, part.dtype, read)
 
     def _finish(self, save: Save, final: Path, partial: Path, deadline: float, position: Position) -> dict[str, Any]:
         """Rank 0's end of a save: {"error": words, or "" where it is saved}."""
@@ -318,15 +329,6 @@ class Saver:
         except OSError as error:
             log.warning("older checkpoints of %s were not removed: %s", self.folder, _words(error))
             return 0
-
-
-def _entry(part: Part, piece: Piece, position: Position, path: Path) -> Entry:
-    def read() -> torch.Tensor:
-        position.check()
-        position.at = f"writing {path}, {piece.name}"
-        return take(part, piece)
-
-    return Entry(piece.key, piece.place.size, part.dtype, read)
 
 
 def _table(parts: list[Part]) -> dict[str, Any]:

@@ -286,7 +286,7 @@ def check_model(saved: Saved, arch: Architecture) -> None:
 
 def _candidates(folder: Path, step: int) -> list[Saved]:
     """Checkpoints a run may start from, best first."""
-    return [saved for saved in reversed(files.list_checkpoints(folder)) if step in (-1, saved.step)]
+    return files.list_checkpoints(folder, step=step)[::-1]
 
 
 def _changes(a: Architecture, b: Architecture) -> str:

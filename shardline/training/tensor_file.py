@@ -5,11 +5,13 @@ Written by hand so that no second copy of the state exists while it is saved: ea
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -38,33 +40,52 @@ class Damaged(UserError):
 
 
 class Entry(NamedTuple):
-    """A tensor to write: `read` is called when its turn comes, so only one copy exists at a time."""
+    """A tensor to write: `read` is called when its turn comes, so only one copy exists at a time.
+
+    It gives the tensor, or some rows after the other; what it gave may be overwritten when the next is asked for.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
+    read: Callable[[], torch.Tensor | Iterable[torch.Tensor]]
+
+
+@functools.cache
+def helpers() -> ThreadPoolExecutor:
+    """Threads for checksums and reads, which do not hold Python up."""
+    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="shardline-blocks")
 
 
 class _ChecksumWriter:
-    """Writes through to a file and keeps one CRC32 per block of `BLOCK_BYTES`."""
+    """Writes through to a file and keeps one CRC32 per block of `BLOCK_BYTES`, computed beside the writing."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.file, self.size, self.checksums, self._current = file, 0, list[int](), 0
+        self.file, self.size = file, 0
+        self._whole: list[Future[int]] = []
+        self._checksums: list[int] = []
+        self._begun = 0  # checksum of what is written of the last block
 
     def write(self, data: memoryview) -> None:
         while data:
             room = BLOCK_BYTES - self.size % BLOCK_BYTES
             piece, data = data[:room], data[room:]
-            self.file.write(piece)
-            self._current = zlib.crc32(piece, self._current)
             self.size += len(piece)
             if self.size % BLOCK_BYTES == 0:
-                self.checksums.append(self._current)
-                self._current = 0
+                self._whole.append(helpers().submit(zlib.crc32, piece, self._begun))
+                self._begun = 0
+            else:
+                self._begun = zlib.crc32(piece, self._begun)
+            self.file.write(piece)
+
+    def settle(self) -> None:
+        """What was given to `write` is no longer needed."""
+        self._checksums += [one.result() for one in self._whole]
+        self._whole = []
 
     def finish(self) -> list[int]:
-        return self.checksums + ([self._current] if self.size % BLOCK_BYTES else [])
+        self.settle()
+        return self._checksums + ([self._begun] if self.size % BLOCK_BYTES else [])
 
 
 def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
@@ -87,7 +108,7 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
         convert = Converter()
         for entry in entries:
-            writer.write(_bytes(convert(entry.name, entry.read(), entry.dtype)))
+            _write_entry(writer, entry, convert)
             reach("tensor-written", path)
         file.flush()
         reach("shard-written", path)
@@ -95,6 +116,14 @@ def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
     reach("shard-synced", path)
     convert.warn()
     return {"size": writer.size, "block_bytes": BLOCK_BYTES, "crc32": writer.finish()}
+
+
+def _write_entry(writer: _ChecksumWriter, entry: Entry, convert: Converter) -> None:
+    """A function of its own, so that nothing of this tensor is held when the next is read."""
+    read = entry.read()
+    for rows in (read,) if isinstance(read, torch.Tensor) else read:
+        writer.write(_bytes(convert(entry.name, rows, entry.dtype)))
+        writer.settle()
 
 
 def describe_file(path: Path) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Checkpoints: an interrupted run goes on as if nothing had happened; what is broken or foreign is refused."""
 
 import json
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +10,8 @@ import torch
 
 from shardline.config.options import TrainOptions
 from shardline.errors import UserError
+from shardline.training import background, save_points
 from shardline.training import checkpoint as files
-from shardline.training import save_points
 from shardline.training.starting import Start
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import rows, run, tiny_config
@@ -274,3 +276,63 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
     assert trainer.progress.step == 2
     assert not any(trainer.optimizer.state.values())
     trainer.close()
+
+
+# ---- saves behind the run --------------------------------------------------------------------------------------------
+
+BEHIND = {**SAVING, "checkpoint__async_mode": "async"}
+
+
+def test_saves_behind_the_run_hold_the_step_they_began_at(tmp_path, uninterrupted, monkeypatch):
+    """Writing is slow: it goes on while the steps after change every weight."""
+    monkeypatch.setattr(save_points, "listener", lambda point, path: time.sleep(0.01))
+    folder = tmp_path / "run"
+    assert numbers(run(folder, training__steps=8, **BEHIND)) == uninterrupted[0]
+    for step in (2, 4, 6, 8):
+        a, b = (files.find_checkpoint(f, step) for f in (folder, uninterrupted[1]))
+        a.verify()
+        left, right = a.tensors(""), b.tensors("")
+        assert set(left) == set(right)
+        assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_save_behind_that_fails_ends_the_run_at_a_step_boundary(tmp_path, monkeypatch):
+    def full_disk(point, path):
+        if point == "shard-written" and "step-4" in str(path):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(save_points, "listener", full_disk)
+    with pytest.raises(UserError, match=r"step-4 was not saved: No space left on device \(shard-00000.*are intact"):
+        run(tmp_path / "run", training__steps=400, **{**BEHIND, "checkpoint__interval": 4})
+    assert 4 <= rows(tmp_path / "run")[-1]["step"] <= 8
+    assert list((tmp_path / "run" / "checkpoint").iterdir()) == []
+
+
+def test_a_file_system_that_hangs_is_named_by_the_next_save(tmp_path, monkeypatch):
+    hung = threading.Event()
+
+    def hangs(point, path):
+        if point == "shard-opened" and "step-2" in str(path):
+            hung.wait(30)
+
+    monkeypatch.setattr(save_points, "listener", hangs)
+    monkeypatch.setattr(background, "LAST_SECONDS", 0.1)
+    settings = {**BEHIND, "checkpoint__save_timeout_seconds": 2, "training__steps": 8}
+    with pytest.raises(UserError, match=r"step-2 has not ended after \d+ s: rank 0 is at opening .*shard-00000-of"):
+        run(tmp_path / "run", **settings)
+    hung.set()
+    assert rows(tmp_path / "run")[-1]["step"] == 4  # it trained on to the next save
+
+
+def test_a_run_that_ends_waits_for_what_goes_on_behind(tmp_path, monkeypatch):
+    """An error that has nothing to do with it, right after a save began."""
+    monkeypatch.setattr(save_points, "listener", lambda point, path: time.sleep(0.02))
+
+    def broken(self, *_):
+        if self.progress.step == 3:
+            raise UserError("something else")
+
+    monkeypatch.setattr(Trainer, "_is_logged", broken)
+    with pytest.raises(UserError, match="something else"):
+        run(tmp_path / "run", **BEHIND)
+    files.find_checkpoint(tmp_path / "run", 2).verify()

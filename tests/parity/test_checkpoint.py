@@ -15,7 +15,7 @@ from shardline.training import checkpoint as files
 from shardline.training import save_points, tensor_file
 from tests.parity import cases
 from tests.parity.cases import case, layers
-from tests.parity.harness import _own_logging
+from tests.parity.harness import _chosen_device, _own_logging
 
 SAVED = {
     "checkpoint.enable": True,
@@ -59,7 +59,7 @@ CHAINS = {
 def train_to(settings, block_bytes=tensor_file.BLOCK_BYTES):
     from shardline.training.trainer import Trainer
 
-    with _own_logging(), pytest.MonkeyPatch.context() as patch:
+    with _chosen_device(), _own_logging(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor_file, "BLOCK_BYTES", block_bytes)
         Trainer(load_config(overrides=settings)).train()
 
@@ -76,7 +76,7 @@ def load_and_save(settings, target):
         plain(saved, model, optimizer)
         read["bytes"] = saved.shards.bytes_read
 
-    with _own_logging(), pytest.MonkeyPatch.context() as patch:
+    with _chosen_device(), _own_logging(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardline.training.starting.load_optimizer", watched)
         trainer = Trainer(load_config(overrides=settings))
         trainer.saver.folder = Path(target)
@@ -183,7 +183,7 @@ def random_numbers(settings, step):
     def draw():
         return [float(torch.rand(())), random.random(), float(np.random.rand())]
 
-    with _own_logging():
+    with _chosen_device(), _own_logging():
         if step == 2:
             trainer = Trainer(load_config(overrides=settings))
             torch.manual_seed(100 + trainer.mesh.rank)
@@ -214,7 +214,7 @@ def resume(settings):
     from shardline.errors import UserError
     from shardline.training.trainer import Trainer
 
-    with _own_logging():
+    with _chosen_device(), _own_logging():
         try:
             trainer = Trainer(load_config(overrides=settings))
         except UserError as error:
@@ -254,7 +254,7 @@ def fail_on_rank(settings, rank, point):
     from shardline.errors import UserError
     from shardline.training.trainer import Trainer
 
-    with _own_logging(), pytest.MonkeyPatch.context() as patch:
+    with _chosen_device(), _own_logging(), pytest.MonkeyPatch.context() as patch:
         trainer = Trainer(load_config(overrides=settings))
 
         def listener(reached, path):

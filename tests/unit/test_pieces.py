@@ -15,6 +15,7 @@ from shardline.training.pieces import (
     Part,
     Piece,
     Place,
+    Scratch,
     _check_other_shape,
     cut,
     place_key,
@@ -97,7 +98,8 @@ def pieces_of(arch, name, tensor, grid):
     for place in grid:
         held = tensor[place.slices].contiguous()
         for piece in cut(arch, name, tensor.shape, place):
-            found.append((piece, take(Part(0, held, held.dtype, (piece,)), piece)))
+            part, scratch = Part(0, held, held.dtype, (piece,)), Scratch(48)  # some rows at a time
+            found.append((piece, torch.cat([rows.clone() for rows in take(part, piece, scratch)])))
     return found
 
 
