@@ -5,13 +5,15 @@
 
 A folder is written as `step-200.partial` and renamed when everything in it is on disk, so a crash leaves either a whole
 checkpoint or one that is recognised as broken. `kind` is "full" (can be resumed) or "model" (weights only). Names are
-unfused; a piece that is not all of its tensor has its place in its key. docs/checkpoints.md describes every field.
+unfused; a piece that is not all of its tensor has its place in its key. The manifest has the checksums of the shards
+and, at its end, its own. docs/checkpoints.md describes every field.
 
 Version 1 had all tensors whole in one `state.safetensors`; it is still read.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -158,7 +160,8 @@ def put_in_place(partial: Path, final: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
         partial.rename(final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the next pruning removes it
+            remove(replaced)
     else:
         partial.rename(final)
     sync_folder(final.parent)
@@ -170,7 +173,8 @@ def read_checkpoint(path: Path) -> Saved:
     try:
         content = json.loads((path / "manifest.json").read_text())
         if content["format"] != FORMAT or content["version"] not in (1, VERSION):
-            raise UserError(f"{path}: format {content['format']!r} version {content['version']!r} is not readable here")
+            form = f"format {content['format']!r} version {content['version']!r}"
+            raise UserError(f"{path}/manifest.json: {form} is not readable here")
         if content["version"] == VERSION and content["crc32"] != manifest_checksum(content):
             raise UserError(f"{path}/manifest.json is damaged: it fails its checksum")
         return Saved(
@@ -202,7 +206,10 @@ def list_checkpoints(folder: Path, report: Callable[[UserError], None] | None = 
             continue
         if path.name == name[1] or not (folder / name[1]).exists():  # replaced: a rename was cut short
             try:
-                found.append(read_checkpoint(path))
+                saved = read_checkpoint(path)
+                if name[1] != f"step-{saved.step}":
+                    raise UserError(f"{path}/manifest.json is of step {saved.step}")
+                found.append(saved)
             except UserError as error:
                 if report is not None:
                     report(error)
@@ -239,9 +246,19 @@ def prune(folder: Path, keep: int, protected: Collection[int] = ()) -> list[Path
     kept = {saved.path for saved in resumable} | {saved.path for saved in every if saved.step in protected}
     doomed = [saved.path for saved in every[:-keep] if saved.path not in kept] if keep > 0 else []
     for path in (*doomed, *_leftovers(folder)):
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
         reach("pruned", path)
     return doomed
+
+
+def remove(path: Path) -> None:
+    """Under another name first: one that a crash leaves half removed must not look like a checkpoint."""
+    doomed = path.with_name(f"{path.name.partition('.')[0]}.removed")
+    if path != doomed:
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+    reach("removing", doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _sizes_are_right(saved: Saved) -> bool:
@@ -255,11 +272,11 @@ def _sizes_are_right(saved: Saved) -> bool:
 def _leftovers(folder: Path) -> list[Path]:
     found: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.glob("step-*.*"):
-        name = re.fullmatch(r"step-(\d+)\.(partial|replaced|damaged|abandoned)", path.name)
+        name = re.fullmatch(r"step-(\d+)\.(partial|replaced|removed|damaged|abandoned)", path.name)
         if name:
             found.setdefault(name[2], []).append((int(name[1]), path))
     aside = [path for kind in ("damaged", "abandoned") for _, path in sorted(found.get(kind, []))[:-1]]
-    cut_short = [path for _, path in found.get("partial", [])]
+    cut_short = [path for kind in ("partial", "removed") for _, path in found.get(kind, [])]
     replaced = [path for step, path in found.get("replaced", []) if (folder / f"step-{step}").exists()]
     return cut_short + replaced + aside
 

@@ -18,7 +18,8 @@ POINTS = (
     "before-rename",
     "renamed",
     "before-prune",
-    "pruned",  # once per folder
+    "removing",  # once per folder, which has another name by now
+    "pruned",  # the same
     "before-verdict",
 )
 

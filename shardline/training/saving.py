@@ -16,6 +16,7 @@ import hashlib
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -95,6 +96,8 @@ class Saver:
         if self.section.enable and not self.section.load_only:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(dir=self.folder):  # a read-only folder takes none, whoever asks
+                    pass
             except OSError as error:
                 raise UserError(
                     f"checkpoint.folder: cannot write {self.folder}: {error.strerror or error}; name another folder"
@@ -324,17 +327,26 @@ class Saver:
             position.at = f"writing {partial / 'manifest.json'}"
             finish = Finish(save.step, save.kind, self.model.arch, save.trainer, self.mesh.layout)
             finish.publish(partial, final, merge(parts), save.in_hf)
-            position.at = f"removing older checkpoints of {self.folder}"
-            copying = set() if self.mirror is None else self.mirror.protected()
-            removed = files.prune(self.folder, self.section.keep_latest_k, protected={save.step, *copying})
+            removed = self._prune(save.step, position)
             if self.mirror is not None:
                 self.mirror.nudge()
-            return {"error": "", "removed": len(removed)}
+            return {"error": "", "removed": removed}
         except Cancelled:
             raise
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            return {"error": _words(error), "removed": 0}
+            named = " (manifest.json)" if isinstance(error, OSError) else ""
+            return {"error": _words(error) + named, "removed": 0}
+
+    def _prune(self, step: int, position: Position) -> int:
+        """How many older ones were removed; that one could not be is no reason to doubt this one."""
+        position.at = f"removing older checkpoints of {self.folder}"
+        copying = set() if self.mirror is None else self.mirror.protected()
+        try:
+            return len(files.prune(self.folder, self.section.keep_latest_k, protected={step, *copying}))
+        except OSError as error:
+            log.warning("older checkpoints of %s were not removed: %s", self.folder, _words(error))
+            return 0
 
 
 def _table(parts: list[Part]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Start:
     identity: DataIdentity
     total_steps: int
     mesh: Mesh
+    damages: list[str] = field(default_factory=list)  # of checkpoints that were tried
 
     def run(self, resume: bool, seed: int) -> tuple[Progress, bool]:
         """Give the model its weights; (how far the run is, whether it had already finished)."""
@@ -134,13 +135,18 @@ class Start:
         self._set_aside(next(iter(_candidates(self.folder, step))), damage)
 
     def _set_aside(self, saved: Saved, damage: str) -> None:
-        log.warning("skipping a damaged checkpoint: %s", damage)
+        self._skip(damage)
         log.warning("it is kept as %s", files.set_aside(saved, "damaged"))
+
+    def _skip(self, damage: str) -> None:
+        if damage not in self.damages:
+            log.warning("skipping a damaged checkpoint: %s", damage)
+            self.damages.append(damage)
 
     def _choose(self) -> tuple[int, bool]:
         """(step to resume from, whether the run is finished); sets aside what can be seen to be damaged."""
         step = self.config.checkpoint.load_step
-        files.list_checkpoints(self.folder, lambda error: log.warning("skipping a damaged checkpoint: %s", error))
+        files.list_checkpoints(self.folder, lambda error: self._skip(str(error)))
         for saved in _candidates(self.folder, step):
             if saved.kind == "model":
                 if saved.step >= self.total_steps:
@@ -154,11 +160,13 @@ class Start:
                     raise
                 self._set_aside(saved, str(error))
                 continue
+            check_model(saved, self.model.arch)
             self._check_identity(saved)
             self._check_optimizer(saved)
             return saved.step, False
+        why = f" ({'; '.join(self.damages)})" if self.damages else ""
         raise UserError(
-            f"{self.folder} holds no checkpoint that can be resumed; --overwrite starts anew,"
+            f"{self.folder} holds no checkpoint that can be resumed{why}; --overwrite starts anew,"
             " checkpoint.initial_load_path starts another run from weights"
         )
 
@@ -268,17 +276,30 @@ def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps
     Weights alone count only when they are a finished run's.
     """
     place, step = folder / config.checkpoint.folder, config.checkpoint.load_step
+    damages: list[str] = []
+    files.list_checkpoints(place, lambda error: damages.append(str(error)))
     candidates = _candidates(place, step)
     if step != -1 and not candidates:
+        if (place / f"step-{step}").is_dir():
+            files.read_checkpoint(place / f"step-{step}")  # says what is wrong with it
         there = ", ".join(str(saved.step) for saved in files.list_checkpoints(place)) or "none"
         raise UserError(f"checkpoint.load_step = {step}: {place} holds no such checkpoint (steps there: {there})")
     good = [saved for saved in candidates if saved.kind == "full" or saved.step >= total_steps]
     if not good:
+        if damages:
+            raise UserError(
+                f"{folder} already holds a run and has no good checkpoint to resume from ({'; '.join(damages)}):"
+                " --overwrite removes that run, --job.dump_folder names another folder"
+            )
         return None
-    changes = _changes(good[0].architecture, arch)
-    if changes:
-        raise UserError(f"{good[0].path} is of another model ({changes}); use another job.dump_folder, or --overwrite")
+    check_model(good[0], arch)
     return good[0].step
+
+
+def check_model(saved: Saved, arch: Architecture) -> None:
+    changes = _changes(saved.architecture, arch)
+    if changes:
+        raise UserError(f"{saved.path} is of another model ({changes}); use another job.dump_folder, or --overwrite")
 
 
 def _candidates(folder: Path, step: int) -> list[Saved]:

@@ -1,0 +1,27 @@
+"""The laboratory that all trials of checkpoints share, and the table of what happened in it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.faults.nursery import Nursery
+from tests.faults.trials import SEED, Lab
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory, request):
+    nursery = Nursery()
+    lab = Lab(nursery, tmp_path_factory.mktemp("faults"))
+    yield lab
+    nursery.close()
+    plugins = request.config.pluginmanager
+    with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
+        for line in ("", f"seed {SEED} (SHARDLINE_FAULT_SEED)", *lab.lines()):
+            plugins.get_plugin("terminalreporter").write_line(line)
+    place = os.environ.get("SHARDLINE_FAULT_TABLE")
+    if place:
+        names = ("point", "action", "outcome", "count")
+        rows = [dict(zip(names, (*key, count), strict=True)) for key, count in sorted(lab.table.items())]
+        Path(place).write_text(json.dumps({"seed": SEED, "rows": rows}, indent=1) + "\n")
