@@ -257,7 +257,8 @@ class Trainer:
             log.info("%s", self.model)
         for line in self.applied.lines:
             log.info("%s", line)
-        check_replicas(self.model, progress.step)
+        if not finished:  # the weights of a run that had finished are not loaded
+            check_replicas(self.model, progress.step)
         return progress, finished
 
     def _record(self) -> None:

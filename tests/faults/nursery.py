@@ -126,12 +126,10 @@ class Nursery:
 
 
 def main() -> None:
-    import torch
     import torch._dynamo  # what torch imports when a rank first needs it
 
     import tests.faults.nursery  # noqa: F401 - by this name a rank finds `train`
 
-    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # a collection in a rank would copy the pages it shares
     assert len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork, nor does what it has locked"
@@ -238,9 +236,14 @@ def _end(children: Sequence[int], codes: dict[int, int], ask: bool) -> None:
 
 
 def _be_rank(job: Job, rank: int, port: int, first_step: int) -> None:
+    import torch
+
     from shardline.parallel.report import REPORT_VARIABLE
     from shardline.training import rank_main
 
+    # Here, while there is one thread: torch replaces the pool of a forked process, and two threads of autograd that
+    # find it so at the same time end the process.
+    torch.set_num_threads(1)
     output = os.open(job.folder / f"out-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

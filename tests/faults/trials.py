@@ -105,21 +105,23 @@ class Lab:
     def reference(self, layout: str) -> Trial:
         """A run of this layout that nothing happens to."""
         if layout not in self._references:
-            trial = self._references[layout] = self.trial(layout)
+            trial = self.trial(layout)
             ended = trial.start()
-            assert ended.codes == [0] * len(ended.codes), ended.output()
+            assert ended.codes == [0] * len(ended.codes), (ended.reports, ended.output())
             assert [row.step for row in trial.rows[0]] == [*range(1, STEPS + 1)]
             samples = [number for row in trial.rows[0] for number in row.samples]
             assert len(set(samples)) == len(samples) == STEPS * SETTINGS["training.global_batch_size"]
+            self._references[layout] = trial
         return self._references[layout]
 
     def clean(self, layout: str, mode: str = "disabled", steps: int = 3) -> Trial:
         """A copy of a run that ended well after some steps; its files may be damaged."""
         name = f"clean {layout} {mode} {steps}"
         if name not in self._references:
-            trial = self._references[name] = self.trial(layout, **{"checkpoint.async_mode": mode})
+            trial = self.trial(layout, **{"checkpoint.async_mode": mode})
             ended = trial.start(**{"training.steps": steps})
-            assert ended.codes == [0] * len(ended.codes), ended.output()
+            assert ended.codes == [0] * len(ended.codes), (ended.reports, ended.output())
+            self._references[name] = trial
         source, trial = self._references[name], self.trial(layout, **{"checkpoint.async_mode": mode})
         shutil.copytree(source.run, trial.run)
         trial.rows, trial.layouts, trial.started = list(source.rows), list(source.layouts), list(source.started)
