@@ -126,7 +126,6 @@ class Nursery:
 
 
 def main() -> None:
-    import torch._dynamo  # what torch imports when a rank first needs it
 
     import tests.faults.nursery  # noqa: F401 - by this name a rank finds `train`
 
