@@ -126,6 +126,7 @@ class Nursery:
 
 
 def main() -> None:
+    import torch._dynamo  # noqa: F401 - what torch imports when a rank first needs it
 
     import tests.faults.nursery  # noqa: F401 - by this name a rank finds `train`
 
