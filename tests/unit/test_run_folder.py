@@ -305,15 +305,12 @@ def test_racing_processes_never_share_an_unnamed_folder(tmp_path, monkeypatch):
 
 
 HOLDER = """
-import sys, time
+import os, sys, time
 from tests.unit.test_run_folder import start
 run = start(sys.argv[1])
-if sys.argv[2] == "fork":
-    import os
-    if os.fork() == 0:
-        print("child", os.getpid(), flush=True)
-        time.sleep(60)
-print("held", flush=True)
+child = os.fork() if sys.argv[2] == "fork" else None
+if child != 0:
+    print(child or "none", flush=True)
 time.sleep(60)
 """
 
@@ -325,8 +322,8 @@ def test_killed_run_lets_the_folder_go(tmp_path, kind):
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True, cwd=root
     )
-    lines = [holder.stdout.readline() for _ in range(2 if kind == "fork" else 1)]
-    child = next((int(line.split()[1]) for line in lines if line.startswith("child")), None)
+    said = holder.stdout.readline().strip()
+    child = int(said) if kind == "fork" else None
     with pytest.raises(UserError, match=f"pid {holder.pid} on"):
         start(tmp_path)
     holder.kill()
