@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import os
 import select
@@ -125,11 +126,13 @@ class Nursery:
 # ---- the nursery -----------------------------------------------------------------------------------------------------
 
 
+# What ranks import sooner or later; by the last name they find `train`.
+IMPORTS = ("torch._dynamo", "shardline.config.load", "shardline.training.trainer", "tests.faults.nursery")
+
+
 def main() -> None:
-    import torch._dynamo  # noqa: F401 - what torch imports when a rank first needs it
-
-    import tests.faults.nursery  # noqa: F401 - by this name a rank finds `train`
-
+    for name in IMPORTS:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a rank would copy the pages it shares
     assert len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork, nor does what it has locked"
