@@ -19,7 +19,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -56,7 +55,6 @@ class Job:
     rank: int
     ranks: int
     store: str  # file through which the ranks find each other
-    port: int
     timeout: float
 
     def environment(self) -> dict[str, str]:
@@ -70,7 +68,6 @@ class Job:
             "WORLD_SIZE": str(self.ranks),
             "LOCAL_WORLD_SIZE": str(self.ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.port),
             **hosts,
         }
 
@@ -135,8 +132,11 @@ def _group(job: Job) -> Iterator[None]:
     limit = timedelta(seconds=job.timeout)
     store = dist.FileStore(job.store, job.ranks)
     store.set_timeout(limit)
-    # What the launcher keeps at MASTER_PORT, for those that want a connection of their own
-    server = dist.TCPStore("127.0.0.1", job.port, is_master=True, wait_for_workers=False) if job.rank == 0 else None
+    # What the launcher keeps at MASTER_PORT, for those that want a connection of their own; the system finds a free one
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if job.rank == 0 else None
+    if server is not None:
+        store.set("master port", str(server.port))
+    os.environ["MASTER_PORT"] = store.get("master port").decode()
     backend = "cpu:gloo,cuda:nccl" if BACKEND == "nccl" else "gloo"
     dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
     yield
@@ -210,8 +210,8 @@ class Pool:
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"a case has 1 to {MOST_RANKS} ranks, got {ranks}")
         self.cases += 1
-        store, port = str(self.folder / f"store-{self.cases}"), _free_port()
-        messages = [pickle.dumps(Job(function, arguments, rank, ranks, store, port, timeout)) for rank in range(ranks)]
+        store = str(self.folder / f"store-{self.cases}")
+        messages = [pickle.dumps(Job(function, arguments, rank, ranks, store, timeout)) for rank in range(ranks)]
         workers = [self._worker(rank) for rank in range(ranks)]
         for worker, message in zip(workers, messages, strict=True):
             with contextlib.suppress(OSError):  # already dead: found out below
@@ -292,9 +292,3 @@ def _failure(workers: list[Worker], reports: dict[int, Report], dead: list[int],
         text = "\n".join(f"rank {rank} is at\n{workers[rank].where()}" for rank in missing)
         return CaseFailed(missing[0], f"did not finish in {timeout:g} s (ranks that did not: {missing})\n{text}")
     return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
