@@ -17,6 +17,7 @@ SPECIAL = {
         lambda names: [name for name in names if name not in ("float8", "mx")]
     ),
     "checkpoint.preempted_exit_code": st.just(0) | st.integers(3, 255),
+    "checkpoint.mirror": st.none() | st.sampled_from(["s3://bucket/run", "file:///disk/run", "memory://run"]),
     "checkpoint.save_before": st.none() | st.sampled_from(["0", "90s", "30m", "4h", "1d12h", "86400"]),
     "comm.nccl.env": st.dictionaries(st.sampled_from(["NCCL_DEBUG", "NCCL_IB_HCA"]), TEXT),
     "model.overrides": st.fixed_dictionaries(
