@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -264,7 +265,17 @@ SCHEDULE = Command(
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    given = list(sys.argv[1:] if words is None else words)
+    code = _guarded(list(sys.argv[1:] if words is None else words))
+    if any(thread.name == "shardline-store" for thread in threading.enumerate()):
+        # It waits for a machine that is gone; coming back while the interpreter ends, it would abort the process.
+        from shardline.training.rank_main import leave
+
+        leave(code)
+    return code
+
+
+def _guarded(given: Sequence[str]) -> int:
+    """What a user can mend or has asked for is a line and an exit code, no traceback."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reads it on import, and would write into the bar
     debug = "--debug" in given
     try:

@@ -180,7 +180,7 @@ class Line:
         self._closed = threading.Event()
         self.index = -1
         self._me = Peer(-1, socket.gethostname(), os.getpid(), gathering.ranks, gathering.number, gathering.terms)
-        self._thread = threading.Thread(target=self._run, name="shardline-gathering", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shardline-store", daemon=True)
         self._thread.start()
 
     @property
@@ -195,7 +195,7 @@ class Line:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """A thread that comes back from the store while the interpreter ends would abort the process."""
+        """A thread that hangs in the store is left behind: cli.py sees to it that the process ends all the same."""
         self._closed.set()
         if not self.cut_off:
             self._thread.join(8 * rounds.PERIOD)

@@ -133,7 +133,8 @@ class Meeting(RendezvousHandler):
             with contextlib.suppress(RuntimeError):
                 stores.append(dist.TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=seconds))
 
-        thread = threading.Thread(target=open_store, daemon=True)  # something else may listen there and never answer
+        # Something else may listen there and never answer
+        thread = threading.Thread(target=open_store, name="shardline-store", daemon=True)
         thread.start()
         thread.join(CONNECT_SECONDS)
         if not stores:

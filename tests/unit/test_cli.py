@@ -306,3 +306,29 @@ def test_train_as_a_module():
     words = [sys.executable, "-m", "shardline.train", "--job.config_file", "nowhere.toml"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr) == (2, "error: nowhere.toml: there is no such file\n")
+
+
+HANGING = """
+import sys, threading, time
+from shardline import cli
+
+class Last:
+    def __del__(self):
+        print("destructors ran", flush=True)
+
+last = Last()
+
+def dispatch(given):
+    threading.Thread(target=time.sleep, args=(60,), name=sys.argv[1], daemon=True).start()
+    print("said", end="")
+    return 3
+
+cli.dispatch = dispatch
+sys.exit(cli.main([]))
+"""
+
+
+@pytest.mark.parametrize(("name", "said"), [("shardline-store", "said"), ("another", "saiddestructors ran\n")])
+def test_a_thread_that_hangs_in_the_store_does_not_abort_the_end(name, said):
+    done = subprocess.run([sys.executable, "-c", HANGING, name], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, said), done.stderr
