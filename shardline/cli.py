@@ -263,19 +263,21 @@ SCHEDULE = Command(
 )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
-    code = _guarded(list(sys.argv[1:] if words is None else words))
-    if any(thread.name == "shardline-store" for thread in threading.enumerate()):
-        # It waits for a machine that is gone; coming back while the interpreter ends, it would abort the process.
+def program() -> int:
+    """The `shardline` command as a process of its own, whose end nothing left behind may spoil."""
+    code = main(sys.argv[1:])
+    is_rank = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
+    # Such a thread waits for a machine that is gone; coming back while the interpreter ends, it would abort the process
+    hangs = any(thread.name == "shardline-store" for thread in threading.enumerate())
+    if is_rank or hangs:
         from shardline.training.rank_main import leave
 
         leave(code)
     return code
 
 
-def _guarded(given: Sequence[str]) -> int:
-    """What a user can mend or has asked for is a line and an exit code, no traceback."""
+def main(given: Sequence[str]) -> int:
+    """Run one command; the exit code. What a user can mend or has asked for is a line, no traceback."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler reads it on import, and would write into the bar
     debug = "--debug" in given
     try:

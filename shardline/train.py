@@ -2,7 +2,8 @@
 
 import sys
 
-from shardline.cli import main
+from shardline.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.argv.insert(1, "train")
+    sys.exit(program())

@@ -324,11 +324,18 @@ def dispatch(given):
     return 3
 
 cli.dispatch = dispatch
-sys.exit(cli.main([]))
+sys.exit(cli.program() if sys.argv[2] == "program" else cli.main([]))
 """
 
 
-@pytest.mark.parametrize(("name", "said"), [("shardline-store", "said"), ("another", "saiddestructors ran\n")])
-def test_a_thread_that_hangs_in_the_store_does_not_abort_the_end(name, said):
-    done = subprocess.run([sys.executable, "-c", HANGING, name], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("thread", "entry", "said"),
+    [
+        ("shardline-store", "program", "said"),
+        ("another", "program", "saiddestructors ran\n"),
+        ("shardline-store", "main", "saiddestructors ran\n"),  # whoever calls the command as a function lives on
+    ],
+)
+def test_a_thread_that_hangs_in_the_store_does_not_abort_the_end(thread, entry, said):
+    done = subprocess.run([sys.executable, "-c", HANGING, thread, entry], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, said), done.stderr
