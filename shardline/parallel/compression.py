@@ -7,7 +7,7 @@ PowerSGD keeps for each matrix M (rows n, columns m) a thin Q (m, r) and what it
 
 so (n + m) r numbers travel instead of n m. Q starts from where the last step ended, which makes one product a step of
 the power method; the error is added to the next gradient, so that nothing is lost for good. The errors take as much
-memory as the gradients in float32. They differ between ranks and are not saved: a resumed run begins without them.
+memory as the gradients in float32. They differ between ranks, and are saved with each (training/remembered.py).
 """
 
 from __future__ import annotations
@@ -81,12 +81,11 @@ class LowRankExchange:
     def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None:
         products: list[Tensor | None] = []
         for index in self.matrices:
-            if index not in self.q:
-                self._draw(index, device)
+            error, q = self.memory(index, device)
             gradient = gradients[index]
             if gradient is not None:
-                self.errors[index].add_(gradient)
-            products.append(self.errors[index] @ self.q[index])
+                error.add_(gradient)
+            products.append(error @ q)
         parts = [*products, *(gradients[index] for index in self.rest)]
         self.flat = flatten(parts, self._first_shapes(), self.dtype, device)
         self.work = comm.start_sum(self.flat, self.axis)
@@ -125,12 +124,14 @@ class LowRankExchange:
         thin = [torch.Size((self.shapes[index][0], self.rank)) for index in self.matrices]
         return thin + [self.shapes[index] for index in self.rest]
 
-    def _draw(self, index: int, device: torch.device) -> None:
-        """Every replica begins with the same Q."""
-        generator = torch.Generator().manual_seed(zlib.crc32(self.names[index].encode()))
-        rows, columns = self.shapes[index]
-        self.q[index] = torch.randn(columns, self.rank, generator=generator).to(device)
-        self.errors[index] = torch.zeros(rows, columns, device=device)
+    def memory(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(error, Q) of a matrix. Every replica begins with the same Q."""
+        if index not in self.q:
+            generator = torch.Generator().manual_seed(zlib.crc32(self.names[index].encode()))
+            rows, columns = self.shapes[index]
+            self.q[index] = torch.randn(columns, self.rank, generator=generator).to(device)
+            self.errors[index] = torch.zeros(rows, columns, device=device)
+        return self.errors[index], self.q[index]
 
 
 def wait(work: comm.Started | None, flat: Tensor) -> None:

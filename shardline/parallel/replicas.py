@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ class Bucket:
     missing: set[nn.Parameter] = field(default_factory=set)
     going: bool = False  # an exchange was started and its result not yet taken
     totals: list[Tensor] | None = None  # of the step so far
+
+
+class Remembered(NamedTuple):
+    """What an exchange keeps of one parameter from step to step: this rank's error, and the replicas' common Q."""
+
+    name: str
+    parameter: nn.Parameter
+    error: Tensor
+    q: Tensor
 
 
 class Replicas:
@@ -72,6 +81,14 @@ class Replicas:
             totals, bucket.totals = bucket.totals, None
             for parameter, total in zip(bucket.parameters, totals or [], strict=True):
                 parameter.grad = _like(parameter, total) if parameter.requires_grad else None
+
+    def remembered(self) -> Iterator[Remembered]:
+        """Between steps: what is to be saved. The tensors may be filled."""
+        for bucket in self.buckets:
+            if isinstance(bucket.exchange, LowRankExchange):
+                for index in bucket.exchange.matrices:
+                    parameter = bucket.parameters[index]
+                    yield Remembered(self.names[parameter], parameter, *bucket.exchange.memory(index, self.device))
 
     def _arrived(self, parameter: Any) -> None:
         if not self.enabled:

@@ -31,12 +31,19 @@ import torch
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.hf import HFTensors, read_hf
-from shardline.training.folders import FORMAT, manifest_checksum
+from shardline.training.folders import (
+    FORMAT,
+    LEFTOVERS,
+    MANIFEST,
+    VERSION,
+    Unreadable,
+    manifest_checksum,
+    parse_manifest,
+)
 from shardline.training.reading import Shards, TensorView
 from shardline.training.save_points import reach
 from shardline.training.tensor_file import TYPE_NAMES, Damaged, Entry, check_size, verify_file, write_tensors
 
-VERSION = 2
 OLD_STATE_FILE = "state.safetensors"  # of version 1
 Kind = Literal["full", "model"]
 
@@ -130,7 +137,7 @@ def manifest(
 
 def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """Add the manifest to `partial`, make everything durable and rename it to `final`."""
-    with open(partial / "manifest.json", "w") as file:
+    with open(partial / MANIFEST, "w") as file:
         file.write(_readable({**content, "crc32": manifest_checksum(content)}))
         file.flush()
         os.fsync(file.fileno())
@@ -171,12 +178,7 @@ def put_in_place(partial: Path, final: Path) -> None:
 def read_checkpoint(path: Path) -> Saved:
     """Read a step folder's manifest; a folder that is no whole checkpoint is a `UserError`."""
     try:
-        content = json.loads((path / "manifest.json").read_text())
-        if content["format"] != FORMAT or content["version"] not in (1, VERSION):
-            form = f"format {content['format']!r} version {content['version']!r}"
-            raise UserError(f"{path}/manifest.json: {form} is not readable here")
-        if content["version"] == VERSION and content["crc32"] != manifest_checksum(content):
-            raise UserError(f"{path}/manifest.json is damaged: it fails its checksum")
+        content = parse_manifest((path / MANIFEST).read_text())
         return Saved(
             path,
             content["step"],
@@ -189,9 +191,11 @@ def read_checkpoint(path: Path) -> Saved:
             content.get("layout"),
         )
     except FileNotFoundError:
-        raise UserError(f"{path} is not a checkpoint: it has no manifest.json") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}/manifest.json cannot be read: {error}") from error
+        raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST}") from None
+    except Unreadable as error:
+        raise UserError(f"{path}/{MANIFEST} {error}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}/{MANIFEST} cannot be read: {error}") from error
 
 
 def list_checkpoints(folder: Path, report: Callable[[UserError], None] | None = None, step: int = -1) -> list[Saved]:
@@ -208,7 +212,7 @@ def list_checkpoints(folder: Path, report: Callable[[UserError], None] | None = 
             try:
                 saved = read_checkpoint(path)
                 if name[1] != f"step-{saved.step}":
-                    raise UserError(f"{path}/manifest.json is of step {saved.step}")
+                    raise UserError(f"{path}/{MANIFEST} is of step {saved.step}")
                 found.append(saved)
             except UserError as error:
                 if report is not None:
@@ -218,7 +222,7 @@ def list_checkpoints(folder: Path, report: Callable[[UserError], None] | None = 
 
 def find_checkpoint(path: Path, step: int = -1) -> Saved:
     """The checkpoint that `path` means: a step folder, a run folder or a checkpoint folder (its newest, or `step`)."""
-    if (path / "manifest.json").is_file():
+    if (path / MANIFEST).is_file():
         return read_checkpoint(path)
     for folder in (path / "checkpoint", path):
         every = list_checkpoints(folder, step=step)
@@ -272,7 +276,7 @@ def _sizes_are_right(saved: Saved) -> bool:
 def _leftovers(folder: Path) -> list[Path]:
     found: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.glob("step-*.*"):
-        name = re.fullmatch(r"step-(\d+)\.(partial|replaced|removed|damaged|abandoned)", path.name)
+        name = re.fullmatch(rf"step-(\d+)\.({'|'.join(LEFTOVERS)})", path.name)
         if name:
             found.setdefault(name[2], []).append((int(name[1]), path))
     aside = [path for kind in ("damaged", "abandoned") for _, path in sorted(found.get(kind, []))[:-1]]

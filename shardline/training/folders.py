@@ -5,6 +5,7 @@ checkpoint/step-200.partial/    a save that did not end, or is under way
 checkpoint/step-200.damaged/    failed its checksums when a run wanted to resume it
 checkpoint/step-300.abandoned/  belongs to steps that were trained again
 checkpoint/step-100.replaced/   the older of two saves of one step
+checkpoint/step-50.removed/     its removal was cut short
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from shardline.data.progress import say
 from shardline.errors import UserError
 from shardline.training.location import Location
 
-FORMAT = "shardline-checkpoint"
+FORMAT, VERSION = "shardline-checkpoint", 2  # version 1 is still read
 MANIFEST = "manifest.json"
 LEFTOVERS = {
     "partial": "a save that did not end, or is under way",
     "damaged": "set aside: it failed its checksums",
     "abandoned": "set aside: its steps were trained again",
     "replaced": "the older of two saves of this step",
+    "removed": "its removal was cut short",
 }
 PROGRESS_SECONDS = 5.0
 _PLAIN_BYTES = 4 << 20
@@ -180,6 +182,26 @@ def failing_blocks(
         yield start, end
 
 
+class Unreadable(Exception):
+    """What is wrong with a manifest, as what follows its name: `is damaged: it fails its checksum`."""
+
+
+def parse_manifest(text: str) -> dict[str, Any]:
+    """A manifest that is whole, of a version that is readable here, with the keys that every one has."""
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT or content["version"] not in (1, VERSION):
+            form = f"format {content['format']!r} version {content['version']!r}"
+            raise Unreadable(f"has {form}, which is not readable here")
+        if content["version"] > 1 and content["crc32"] != manifest_checksum(content):
+            raise Unreadable("is damaged: it fails its checksum")
+        _ = [(row["size"], row["block_bytes"], row["crc32"]) for row in content["files"].values()]
+        _ = content["step"], content["kind"], content["architecture"], content["trainer"]
+        return dict(content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Unreadable(f"cannot be read: {type(error).__name__} {error}") from error
+
+
 def manifest_checksum(content: Mapping[str, Any]) -> int:
     """Of everything a manifest says: a flipped bit in a number would otherwise be believed."""
     text = json.dumps({key: value for key, value in content.items() if key != "crc32"}, sort_keys=True)
@@ -232,21 +254,16 @@ def _step_of(name: str) -> tuple[int, str]:
 def describe(folder: Location, step: int = -1, left: str = "") -> Found:
     """Read a step folder's manifest."""
     try:
-        manifest = json.loads((folder / MANIFEST).text())
-        if manifest["format"] != FORMAT or manifest["version"] not in (1, 2):
-            why = f"format {manifest['format']!r} version {manifest['version']!r} is not readable here"
-            return Found(folder, step, left, None, why)
-        if manifest["version"] > 1 and manifest["crc32"] != manifest_checksum(manifest):
-            return Found(folder, step, left, None, "is damaged: it fails its checksum")
+        manifest = parse_manifest((folder / MANIFEST).text())
         if step not in (-1, manifest["step"]):
-            return Found(folder, step, left, None, f"is of step {manifest['step']}")
-        _ = [(row["size"], row["block_bytes"], row["crc32"]) for row in manifest["files"].values()]
-        _ = manifest["kind"], manifest["architecture"], manifest["trainer"]
+            raise Unreadable(f"is of step {manifest['step']}")
         return Found(folder, manifest["step"], left, manifest)
     except (FileNotFoundError, NotADirectoryError):
         return Found(folder, step, left, None, "is missing")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Found(folder, step, left, None, f"cannot be read: {type(error).__name__} {error}")
+    except (OSError, UnicodeDecodeError) as error:
+        return Found(folder, step, left, None, f"cannot be read: {error}")
+    except Unreadable as error:
+        return Found(folder, step, left, None, str(error))
 
 
 def in_words(size: int) -> str:

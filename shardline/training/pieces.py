@@ -79,6 +79,7 @@ class Part:
     tensor: Tensor  # local
     dtype: torch.dtype  # it is written in
     pieces: tuple[Piece, ...]
+    in_backward: bool = False  # changes there already, not only in the optimizer's step
 
     @property
     def bytes(self) -> int:
@@ -142,13 +143,13 @@ def optimizer_parts(model: Decoder, optimizer: torch.optim.Optimizer) -> list[Pa
 def _part(arch: Architecture, prefix: str, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Part:
     place = place_of(tensor)
     pieces = [piece._replace(name=prefix + piece.name) for piece in cut(arch, name, tensor.shape, place)]
-    return Part(_key(prefix + name, place), local(tensor), dtype or tensor.dtype, tuple(pieces))
+    return Part(part_key(prefix + name, place), local(tensor), dtype or tensor.dtype, tuple(pieces))
 
 
 def _repeated(arch: Architecture, prefix: str, name: str, tensor: Tensor) -> Part:
     place, shape = place_of(tensor), tuple(tensor.shape)
     pieces = tuple(Piece(prefix + part, shape, place, None) for part in logical_names(arch, name))
-    return Part(_key(prefix + name, place), local(tensor), tensor.dtype, pieces)
+    return Part(part_key(prefix + name, place), local(tensor), tensor.dtype, pieces)
 
 
 def _check_other_shape(key: str, state: Tensor, parameter: Tensor) -> None:
@@ -161,7 +162,7 @@ def _check_other_shape(key: str, state: Tensor, parameter: Tensor) -> None:
         )
 
 
-def _key(name: str, place: Place) -> int:
+def part_key(name: str, place: Place) -> int:
     return int.from_bytes(hashlib.blake2b(f"{name} {place}".encode(), digest_size=8).digest(), "little")
 
 

@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,13 @@ class Saver:
         identity: DataIdentity,
         mesh: Mesh,
         mirror: Mirror | None = None,
+        extra: Callable[[], list[Part]] = list,
     ) -> None:
         self.config, self.section, self.mesh = config, config.checkpoint, mesh
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
         self.saved_step = 0
         self.mirror = mirror  # of rank 0 alone
+        self._extra = extra  # parts beside weights and optimizer state
         self._check_folder()
         if self.section.enable and self.section.last_save_in_hf:
             export_family(model.arch)  # an architecture that no family has is refused before the first step
@@ -223,7 +225,7 @@ class Saver:
         )
 
     def _parts(self) -> list[Part]:
-        return model_parts(self.model) + optimizer_parts(self.model, self.optimizer)
+        return model_parts(self.model) + optimizer_parts(self.model, self.optimizer) + self._extra()
 
     def _connect(self) -> None:
         """Keys of this saver's own: an earlier run in these processes may have used the same store."""

@@ -7,6 +7,7 @@ pinned memory the copies run beside training:
     copying stream           | copy, copy, copy ... -> copied
 
 The host only issues them. What changes the state is the optimizer's step, and that waits, on the device, for the event.
+The little that backward changes already is copied on the training stream, before all else.
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ class Staging:
         views = self._buffers.views(parts)
         on_device = [part.tensor.is_cuda for part in parts]
         if any(on_device) and self._buffers.pinned:
-            self._copy_beside([(p.tensor, v) for p, v, cuda in zip(parts, views, on_device, strict=True) if cuda])
+            pairs = [(part, view) for part, view, cuda in zip(parts, views, on_device, strict=True) if cuda]
+            for part, view in pairs:
+                if part.in_backward:
+                    view.copy_(part.tensor, non_blocking=True)
+            self._copy_beside(pairs[0][0].tensor.device, [(p.tensor, v) for p, v in pairs if not p.in_backward])
         else:
             on_device = [False] * len(parts)
         for part, view, cuda in zip(parts, views, on_device, strict=True):
@@ -86,8 +91,7 @@ class Staging:
                 view.copy_(part.tensor)
         return [moved(part, view) for part, view in zip(parts, views, strict=True)]
 
-    def _copy_beside(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        device = pairs[0][0].device
+    def _copy_beside(self, device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> None:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))  # what training has written so far

@@ -25,6 +25,7 @@ from shardline.training.checkpoint import Saved
 from shardline.training.fetching import local_path
 from shardline.training.loading import load_model, load_optimizer
 from shardline.training.location import is_url
+from shardline.training.reading import Shards
 from shardline.training.tensor_file import Damaged
 
 log = logging.getLogger("shardline")
@@ -63,6 +64,7 @@ class Start:
     identity: DataIdentity
     total_steps: int
     mesh: Mesh
+    load_extra: Callable[[Shards], None] = lambda shards: None  # state beside weights and optimizer
     damages: list[str] = field(default_factory=list)  # of checkpoints that were tried
 
     def run(self, resume: bool, seed: int) -> tuple[Progress, bool]:
@@ -230,6 +232,7 @@ class Start:
         if "optimizer" not in excluded:
             self._check_optimizer(saved)
             load_optimizer(saved, self.model, self.optimizer)
+            self.load_extra(saved.shards)
         trainer = saved.trainer
         if "train_state" not in excluded:
             progress.step, progress.tokens = trainer["step"], trainer["tokens"]

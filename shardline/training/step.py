@@ -68,6 +68,11 @@ class Stepper:
                 optimizer, late=self.summed_over_tp, share=lambda parameter: shards(parameter) / mesh.world_size
             )
 
+    @property
+    def all_replicas(self) -> Replicas | None:
+        """Whoever sums gradients over replicas, here or stage by stage."""
+        return self.replicas if self.pipelined is None else self.pipelined.replicas
+
     def forward_backward(self, batches: list[Batch]) -> Tensor:
         """Gradients of the mean loss over all targets of the global batch, summed over data ranks.
 

@@ -11,11 +11,16 @@ from tests.faults.trials import SEED, Lab
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory, request):
+def nursery():
     nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="session")
+def lab(nursery, tmp_path_factory, request):
     lab = Lab(nursery, tmp_path_factory.mktemp("faults"))
     yield lab
-    nursery.close()
     plugins = request.config.pluginmanager
     with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
         for line in ("", f"seed {SEED} (SHARDLINE_FAULT_SEED)", *lab.lines()):

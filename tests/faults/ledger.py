@@ -5,37 +5,30 @@
     leg 3   1                    7 8 9 ... to the end
     ledger          1 2 3 4 5  6 7 8 9 ...                what leg 2 did after its save is replaced by leg 3
 
-Ranks are processes forked from one that has imported torch, so that they start fast and can be killed for good. They
-write down what they read and what came of it after every step, in a file that outlives them.
+Ranks come from the nursery: they start fast and can be killed for good. They write down what they read and what came of
+it after every step, in a file that outlives them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
-import socket
-import sys
-import time
-import traceback
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from multiprocessing.connection import wait
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from shardline.config.layout import Layout, resolve_layout
 from shardline.config.load import load_config
 from shardline.data.demo import documents
+from tests.faults.nursery import Job, Nursery, job_of
 from tests.parity.harness import complete
 
 GLOBAL_BATCH, INTERVAL, STEPS = 8, 3, 12
-TIMEOUT_SECONDS = 120.0
 SHARD, REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
 TP, PP, CP = (f"parallelism.{name}_parallel_degree" for name in ("tensor", "pipeline", "context"))
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -100,8 +93,8 @@ def saved_by(leg: Leg, before: int) -> int:
 class Book:
     """Runs legs in a folder and keeps the ledger."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        self.folder, self.settings = folder, dict(settings)
+    def __init__(self, nursery: Nursery, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.nursery, self.folder, self.settings = nursery, folder, dict(settings)
         folder.mkdir(parents=True)
         self.ledger: Ledger = {}
         self.firsts: list[int] = []  # the first step of each leg
@@ -126,7 +119,7 @@ class Book:
         layout = resolve_layout(load_config(overrides=settings).parallelism, ranks)
         place = self.folder / f"leg-{number}"
         place.mkdir()
-        _run_ranks(place, settings, ranks, leg)
+        _run_ranks(self.nursery, place, settings, ranks, leg)
         self._take(place, ranks, layout, leg)
 
     def _take(self, place: Path, ranks: int, layout: Layout, leg: Leg) -> None:
@@ -161,73 +154,33 @@ def _entry(rows: list[dict[str, Any]], layout: Layout) -> Entry:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def _run_ranks(place: Path, settings: dict[str, Any], ranks: int, leg: Leg) -> None:
+def _run_ranks(nursery: Nursery, place: Path, settings: dict[str, Any], ranks: int, leg: Leg) -> None:
     """One leg, to its end on all ranks: when one is killed, the others are too, as a launcher does."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shardline.training.trainer", "torch._inductor"])
-    port = _free_port()
-    processes = [
-        context.Process(target=_rank, args=(place, settings, rank, ranks, port, leg), daemon=True)
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    waiting = {process.sentinel: process for process in processes}
-    while waiting and time.monotonic() < deadline:
-        for sentinel in wait(list(waiting), timeout=1.0):
-            if waiting.pop(sentinel).exitcode not in (0, 130):  # type: ignore[call-overload]
-                deadline = min(deadline, time.monotonic())
-    for process in processes:
-        process.kill()
-        process.join()
-    codes = [process.exitcode for process in processes]
-    good = {"SIGINT": 130}.get(leg.end or "", 0)
+    grace = 0.0 if leg.end == "SIGKILL" else 30.0
+    words = (json.dumps(asdict(leg)),)
+    job = Job(place, ranks, settings, grace=grace, entry="tests.faults.ledger:train", words=words)
+    codes = nursery.run(job).codes
     if leg.end == "SIGKILL":
         assert codes[leg.rank] == -signal.SIGKILL, _said(place, leg, codes)
     else:
-        assert codes == [good] * ranks, _said(place, leg, codes)
+        assert codes == [{"SIGINT": 130}.get(leg.end or "", 0)] * ranks, _said(place, leg, codes)
 
 
-def _said(place: Path, leg: Leg, codes: list[int | None]) -> str:
+def _said(place: Path, leg: Leg, codes: list[int]) -> str:
     return "\n".join(
-        [f"{leg}: exit codes {codes}", *(path.read_text()[-3000:] for path in sorted(place.glob("*.out")))]
+        [f"{leg}: exit codes {codes}", *(path.read_text()[-3000:] for path in sorted(place.glob("out-*")))]
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _rank(place: Path, settings: dict[str, Any], rank: int, ranks: int, port: int, leg: Leg) -> None:
-    output = open(place / f"rank-{rank}.out", "w", buffering=1)  # noqa: SIM115 - as long as the process
-    os.dup2(output.fileno(), 1)
-    os.dup2(output.fileno(), 2)
-    sys.stdout = sys.stderr = output
-    try:
-        code = _train(place, settings, rank, ranks, port, leg)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    os._exit(code)
-
-
-def _train(place: Path, settings: dict[str, Any], rank: int, ranks: int, port: int, leg: Leg) -> int:
-    import torch
-
+def train(words: Sequence[str]) -> int:
+    """What a rank does; the nursery calls it."""
     from shardline.training.stopping import exit_code
     from shardline.training.trainer import Trainer
 
-    torch.set_num_threads(1)
-    if ranks > 1:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    config = load_config(overrides=settings)
-    with patch("shardline.training.trainer.choose_device", lambda: torch.device("cpu")):
-        trainer = Trainer(config)
-    with (place / f"rank-{rank}.jsonl").open("w", buffering=1) as book:
+    job, rank, leg = job_of(words[0]), int(words[1]), Leg(**json.loads(words[3]))
+    config = load_config(overrides=job.settings)
+    trainer = Trainer(config)
+    with (job.folder / f"rank-{rank}.jsonl").open("w", buffering=1) as book:
         first = {"first": trainer.progress.step + 1, "samples_per_epoch": trainer.loader.samples_per_epoch}
         book.write(json.dumps(first) + "\n")
         _watch(trainer, book, leg if leg.rank == rank else Leg(leg.layout))

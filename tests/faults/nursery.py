@@ -59,6 +59,8 @@ class Job:
     seconds: float = 150.0  # then it hangs
     patience: float = 10.0  # before a wait for a save is spoken of
     resume: bool = False  # insist on it
+    entry: str = "tests.faults.nursery:train"  # what a rank does
+    words: tuple[str, ...] = ()  # for it
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "folder": str(self.folder)})
@@ -67,7 +69,7 @@ class Job:
 def job_of(text: str) -> Job:
     fields = json.loads(text)
     fault = None if fields["fault"] is None else Fault(**fields["fault"])
-    return Job(**{**fields, "folder": Path(fields["folder"]), "fault": fault})
+    return Job(**{**fields, "folder": Path(fields["folder"]), "fault": fault, "words": tuple(fields["words"])})
 
 
 @dataclass
@@ -127,7 +129,13 @@ class Nursery:
 
 
 # What ranks import sooner or later; by the last name they find `train`.
-IMPORTS = ("torch._dynamo", "shardline.config.load", "shardline.training.trainer", "tests.faults.nursery")
+IMPORTS = (
+    "torch._dynamo",
+    "shardline.config.load",
+    "shardline.training.trainer",
+    "tests.faults.ledger",
+    "tests.faults.nursery",
+)
 
 
 def main() -> None:
@@ -264,7 +272,7 @@ def _be_rank(job: Job, rank: int, port: int, first_step: int) -> None:
         }
     os.environ[REPORT_VARIABLE] = str(job.folder / f"report-{rank}")
     _arm(job, rank)
-    rank_main.leave(rank_main.run("tests.faults.nursery:train", [job.to_json(), str(rank), str(first_step)]))
+    rank_main.leave(rank_main.run(job.entry, [job.to_json(), str(rank), str(first_step), *job.words]))
 
 
 def _arm(job: Job, rank: int) -> None:

@@ -10,21 +10,21 @@ PACKED = {"model.overrides": {"attn_mask_type": "block_causal"}}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return Runs(tmp_path_factory.mktemp("ledger"))
+def runs(nursery, tmp_path_factory):
+    return Runs(nursery, tmp_path_factory.mktemp("ledger"))
 
 
 class Runs:
     """Interrupted runs, and uninterrupted ones to compare with, each made once."""
 
-    def __init__(self, folder):
-        self.folder, self.whole, self.count = folder, {}, 0
+    def __init__(self, nursery, folder):
+        self.nursery, self.folder, self.whole, self.count = nursery, folder, {}, 0
         self.corpora = {name: write_corpus(folder / f"{name}.jsonl", size) for name, size in SIZES.items()}
 
     def book(self, corpus, **more):
         self.count += 1
         data = {"training.dataset_path": str(self.corpora[corpus]), "training.cache_folder": str(self.folder / "cache")}
-        return Book(self.folder / f"run-{self.count}", {"training.steps": STEPS, **data, **more})
+        return Book(self.nursery, self.folder / f"run-{self.count}", {"training.steps": STEPS, **data, **more})
 
     def uninterrupted(self, layout, corpus, **more):
         name = json.dumps([layout, corpus, more], sort_keys=True)

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -165,13 +166,17 @@ def test_a_step_right_after_does_not_change_the_copies(pinned):
     """The copies run beside; the optimizer's step has to wait for them on the device."""
     parameter = torch.nn.Parameter(torch.ones(256 << 20, device="cuda"))
     parameter.grad = torch.ones_like(parameter)
+    left_out = torch.zeros(32 << 20, device="cuda")  # backward changes it
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     staging = Staging(optimizer, pinned)
-    staging.prepare([part(parameter.detach())])
+    parts = [part(parameter.detach()), replace(part(left_out), in_backward=True)]
+    staging.prepare(parts)
     for step in range(3):
-        staged = staging.stage([part(parameter.detach())])
+        staged = staging.stage(parts)
+        left_out += 1
         optimizer.step()
         staging.ready()
         assert bool((staged[0].tensor == 1.0 - step).all())
+        assert bool((staged[1].tensor == step).all())
         assert staged[0].tensor.is_pinned() == pinned
     staging.close()

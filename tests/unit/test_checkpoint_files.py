@@ -253,5 +253,5 @@ def test_version_1_is_still_read(tmp_path):
 def test_what_is_written_by_a_later_version_is_refused(tmp_path):
     path = make(tmp_path, 1) / "manifest.json"
     path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
-    with pytest.raises(UserError, match="version 3 is not readable here"):
+    with pytest.raises(UserError, match="version 3, which is not readable here"):
         files.read_checkpoint(path.parent)
