@@ -48,7 +48,7 @@ class Gathering(Meeting):
         self.misfit, self.may_regroup = misfit, may_regroup
         self.memory = Memory()
         self.line: Line | None = None
-        self.stopped_for_regroup = False
+        self.stopped_for_regroup = self.closed = False
         self.why = ""  # this machine meets again
 
     @property
@@ -78,7 +78,9 @@ class Gathering(Meeting):
                 self._open()
             line = self._line
             line.ready = self.memory
-            while not line.cut_off:
+            while not line.cut_off or self.closed:
+                if self.closed:
+                    raise RendezvousGracefulExitError("this machine has left")
                 if line.round is not None and line.round.number >= self.memory.round:
                     return line.round
                 if line.refusal:
@@ -152,6 +154,7 @@ class Gathering(Meeting):
 
     def close(self) -> None:
         """Say good-bye; who serves the store stays until the others have heard, or for a few seconds."""
+        self.closed = True
         if self.line is None:
             return
         self.line.leave()

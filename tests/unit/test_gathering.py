@@ -171,6 +171,9 @@ def test_as_many_machines_as_the_layout_can_use(launchers):
     waiting = [Meet(one) for one in together]
     wait_for(lambda: sum(one.result is not None for one in waiting) == 2)
     assert {len(one.round.peers) for one, thread in zip(together, waiting, strict=True) if thread.result} == {2}
+    (spare,) = [thread for thread in waiting if thread.result is None]
+    spare.launcher.close()
+    assert str(spare.get()) == "this machine has left"
 
 
 def test_too_few_or_unfit_machines_are_told_after_the_time_out(launchers, port):
