@@ -373,7 +373,7 @@ CASES = [
     # pipelines whose ranks share sequences
     case("pp2-cp2-ring", layers(4), RING, pp=2, cp=2),
     case("pp2-cp2-allgather-documents", layers(4), ALLGATHER, DOCUMENTS, pp=2, cp=2),
-    case("pp2-interleaved-cp2-ulysses-tied", layers(4), INTERLEAVED, ULYSSES, TIED, pp=2, cp=2),
+    case("pp2-interleaved-cp2-ulysses-tied", layers(4), INTERLEAVED, ULYSSES, TIED, pp=2, cp=2, slow=True),
     case("pp2-zbv-cp2-ring-documents-full-ac", layers(4), ZBV, RING, DOCUMENTS, FULL_AC, pp=2, cp=2),
     case(
         "pp2-cp2-ring-validation-accumulation", layers(4), RING, WHOLE_VALIDATION, TWO_AT_A_TIME, pp=2, cp=2, slow=True
@@ -405,7 +405,7 @@ CASES = [
     case("fsdp2-tp2-compile", COMPILE, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-validation-epochs", EPOCHS, WHOLE_VALIDATION, fsdp=2, tp=2, slow=True),
     case("fsdp4-tp2", fsdp=4, tp=2, slow=True),
-    case("fsdp2-tp4-one-kv-head", ONE_KV_HEAD, fsdp=2, tp=4),
+    case("fsdp2-tp4-one-kv-head", ONE_KV_HEAD, fsdp=2, tp=4, slow=True),
     case("hsdp2x2-tp2", ddp=2, fsdp=2, tp=2),
     case("hsdp2x2-tp2-accumulation-scatter", SMALL_BATCHES, SCATTER, DOCUMENTS, ddp=2, fsdp=2, tp=2, slow=True),
     case("hsdp2x2-tp2-tied", TIED, TWO_KV_HEADS, BIASES, ddp=2, fsdp=2, tp=2, slow=True),

@@ -145,8 +145,25 @@ RECOMPUTATION = [
 ]
 
 
-@pytest.mark.parametrize(("ac", "runs"), RECOMPUTATION)
-@pytest.mark.parametrize(("ranks", "changes", "degrees"), LAYOUTS)
+FAST = {
+    "plain-none",
+    "plain-op",
+    "tp-full",
+    "async-op",
+    "async-no-sequence-none",
+    "fsdp-full",
+    "fsdp-always-op",
+    "ddp-none",
+}
+SPLIT = [
+    pytest.param(*one.values, *ac.values, id=name, marks=[] if name in FAST else [pytest.mark.slow])
+    for one in LAYOUTS
+    for ac in RECOMPUTATION
+    for name in [f"{one.id}-{ac.id}"]
+]
+
+
+@pytest.mark.parametrize(("ranks", "changes", "degrees", "ac", "runs"), SPLIT)
 def test_splitting_backward_computes_nothing_twice(harness, tmp_path, ranks, changes, degrees, ac, runs):
     """As many multiplications as whole backward passes through the same stages, and every weight gradient waits."""
     whole = counts(harness, tmp_path, ranks, *changes, ac, cases.LOOPED, pp=2, **degrees)
