@@ -54,6 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_peak_memory_is_less_than_half_the_model(folder: Path, tmp_path: Path) -> None:
     assert MODEL_BYTES > 400e6
     small, big = tmp_path / "imported-small", tmp_path / "imported-big"

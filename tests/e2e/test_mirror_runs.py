@@ -141,6 +141,7 @@ def test_a_mirror_must_be_a_url(tmp_path: Path) -> None:
         run(tmp_path / "run", **SAVING, checkpoint__mirror="nosuch://bucket")
 
 
+@pytest.mark.slow
 def test_two_ranks_and_a_folder_that_is_lost(tmp_path: Path, losses: list[float], capsys: Any) -> None:
     """The ranks' shards arrive, and two ranks of another folder go on from there."""
     url = f"file://{tmp_path}/away"
