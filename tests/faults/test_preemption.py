@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.tiny import flags
 from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import wait_until
@@ -72,6 +74,7 @@ def test_without_checkpoints_nothing_is_saved_and_the_lines_say_so(run):
     assert not (run.folder / "run" / "checkpoint").exists()
 
 
+@pytest.mark.slow
 @job(**SAVING, **{"checkpoint.save_before": "20s", "checkpoint.preempted_exit_code": 99})
 def test_all_ranks_stop_together_before_the_time_limit(run):
     code, stdout, stderr = run.end(60)

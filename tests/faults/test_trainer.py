@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import PROMPT, is_alive, wait_until
 
@@ -165,6 +167,7 @@ def test_a_rank_killed_inside_an_overlapped_product_is_named(run):
     assert "Traceback" not in stderr
 
 
+@pytest.mark.slow
 @job("SIGSTOP", **ASYNC)
 def test_a_rank_stopped_inside_an_overlapped_product_is_named_with_the_operation(run):
     run.wait_for_step(3)

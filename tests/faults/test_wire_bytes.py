@@ -54,6 +54,7 @@ def payload(found):
     return size - HEADERS * packets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", FACTORS)
 def test_a_collective_alone(measured, kind, rank):
@@ -63,6 +64,7 @@ def test_a_collective_alone(measured, kind, rank):
     assert payload(found) == pytest.approx(FACTORS[kind] * counted, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training(measured, layout, rank):

@@ -332,6 +332,7 @@ def test_layouts_that_cannot_be_end_with_2(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_8b_at_a_million_tokens_over_64_ranks(capsys):
     words = ["--model.flavor=8B", "--training.seq_len=1048576", "--training.local_batch_size=1"]
     words += ["--parallelism.context_parallel_degree=64", "--parallelism.context_parallel_rotate_method=ring"]

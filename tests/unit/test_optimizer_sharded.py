@@ -324,6 +324,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_four_ranks(name, folder):
     texts = [file.read_text() if (file := folder / f"{name}.{rank}").exists() else "" for rank in range(RANKS)]
