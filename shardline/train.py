@@ -5,5 +5,4 @@ import sys
 from shardline.cli import program
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "train")
-    sys.exit(program())
+    sys.exit(program(["train", *sys.argv[1:]]))

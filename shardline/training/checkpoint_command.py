@@ -126,7 +126,7 @@ def _summary(found: Found, manifest: Mapping[str, Any], stored: Mapping[str, Ten
     trainer, data = manifest["trainer"], manifest["trainer"].get("data", {})
     kinds = {"full": "full: can be resumed", "model": "weights only"}
     written = (found.place / MANIFEST).written()
-    weights = {name: tensor for name, tensor in stored.items() if not name.startswith(("optimizer/", "compression/"))}
+    weights = {name: tensor for name, tensor in stored.items() if "/" not in name or name.startswith("model/")}
     pieces = sum(tensor.pieces for tensor in stored.values())
     lines = {
         "checkpoint": str(found.place),

@@ -78,9 +78,7 @@ class Gathering(Meeting):
                 self._open()
             line = self._line
             line.ready = self.memory
-            while not line.cut_off or self.closed:
-                if self.closed:
-                    raise RendezvousGracefulExitError("this machine has left")
+            while not line.cut_off:
                 if line.round is not None and line.round.number >= self.memory.round:
                     return line.round
                 if line.refusal:
@@ -90,6 +88,8 @@ class Gathering(Meeting):
                 self._pause(line.waits_for)
 
     def _pause(self, what: str) -> None:
+        if self.closed:
+            raise RendezvousGracefulExitError("this machine has left")
         if time.monotonic() > self.patience and self.said != what:
             say(f"{self.why}{'; ' if self.why else ''}waiting for {what} at {self.endpoint}")
             self.said, self.why = what, ""

@@ -1,7 +1,7 @@
 """What replicas remember of gradients they have not yet exchanged (PowerSGD), as parts of a checkpoint.
 
-    compression/error/<parameter>   (replicas, ...)      what each replica has left out so far
-    compression/q/<parameter>       (tp, columns, rank)  where each tensor-parallel part's power method stands
+    compression/error/<parameter>   (replicas x rows, columns)  what each replica has left out so far
+    compression/q/<parameter>       (tp x columns, rank)        where each tensor-parallel part's power method stands
 
 On the layout that saved them a resumed run goes on bit by bit. For another number of replicas errors are added up and
 shared out evenly, so that what is to be made good stays the same; Q are drawn again where they do not fit. Where an
@@ -9,6 +9,8 @@ embedding is tied to the output on another pipeline rank, that rank's error is k
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 
@@ -18,68 +20,83 @@ from shardline.parallel.replicas import Remembered, Replicas
 from shardline.training.pieces import Part, Piece, Place, part_key, place_of
 from shardline.training.reading import Shards
 
+log = logging.getLogger("shardline")
 ERROR, Q = "compression/error/", "compression/q/"
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 
 
-def remembered_parts(replicas: Replicas | None, model: Decoder, mesh: Mesh) -> list[Part]:
-    parts = []
-    for one in replicas.remembered() if replicas is not None else ():
-        name = _held_as(one, model)
-        whole = (mesh.size("dp_replicate"), *one.parameter.shape)
-        parts.append(_part(ERROR + name, one.error, whole, _error_place(one, mesh)))
-        parts.append(_part(Q + name, one.q, (mesh.size("tp"), *one.q.shape), _q_place(one, mesh)))
-    return parts
+class Memory:
+    """Of this rank; empty where nothing is compressed."""
 
+    def __init__(self, replicas: Replicas | None, model: Decoder, mesh: Mesh) -> None:
+        self.replicas, self.mesh = replicas, mesh
+        self.names = {name for name, _ in model.named_parameters()}
+        self.first = any(stage.first for stage in model.stages)
+        self.last = any(stage.last for stage in model.stages)
 
-def load_remembered(shards: Shards, replicas: Replicas | None, model: Decoder, mesh: Mesh) -> None:
-    """Nothing is there where the run that saved did not compress; then these begin as in a new run."""
-    for one in replicas.remembered() if replicas is not None else ():
-        name = _held_as(one, model)
-        one.error.zero_()  # an attempt before may have found its checkpoint damaged halfway
-        _load_errors(shards, name, one, model, mesh)
-        if Q + name in shards and shards.stored(Q + name).shape == (mesh.size("tp"), *one.q.shape):
-            for _, block in shards.blocks(Q + name, _q_place(one, mesh)):
-                one.q.copy_(block[0])
+    def parts(self) -> list[Part]:
+        found = []
+        for name, one in self._held().items():
+            rows, columns = one.parameter.shape
+            whole = (self.mesh.size("dp_replicate") * rows, columns)
+            found.append(_part(ERROR + name, one.error, whole, self._error_place(one)))
+            found.append(_part(Q + name, one.q, self._q_shape(one), self._q_place(one)))
+        return found
 
+    def load(self, shards: Shards) -> None:
+        """What is not there begins as in a new run."""
+        held = self._held()
+        for name, one in held.items():
+            one.error.zero_()  # an attempt before may have found its checkpoint damaged halfway
+            sources = [name, OUTPUT] if name == EMBEDDING and self.first and self.last else [name]
+            for key in (ERROR + source for source in sources if ERROR + source in shards):
+                self._add_errors(shards, key, one)
+            if Q + name in shards and shards.stored(Q + name).shape == self._q_shape(one):
+                _add(one.q.zero_(), shards, Q + name, self._q_place(one), 1.0)
+        saved = {name.removeprefix(ERROR) for name in shards if name.startswith(ERROR)}
+        fresh = {one.name for name, one in held.items() if name not in saved} - saved if saved else set()
+        lost = (saved & self.names) - {one.name for one in held.values()}
+        if lost or fresh:
+            log.warning(
+                "what PowerSGD had left out so far is not taken over for %d parameters of this rank: they are fused,"
+                " cut or sent otherwise now",
+                len(lost | fresh),
+            )
 
-def _load_errors(shards: Shards, name: str, one: Remembered, model: Decoder, mesh: Mesh) -> None:
-    names = [name, OUTPUT] if name == EMBEDDING and _holds_both_ends(model) else [name]
-    stored = {key: shards.stored(key) for each in names if (key := ERROR + each) in shards}
-    ranks, own = mesh.size("dp_replicate"), _error_place(one, mesh)
-    for key, found in stored.items():
-        if found.shape[1:] != tuple(one.parameter.shape):
-            continue
-        if found.shape[0] == ranks:
+    def _held(self) -> dict[str, Remembered]:
+        """By the names in files."""
+        found = () if self.replicas is None else self.replicas.remembered()
+        return {OUTPUT if one.name == EMBEDDING and not self.first else one.name: one for one in found}
+
+    def _add_errors(self, shards: Shards, key: str, one: Remembered) -> None:
+        replicas, rows, own = self.mesh.size("dp_replicate"), one.parameter.shape[0], self._error_place(one)
+        saved = shards.stored(key).shape[0] // rows
+        if saved == replicas:
             _add(one.error, shards, key, own, 1.0)
-            continue
-        for replica in range(found.shape[0]):
-            _add(one.error, shards, key, Place((replica, *own.start[1:]), own.size), 1.0 / ranks)
+            return
+        first = own.start[0] % rows
+        for replica in range(saved):
+            place = Place((replica * rows + first, own.start[1]), own.size)
+            _add(one.error, shards, key, place, 1.0 / replicas)
+
+    def _error_place(self, one: Remembered) -> Place:
+        held = place_of(one.parameter)
+        before = self.mesh.coordinates["dp_replicate"] * one.parameter.shape[0]
+        return Place((before + held.start[0], held.start[1]), held.size)
+
+    def _q_shape(self, one: Remembered) -> tuple[int, int]:
+        columns, rank = one.q.shape
+        return self.mesh.size("tp") * columns, rank
+
+    def _q_place(self, one: Remembered) -> Place:
+        columns, rank = one.q.shape
+        return Place((self.mesh.coordinates["tp"] * columns, 0), (columns, rank))
 
 
-def _add(error: torch.Tensor, shards: Shards, key: str, wanted: Place, share: float) -> None:
+def _part(name: str, tensor: torch.Tensor, shape: tuple[int, int], place: Place) -> Part:
+    return Part(part_key(name, place), tensor, tensor.dtype, (Piece(name, shape, place, None),), in_backward=True)
+
+
+def _add(tensor: torch.Tensor, shards: Shards, key: str, wanted: Place, share: float) -> None:
     for place, block in shards.blocks(key, wanted):
-        here = place.within(wanted).slices[1:]
-        error[here].add_(block[0].to(error.device), alpha=share)
-
-
-def _held_as(one: Remembered, model: Decoder) -> str:
-    tied_copy = one.name == EMBEDDING and not any(stage.first for stage in model.stages)
-    return OUTPUT if tied_copy else one.name
-
-
-def _holds_both_ends(model: Decoder) -> bool:
-    return any(stage.first for stage in model.stages) and any(stage.last for stage in model.stages)
-
-
-def _part(name: str, tensor: torch.Tensor, shape: tuple[int, ...], place: Place) -> Part:
-    return Part(part_key(name, place), tensor[None], tensor.dtype, (Piece(name, shape, place, None),), in_backward=True)
-
-
-def _error_place(one: Remembered, mesh: Mesh) -> Place:
-    held = place_of(one.parameter)
-    return Place((mesh.coordinates["dp_replicate"], *held.start), (1, *held.size))
-
-
-def _q_place(one: Remembered, mesh: Mesh) -> Place:
-    return Place((mesh.coordinates["tp"], *(0 for _ in one.q.shape)), (1, *one.q.shape))
+        tensor[place.within(wanted).slices].add_(block.to(tensor.device), alpha=share)

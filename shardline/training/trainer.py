@@ -57,7 +57,7 @@ from shardline.training.mirror import Mirror, check_free, open_mirror
 from shardline.training.optimizer import build_optimizer, scaled_lr
 from shardline.training.profile import Profiler
 from shardline.training.rank_main import keep_output
-from shardline.training.remembered import load_remembered, remembered_parts
+from shardline.training.remembered import Memory
 from shardline.training.run_folder import RunFolder, open_run_folder, write_atomically
 from shardline.training.saving import Saver
 from shardline.training.schedule import lr_factor, schedule_notes
@@ -242,32 +242,16 @@ class Trainer:
         self.applied.lines += self.async_tensor.lines
         self.sampler = Sampler(self.device) if self.applied.tensor is not None else None
         self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied, self.device)
-        folder, replicas = self.folder.checkpoint_folder, self.stepper.all_replicas
-        self.saver = Saver(
-            config,
-            folder,
-            self.model,
-            self.optimizer,
-            self.identity,
-            self.mesh,
-            self.mirror,
-            extra=lambda: remembered_parts(replicas, self.model, self.mesh),
-        )
+        self.memory = Memory(self.stepper.all_replicas, self.model, self.mesh)
+        folder, of_run = self.folder.checkpoint_folder, (self.model, self.optimizer, self.identity)
+        self.saver = Saver(config, folder, *of_run, self.mesh, self.mirror, extra=self.memory.parts)
         self._open.callback(self.saver.close)
 
     def _start(self) -> tuple[Progress, bool]:
         """Give the model its weights: resumed, loaded or drawn; (how far the run is, whether it had finished)."""
         folder, config = self.folder.checkpoint_folder, self.config
-        start = Start(
-            config,
-            folder,
-            self.model,
-            self.optimizer,
-            self.identity,
-            self.total_steps,
-            self.mesh,
-            load_extra=lambda shards: load_remembered(shards, self.stepper.all_replicas, self.model, self.mesh),
-        )
+        of_run = (self.model, self.optimizer, self.identity)
+        start = Start(config, folder, *of_run, self.total_steps, self.mesh, load_extra=self.memory.load)
         progress, finished = start.run(self.folder.resume, seed_of(config))
         self.saver.saved_step = progress.step
         self.loader.seek(progress.samples)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardline.cli import main as command
 from shardline.config.load import load_config
 from shardline.training import checkpoint as files
 from shardline.training import save_points, tensor_file
@@ -183,7 +184,9 @@ THIN_LAYOUTS = {"ddp2": {"ddp": 2}, "ddp2-tp2": {"ddp": 2, "tp": 2}, "pp2-ddp2":
 
 
 @pytest.mark.parametrize(("layout", "mode"), [("ddp2", "async"), ("ddp2-tp2", "disabled"), ("pp2-ddp2", "disabled")])
-def test_what_replicas_left_out_of_their_gradients_is_not_forgotten(harness, tmp_path, monkeypatch, layout, mode):
+def test_what_replicas_left_out_of_their_gradients_is_not_forgotten(
+    harness, tmp_path, monkeypatch, capsys, layout, mode
+):
     """PowerSGD's errors belong to the run: without them the resumed losses are others."""
     monkeypatch.setitem(LAYOUTS, layout, ((THIN, cases.TIED), THIN_LAYOUTS[layout]))
     changes = (layers(4), cases.UNCLIPPED, {"checkpoint.async_mode": mode})
@@ -197,6 +200,9 @@ def test_what_replicas_left_out_of_their_gradients_is_not_forgotten(harness, tmp
     held = [name for name in tensors(whole, 4) if name.startswith("compression/error/")]
     assert ("compression/error/output.weight" in held) == ("pp" in layout)
     assert len(held) > 8
+    assert command(["checkpoint", "show", str(whole / "step-4")]) == 0
+    weights = [name for name in tensors(whole, 4) if name.startswith("model/")]
+    assert f"{len(weights)} of them weights" in capsys.readouterr().out
 
 
 def test_what_was_left_out_is_shared_out_among_other_replicas(harness, tmp_path, monkeypatch):
@@ -210,25 +216,34 @@ def test_what_was_left_out_is_shared_out_among_other_replicas(harness, tmp_path,
         monkeypatch.setitem(LAYOUTS, name, ((THIN, cases.TIED), degrees))
     runs, changes = Runs(harness, tmp_path), (layers(4), cases.UNCLIPPED)
 
-    def left_out(folder):
+    def left_out(folder, replicas):
         found = tensors(folder)
-        sums = {name: error.sum(0) for name, error in found.items() if name.startswith("compression/error/")}
+        sums = {
+            name: error.view(replicas, -1, error.shape[1]).sum(0)
+            for name, error in found.items()
+            if name.startswith("compression/error/")
+        }
         if "compression/error/output.weight" in sums:
             sums["compression/error/tok_embeddings.weight"] += sums.pop("compression/error/output.weight")
         return sums
 
     folder = runs.train("run", "pp2-ddp2", *changes)
     shutil.rmtree(folder / "step-4")
-    wanted = left_out(folder)
+    wanted = left_out(folder, 2)
     assert all(error.abs().max() > 0 for error in wanted.values())
     for layout in ("ddp2", "ddp4", "ddp2-tp2", "pp2-ddp2"):
         folder, _ = runs.through(folder, layout, layout, *changes)
-        found = left_out(folder)
-        if layout == "ddp2-tp2":  # parts may be too small to be worth it
-            wanted = {name: error for name, error in wanted.items() if name in found}
+        found = left_out(folder, 4 if layout == "ddp4" else 2)
+        assert "is not taken over" not in (tmp_path / layout / "log" / "rank-0.log").read_text()
         assert found.keys() == wanted.keys()
         for name, error in wanted.items():
             torch.testing.assert_close(found[name], error, rtol=1e-5, atol=1e-7, msg=f"{layout}: {name}")
+    monkeypatch.setitem(LAYOUTS, "wider", ((THIN | {"parallelism.powersgd_rank": 40}, cases.TIED), {"ddp": 2}))
+    folder, _ = runs.through(folder, "wider", "wider", *changes)
+    gone = len(wanted) - len(left_out(folder, 2))  # thin matrices of that width are no smaller than some parameters
+    said = (tmp_path / "wider" / "log" / "rank-0.log").read_text()
+    assert gone > 0
+    assert f"PowerSGD had left out so far is not taken over for {gone} parameters" in said
 
 
 def random_numbers(settings, step):
