@@ -11,10 +11,10 @@ demo: .venv/.core  ## train a small Llama on generated text, on the GPU if there
 	@$(BIN)/shardline train --preset demo
 	@echo 'Next: $(BIN)/shardline generate "$$(ls -td outputs/demo-* | head -1)" --prompt "Once there was a"'
 
-test: .venv/.dev lint  ## lint, types and tests
+test: .venv/.dev .venv/triton lint  ## lint, types and tests
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: .venv/.dev lint  ## also the tests that take longer
+test-all: .venv/.dev .venv/triton lint  ## also the tests that take longer
 	$(BIN)/python -m pytest
 
 lint: .venv/.dev
@@ -37,6 +37,12 @@ docs: .venv/.core  ## write the generated pages under docs/ again
 .venv/.dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch .venv/.core $@
+
+# Triton for its interpreter alone, apart: beside a CPU build of torch it would be taken for a compiler.
+.venv/triton: Makefile | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $@ triton==3.6.0 numpy==2.2.6 \
+		|| echo "note: without Triton the fused kernels are not tested"
+	@mkdir -p $@ && touch $@
 
 clean:  ## remove .venv and caches; runs under outputs/ stay
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

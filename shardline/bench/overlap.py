@@ -20,7 +20,7 @@ from shardline.bench.ranks import on_ranks, rank_count
 from shardline.config.options import OverlapOptions
 from shardline.errors import UserError
 from shardline.models.flavors import resolve
-from shardline.parallel import comm, symmetric
+from shardline.parallel import comm, torch_fused
 from shardline.parallel.async_tensor import usable_backends
 from shardline.parallel.choices import Choice, backends
 from shardline.parallel.choosing import Measured, block_shapes, candidates, fastest, measure
@@ -30,7 +30,7 @@ from shardline.registry import nearest
 from shardline.training.device import device_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NAMES = ("serial", "ring", "symmetric", "auto")
+NAMES = ("serial", "ring", "symmetric", "fused", "auto")
 
 
 def run(options: OverlapOptions) -> int:
@@ -54,11 +54,15 @@ def run(options: OverlapOptions) -> int:
         allowed = usable_backends(options.backend or "auto", device, lines)
         plan = TensorParallel(degree, options.config.parallelism.enable_sequence_parallel, True)
         shapes = block_shapes(arch, degree, rows, dtype, sequence_parallel=plan.sequence_parallel)
-        shown = [measure_row(measure_all(shape, allowed, device, options.iterations), device) for shape in shapes]
-        if mesh.rank == 0:
-            for line in lines:
-                print(f"note: {line}", file=sys.stderr)
-            _show(shown, options.json, device)
+        speaks, shown = mesh.rank == 0, []
+        for line in lines if speaks else ():
+            print(f"note: {line}", file=sys.stderr)
+        for shape in shapes:
+            shown.append(measure_row(measure_all(shape, allowed, device, options.iterations), device))
+            if speaks and options.json:
+                print(json.dumps(shown[-1]), flush=True)
+        if speaks and not options.json:
+            _show(shown, device)
         return 0
 
     return on_ranks("bench overlap", options.config, options.start, degree, work)
@@ -69,7 +73,7 @@ def measure_all(shape: Any, allowed: list[str], device: torch.device, rounds: in
     tried = candidates(shape.product, allowed)
     torch_too = "symmetric" in backends and shape.product.operation.endswith(("gather_linear", "reduce_scatter"))
     if torch_too:
-        backends["torch"] = symmetric.TorchFused()
+        backends["torch"] = torch_fused.TorchFused()
     measured = measure(shape, [*tried, *([Choice("torch")] if torch_too else [])], device, rounds)
     ours = {choice: measured.times[choice] for choice in tried}
     return Measured(measured.product, measured.matmul, measured.comm, measured.times, fastest(ours))
@@ -104,11 +108,7 @@ def measure_row(measured: Measured, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _show(rows: list[dict[str, Any]], as_json: bool, device: torch.device) -> None:
-    if as_json:
-        for row in rows:
-            print(json.dumps(row), flush=True)
-        return
+def _show(rows: list[dict[str, Any]], device: torch.device) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["backends"]))
     table = Table("operation", "direction", "M x K x N", "matmul", "comm", "serial", *names, "chosen", "efficiency")
     for row in rows:

@@ -218,7 +218,7 @@ class Parallelism(Section):
     enable_async_tensor_parallel: bool = Field(
         default=False, description="Run tensor-parallel collectives inside their matrix products."
     )
-    async_tensor_parallel_backend: Literal["auto", "serial", "ring", "symmetric"] = Field(
+    async_tensor_parallel_backend: Literal["auto", "serial", "ring", "symmetric", "fused"] = Field(
         default="auto", description="How they run inside: auto measures each product at the start, others are forced."
     )
     pipeline_parallel_degree: Positive = Field(default=1, description="Pipeline ranks.")

@@ -12,11 +12,12 @@ import torch
 
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
-from shardline.parallel import comm, symmetric
+from shardline.parallel import comm, fused, shared_memory, symmetric
 from shardline.parallel.choices import backends, choices
 from shardline.parallel.choosing import (
     Measured,
     Shape,
+    Trial,
     as_row,
     block_shapes,
     candidates,
@@ -81,6 +82,8 @@ def prepare(
             fresh[str(shape.product)] = as_row(measured)
         if section.async_tensor_parallel_backend != "auto":
             measured = replace(measured, chosen=measured.best(allowed[-1]) or measured.chosen)
+        if measured.remembered and device.type == "cuda":
+            Trial(shape, device).run(measured.chosen)  # kernels are compiled and memory is shared before the first step
         choices.chosen[shape.product] = measured.chosen
         choices.alone[shape.product] = (measured.matmul, measured.comm)
         done.measured.append(measured)
@@ -109,17 +112,25 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
     """Backends that can be used here, serial first; with a forced one, that one last."""
     if asked in ("serial", "ring"):
         return list(dict.fromkeys(("serial", asked)))
-    reason = symmetric.unusable(device)
-    if reason is None:
-        backends["symmetric"] = symmetric.Symmetric()
-        if runs_on_host(comm.axis("tp").group, device):
-            comm.direct["tp"] = symmetric.Direct()
-        return ["serial", "symmetric"] if asked == "symmetric" else ["serial", "ring", "symmetric"]
+    reason = shared_memory.unusable(device)
+    if reason is not None:
+        if asked != "auto":
+            lines.append(f"Async TP: {asked} cannot be used here ({reason}); ring runs instead")
+        elif device.type == "cuda":
+            lines.append(f"Async TP: symmetric and fused cannot be used here ({reason}); serial and ring are left")
+        return ["serial", "ring"]
+    backends["symmetric"] = symmetric.Symmetric()
+    if runs_on_host(comm.axis("tp").group, device):
+        comm.direct["tp"] = shared_memory.Direct()
     if asked == "symmetric":
-        lines.append(f"Async TP: symmetric cannot be used here ({reason}); ring runs instead")
-    elif device.type == "cuda":
-        lines.append(f"Async TP: symmetric cannot be used here ({reason}); serial and ring are left")
-    return ["serial", "ring"]
+        return ["serial", "symmetric"]
+    reason = fused.unusable(device)
+    if reason is None:
+        backends["fused"] = fused.Fused()
+        return ["serial", "fused"] if asked == "fused" else ["serial", "ring", "symmetric", "fused"]
+    left = "symmetric runs instead" if asked == "fused" else "serial, ring and symmetric are left"
+    lines.append(f"Async TP: fused cannot be used here ({reason}); {left}")
+    return ["serial", "symmetric"] if asked == "fused" else ["serial", "ring", "symmetric"]
 
 
 def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Measured | None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardline import __version__
 from shardline.config.architecture import Architecture
 from shardline.parallel import comm
 from shardline.parallel.choices import SERIAL, Choice, Product, backends
@@ -30,7 +31,7 @@ from shardline.parallel.products import Needs, input_gradient, multiply, weight_
 CHUNKS = (1, 2, 4, 8)
 CLEARLY = 0.01  # another backend must save this share of the time to be taken instead of serial
 LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as take a moment, by the slowest candidate
-IN_A_ROW = 4
+IN_A_ROW = 6
 HOPELESS = 3.0
 NEAR, RUN_OFF = 1.15, 2.0  # those this near to the best run again, alone, for about so many seconds
 COLUMN, ROW = "all_gather_linear", "linear_reduce_scatter"
@@ -236,13 +237,18 @@ def _failure(run: Callable[[], Any], device: torch.device) -> str:
 
 def _timed(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:
     dist.barrier()
-    if in_a_row > 1:
-        run()
-    _synchronize(device)
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()  # the host is ahead from here on
+        begin.record()
+        for _ in range(in_a_row):
+            run()
+        end.record()
+        _synchronize(device)
+        return begin.elapsed_time(end) / 1e3 / in_a_row
     start = time.perf_counter()
     for _ in range(in_a_row):
         run()
-    _synchronize(device)
     return (time.perf_counter() - start) / in_a_row
 
 
@@ -267,15 +273,24 @@ def topology(device: torch.device) -> dict[str, Any]:
     dist.all_gather_object(hosts, socket.gethostname())
     axis = comm.axis("tp")
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {os.cpu_count()} cores",
+        "device": _device(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "shardline": __version__,
         "backend": str(dist.get_backend(axis.group)),
         "tp": axis.size,
         "hosts": [sorted(set(hosts)).index(host) for host in hosts],
         "names": sorted(set(hosts)),
         "network": {key: value for key, value in sorted(os.environ.items()) if key.startswith(("NCCL_", "GLOO_"))},
     }
+
+
+def _device(device: torch.device) -> str:
+    """With what it has of multiprocessors: a part of a GPU is another device."""
+    if device.type != "cuda":
+        return f"cpu, {os.cpu_count()} cores"
+    about = torch.cuda.get_device_properties(device)
+    return f"{about.name}, {about.multi_processor_count} multiprocessors"
 
 
 def remembered_file(folder: Path, place: dict[str, Any]) -> Path:

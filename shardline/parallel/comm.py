@@ -69,7 +69,7 @@ class Traffic:
 
 
 traffic = Traffic()
-# Axis -> who gathers and scatters tensors of a GPU there instead of the process group (see symmetric.py)
+# Axis -> who gathers and scatters tensors of a GPU there instead of the process group (see shared_memory.py)
 direct: dict[str, Any] = {}
 # Scatters sums of host memory (see exchange.py): gloo's own sends every row twice
 host_scatter: Callable[[Tensor, Tensor, str], None] | None = None

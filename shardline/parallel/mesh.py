@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from shardline.errors import UserError
-from shardline.parallel import comm, symmetric, watchdog
+from shardline.parallel import comm, shared_memory, watchdog
 from shardline.parallel.rendezvous import backend_timeout, start_groups
 
 Result = TypeVar("Result")
@@ -198,7 +198,7 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
 def stop_process_group() -> None:
     """Leave the other ranks; quiet when they are gone already."""
     watchdog.stop_watchdog()
-    symmetric.release()
+    shared_memory.release()
     comm.register_axes({})
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,167 +1,122 @@
-"""Products and collectives on CUDA by symmetric memory: ranks read each other's GPU memory directly.
+"""Products on CUDA whose rows travel by copy engines, between memories that ranks share, while others are multiplied.
 
-Private APIs of torch (`torch.distributed._symmetric_memory`, `torch.ops.symm_mem`) are used here alone; where they are
-missing or fail, `unusable` says so and other backends run.
+    gathering    side stream   my rows -> shared | rank 3's rows -> here | rank 2's | ...
+                 multiplying   my rows           | rank 3's rows         | rank 2's ...       on two streams in turn
+    scattering   multiplying   rows for rank 1   | for rank 2            | ... | my own | + what the others sent
+                 side stream                     | to rank 1             | to rank 2 ...
+
+Products are cuBLAS's, one for each rank's rows; with `chunks` those of other ranks are cut further.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardline.parallel import comm
-from shardline.parallel.exchange import distances
+from shardline.parallel.exchange import pieces
 from shardline.parallel.products import Needs, Serial, weight_gradients
-from shardline.parallel.spans import labelled
-
-SHARED_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-
-
-def unusable(device: torch.device, axis: str = "tp") -> str | None:
-    """Why symmetric memory cannot be used over an axis, None where it can; every rank gets the same answer."""
-    if device.type != "cuda":
-        return "it needs CUDA"
-    reason = ""
-    try:
-        _try_out(device, axis)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    said: list[str] = [""] * comm.axis("world").size
-    dist.all_gather_object(said, reason)
-    return next((text for text in said if text), None)
-
-
-def _try_out(device: torch.device, axis: str) -> None:
-    """Share a little memory with the peers of an axis; raises where that is not possible."""
-    import torch.distributed._symmetric_memory as memory
-
-    group = comm.axis(axis).group
-    if comm.axis_size(axis) > torch.cuda.device_count() and os.environ.get(SHARED_DEVICE) != "1":
-        raise RuntimeError(f"ranks share a GPU and {SHARED_DEVICE} is not 1")
-    memory.enable_symm_mem_for_group(group.group_name)
-    memory.get_symm_mem_workspace(group.group_name, min_size=1024)
-
-
-def shared_gib() -> float:
-    """Memory that is shared with peers: the allocator of ordinary tensors does not count it."""
-    return sum(_shared_bytes.values()) / 2**30
-
-
-def release() -> None:
-    """Give the shared memory back, at the end of a run."""
-    if _shared_bytes:
-        import torch.distributed._symmetric_memory as memory
-
-        for name in _shared_bytes:
-            getattr(memory, "_group_name_to_workspace_tensor", {}).pop(name, None)
-    _shared_bytes.clear()
-
-
-_shared_bytes: dict[str, int] = {}
-
-
-def _workspace(axis: str, size: int) -> Any:
-    """The memory of an axis that its ranks share, with at least `size` bytes each; it grows on demand."""
-    import torch.distributed._symmetric_memory as memory
-
-    name = comm.axis(axis).group.group_name
-    _shared_bytes[name] = max(_shared_bytes.get(name, 0), size)
-    return memory.get_symm_mem_workspace(name, min_size=size)
-
-
-class Direct:
-    """Collectives by copies between GPUs' memories: for ranks that share a GPU, where NCCL does not run."""
-
-    def gather_into(self, out: Tensor, x: Tensor, axis: str) -> None:
-        over = comm.axis(axis)
-        shared = _workspace(axis, x.numel() * x.element_size())
-        shared.get_buffer(over.rank, x.shape, x.dtype).copy_(x)
-        shared.barrier(channel=0)
-        blocks = out.view(over.size, *x.shape)
-        for distance in (0, *distances(over.size)):
-            source = (over.rank - distance) % over.size
-            blocks[source].copy_(shared.get_buffer(source, x.shape, x.dtype))
-        shared.barrier(channel=0)  # nobody writes there again before everybody has read
-
-    def scatter_sum_into(self, out: Tensor, x: Tensor, axis: str) -> None:
-        over = comm.axis(axis)
-        shared = _workspace(axis, x.numel() * x.element_size())
-        shared.get_buffer(over.rank, x.shape, x.dtype).copy_(x)
-        shared.barrier(channel=0)
-        first = over.rank * out.numel()
-        parts = [shared.get_buffer(rank, out.shape, x.dtype, first) for rank in range(over.size)]
-        if over.size == 2:
-            torch.add(parts[0], parts[1], out=out)
-        else:
-            total = parts[0].float() if x.dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
-            for part in parts[1:]:
-                total += part
-            out.copy_(total)
-        shared.barrier(channel=0)
+from shardline.parallel.shared_memory import READ, READY, Space, inside_product, joined, pull, space
+from shardline.parallel.tile_order import gathering_shard, scattering_shard
 
 
 class Symmetric(Serial):
-    """PyTorch's fused products: shards are copied from the peers' memory while others are multiplied."""
-
     name = "symmetric"
-    cuts = False  # it has no chunks to choose
 
     def gather_linear(
         self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int
     ) -> tuple[list[Tensor], Tensor]:
-        _count(axis, x)
-        _workspace(axis, x.numel() * x.element_size())
-        with labelled(axis, "all_gather", copies_only=True):
-            full, products = torch.ops.symm_mem.fused_all_gather_matmul(
-                x.contiguous(), [weight.t() for weight in weights], 0, comm.axis(axis).group.group_name
-            )
-        return list(products), full
+        return _gather(x, [weight.t() for weight in weights], axis)
 
     def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        return self._scatter(x, weight.t(), axis)
+        return _scatter(x, weight.t(), axis, chunks)
 
     def gather_linear_backward(
         self, gradients: Sequence[Tensor], full: Tensor, weights: Sequence[Tensor], axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
-        dx = None
-        if needs.x:
-            joined = len(weights) > 1
-            gradient = torch.cat(list(gradients), 1) if joined else gradients[0]
-            dx = self._scatter(gradient, torch.cat(list(weights)) if joined else weights[0], axis)
+        dx = _scatter(*joined(gradients, weights), axis, chunks) if needs.x else None
         return dx, weight_gradients(gradients, full) if needs.weights else None
 
     def linear_scatter_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        _count(axis, gradient)
-        _workspace(axis, gradient.numel() * gradient.element_size())
-        with labelled(axis, "all_gather", copies_only=True):
-            full, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(
-                gradient.contiguous(), [weight], 0, comm.axis(axis).group.group_name
-            )
+        (dx,), full = _gather(gradient, [weight], axis)
         return dx, full.t() @ x if needs.weights else None, full
 
-    def _scatter(self, x: Tensor, columns: Tensor, axis: str) -> Tensor:
-        n = comm.axis_size(axis)
-        comm.traffic.add(axis, (n - 1) * x.shape[0] // n * columns.shape[1] * x.element_size())
-        _workspace(axis, x.shape[0] * columns.shape[1] * x.element_size())
-        with labelled(axis, "reduce_scatter", copies_only=True):
-            out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-                x.contiguous(), columns, "sum", 0, comm.axis(axis).group.group_name
-            )
-        return out
+
+def _gather(x: Tensor, columns: Sequence[Tensor], axis: str) -> tuple[list[Tensor], Tensor]:
+    """The rows of all ranks times each of `columns` (K, N), and the rows."""
+    x, over, ranks = x.contiguous(), space(axis, x.device), comm.axis_size(axis)
+    own, t = comm.axis(axis).rank, x.shape[0]
+    full = x.new_empty(ranks * t, x.shape[1])
+    outs = [x.new_empty(ranks * t, one.shape[1]) for one in columns]
+    here = torch.cuda.current_stream(x.device)
+    with inside_product(axis, "all_gather", x, x.numel()):
+        events: dict[int, torch.cuda.Event] = {}
+
+        def arrived(source: int) -> None:
+            events[source] = torch.cuda.Event()
+            events[source].record()
+
+        pull(x, full, over, arrived)
+        streams = (here, over.second)
+        over.second.wait_stream(here)
+        for turn in range(ranks):
+            source = gathering_shard(turn, own, ranks)
+            rows = slice(source * t, (source + 1) * t)
+            with torch.cuda.stream(streams[turn % 2]):
+                if turn:
+                    streams[turn % 2].wait_event(events[source])
+                for out, one in zip(outs, columns, strict=True):
+                    torch.mm(full[rows] if turn else x, one, out=out[rows])
+        here.wait_stream(over.second)
+        over.join()
+    return outs, full
 
 
-def _count(axis: str, x: Tensor) -> None:
-    comm.traffic.add(axis, (comm.axis_size(axis) - 1) * x.numel() * x.element_size())
+def _scatter(x: Tensor, columns: Tensor, axis: str, chunks: int) -> Tensor:
+    """This rank's rows of x times `columns` (K, N), summed over ranks."""
+    over, ranks, own = space(axis, x.device), comm.axis_size(axis), comm.axis(axis).rank
+    t, width = x.shape[0] // ranks, columns.shape[1]
+    size = t * width * x.element_size()
+    region = over.region("scatter", ranks * size, credit=True)
+    computed = x.new_empty(ranks, t, width)
+    with inside_product(axis, "reduce_scatter", x, t * width):
+        for turn in range(ranks):
+            owner = scattering_shard(turn, own, ranks)
+            first = True
+            for rows in pieces(t, chunks if owner != own else 1):
+                torch.mm(x[owner * t + rows.start : owner * t + rows.stop], columns, out=computed[owner][rows])
+                if owner == own:
+                    continue
+                over.fork()
+                with torch.cuda.stream(over.side):
+                    if first:
+                        region.wait(owner, READ, over.side)
+                    theirs = region.of(owner, (t, width), x.dtype, own * size)
+                    theirs[rows].copy_(computed[owner][rows])
+                first = False
+            if owner != own:
+                region.signal(owner, READY, over.side)
+        return _sum(computed[own], over, own, ranks, size)
 
 
-class TorchFused(Symmetric):
-    """PyTorch's own fused products, for comparisons whatever `symmetric` becomes."""
-
-    name = "torch"
+def _sum(mine: Tensor, over: Space, own: int, ranks: int, size: int) -> Tensor:
+    region, here = over.regions["scatter"], torch.cuda.current_stream(mine.device)
+    sources = [(own - distance) % ranks for distance in range(1, ranks)]
+    for source in sources:
+        region.wait(source, READY, here)
+    parts = [region.of(own, mine.shape, mine.dtype, source * size) for source in sources]
+    if ranks == 2:
+        out = mine + parts[0]
+    else:
+        total = mine.float()
+        for part in parts:
+            total += part
+        out = total.to(mine.dtype)
+    for source in sources:
+        region.signal(source, READ, here)
+    over.join()
+    return out

@@ -27,7 +27,7 @@ from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention
 from shardline.models.flavors import resolve
 from shardline.models.fused import parameter_count
-from shardline.parallel import async_tensor, comm, symmetric, watchdog
+from shardline.parallel import async_tensor, comm, shared_memory, watchdog
 from shardline.parallel.compile_report import CompileReport
 from shardline.parallel.context import attention_words
 from shardline.parallel.exposed import exposed
@@ -388,7 +388,7 @@ class Trainer:
         row: dict[str, Any] = {"step": self.progress.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
         sent, waited = comm.traffic.take(), exposed.take()
         of_tp = times or Times(0.0, 0.0)
-        numbers = [peak_memory_gib(self.device) + symmetric.shared_gib(), waited or 0.0, *of_tp]
+        numbers = [peak_memory_gib(self.device) + shared_memory.shared_gib(), waited or 0.0, *of_tp]
         highest = torch.tensor(numbers, device=self.device)
         if self.mesh.world_size > 1:
             comm.max_in_place(highest, "world")

@@ -32,7 +32,10 @@ PRODUCTS = [
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--backend", "rign"], "--backend: expected one of serial, ring, symmetric, auto, got 'rign', did you mean"),
+        (
+            ["--backend", "rign"],
+            "--backend: expected one of serial, ring, symmetric, fused, auto, got 'rign', did you mean",
+        ),
         (["--tp", "1"], "one rank has nothing to overlap: --tp 2 measures two"),
         (["--tp", "3"], "16 heads cannot be shared by 3 ranks"),
         (["--seq", "63"], "1 x 63 = 63 tokens cannot be shared evenly by 2 ranks"),
@@ -121,7 +124,7 @@ def test_a_row_of_known_times(monkeypatch):
 
 def test_the_table(monkeypatch, capsys):
     row = known_row(monkeypatch)
-    _show([row, row | {"backends": {}, "chosen": "serial", "chosen_chunks": 1}], False, torch.device("cpu"))
+    _show([row, row | {"backends": {}, "chosen": "serial", "chosen_chunks": 1}], torch.device("cpu"))
     _, names, _, *rows, _, last = capsys.readouterr().out.splitlines()
     assert [cell.strip() for cell in names.split("┃")[1:-1]] == (
         ["operation", "direction", "M x K x N", "matmul", "comm", "serial", "ring", "torch", "chosen", "efficiency"]

@@ -40,7 +40,7 @@ from shardline.parallel.fake import fake_group
 from shardline.parallel.hidden import Times, host_times, union
 from shardline.parallel.mesh import Mesh
 from shardline.parallel.spans import Span
-from shardline.parallel.symmetric import Symmetric
+from shardline.parallel.torch_fused import TorchFused
 from shardline.precision.mixed import choose_precision
 from shardline.training.build import build_model
 from tests.parity.harness import MODEL
@@ -70,12 +70,12 @@ def test_without_serial_the_fastest_is_taken(times):
 
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_no_candidate_has_more_chunks_than_rows(rows, ranks):
-    with patch.object(comm, "axis_size", lambda axis: ranks), patch.dict(backends, symmetric=Symmetric()):
-        found = candidates(PRODUCT._replace(rows=rows * ranks), ["serial", "ring", "symmetric"])
+    with patch.object(comm, "axis_size", lambda axis: ranks), patch.dict(backends, torch=TorchFused()):
+        found = candidates(PRODUCT._replace(rows=rows * ranks), ["serial", "ring", "torch"])
     assert found[0] == SERIAL
     assert len(set(found)) == len(found)
     assert [choice.chunks for choice in found if choice.backend == "ring"] == [n for n in CHUNKS if n <= rows]
-    assert [choice.chunks for choice in found if choice.backend == "symmetric"] == [1]
+    assert [choice.chunks for choice in found if choice.backend == "torch"] == [1]
 
 
 def test_only_what_is_allowed_is_a_candidate():
@@ -285,9 +285,13 @@ def test_the_file_is_of_one_machine_with_one_torch_and_one_network(tmp_path, mon
     monkeypatch.setenv("UNRELATED", "1")
     assert place.file(tmp_path) == first
 
-    def with_cuda(context):
-        context.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-        place.device = torch.device("cuda")
+    def with_cuda(multiprocessors):
+        def change(context):
+            about = SimpleNamespace(name="a GPU", multi_processor_count=multiprocessors)
+            context.setattr(torch.cuda, "get_device_properties", lambda device: about)
+            context.setattr(place, "device", torch.device("cuda"))
+
+        return change
 
     changes = [
         lambda context: context.setattr(place, "hosts", ["a", "b", "a", "b"]),
@@ -295,12 +299,14 @@ def test_the_file_is_of_one_machine_with_one_torch_and_one_network(tmp_path, mon
         lambda context: context.setattr(place, "tp", 4),
         lambda context: context.setattr(place, "carrier", "nccl"),
         lambda context: context.setattr(torch, "__version__", "9.9"),
+        lambda context: context.setattr(choosing, "__version__", "9.9"),
         lambda context: context.setattr(torch, "get_num_threads", lambda: 77),
         lambda context: context.setattr(choosing.os, "cpu_count", lambda: 77),
         lambda context: context.setenv("NCCL_ALGO", "Ring"),
         lambda context: context.setenv("NCCL_ALGO", "Tree"),
         lambda context: context.setenv("GLOO_SOCKET_IFNAME", "lo"),
-        with_cuda,
+        with_cuda(132),
+        with_cuda(66),
     ]
     files = [first]
     for change in changes:

@@ -1,0 +1,363 @@
+"""Products on CUDA by one persistent kernel each, whose tiles wait for rows, or send them (fused_kernels.py).
+
+Of a few shapes of tiles the fastest is taken for each product, measured once by all ranks together: they must agree, as
+a tile's place is where others look for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.parallel import comm, stream_ops
+from shardline.parallel.products import Needs, Serial, weight_gradients
+from shardline.parallel.shared_memory import Space, agreed_reason, inside_product, joined, pull, share_a_gpu, space
+
+PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+FLAG_BYTES = 4
+ALIGNED = 16  # elements
+
+
+class Tiles(NamedTuple):
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+    group: int = 8  # rows of tiles that are walked together
+    pieces: int = 2  # in which a tile is stored: the fewer, the more memory beside the stages
+
+    def in_all(self, rows: int, columns: int) -> int:
+        return rows // self.rows * -(-columns // self.columns)
+
+
+NARROW = (  # two bytes
+    Tiles(128, 256, 64, 3, 8, 8, 1),
+    Tiles(128, 256, 64, 4, 8, 8, 2),
+    Tiles(128, 256, 64, 3, 8, 16, 1),
+    Tiles(128, 256, 64, 4, 8, 16, 2),
+    Tiles(64, 128, 64, 4, 4),
+)
+WIDE = (Tiles(64, 64, 32, 2, 4),)  # float32, in full precision
+MIN_TILE = 64 * 64  # elements
+ROUNDS, IN_A_ROW = 5, 3
+FOR_OTHERS = 4  # multiprocessors
+MOST_REGISTERS = {"gather": 60_000, "scatter": 65_536}  # of a multiprocessor: copies of rows may need some of them
+
+
+def _kernels() -> Any:
+    """The kernels, with room for what they write at their start; in every thread, as backward has its own."""
+    triton, kernels = _modules()
+    triton.set_allocator(_scratch)
+    return kernels
+
+
+@functools.cache
+def _modules() -> tuple[Any, Any]:
+    """Triton, which a CPU build of torch does not bring along."""
+    import triton
+
+    from shardline.parallel import fused_kernels
+
+    return triton, fused_kernels
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, device="cuda", dtype=torch.int8)
+
+
+class Right(NamedTuple):
+    """A right factor (K, N), lying in memory as it is or, with `by_rows`, as its transpose (N, K)."""
+
+    tensor: Tensor
+    by_rows: bool
+
+    @property
+    def width(self) -> int:
+        return self.tensor.shape[0 if self.by_rows else 1]
+
+
+class Fused(Serial):
+    name = "fused"
+    cuts = False
+
+    def gather_linear(
+        self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int
+    ) -> tuple[list[Tensor], Tensor]:
+        return _gather(x, [Right(weight.contiguous(), True) for weight in weights], axis)
+
+    def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
+        return _scatter(x, Right(weight.contiguous(), True), axis)
+
+    def gather_linear_backward(
+        self, gradients: Sequence[Tensor], full: Tensor, weights: Sequence[Tensor], axis: str, chunks: int, needs: Needs
+    ) -> tuple[Tensor | None, list[Tensor] | None]:
+        dx = None
+        if needs.x:
+            gradient, weight = joined(gradients, weights)
+            dx = _scatter(gradient, Right(weight.contiguous(), False), axis)
+        return dx, weight_gradients(gradients, full) if needs.weights else None
+
+    def linear_scatter_backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        (dx,), full = _gather(gradient, [Right(weight.contiguous(), False)], axis)
+        return dx, full.t() @ x if needs.weights else None, full
+
+
+def _gather(x: Tensor, rights: Sequence[Right], axis: str) -> tuple[list[Tensor], Tensor]:
+    x, over, ranks, t = x.contiguous(), space(axis, x.device), comm.axis_size(axis), x.shape[0]
+    tiles = [_tuned("gather", x, right, t, ranks, axis) for right in rights]
+    full = x.new_empty(ranks * t, x.shape[1])
+    outs = [x.new_empty(ranks * t, right.width) for right in rights]
+    state = _state(over)
+    with inside_product(axis, "all_gather", x, x.numel()):
+        pull(x, full, over, lambda source: state.tell(source, over.side))
+        for number, (right, out, of) in enumerate(zip(rights, outs, tiles, strict=True), start=1):
+            _launch_gather(x, full, right, out, state, of, comm.axis(axis).rank, ranks, last=number == len(rights))
+        over.join()
+    return outs, full
+
+
+def _scatter(x: Tensor, right: Right, axis: str) -> Tensor:
+    x, over, ranks = x.contiguous(), space(axis, x.device), comm.axis_size(axis)
+    t, width = x.shape[0] // ranks, right.width
+    tiles = _tuned("scatter", x, right, t, ranks, axis)
+    out = x.new_empty(t, width)
+    slots = 2 * ranks
+    parts = over.region("parts", slots * _aligned(t * width) * x.element_size())
+    flags = over.region("flags", slots * tiles.in_all(t, width) * FLAG_BYTES)
+    elements = parts.size // slots // x.element_size() // ALIGNED * ALIGNED
+    room = Room(parts.addresses, flags.addresses, elements, flags.size // slots // FLAG_BYTES)
+    with inside_product(axis, "reduce_scatter", x, t * width):
+        _launch_scatter(x, right, out, room, _state(over), tiles, comm.axis(axis).rank, ranks)
+    return out
+
+
+class Room(NamedTuple):
+    """Where ranks write for each other: addresses by rank, and what each writer has there in each half."""
+
+    parts: Tensor
+    flags: Tensor
+    elements: int
+    tiles: int
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGNED) * ALIGNED
+
+
+def _launch_scatter(
+    x: Tensor, right: Right, out: Tensor, room: Room, state: State, tiles: Tiles, own: int, ranks: int
+) -> Any:
+    return _kernels().matmul_scatter[(_programs(x.device, ranks),)](
+        x, right.tensor, out, room.parts, room.flags, state.scattered,
+        x.shape[0] // ranks, right.width, x.shape[1], own, room.elements, room.tiles, tiles.group, 0,
+        **_fixed(tiles, right, x, ranks),
+    )  # fmt: skip
+
+
+def _launch_gather(
+    x: Tensor, full: Tensor, right: Right, out: Tensor, state: State, tiles: Tiles, own: int, ranks: int, last: bool
+) -> Any:
+    return _kernels().gather_matmul[(_programs(x.device, ranks),)](
+        x, full, right.tensor, out, state.arrived, state.gathered,
+        x.shape[0], right.width, x.shape[1], own, int(last), tiles.group, 0,
+        **_fixed(tiles, right, x, ranks),
+    )  # fmt: skip
+
+
+def _fixed(tiles: Tiles, right: Right, x: Tensor, ranks: int) -> dict[str, Any]:
+    return {
+        "PROGRAMS": _programs(x.device, ranks),
+        "RANKS": ranks,
+        "BM": tiles.rows,
+        "BN": tiles.columns,
+        "BK": tiles.depth,
+        "PIECES": tiles.pieces,
+        "ROWS": right.by_rows,
+        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "num_stages": tiles.stages,
+        "num_warps": tiles.warps,
+    }
+
+
+def _programs(device: torch.device, ranks: int) -> int:
+    """One for each multiprocessor, as all must be resident at once, but for some:
+
+    Ranks that share a GPU have parts of it, as MPS gives them, that overlap. A program that found no place would begin
+    when another rank's ends, which waits for it: 0.60 ms instead of 0.41.
+
+    Where ranks talk over other axes as well, a kernel of NCCL must find a place beside this one: another rank may wait
+    for it before it comes to the product that this one waits in.
+    """
+    spare = 2 * (ranks - 1) if ranks > torch.cuda.device_count() else 0
+    if comm.axis_size("world") > ranks:
+        spare += FOR_OTHERS
+    return _multiprocessors(device) - spare
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+# ---- flags and counters of an axis -----------------------------------------------------------------------------------
+
+
+class State:
+    """`arrived` has a flag for each rank's rows; the others count: whose turn it is, and programs that have ended."""
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self.arrived = torch.zeros(ranks, dtype=torch.int32, device=device)
+        self.gathered, self.scattered = (torch.zeros(2, dtype=torch.int32, device=device) for _ in range(2))
+
+    def tell(self, source: int, stream: torch.cuda.Stream) -> None:
+        """On the stream that has brought its rows."""
+        stream_ops.write(stream, self.arrived.data_ptr() + source * FLAG_BYTES, 1)
+
+
+def _state(over: Space) -> State:
+    if over.state is None:
+        over.state = State(over.device, comm.axis_size(over.axis))
+    state: State = over.state
+    return state
+
+
+# ---- tiles -----------------------------------------------------------------------------------------------------------
+
+_chosen: dict[Any, Tiles] = {}
+
+
+def _tuned(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Tiles:
+    """The fastest tiles for a product without its communication; the same on every rank."""
+    key = (kind, t, ranks, x.shape[1], right.width, right.by_rows, x.dtype, x.device)
+    if key not in _chosen:
+        _chosen[key] = _tune(kind, x, right, t, ranks, axis)
+    return _chosen[key]
+
+
+def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Tiles:
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{str(x.dtype).removeprefix('torch.')} is no type of these kernels")
+    fit = [tiles for tiles in (WIDE if x.dtype == torch.float32 else NARROW) if t % tiles.rows == 0]
+    item = x.element_size()
+    if not fit:
+        raise ValueError(f"{t} rows of a rank are no multiple of a tile's")
+    if x.shape[1] * item % 16 or right.width * item % 16:
+        raise ValueError(f"rows of {x.shape[1]} and {right.width} elements are not aligned to 16 bytes")
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a product that has not run before cannot run in a CUDA graph")
+    source = torch.Generator(x.device).manual_seed(0)  # the run's own must not depend on what is measured
+    rows = torch.randn(ranks * t, x.shape[1], device=x.device, dtype=x.dtype, generator=source)
+    alone = (_gathering_alone if kind == "gather" else _scattering_alone)(rows, right, ranks)
+    for _, group in itertools.groupby(fit, lambda tiles: tiles.rows):  # small ones where no large one will do
+        tried = list(group)
+        times = torch.tensor(_seconds(alone, tried, MOST_REGISTERS[kind]), dtype=torch.float64, device=x.device)
+        slowest = comm.max_in_place(times, axis).tolist()
+        best = min(range(len(tried)), key=lambda at: slowest[at])
+        if slowest[best] < float("inf"):
+            return tried[best]
+    raise RuntimeError("no tile of the kernel fits this GPU")
+
+
+Alone = Callable[[Tiles], Any]  # a product with these tiles and without its communication
+
+
+def _gathering_alone(rows: Tensor, right: Right, ranks: int) -> Alone:
+    """A product whose rows have all arrived."""
+    t, out, state = rows.shape[0] // ranks, rows.new_empty(rows.shape[0], right.width), State(rows.device, ranks)
+    state.arrived.fill_(1)
+    return lambda tiles: _launch_gather(rows[:t], rows, right, out, state, tiles, 0, ranks, last=False)
+
+
+def _scattering_alone(rows: Tensor, right: Right, ranks: int) -> Alone:
+    """A product of rank 0 whose memory of rank r is its own where r would write: what it sends is what it waits for."""
+    t, width = rows.shape[0] // ranks, right.width
+    elements, flags_each = _aligned(t * width), t * width // MIN_TILE + width
+    parts = rows.new_empty(2 * ranks * elements)
+    flags = torch.zeros(2 * ranks * flags_each, dtype=torch.int32, device=rows.device)
+    places = [
+        torch.tensor([memory.data_ptr() + rank * step * memory.element_size() for rank in range(ranks)])
+        for memory, step in ((parts, elements), (flags, flags_each))
+    ]
+    room = Room(places[0].to(rows.device), places[1].to(rows.device), elements, flags_each)
+    out, state = rows.new_empty(t, width), State(rows.device, ranks)
+    kept = (parts, flags)
+
+    def run(tiles: Tiles) -> Any:
+        assert kept
+        return _launch_scatter(rows, right, out, room, state, tiles, 0, ranks)
+
+    return run
+
+
+def _seconds(alone: Alone, tried: Sequence[Tiles], most_registers: int) -> list[float]:
+    """Medians of rounds in turn; infinite where the tiles do not fit this GPU, or fill it."""
+    fit = [tiles for tiles in tried if _fits(alone, tiles, most_registers)]
+    samples: dict[Tiles, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {tiles: [] for tiles in fit}
+    for _ in range(ROUNDS):
+        for tiles in fit:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(IN_A_ROW):
+                alone(tiles)
+            end.record()
+            samples[tiles].append((begin, end))
+    torch.cuda.synchronize()
+    medians = {
+        tiles: statistics.median(begin.elapsed_time(end) for begin, end in pairs) for tiles, pairs in samples.items()
+    }
+    return [medians.get(tiles, float("inf")) for tiles in tried]
+
+
+def _fits(alone: Alone, tiles: Tiles, most_registers: int) -> bool:
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        compiled = alone(tiles)
+    except OutOfResources:
+        return False
+    return bool(compiled.n_regs * 32 * tiles.warps <= most_registers)
+
+
+# ---- whether it works here -------------------------------------------------------------------------------------------
+
+
+def unusable(device: torch.device, axis: str = "tp") -> str | None:
+    """Why these kernels cannot be used here, None where a try of both gave the right numbers on all ranks."""
+    return agreed_reason(lambda: _try_out(device, axis))
+
+
+def _try_out(device: torch.device, axis: str) -> None:
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        raise RuntimeError("it needs a GPU of compute capability 9.0 or more")
+    if share_a_gpu(axis) and float(os.environ.get(PART, 100)) * comm.axis_size(axis) > 100:
+        raise RuntimeError(f"ranks share a GPU, and {PART} does not give each a part of its own")
+    ranks, own = comm.axis_size(axis), comm.axis(axis).rank
+    source = torch.Generator(device).manual_seed(0)
+    t, k, n = 2048, 200, 5128  # several tiles for each program, and edges that tiles do not fit
+    everything = torch.randn(ranks * t, k, device=device, dtype=torch.bfloat16, generator=source)
+    weights = [torch.randn(n, k, device=device, dtype=torch.bfloat16, generator=source) for _ in range(ranks)]
+    wanted = everything.float() @ weights[own].float().t()
+    summed = sum(everything[own * t : (own + 1) * t].float() @ weight.float().t() for weight in weights)
+    for by_rows in (True, False, True):
+        right = Right(weights[own] if by_rows else weights[own].t().contiguous(), by_rows)
+        (product,), full = _gather(everything[own * t : (own + 1) * t], [right], axis)
+        _check(product, wanted, "gathering")
+        if not torch.equal(full, everything):
+            raise RuntimeError("the gathered rows are not those of all ranks")
+        _check(_scatter(everything, right, axis), summed, "scattering")  # type: ignore[arg-type]
+
+
+def _check(found: Tensor, wanted: Tensor, what: str) -> None:
+    error = float((found.float() - wanted).norm() / wanted.norm())
+    if not error < 0.02:
+        raise RuntimeError(f"{what}: the product is off by {error:.1%}")

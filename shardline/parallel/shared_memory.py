@@ -1,0 +1,253 @@
+"""Memory of GPUs that the ranks of an axis share: each rank reads and writes the others' directly.
+
+Private APIs of torch (`torch.distributed._symmetric_memory`, `torch.ops.symm_mem`) are used here and in torch_fused.py
+alone; where they are missing or fail, `unusable` says so and other backends run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.parallel import comm, stream_ops, watchdog
+from shardline.parallel.spans import labelled
+from shardline.parallel.tile_order import gathering_shard
+
+SHARED_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+READY, READ = 0, 1  # signals: a rank's rows can be read; they have been read
+CHANNELS = 2
+ALIGNMENT = 1 << 20
+
+
+def unusable(device: torch.device, axis: str = "tp") -> str | None:
+    """Why symmetric memory cannot be used over an axis, None where it can; every rank gets the same answer."""
+    if device.type != "cuda":
+        return "it needs CUDA"
+    return agreed_reason(lambda: _try_out(axis))
+
+
+def agreed_reason(attempt: Callable[[], None]) -> str | None:
+    """Why some rank could not do it, None where all could."""
+    reason = ""
+    try:
+        attempt()
+    except (ImportError, AttributeError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    said: list[str] = [""] * comm.axis("world").size
+    dist.all_gather_object(said, reason)
+    return next((text for text in said if text), None)
+
+
+def share_a_gpu(axis: str) -> bool:
+    """Whether there are more ranks than GPUs: a way to try things out."""
+    return comm.axis_size(axis) > torch.cuda.device_count()
+
+
+def _try_out(axis: str) -> None:
+    """Share a little memory with the peers of an axis; raises where that is not possible."""
+    if share_a_gpu(axis) and os.environ.get(SHARED_DEVICE) != "1":
+        raise RuntimeError(f"ranks share a GPU and {SHARED_DEVICE} is not 1")
+    region = Region(axis, ALIGNMENT, torch.device("cuda", torch.cuda.current_device()))
+    stream = torch.cuda.current_stream()
+    for peer in region.peers:
+        region.signal(peer, READY, stream)
+    for peer in region.peers:
+        region.wait(peer, READY, stream)
+    torch.cuda.synchronize()
+
+
+class Region:
+    """Bytes on every rank of an axis, as large on each, that all of them can reach; and signals between the ranks.
+
+    A signal is a word in the memory of the rank that waits: set by another's stream, put back by its own. It must have
+    been put back before it is set again, which is for the callers to see to.
+    """
+
+    def __init__(self, axis: str, size: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as memory
+
+        over = comm.axis(axis)
+        self.rank, self.ranks, self.size = over.rank, over.size, size
+        self.memory = memory.empty(size + CHANNELS * over.size * stream_ops.WORD, dtype=torch.uint8, device=device)
+        self.memory.zero_()
+        torch.cuda.synchronize(device)
+        self.shared = memory.rendezvous(self.memory, over.group.group_name)
+        places = [self.shared.buffer_ptrs[rank] for rank in range(over.size)]
+        self.addresses = torch.tensor(places, device=device)
+        self.peers = [(over.rank - distance) % over.size for distance in range(1, over.size)]
+        self.signals = [place + size for place in places]
+        self._views: dict[Any, Tensor] = {}
+        dist.barrier(over.group)  # nobody signals before all is zero
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """What a rank has there, `offset` bytes from the beginning."""
+        key = (rank, shape, dtype, offset)
+        view = self._views.get(key)
+        if view is None:
+            view = self.shared.get_buffer(rank, list(shape), dtype, offset // dtype.itemsize)
+            self._views[key] = view
+        return view
+
+    def signal(self, rank: int, channel: int, stream: torch.cuda.Stream) -> None:
+        stream_ops.write(stream, self._word(rank, channel, self.rank), 1)
+
+    def wait(self, rank: int, channel: int, stream: torch.cuda.Stream) -> None:
+        """Until that rank has signalled."""
+        word = self._word(self.rank, channel, rank)
+        stream_ops.wait(stream, word, 1)
+        stream_ops.write(stream, word, 0)
+
+    def _word(self, rank: int, channel: int, source: int) -> int:
+        place: int = self.signals[rank] + (channel * self.ranks + source) * stream_ops.WORD
+        return place
+
+
+class Space:
+    """The regions of one axis, which grow on demand, and a stream for what runs beside the products."""
+
+    def __init__(self, axis: str, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+        self.side = torch.cuda.Stream(device, priority=-1)  # for copies; its small kernels must not queue up
+        self.second = torch.cuda.Stream(device)  # for products
+        self._forked, self._ended = torch.cuda.Event(), torch.cuda.Event()
+        self.regions: dict[str, Region] = {}
+        self.state: Any = None  # of kernels that work there
+
+    def fork(self) -> None:
+        """The side stream waits for what the current one has to do so far."""
+        self._forked.record()
+        self.side.wait_event(self._forked)
+
+    def join(self) -> None:
+        """The current stream waits for the side stream."""
+        self._ended.record(self.side)
+        torch.cuda.current_stream(self.device).wait_event(self._ended)
+
+    @property
+    def bytes(self) -> int:
+        return sum(region.size for region in self.regions.values())
+
+    def region(self, purpose: str, size: int, credit: bool = False) -> Region:
+        """At least `size` bytes for a purpose; every rank must ask for as much.
+
+        With `credit` every rank may write for the first time without having heard that the last was read.
+        """
+        known = self.regions.get(purpose)
+        if known is not None and known.size >= size:
+            return known
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("shared memory cannot grow in a CUDA graph: run the products once before")
+        torch.cuda.synchronize(self.device)
+        dist.barrier(comm.axis(self.axis).group)  # nobody reads the old one any more
+        self.regions.pop(purpose, None)
+        del known
+        made = Region(self.axis, math.ceil(size / ALIGNMENT) * ALIGNMENT, self.device)
+        if credit:
+            for peer in made.peers:
+                made.signal(peer, READ, torch.cuda.current_stream(self.device))
+        self.regions[purpose] = made
+        return made
+
+
+_spaces: dict[str, Space] = {}  # by the name of the group
+
+
+def space(axis: str, device: torch.device) -> Space:
+    name = comm.axis(axis).group.group_name
+    if name not in _spaces:
+        _spaces[name] = Space(axis, device)
+    return _spaces[name]
+
+
+def shared_gib() -> float:
+    """Memory that is shared with peers: the allocator of ordinary tensors does not count it."""
+    from shardline.parallel import torch_fused
+
+    return (sum(one.bytes for one in _spaces.values()) + torch_fused.shared_bytes()) / 2**30
+
+
+def release() -> None:
+    """Give the shared memory back, at the end of a run."""
+    from shardline.parallel import torch_fused
+
+    _spaces.clear()
+    torch_fused.release()
+
+
+def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -> None:
+    """Begin to bring the rows of all ranks into `full`, by copy engines on the side stream, in the order of use.
+
+    `arrived` is called, on that stream, behind the copy of each other rank's rows. The caller's stream has to wait for
+    the side stream before `full` is complete.
+    """
+    region = over.region("gather", x.numel() * x.element_size(), credit=True)
+    blocks, side = full.view(region.ranks, *x.shape), over.side
+    over.fork()
+    with torch.cuda.stream(side):
+        for peer in region.peers:
+            region.wait(peer, READ, side)
+        region.of(region.rank, x.shape, x.dtype).copy_(x)
+        for peer in region.peers:
+            region.signal(peer, READY, side)
+        for turn in range(1, region.ranks):
+            source = gathering_shard(turn, region.rank, region.ranks)
+            region.wait(source, READY, side)
+            blocks[source].copy_(region.of(source, x.shape, x.dtype))
+            arrived(source)
+            region.signal(source, READ, side)
+        blocks[region.rank].copy_(x)
+
+
+class Direct:
+    """Collectives by copies between GPUs' memories: for ranks that share a GPU, where NCCL does not run."""
+
+    def gather_into(self, out: Tensor, x: Tensor, axis: str) -> None:
+        over = space(axis, x.device)
+        pull(x.contiguous(), out, over, lambda source: None)
+        over.join()
+
+    def scatter_sum_into(self, out: Tensor, x: Tensor, axis: str) -> None:
+        region = space(axis, x.device).region("sum", x.numel() * x.element_size())
+        region.of(region.rank, x.shape, x.dtype).copy_(x)
+        region.shared.barrier(channel=0)
+        first = region.rank * out.numel() * x.element_size()
+        parts = [region.of(rank, out.shape, x.dtype, first) for rank in range(region.ranks)]
+        if region.ranks == 2:
+            torch.add(parts[0], parts[1], out=out)
+        else:
+            total = parts[0].float() if x.dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            out.copy_(total)
+        region.shared.barrier(channel=0)  # nobody writes there again before everybody has read
+
+
+@contextlib.contextmanager
+def inside_product(axis: str, what: str, x: Tensor, elements: int) -> Iterator[None]:
+    """Around a product that communicates: `elements` of x's type for each other rank are counted, and the watchdog
+    knows where this rank is until its device has come through."""
+    comm.traffic.add(axis, (comm.axis_size(axis) - 1) * elements * x.element_size())
+    dog = watchdog.current
+    if dog is not None:
+        kind = str(x.dtype).removeprefix("torch.")
+        dog.enter(f"{what} over {axis}, inside a product of {tuple(x.shape)} {kind}", axis)
+    try:
+        with labelled(axis, what, copies_only=True):
+            yield
+    finally:
+        if dog is not None:
+            dog.leave(on_device=True)
+
+
+def joined(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Any, Any]:
+    """Gradients side by side and weights below each other: one product is the sum of their products."""
+    if len(weights) == 1:
+        return gradients[0], weights[0]
+    return torch.cat(list(gradients), 1), torch.cat(list(weights))

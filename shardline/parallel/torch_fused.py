@@ -1,0 +1,80 @@
+"""PyTorch's own fused products, for comparisons: shards are copied from peers' memory while others are multiplied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline.parallel import comm
+from shardline.parallel.products import Needs, Serial, weight_gradients
+from shardline.parallel.shared_memory import inside_product, joined
+
+
+def shared_bytes() -> int:
+    return sum(_shared_bytes.values())
+
+
+def release() -> None:
+    if _shared_bytes:
+        import torch.distributed._symmetric_memory as memory
+
+        for name in _shared_bytes:
+            getattr(memory, "_group_name_to_workspace_tensor", {}).pop(name, None)
+    _shared_bytes.clear()
+
+
+_shared_bytes: dict[str, int] = {}
+
+
+def _workspace(axis: str, size: int) -> Any:
+    """The memory of an axis that its ranks share, with at least `size` bytes each; it grows on demand."""
+    import torch.distributed._symmetric_memory as memory
+
+    name = comm.axis(axis).group.group_name
+    _shared_bytes[name] = max(_shared_bytes.get(name, 0), size)
+    return memory.get_symm_mem_workspace(name, min_size=size)
+
+
+class TorchFused(Serial):
+    name = "torch"
+    cuts = False  # it has no chunks to choose
+
+    def gather_linear(
+        self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int
+    ) -> tuple[list[Tensor], Tensor]:
+        _workspace(axis, x.numel() * x.element_size())
+        with inside_product(axis, "all_gather", x, x.numel()):
+            full, products = torch.ops.symm_mem.fused_all_gather_matmul(
+                x.contiguous(), [weight.t() for weight in weights], 0, comm.axis(axis).group.group_name
+            )
+        return list(products), full
+
+    def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
+        return self._scatter(x, weight.t(), axis)
+
+    def gather_linear_backward(
+        self, gradients: Sequence[Tensor], full: Tensor, weights: Sequence[Tensor], axis: str, chunks: int, needs: Needs
+    ) -> tuple[Tensor | None, list[Tensor] | None]:
+        dx = self._scatter(*joined(gradients, weights), axis) if needs.x else None
+        return dx, weight_gradients(gradients, full) if needs.weights else None
+
+    def linear_scatter_backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        _workspace(axis, gradient.numel() * gradient.element_size())
+        with inside_product(axis, "all_gather", gradient, gradient.numel()):
+            full, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(
+                gradient.contiguous(), [weight], 0, comm.axis(axis).group.group_name
+            )
+        return dx, full.t() @ x if needs.weights else None, full
+
+    def _scatter(self, x: Tensor, columns: Tensor, axis: str) -> Tensor:
+        _workspace(axis, x.shape[0] * columns.shape[1] * x.element_size())
+        with inside_product(axis, "reduce_scatter", x, x.shape[0] // comm.axis_size(axis) * columns.shape[1]):
+            out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+                x.contiguous(), columns, "sum", 0, comm.axis(axis).group.group_name
+            )
+        return out

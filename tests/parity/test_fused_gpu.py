@@ -1,0 +1,153 @@
+"""Products over shared memory of GPUs against collective-then-multiply: values, delays, CUDA graphs, many repetitions.
+
+Ranks may share one GPU, under MPS: TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50
+(25 for four ranks).
+"""
+
+import random
+
+import pytest
+import torch
+
+from shardline.parallel import comm
+from shardline.parallel.async_tensor import usable_backends
+from shardline.parallel.choices import Choice
+from shardline.parallel.choosing import COLUMN, ROW, Product, Shape, Trial
+from tests.parity.pool import Pool
+from tests.parity.test_overlap import join_tp
+
+pytestmark = pytest.mark.gpu
+RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
+NAMES = ("symmetric", "fused")
+SIZES = [(256, 512, 768), (128, 192, 328), (640, 1024, 264), (2048, 200, 4104)]  # rows of a rank, K, N
+OPERATIONS = [(operation, direction) for operation in (COLUMN, ROW) for direction in ("forward", "backward")]
+
+
+def joined() -> tuple[int, int, torch.device]:
+    rank, ranks = join_tp()
+    device = torch.device("cuda", torch.cuda.current_device())
+    lines: list[str] = []
+    allowed = usable_backends("auto", device, lines)
+    assert set(NAMES) <= set(allowed), lines
+    return rank, ranks, device
+
+
+def trial(
+    operation: str, direction: str, size: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> Trial:
+    rows, depth, width = size
+    several = operation == COLUMN
+    widths = (width, width + 8) if several else (width,)
+    product = Product(operation, direction, rows * comm.axis_size("tp"), depth, sum(widths), dtype, "tp")
+    return Trial(Shape(product, widths), device)
+
+
+def tensors(result: object) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    return [one for part in result for one in tensors(part)] if isinstance(result, (tuple, list)) else []
+
+
+def values(dtype: torch.dtype) -> int:
+    _, _, device = joined()
+    done = 0
+    for operation, direction in OPERATIONS:
+        for size in SIZES:
+            one = trial(operation, direction, size, dtype, device)
+            torch.manual_seed(comm.axis("tp").rank)
+            for weight in one.weights:
+                weight.normal_()
+            wanted = tensors(one.run(Choice("serial")))
+            for name in NAMES:
+                for chunks in (1, 3) if name == "symmetric" else (1,):
+                    seen = tensors(one.run(Choice(name, chunks)))
+                    assert len(seen) == len(wanted)
+                    for a, b in zip(wanted, seen, strict=True):
+                        error = float((a.float() - b.float()).norm() / a.float().norm())
+                        assert error < (1e-5 if dtype == torch.float32 else 6e-3), (
+                            name,
+                            chunks,
+                            operation,
+                            size,
+                            error,
+                        )
+                    done += 1
+    return done
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_values_are_those_of_serial(pool: Pool, ranks: int, dtype: torch.dtype) -> None:
+    assert pool.run(ranks, values, dtype) == [len(OPERATIONS) * len(SIZES) * 3] * ranks
+
+
+def refusals() -> list[str]:
+    _, _, device = joined()
+    said = []
+    for size, dtype in (
+        ((100, 64, 64), torch.bfloat16),
+        ((128, 60, 64), torch.bfloat16),
+        ((128, 64, 64), torch.float64),
+    ):
+        with pytest.raises(ValueError) as error:
+            trial(ROW, "forward", size, dtype, device).run(Choice("fused"))
+        said.append(str(error.value))
+    return said
+
+
+def test_what_the_kernel_cannot_do_is_refused(pool: Pool) -> None:
+    for said in pool.run(2, refusals):
+        assert said == [
+            "100 rows of a rank are no multiple of a tile's",
+            "rows of 60 and 64 elements are not aligned to 16 bytes",
+            "float64 is no type of these kernels",
+        ]
+
+
+def repeated(name: str, times: int, seed: int) -> float:
+    """Products in a row, with delays at random places on the device; how many results were not those of the first."""
+    rank, _, device = joined()
+    late = random.Random(100 * seed + rank)
+    trials = [trial(*which, SIZES[0], torch.bfloat16, device) for which in OPERATIONS]
+    firsts = [[tensor.clone() for tensor in tensors(one.run(Choice(name)))] for one in trials]
+    wrong = torch.zeros((), device=device)
+    for number in range(times):
+        at = number % len(trials)
+        if late.random() < 0.02:
+            torch.cuda._sleep(int(late.random() * 1_000_000))
+        for a, b in zip(firsts[at], tensors(trials[at].run(Choice(name))), strict=True):
+            wrong += (a != b).any()
+    return float(wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ten_thousand_with_delays_give_the_same_bits(pool: Pool, ranks: int, name: str) -> None:
+    assert pool.run(ranks, repeated, name, 10_000, ranks) == [0.0] * ranks
+
+
+def replayed(name: str) -> float:
+    """A CUDA graph with an odd number of each product, replayed with other numbers in between."""
+    _, _, device = joined()
+    trials = [trial(*which, SIZES[0], torch.bfloat16, device) for which in OPERATIONS] * 3
+    for one in trials:
+        one.run(Choice(name))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [tensors(one.run(Choice(name))) for one in trials]
+    wrong = torch.zeros((), device=device)
+    for number in range(50):
+        for one in trials[: len(OPERATIONS)]:
+            one.x.normal_(generator=torch.Generator(device).manual_seed(number))
+        graph.replay()
+        for one, seen in zip(trials, results, strict=True):
+            if number % 10 == 0:
+                for a, b in zip(tensors(one.run(Choice(name))), seen, strict=True):
+                    wrong += (a != b).any()
+    return float(wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cuda_graph_can_be_replayed(pool: Pool, name: str) -> None:
+    assert pool.run(2, replayed, name) == [0.0] * 2

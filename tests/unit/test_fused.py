@@ -1,0 +1,63 @@
+"""The order of tiles, and the fused kernels in Triton's interpreter: what they wait for comes, and comes in time."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardline.parallel import comm, fused
+from shardline.parallel.tile_order import column_of_tiles, gathering_shard, row_of_tiles, scattering_shard
+
+ROOT = Path(__file__).parents[2]
+TRITON = Path(sys.prefix) / "triton"  # apart: torch's compiler must not find it on a machine without a GPU
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 40), group=st.integers(1, 20))
+def test_every_tile_comes_once(rows, columns, group):
+    tiles = {
+        (row_of_tiles(index, rows, columns, group), column_of_tiles(index, rows, columns, group))
+        for index in range(rows * columns)
+    }
+    assert tiles == {(row, column) for row in range(rows) for column in range(columns)}
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_shards_come_own_first_or_last_and_no_two_ranks_meet(ranks):
+    gathering = [[gathering_shard(turn, own, ranks) for turn in range(ranks)] for own in range(ranks)]
+    scattering = [[scattering_shard(turn, own, ranks) for turn in range(ranks)] for own in range(ranks)]
+    for orders in (gathering, scattering):
+        for order in (*orders, *zip(*orders, strict=True)):  # of each rank; at each turn
+            assert sorted(order) == list(range(ranks))
+    assert [order[0] for order in gathering] == [order[-1] for order in scattering] == list(range(ranks))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "world", "programs"),
+    [(2, 8, 2, 132), (8, 8, 8, 132), (2, 1, 2, 130), (4, 1, 4, 126), (2, 8, 16, 128), (8, 8, 64, 128)],
+)
+def test_multiprocessors_are_left_where_ranks_share_a_gpu_or_talk_over_other_axes(
+    monkeypatch, ranks, gpus, world, programs
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(fused, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(comm, "axis_size", {"tp": ranks, "world": world}.get)
+    assert fused._programs(torch.device("cuda"), ranks) == programs
+
+
+@pytest.mark.skipif(
+    not (TRITON / "triton").is_dir(), reason=f"Triton is not in {TRITON}; make test puts it there on Linux"
+)
+@pytest.mark.parametrize(
+    "words",
+    ["gather 2 2 3 0", "gather 3 1 2 1", "scatter 2 2 6 0", "scatter 3 2 4 1", "scatter 2 3 5 2"],
+)
+def test_in_the_interpreter(words):
+    environment = {**os.environ, "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.unit.fused_program", *words.split()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
