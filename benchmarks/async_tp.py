@@ -4,6 +4,7 @@
     python benchmarks/async_tp.py --rate 10gbit
     python benchmarks/async_tp.py --here --tp 2          # ranks of this machine, on its GPUs or cores
     python benchmarks/async_tp.py --backend ring -- --training.seq_len=512
+    python benchmarks/async_tp.py --here --flavor 8B --seq-len 8192 --torch-pass -- --compile.enable=true     # CUDA
 
 Steps alternate between `serial` and the chosen backends, ten at a time. The first block, and the first step of every
 other, is dropped; medians of at least 100 steps. One JSON line:
@@ -15,6 +16,8 @@ other, is dropped; medians of at least 100 steps. One JSON line:
     hidden                1 - overlapped's exposed seconds / serial's exposed seconds
     hidden_fraction       the overlapped steps' own tp_hidden_fraction
     exposed_by_rank       seconds that each rank stood still in an overlapped step, for a message or for a slower rank
+    torch_pass            the same step with PyTorch's own pass (torch._inductor.config._micro_pipeline_tp) over
+                          functional collectives, in a run of its own: step_seconds, and how many products it fused
 """
 
 from __future__ import annotations
@@ -44,6 +47,39 @@ def is_serial(step: int) -> bool:
     return (step - 1) // BLOCK % 2 == 0
 
 
+TORCH_PASS = "SHARDLINE_BENCH_TORCH_PASS"
+
+
+def use_torch_pass(fused: list[str]) -> None:
+    """Replace our products by functional collectives around plain ones, and let the compiler fuse them."""
+    import torch._inductor.config as inductor
+    import torch.distributed._symmetric_memory as memory
+    from torch import Tensor
+    from torch._inductor.fx_passes import post_grad
+    from torch.distributed import _functional_collectives as functional
+
+    from shardline.parallel import comm, overlap
+
+    def gather(x: Tensor, weights: Any, axis: str) -> tuple[Tensor, ...]:
+        full = functional.all_gather_tensor_autograd(x, 0, comm.axis(axis).group)
+        return tuple(full @ weight.to(x.dtype).t() for weight in weights)
+
+    def scatter(x: Tensor, weight: Tensor, axis: str) -> Tensor:
+        product = x @ weight.to(x.dtype).t()
+        return functional.reduce_scatter_tensor_autograd(product, "sum", 0, comm.axis(axis).group)
+
+    plain = post_grad.micro_pipeline_tp_pass
+
+    def counted(graph: Any) -> None:
+        memory.enable_symm_mem_for_group(comm.axis("tp").group.group_name)
+        plain(graph)
+        fused.extend(str(node.target) for node in graph.nodes if "symm_mem.fused_" in str(node.target))
+
+    overlap.all_gather_linear, overlap.linear_reduce_scatter = gather, scatter  # type: ignore[assignment]
+    post_grad.micro_pipeline_tp_pass = counted
+    inductor._micro_pipeline_tp = True
+
+
 def train(words: list[str]) -> None:
     """On a rank: a run that changes its way of multiplying between blocks."""
     from shardline import registry
@@ -51,7 +87,14 @@ def train(words: list[str]) -> None:
     from shardline.parallel.choices import SERIAL, choices
     from shardline.training.trainer import Trainer
 
+    fused: list[str] = []
+    if os.environ.get(TORCH_PASS):
+        use_torch_pass(fused)
     trainer = Trainer(load_config(overrides=words))
+    if os.environ.get(TORCH_PASS):
+        trainer.train()
+        (trainer.folder.path / "fused.json").write_text(json.dumps(fused))
+        return
     chosen = dict(choices.chosen)
 
     def switch(step: int) -> None:
@@ -105,9 +148,9 @@ def run_words(options: argparse.Namespace, folder: Path) -> list[str]:
     ]
 
 
-def both(options: argparse.Namespace, address: str, starts: list[Any], words: list[str]) -> None:
+def both(options: argparse.Namespace, address: str, starts: list[Any], words: list[str], **more: str) -> None:
     """Run every rank to its end, spread evenly over the places."""
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.tp)}
+    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.tp), **more}
     each = options.tp // len(starts)
     jobs = []
     for rank in range(options.tp):
@@ -155,6 +198,14 @@ def of_ranks(folder: Path, ranks: int) -> list[float]:
     return found
 
 
+def torch_pass(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    both(options, "127.0.0.1", [start_here], run_words(options, folder), **{TORCH_PASS: "1"})
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = statistics.median(row["step_seconds"] for row in rows if row["step"] > BLOCK)
+    fused = json.loads((folder / "fused.json").read_text())
+    return {"step_seconds": round(seconds, 5), "fused_products": len(fused), "last_loss": rows[-1]["loss"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1gbit", help="of the link between two hosts, as tc writes it")
@@ -167,6 +218,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--torch-pass", action="store_true", help="also with PyTorch's own pass; with --here, on CUDA")
     parser.add_argument("--verbose", action="store_true", help="show what rank 0 printed")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help="settings for the run, after --")
@@ -185,12 +237,14 @@ def main() -> None:
                 both(options, address, starts, run_words(options, folder))
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         by_rank = of_ranks(folder, options.tp)
+        theirs = torch_pass(options, Path(parent) / "theirs") if options.torch_pass else None
         chosen = [[row["product"], *row["chosen"]] for row in json.loads((folder / "async_tp.json").read_text())]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores"
     about = {"link": link, "tp": options.tp, "device": device, "torch": torch.__version__}
     shape = {"layers": options.layers, "seq_len": options.seq_len, "batch": options.batch, "steps": options.steps}
     result = {"benchmark": "async_tp", "backend": options.backend, **about, **shape, **summary(rows)}
     result["exposed_by_rank"] = by_rank
+    result |= {"torch_pass": theirs} if theirs else {}
     print(json.dumps({**result, "python": platform.python_version(), "chosen": chosen}))
 
 
