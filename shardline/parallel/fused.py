@@ -253,6 +253,8 @@ def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> 
         raise ValueError(f"{t} rows of a rank are no multiple of a tile's")
     if x.shape[1] * item % 16 or right.width * item % 16:
         raise ValueError(f"rows of {x.shape[1]} and {right.width} elements are not aligned to 16 bytes")
+    if t * right.width >= 2**31:
+        raise ValueError(f"{t} x {right.width} elements of a rank are more than offsets of 32 bits reach")
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a product that has not run before cannot run in a CUDA graph")
     source = torch.Generator(x.device).manual_seed(0)  # the run's own must not depend on what is measured
