@@ -81,7 +81,7 @@ def prepare(
         if not measured.remembered:  # what is recalled may be a part of what is known
             fresh[str(shape.product)] = as_row(measured)
         if section.async_tensor_parallel_backend != "auto":
-            measured = replace(measured, chosen=measured.best(allowed[-1]) or measured.chosen)
+            measured = _forced(measured, allowed[-1])
         if measured.remembered and device.type == "cuda":
             Trial(shape, device).run(measured.chosen)  # kernels are compiled and memory is shared before the first step
         choices.chosen[shape.product] = measured.chosen
@@ -131,6 +131,13 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
     left = "symmetric runs instead" if asked == "fused" else "serial, ring and symmetric are left"
     lines.append(f"Async TP: fused cannot be used here ({reason}); {left}")
     return ["serial", "symmetric"] if asked == "fused" else ["serial", "ring", "symmetric"]
+
+
+def _forced(measured: Measured, backend: str) -> Measured:
+    best = measured.best(backend)
+    if best is not None:
+        return replace(measured, chosen=best)
+    return replace(measured, refused={backend: "it has nothing for this operation", **measured.refused})
 
 
 def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Measured | None:

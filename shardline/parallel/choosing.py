@@ -26,15 +26,13 @@ from shardline import __version__
 from shardline.config.architecture import Architecture
 from shardline.parallel import comm
 from shardline.parallel.choices import SERIAL, Choice, Product, backends
-from shardline.parallel.products import Needs, input_gradient, multiply, weight_gradients
+from shardline.parallel.products import COLUMN, ROW, Needs, input_gradient, multiply, weight_gradients
 
-CHUNKS = (1, 2, 4, 8)
 CLEARLY = 0.01  # another backend must save this share of the time to be taken instead of serial
 LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as take a moment, by the slowest candidate
 IN_A_ROW = 6
 HOPELESS = 3.0
 NEAR, RUN_OFF = 1.15, 2.0  # those this near to the best run again, alone, for about so many seconds
-COLUMN, ROW = "all_gather_linear", "linear_reduce_scatter"
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,8 @@ def candidates(product: Product, allowed: Sequence[str]) -> list[Choice]:
     found = [SERIAL]
     for name in allowed:
         if name != "serial":
-            chunks = CHUNKS if getattr(backends[name], "cuts", True) else (1,)
-            found += [Choice(name, count) for count in chunks if count <= rows]
+            counts = backends[name].counts(product.operation, product.direction)
+            found += [Choice(name, count) for count in counts if count <= rows]
     return found
 
 

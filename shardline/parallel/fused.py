@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardline.parallel import comm, stream_ops
-from shardline.parallel.products import Needs, Serial, weight_gradients
+from shardline.parallel.products import COLUMN, ROW, Needs, Serial, weight_gradients
 from shardline.parallel.shared_memory import Space, agreed_reason, inside_product, joined, pull, share_a_gpu, space
 
 PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -86,7 +86,9 @@ class Right(NamedTuple):
 
 class Fused(Serial):
     name = "fused"
-    cuts = False
+
+    def counts(self, operation: str, direction: str) -> tuple[int, ...]:
+        return (1,) if operation in (COLUMN, ROW) else ()
 
     def gather_linear(
         self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int

@@ -23,6 +23,8 @@ from shardline.parallel import comm
 from shardline.parallel.exchange import Scattering, arriving, pieces
 
 Tensors = Sequence[Tensor]
+COLUMN, ROW = "all_gather_linear", "linear_reduce_scatter"  # operations; without sequence parallelism there are others
+CHUNKS = (1, 2, 4, 8)
 
 
 class Needs(NamedTuple):
@@ -61,6 +63,10 @@ class Serial:
 
     name = "serial"
 
+    def counts(self, operation: str, direction: str) -> tuple[int, ...]:
+        """Numbers of chunks worth trying; none where this backend has nothing of its own for an operation."""
+        return (1,)
+
     def gather_linear(self, x: Tensor, weights: Tensors, axis: str, chunks: int) -> tuple[list[Tensor], Tensor]:
         full = comm.gather_rows(x, axis)
         return multiply(full, weights), full
@@ -94,6 +100,9 @@ class Ring(Serial):
     """Rows travel point to point while others are multiplied; weight gradients hide what the products do not."""
 
     name = "ring"
+
+    def counts(self, operation: str, direction: str) -> tuple[int, ...]:
+        return CHUNKS
 
     def gather_linear(self, x: Tensor, weights: Tensors, axis: str, chunks: int) -> tuple[list[Tensor], Tensor]:
         x, total = x.contiguous(), comm.axis_size(axis) * x.shape[0]

@@ -5,7 +5,7 @@
     scattering   multiplying   rows for rank 1   | for rank 2            | ... | my own | + what the others sent
                  side stream                     | to rank 1             | to rank 2 ...
 
-Products are cuBLAS's, one for each rank's rows; with `chunks` those of other ranks are cut further.
+Products are cuBLAS's, one for each rank's rows; scattering, those of other ranks are cut further by `chunks`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from torch import Tensor
 
 from shardline.parallel import comm
 from shardline.parallel.exchange import pieces
-from shardline.parallel.products import Needs, Serial, weight_gradients
+from shardline.parallel.products import CHUNKS, COLUMN, ROW, Needs, Serial, weight_gradients
 from shardline.parallel.shared_memory import READ, READY, Space, inside_product, joined, pull, space
 from shardline.parallel.tile_order import gathering_shard, scattering_shard
 
 
 class Symmetric(Serial):
     name = "symmetric"
+
+    def counts(self, operation: str, direction: str) -> tuple[int, ...]:
+        if operation not in (COLUMN, ROW):
+            return ()
+        return CHUNKS if (operation == ROW) == (direction == "forward") else (1,)  # only what is scattered is cut
 
     def gather_linear(
         self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardline.parallel import comm
-from shardline.parallel.products import Needs, Serial, weight_gradients
+from shardline.parallel.products import COLUMN, ROW, Needs, Serial, weight_gradients
 from shardline.parallel.shared_memory import inside_product, joined
 
 
@@ -40,7 +40,9 @@ def _workspace(axis: str, size: int) -> Any:
 
 class TorchFused(Serial):
     name = "torch"
-    cuts = False  # it has no chunks to choose
+
+    def counts(self, operation: str, direction: str) -> tuple[int, ...]:
+        return (1,) if operation in (COLUMN, ROW) else ()
 
     def gather_linear(
         self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int

@@ -19,9 +19,9 @@ from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
 from shardline.parallel import async_tensor, choosing, comm
 from shardline.parallel import choices as table
+from shardline.parallel.async_tensor import _forced
 from shardline.parallel.choices import SERIAL, Choice, Product, backends
 from shardline.parallel.choosing import (
-    CHUNKS,
     CLEARLY,
     HOPELESS,
     LEAST_ROUNDS,
@@ -37,9 +37,12 @@ from shardline.parallel.choosing import (
     topology,
 )
 from shardline.parallel.fake import fake_group
+from shardline.parallel.fused import Fused
 from shardline.parallel.hidden import Times, host_times, union
 from shardline.parallel.mesh import Mesh
+from shardline.parallel.products import CHUNKS
 from shardline.parallel.spans import Span
+from shardline.parallel.symmetric import Symmetric
 from shardline.parallel.torch_fused import TorchFused
 from shardline.precision.mixed import choose_precision
 from shardline.training.build import build_model
@@ -82,6 +85,35 @@ def test_only_what_is_allowed_is_a_candidate():
     with patch.object(comm, "axis_size", lambda axis: 2):
         assert candidates(PRODUCT, ["serial"]) == [SERIAL]
         assert {choice.backend for choice in candidates(PRODUCT, ["serial", "ring"])} == {"serial", "ring"}
+
+
+OWN = {("all_gather_linear", "forward"): (1,), ("all_gather_linear", "backward"): CHUNKS}
+OWN |= {("linear_reduce_scatter", "forward"): CHUNKS, ("linear_reduce_scatter", "backward"): (1,)}
+
+
+@pytest.mark.parametrize(
+    "operation", ["all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "copy_linear"]
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_backend_is_a_candidate_only_where_it_does_something_of_its_own(operation, direction):
+    ours = {"symmetric": Symmetric(), "fused": Fused(), "torch": TorchFused()}
+    product = PRODUCT._replace(operation=operation, direction=direction)
+    with patch.object(comm, "axis_size", lambda axis: 2), patch.dict(backends, ours):
+        found = candidates(product, ["serial", "ring", *ours])
+    counts = {name: tuple(choice.chunks for choice in found if choice.backend == name) for name in backends | ours}
+    alone = (1,) if (operation, direction) in OWN else ()
+    wanted = {"symmetric": OWN.get((operation, direction), ()), "fused": alone, "torch": alone}
+    assert counts == {"serial": (1,), "ring": CHUNKS, **wanted}
+
+
+def test_a_forced_backend_that_has_nothing_for_a_product_is_told():
+    ring = Choice("ring")
+    found = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0, ring: 2.5}, SERIAL)
+    assert _forced(found, "ring").chosen == ring
+    assert _forced(found, "fused").chosen == SERIAL
+    assert ", fused cannot be used here: it has nothing for this operation" in _forced(found, "fused").line()
+    refused = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0}, SERIAL, refused={"fused": "too small"})
+    assert ", fused cannot be used here: too small" in _forced(refused, "fused").line()
 
 
 def test_efficiency_is_the_share_of_exposed_time_that_is_gone():
