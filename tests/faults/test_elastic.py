@@ -231,6 +231,7 @@ def on_two_hosts(tmp_path):
             one.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_on_one_host_is_started_again_on_both(on_two_hosts, uninterrupted):
     run, _, b = on_two_hosts("0/1/3/SIGKILL")
     assert [run.end(0), run.end(1)] == [0, 0], run.shown(0) + run.shown(1)

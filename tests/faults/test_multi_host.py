@@ -54,6 +54,7 @@ class Job:
         assert [path.name for path in b.rglob("*.*")] == ["rank-1.log"]
 
 
+@pytest.mark.slow
 def test_machines_find_each_other_whatever_their_names_stand_for(tmp_path):
     """They are not numbered, and where its own name leads, no other machine can reach one."""
     with two_hosts(loopback_names=True) as hosts:

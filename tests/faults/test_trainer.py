@@ -180,6 +180,7 @@ def test_a_rank_stopped_inside_an_overlapped_product_is_named_with_the_operation
 RING = {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_rotate_method": "ring"}
 
 
+@pytest.mark.slow
 @job("SIGSTOP", **RING)
 def test_a_rank_stopped_inside_ring_attention_is_named_with_the_operation(run):
     run.wait_for_step(3)

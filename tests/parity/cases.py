@@ -254,7 +254,7 @@ CASES = [
     case("tp2-async-compile-no-sequence", ASYNC, COMPILE, NO_SEQUENCE, tp=2, slow=True),
     case("tp2-async-validation", ASYNC, WHOLE_VALIDATION, tp=2),
     case("tp2-async-bf16", ASYNC, BF16, tp=2, tolerances=BFLOAT16),
-    case("ddp2-tp2-async-accumulation", ASYNC, SMALL_BATCHES, ddp=2, tp=2),
+    case("ddp2-tp2-async-accumulation", ASYNC, SMALL_BATCHES, ddp=2, tp=2, slow=True),
     case("fsdp2-tp2-async", ASYNC, fsdp=2, tp=2),
     case("fsdp2-tp2-async-early-step", ASYNC, EARLY, UNCLIPPED, fsdp=2, tp=2, slow=True),
     case("hsdp2x2-tp2-async", ASYNC, ddp=2, fsdp=2, tp=2, slow=True),
@@ -334,7 +334,7 @@ CASES = [
     case("pp2-zbv-full-ac", layers(4), ZBV, FULL_AC, pp=2, slow=True),
     case("pp2-zero-bubble-op-ac", layers(4), ZERO_BUBBLE, OP_AC, pp=2),
     case("pp2-dual-pipe-tp2-op-ac", layers(4), DUAL_PIPE, OP_AC, pp=2, tp=2, slow=True),
-    case("pp2-zero-bubble-tp2-async-full-ac", layers(4), ZERO_BUBBLE, ASYNC, FULL_AC, pp=2, tp=2),
+    case("pp2-zero-bubble-tp2-async-full-ac", layers(4), ZERO_BUBBLE, ASYNC, FULL_AC, pp=2, tp=2, slow=True),
     case("pp2-zbv-tp2-async-op-ac", layers(4), ZBV, ASYNC, OP_AC, pp=2, tp=2, slow=True),
     case("pp2-zbv-tp2-async-no-sequence-biases", layers(4), ZBV, ASYNC, NO_SEQUENCE, BIASES, pp=2, tp=2, slow=True),
     case("pp2-ddp2-zbv-tied-accumulation", layers(4), ZBV, TIED, TWO_AT_A_TIME, pp=2, ddp=2, slow=True),
@@ -374,7 +374,7 @@ CASES = [
     case("pp2-cp2-ring", layers(4), RING, pp=2, cp=2),
     case("pp2-cp2-allgather-documents", layers(4), ALLGATHER, DOCUMENTS, pp=2, cp=2, slow=True),
     case("pp2-interleaved-cp2-ulysses-tied", layers(4), INTERLEAVED, ULYSSES, TIED, pp=2, cp=2, slow=True),
-    case("pp2-zbv-cp2-ring-documents-full-ac", layers(4), ZBV, RING, DOCUMENTS, FULL_AC, pp=2, cp=2),
+    case("pp2-zbv-cp2-ring-documents-full-ac", layers(4), ZBV, RING, DOCUMENTS, FULL_AC, pp=2, cp=2, slow=True),
     case(
         "pp2-cp2-ring-validation-accumulation", layers(4), RING, WHOLE_VALIDATION, TWO_AT_A_TIME, pp=2, cp=2, slow=True
     ),
@@ -406,7 +406,7 @@ CASES = [
     case("fsdp2-tp2-validation-epochs", EPOCHS, WHOLE_VALIDATION, fsdp=2, tp=2, slow=True),
     case("fsdp4-tp2", fsdp=4, tp=2, slow=True),
     case("fsdp2-tp4-one-kv-head", ONE_KV_HEAD, fsdp=2, tp=4, slow=True),
-    case("hsdp2x2-tp2", ddp=2, fsdp=2, tp=2),
+    case("hsdp2x2-tp2", ddp=2, fsdp=2, tp=2, slow=True),
     case("hsdp2x2-tp2-accumulation-scatter", SMALL_BATCHES, SCATTER, DOCUMENTS, ddp=2, fsdp=2, tp=2, slow=True),
     case("hsdp2x2-tp2-tied", TIED, TWO_KV_HEADS, BIASES, ddp=2, fsdp=2, tp=2, slow=True),
 ]
