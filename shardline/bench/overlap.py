@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,7 +59,10 @@ def run(options: OverlapOptions) -> int:
         for line in lines if speaks else ():
             print(f"note: {line}", file=sys.stderr)
         for shape in shapes:
-            shown.append(measure_row(measure_all(shape, allowed, device, options.iterations), device))
+            measured = measure_all(shape, allowed, device, options.iterations)
+            for backend, why in measured.refused.items() if speaks else ():
+                print(f"note: {measured.product}: {backend} cannot be used here: {why}", file=sys.stderr)
+            shown.append(measure_row(measured, device))
             if speaks and options.json:
                 print(json.dumps(shown[-1]), flush=True)
         if speaks and not options.json:
@@ -71,12 +75,13 @@ def run(options: OverlapOptions) -> int:
 def measure_all(shape: Any, allowed: list[str], device: torch.device, rounds: int | None) -> Measured:
     """Every candidate, and PyTorch's own fused op beside them, which is never chosen."""
     tried = candidates(shape.product, allowed)
-    torch_too = "symmetric" in backends and shape.product.operation.endswith(("gather_linear", "reduce_scatter"))
-    if torch_too:
+    theirs: list[Choice] = []
+    if "symmetric" in backends:
         backends["torch"] = torch_fused.TorchFused()
-    measured = measure(shape, [*tried, *([Choice("torch")] if torch_too else [])], device, rounds)
-    ours = {choice: measured.times[choice] for choice in tried}
-    return Measured(measured.product, measured.matmul, measured.comm, measured.times, fastest(ours))
+        theirs = [choice for choice in candidates(shape.product, ["torch"]) if choice not in tried]
+    measured = measure(shape, [*tried, *theirs], device, rounds)
+    ours = {choice: measured.times[choice] for choice in tried if choice in measured.times}
+    return replace(measured, chosen=fastest(ours))
 
 
 def measure_row(measured: Measured, device: torch.device) -> dict[str, Any]:

@@ -8,11 +8,12 @@ import os
 import pytest
 import torch
 
+from shardline.bench import overlap
 from shardline.bench.overlap import _show, measure_row
 from shardline.cli import main
 from shardline.parallel import comm
 from shardline.parallel.choices import SERIAL, Choice, Product
-from shardline.parallel.choosing import CLEARLY, Measured
+from shardline.parallel.choosing import CLEARLY, Measured, Shape
 from tests.e2e.tiny import command
 
 KEYS = ["op", "direction", "M", "K", "N", "dtype", "world", "matmul_ms", "comm_ms", "serial_ms", "backends", "chosen"]
@@ -136,3 +137,13 @@ def test_the_table(monkeypatch, capsys):
         [*sizes, "", "", "serial", "0.75"],
     ]
     assert last.startswith("milliseconds (chunks), 4 ranks, bfloat16, ")
+
+
+def test_what_is_refused_is_left_out_of_the_choice(monkeypatch):
+    product = Product("all_gather_linear", "forward", 100, 64, 64, torch.bfloat16, "tp")
+    ring = Choice("ring")
+    monkeypatch.setattr(overlap, "candidates", lambda product, allowed: [SERIAL, ring, Choice("fused")])
+    seen = Measured(product, 1.0, 1.0, {SERIAL: 2.0, ring: 1.5}, SERIAL, refused={"fused": "too small"})
+    monkeypatch.setattr(overlap, "measure", lambda *arguments: seen)
+    found = overlap.measure_all(Shape(product), ["serial", "ring", "fused"], torch.device("cpu"), 1)
+    assert (found.chosen, found.refused) == (ring, {"fused": "too small"})
