@@ -1,8 +1,8 @@
-"""What a stream can do without a multiprocessor, by the driver's own functions: torch has none for them.
+"""Words of device memory that a stream writes, or waits for, in its turn, without a kernel.
 
-write, wait    a word of memory, perhaps another GPU's that is mapped here: one rank's stream can hold until another
-               rank's stream has come somewhere; what a stream wrote before the word is there for who has seen it
-copy           by a copy engine, also between two places of one GPU, where a plain copy is a kernel
+The driver's own functions (cuStreamWriteValue32, cuStreamWaitValue32): torch has none that waits. A word may lie in the
+memory of another GPU that is mapped here, so that one rank's stream can hold until another rank's stream has come
+somewhere. What a stream wrote before a word is there for whoever has seen the word.
 """
 
 from __future__ import annotations
