@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shardline.parallel import comm, stream_ops
-from shardline.parallel.products import COLUMN, ROW, Needs, Serial, weight_gradients
-from shardline.parallel.shared_memory import Space, agreed_reason, inside_product, joined, pull, share_a_gpu, space
+from shardline.parallel.products import COLUMN, ROW, Needs, Serial, joined, weight_gradients
+from shardline.parallel.shared_memory import Space, agreed_reason, inside_product, pull, share_a_gpu, space
 
 PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 FLAG_BYTES = 4
@@ -150,6 +150,7 @@ class Room(NamedTuple):
     flags: Tensor
     elements: int
     tiles: int
+    memory: tuple[Tensor, ...] = ()  # what lives as long as its addresses are used
 
 
 def _aligned(elements: int) -> int:
@@ -200,7 +201,7 @@ def _programs(device: torch.device, ranks: int) -> int:
     Where ranks talk over other axes as well, a kernel of NCCL must find a place beside this one: another rank may wait
     for it before it comes to the product that this one waits in.
     """
-    spare = 2 * (ranks - 1) if ranks > torch.cuda.device_count() else 0
+    spare = 2 * (ranks - 1) if share_a_gpu(ranks) else 0
     if comm.axis_size("world") > ranks:
         spare += FOR_OTHERS
     return _multiprocessors(device) - spare
@@ -292,15 +293,9 @@ def _scattering_alone(rows: Tensor, right: Right, ranks: int) -> Alone:
         torch.tensor([memory.data_ptr() + rank * step * memory.element_size() for rank in range(ranks)])
         for memory, step in ((parts, elements), (flags, flags_each))
     ]
-    room = Room(places[0].to(rows.device), places[1].to(rows.device), elements, flags_each)
+    room = Room(places[0].to(rows.device), places[1].to(rows.device), elements, flags_each, (parts, flags))
     out, state = rows.new_empty(t, width), State(rows.device, ranks)
-    kept = (parts, flags)
-
-    def run(tiles: Tiles) -> Any:
-        assert kept
-        return _launch_scatter(rows, right, out, room, state, tiles, 0, ranks)
-
-    return run
+    return lambda tiles: _launch_scatter(rows, right, out, room, state, tiles, 0, ranks)
 
 
 def _seconds(alone: Alone, tried: Sequence[Tiles], most_registers: int) -> list[float]:
@@ -343,22 +338,22 @@ def unusable(device: torch.device, axis: str = "tp") -> str | None:
 def _try_out(device: torch.device, axis: str) -> None:
     if torch.cuda.get_device_capability(device) < (9, 0):
         raise RuntimeError("it needs a GPU of compute capability 9.0 or more")
-    if share_a_gpu(axis) and float(os.environ.get(PART, 100)) * comm.axis_size(axis) > 100:
-        raise RuntimeError(f"ranks share a GPU, and {PART} does not give each a part of its own")
     ranks, own = comm.axis_size(axis), comm.axis(axis).rank
+    if share_a_gpu(ranks) and float(os.environ.get(PART, 100)) * ranks > 100:
+        raise RuntimeError(f"ranks share a GPU, and {PART} does not give each a part of its own")
     source = torch.Generator(device).manual_seed(0)
     t, k, n = 2048, 200, 5128  # several tiles for each program, and edges that tiles do not fit
     everything = torch.randn(ranks * t, k, device=device, dtype=torch.bfloat16, generator=source)
     weights = [torch.randn(n, k, device=device, dtype=torch.bfloat16, generator=source) for _ in range(ranks)]
     wanted = everything.float() @ weights[own].float().t()
-    summed = sum(everything[own * t : (own + 1) * t].float() @ weight.float().t() for weight in weights)
+    summed = everything[own * t : (own + 1) * t].float() @ torch.stack(weights).float().sum(0).t()
     for by_rows in (True, False, True):
         right = Right(weights[own] if by_rows else weights[own].t().contiguous(), by_rows)
         (product,), full = _gather(everything[own * t : (own + 1) * t], [right], axis)
         _check(product, wanted, "gathering")
         if not torch.equal(full, everything):
             raise RuntimeError("the gathered rows are not those of all ranks")
-        _check(_scatter(everything, right, axis), summed, "scattering")  # type: ignore[arg-type]
+        _check(_scatter(everything, right, axis), summed, "scattering")
 
 
 def _check(found: Tensor, wanted: Tensor, what: str) -> None:

@@ -54,6 +54,13 @@ def input_gradient(gradients: Tensors, weights: Tensors, rows: slice = EVERY, ou
     return total
 
 
+def joined(gradients: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
+    """Gradients side by side and weights below each other: one product is the sum of their products."""
+    if len(weights) == 1:
+        return gradients[0], weights[0]
+    return torch.cat(list(gradients), 1), torch.cat(list(weights))
+
+
 def weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
     return [gradient.t() @ x for gradient in gradients]
 

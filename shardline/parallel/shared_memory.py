@@ -38,21 +38,21 @@ def agreed_reason(attempt: Callable[[], None]) -> str | None:
     reason = ""
     try:
         attempt()
-    except (ImportError, AttributeError, RuntimeError, ValueError) as error:
+    except Exception as error:  # of torch, the driver or a compiler: all of them mean that it cannot be used
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     said: list[str] = [""] * comm.axis("world").size
     dist.all_gather_object(said, reason)
     return next((text for text in said if text), None)
 
 
-def share_a_gpu(axis: str) -> bool:
+def share_a_gpu(ranks: int) -> bool:
     """Whether there are more ranks than GPUs: a way to try things out."""
-    return comm.axis_size(axis) > torch.cuda.device_count()
+    return ranks > torch.cuda.device_count()
 
 
 def _try_out(axis: str) -> None:
     """Share a little memory with the peers of an axis; raises where that is not possible."""
-    if share_a_gpu(axis) and os.environ.get(SHARED_DEVICE) != "1":
+    if share_a_gpu(comm.axis_size(axis)) and os.environ.get(SHARED_DEVICE) != "1":
         raise RuntimeError(f"ranks share a GPU and {SHARED_DEVICE} is not 1")
     region = Region(axis, ALIGNMENT, torch.device("cuda", torch.cuda.current_device()))
     stream = torch.cuda.current_stream()
@@ -218,15 +218,19 @@ class Direct:
         region.of(region.rank, x.shape, x.dtype).copy_(x)
         region.shared.barrier(channel=0)
         first = region.rank * out.numel() * x.element_size()
-        parts = [region.of(rank, out.shape, x.dtype, first) for rank in range(region.ranks)]
-        if region.ranks == 2:
-            torch.add(parts[0], parts[1], out=out)
-        else:
-            total = parts[0].float() if x.dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
-            for part in parts[1:]:
-                total += part
-            out.copy_(total)
+        add_up([region.of(rank, out.shape, x.dtype, first) for rank in range(region.ranks)], out)
         region.shared.barrier(channel=0)  # nobody writes there again before everybody has read
+
+
+def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
+    """The sum of parts, in float32 where they are narrower."""
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)
+        return
+    total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
 
 
 @contextlib.contextmanager
@@ -244,10 +248,3 @@ def inside_product(axis: str, what: str, x: Tensor, elements: int) -> Iterator[N
     finally:
         if dog is not None:
             dog.leave(on_device=True)
-
-
-def joined(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Any, Any]:
-    """Gradients side by side and weights below each other: one product is the sum of their products."""
-    if len(weights) == 1:
-        return gradients[0], weights[0]
-    return torch.cat(list(gradients), 1), torch.cat(list(weights))

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shardline.parallel import comm
 from shardline.parallel.exchange import pieces
-from shardline.parallel.products import CHUNKS, COLUMN, ROW, Needs, Serial, weight_gradients
-from shardline.parallel.shared_memory import READ, READY, Space, inside_product, joined, pull, space
+from shardline.parallel.products import CHUNKS, COLUMN, ROW, Needs, Serial, joined, weight_gradients
+from shardline.parallel.shared_memory import READ, READY, Space, add_up, inside_product, pull, space
 from shardline.parallel.tile_order import gathering_shard, scattering_shard
 
 
@@ -91,18 +91,16 @@ def _scatter(x: Tensor, columns: Tensor, axis: str, chunks: int) -> Tensor:
     with inside_product(axis, "reduce_scatter", x, t * width):
         for turn in range(ranks):
             owner = scattering_shard(turn, own, ranks)
-            first = True
             for rows in pieces(t, chunks if owner != own else 1):
                 torch.mm(x[owner * t + rows.start : owner * t + rows.stop], columns, out=computed[owner][rows])
                 if owner == own:
                     continue
                 over.fork()
                 with torch.cuda.stream(over.side):
-                    if first:
+                    if rows.start == 0:
                         region.wait(owner, READ, over.side)
                     theirs = region.of(owner, (t, width), x.dtype, own * size)
                     theirs[rows].copy_(computed[owner][rows])
-                first = False
             if owner != own:
                 region.signal(owner, READY, over.side)
         return _sum(computed[own], over, own, ranks, size)
@@ -114,13 +112,8 @@ def _sum(mine: Tensor, over: Space, own: int, ranks: int, size: int) -> Tensor:
     for source in sources:
         region.wait(source, READY, here)
     parts = [region.of(own, mine.shape, mine.dtype, source * size) for source in sources]
-    if ranks == 2:
-        out = mine + parts[0]
-    else:
-        total = mine.float()
-        for part in parts:
-            total += part
-        out = total.to(mine.dtype)
+    out = torch.empty_like(mine)
+    add_up([mine, *parts], out)
     for source in sources:
         region.signal(source, READ, here)
     over.join()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardline.parallel import comm
-from shardline.parallel.products import COLUMN, ROW, Needs, Serial, weight_gradients
-from shardline.parallel.shared_memory import inside_product, joined
+from shardline.parallel.products import COLUMN, ROW, Needs, Serial, joined, weight_gradients
+from shardline.parallel.shared_memory import inside_product
 
 
 def shared_bytes() -> int:

@@ -1,7 +1,10 @@
 """What products over shared memory tell the rest of a run; the products themselves need GPUs (test_fused_gpu.py)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardline.parallel import comm, shared_memory, watchdog
 
@@ -43,3 +46,32 @@ def test_a_product_that_fails_is_left(dog):
 
 def test_without_cuda_it_says_so():
     assert shared_memory.unusable(torch.device("cpu")) == "it needs CUDA"
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_parts_are_added_without_losing_what_their_type_holds(kind, count):
+    parts = list(torch.randn(count, 64, generator=torch.Generator().manual_seed(count), dtype=torch.float64).to(kind))
+    out, kept = torch.empty(64, dtype=kind), [part.clone() for part in parts]
+    shared_memory.add_up(parts, out)
+    exact = torch.stack(parts).double().sum(0)
+    torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(kind).eps, atol=4 * torch.finfo(kind).eps)
+    assert all(torch.equal(a, b) for a, b in zip(parts, kept, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError("libcuda.so.1: cannot open\nmore"), "libcuda.so.1: cannot open"),
+        (Exception(), "Exception"),
+        (None, None),
+    ],
+)
+def test_whatever_goes_wrong_in_a_try_is_a_reason_and_no_crash(monkeypatch, error, said):
+    def attempt():
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2))
+    monkeypatch.setattr(dist, "all_gather_object", lambda all_said, reason: all_said.__setitem__(1, reason))
+    assert shared_memory.agreed_reason(attempt) == said
