@@ -9,7 +9,9 @@ What another rank writes lies in memory of two halves, used in turn: a rank may 
 two, since its own tiles need all others' tiles. Flags are put back where they were waited for, so that a recorded CUDA
 graph can be replayed; which half is next is counted on the device for the same reason.
 
-A rank's programs must all be resident at the same time: there is one for each multiprocessor, or fewer.
+Each program takes a share of the tiles, the earlier the earlier it finds a place on the GPU. A tile waits only for what
+other ranks' tiles send that wait for nothing, and those come first in every rank's order: it does not matter how many
+programs are on the GPU at a time.
 """
 # mypy: ignore-errors
 
@@ -24,6 +26,10 @@ gathering_shard = triton.jit(tile_order.gathering_shard)
 scattering_shard = triton.jit(tile_order.scattering_shard)
 row_of_tiles = triton.jit(tile_order.row_of_tiles)
 column_of_tiles = triton.jit(tile_order.column_of_tiles)
+
+# A kernel's own words, zero but for the first where none runs.
+HALF, ENTERED, LEFT = (tl.constexpr(word) for word in range(3))
+WORDS = 3
 
 
 @triton.jit
@@ -43,12 +49,6 @@ def _product(
 
 
 @triton.jit
-def _first_from(begin, pid, PROGRAMS: tl.constexpr):
-    """A program's first tile that does not come before `begin`."""
-    return pid + tl.cdiv(max(begin - pid, 0), PROGRAMS) * PROGRAMS
-
-
-@triton.jit
 def _do(ASSEMBLY: tl.constexpr):
     """An instruction that every thread executes, in its place among loads and stores."""
     tl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -59,6 +59,36 @@ def _pause(ON_GPU: tl.constexpr):
     """Between two looks at a flag: they go through memory that others need."""
     if ON_GPU:
         _do("nanosleep.u32 100; mov.u32 $0, 0;")
+
+
+@triton.jit
+def _enter(state):
+    """A program's number: how many have begun before it."""
+    return tl.atomic_add(state + ENTERED, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _leave(state, tiles, abreast, turns):
+    """1 in the last program that ends, whose turn it is to tidy up."""
+    programs = tl.cdiv(tiles, abreast * turns) * abreast
+    tl.debug_barrier()
+    last = tl.atomic_add(state + LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(state + ENTERED, 0)
+        tl.store(state + LEFT, 0)
+    return last
+
+
+@triton.jit
+def _share(number, abreast, turns, begin, end):
+    """A program's tiles among those from `begin` to `end`, the first and where it ends; the next is `abreast` further.
+
+    `abreast` programs take a tile in turn, `turns` times; then it is for the next of them.
+    """
+    start = number // abreast * abreast * turns
+    first = start + number % abreast
+    first += tl.cdiv(max(begin - first, 0), abreast) * abreast
+    return first, max(first, min(end, start + abreast * turns))
 
 
 @triton.jit
@@ -160,20 +190,10 @@ def _finish(
         result.store([row, column + 3 * PART], (part3 + sent3).to(result.dtype))
 
 
-@triton.jit
-def _leave(state, PROGRAMS: tl.constexpr):
-    """1 in the last program that ends, whose turn it is to tidy up."""
-    tl.debug_barrier()
-    last = tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu") == PROGRAMS - 1
-    if last:
-        tl.store(state + 1, 0)
-    return last
-
-
-@triton.jit(do_not_specialize=["own", "last", "group", "program"])
+@triton.jit(do_not_specialize=["own", "last", "group", "abreast", "turns"])
 def gather_matmul(
-    x, full, weight, out, flags, state, T, N, K, own, last, group, program,
-    RANKS: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, full, weight, out, flags, state, T, N, K, own, last, group, abreast, turns,
+    RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PIECES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     ON_GPU: tl.constexpr = True,
 ):  # fmt: skip
@@ -190,33 +210,34 @@ def gather_matmul(
     result = tl.make_tensor_descriptor(out, shape=[RANKS * T, N], strides=[N, 1], block_shape=[BM, BN // PIECES])
     rows, columns = T // BM, tl.cdiv(N, BN)
     tiles = rows * columns
-    pid = tl.program_id(0) + program
-    for tile in tl.range(pid, tiles, PROGRAMS, flatten=True):
+    number = _enter(state)
+    first, end = _share(number, abreast, turns, 0, tiles)
+    for tile in tl.range(first, end, abreast, flatten=True):
         row = row_of_tiles(tile, rows, columns, group) * BM
         column = column_of_tiles(tile, rows, columns, group) * BN
         total = _product(mine, right, row, column, K, BM, BN, BK, ROWS, PRECISION)
         _put(total, result, own * T + row, column, BM, BN, PIECES)
     for turn in range(1, RANKS):
         shard = gathering_shard(turn, own, RANKS)
-        first = _first_from(turn * tiles, pid, PROGRAMS)
-        if first < (turn + 1) * tiles:
+        first, end = _share(number, abreast, turns, turn * tiles, (turn + 1) * tiles)
+        if first < end:
             _wait_until_set(flags + shard, ON_GPU)
-        for index in tl.range(first, (turn + 1) * tiles, PROGRAMS, flatten=True):
+        for index in tl.range(first, end, abreast, flatten=True):
             tile = index - turn * tiles
             row = shard * T + row_of_tiles(tile, rows, columns, group) * BM
             column = column_of_tiles(tile, rows, columns, group) * BN
             total = _product(theirs, right, row, column, K, BM, BN, BK, ROWS, PRECISION)
             _put(total, result, row, column, BM, BN, PIECES)
-    ended = _leave(state, PROGRAMS)
+    ended = _leave(state, RANKS * tiles, abreast, turns)
     if ended & (last == 1):
         for rank in range(RANKS):
             tl.store(flags + rank, 0)
 
 
-@triton.jit(do_not_specialize=["own", "group", "program"])
+@triton.jit(do_not_specialize=["own", "group", "abreast", "turns"])
 def matmul_scatter(
-    x, weight, out, parts, flags, state, T, N, K, own, room, most_tiles, group, program,
-    RANKS: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, weight, out, parts, flags, state, T, N, K, own, room, most_tiles, group, abreast, turns,
+    RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PIECES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     ON_GPU: tl.constexpr = True,
 ):  # fmt: skip
@@ -232,8 +253,8 @@ def matmul_scatter(
         right = tl.make_tensor_descriptor(weight, shape=[K, N], strides=[N, 1], block_shape=[BK, BN])
     rows, columns = T // BM, tl.cdiv(N, BN)
     tiles = rows * columns
-    pid = tl.program_id(0) + program
-    half = tl.load(state) % 2
+    number = _enter(state)
+    half = tl.load(state + HALF) % 2
     slots = half * RANKS
     begins = slots.to(tl.int64) * room  # of this half
     kind: tl.constexpr = out.dtype
@@ -242,29 +263,30 @@ def matmul_scatter(
         place = tl.multiple_of(tl.load(parts + shard).to(kind) + begins, 16)
         theirs = tl.make_tensor_descriptor(place, shape=[RANKS * T, N], strides=[N, 1], block_shape=[BM, BN // PIECES])
         there = tl.load(flags + shard).to(tl.pointer_type(tl.int32)) + (slots + own) * most_tiles
-        first, end = _first_from(turn * tiles, pid, PROGRAMS), (turn + 1) * tiles
+        first, end = _share(number, abreast, turns, turn * tiles, (turn + 1) * tiles)
         # A flag is set a tile later, when the stores have long ended. (Which one is computed: in a loop that is
         # flattened, Triton 3.6 gives a variable that is carried from tile to tile the value of the present one.)
-        for index in tl.range(first, end, PROGRAMS, flatten=True):
+        for index in tl.range(first, end, abreast, flatten=True):
             tile = index - turn * tiles
             row = row_of_tiles(tile, rows, columns, group) * BM
             column = column_of_tiles(tile, rows, columns, group) * BN
             total = _product(left, right, shard * T + row, column, K, BM, BN, BK, ROWS, PRECISION)
             if index > first:
-                _tell(there + tile - PROGRAMS, ON_GPU)
+                _tell(there + tile - abreast, ON_GPU)
             _put(total, theirs, own * T + row, column, BM, BN, PIECES)
         if first < end:
-            _tell(there + first - turn * tiles + (end - 1 - first) // PROGRAMS * PROGRAMS, ON_GPU)
+            _tell(there + first - turn * tiles + (end - 1 - first) // abreast * abreast, ON_GPU)
     sent = tl.load(parts + own).to(kind) + begins
     here = tl.load(flags + own).to(tl.pointer_type(tl.int32))
     result = tl.make_tensor_descriptor(out, shape=[T, N], strides=[N, 1], block_shape=[BM, BN // (2 * PIECES)])
     others = tiles * (RANKS - 1)
-    for index in tl.range(_first_from(others, pid, PROGRAMS), tiles * RANKS, PROGRAMS, flatten=True):
+    first, end = _share(number, abreast, turns, others, tiles * RANKS)
+    for index in tl.range(first, end, abreast, flatten=True):
         tile = index - others
         row = row_of_tiles(tile, rows, columns, group) * BM
         column = column_of_tiles(tile, rows, columns, group) * BN
         total = _product(left, right, own * T + row, column, K, BM, BN, BK, ROWS, PRECISION)
         _take_all(here + slots * most_tiles + tile, most_tiles, own, RANKS, ON_GPU)
         _finish(total, sent, result, row, column, T, N, own, RANKS, BM, BN, PIECES)
-    if _leave(state, PROGRAMS):
-        tl.store(state, 1 - half)
+    if _leave(state, RANKS * tiles, abreast, turns):
+        tl.store(state + HALF, 1 - half)

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from shardline.parallel import comm
+from shardline.parallel import comm, fused
 from shardline.parallel.async_tensor import usable_backends
 from shardline.parallel.choices import Choice
 from shardline.parallel.choosing import COLUMN, ROW, Product, Shape, Trial
@@ -79,6 +79,31 @@ def values(dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_values_are_those_of_serial(pool: Pool, ranks: int, dtype: torch.dtype) -> None:
     assert pool.run(ranks, values, dtype) == [len(OPERATIONS) * len(SIZES) * 3] * ranks
+
+
+def crowded() -> None:
+    """Many more programs than find a place at a time, with a turn or two each."""
+    _, _, device = joined()
+    usual = fused._division
+    try:
+        for number, size in enumerate(((2048, 200, 4104), (1024, 14336, 512), (128, 192, 328))):
+            fused._division = lambda device, ranks, tiles, turns=1 + number % 2: fused.Division(
+                20, turns, -(-tiles // (20 * turns)) * 20
+            )
+            for which in OPERATIONS:
+                one = trial(*which, size, torch.bfloat16, device)
+                wanted = tensors(one.run(Choice("serial")))
+                for _ in range(20):
+                    seen = tensors(one.run(Choice("fused")))
+                for a, b in zip(wanted, seen, strict=True):
+                    assert float((a.float() - b.float()).norm() / a.float().norm()) < 6e-3, (which, size)
+    finally:
+        fused._division = usual
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_programs_may_wait_for_a_place(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, crowded)
 
 
 def refusals() -> list[str]:

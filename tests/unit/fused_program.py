@@ -1,8 +1,9 @@
 """The kernels of shardline.parallel.fused_kernels in Triton's interpreter: every program of every rank is a process.
 
-    python -m tests.unit.fused_program gather|scatter RANKS PROGRAMS REPEATS SEED
+    python -m tests.unit.fused_program gather|scatter RANKS ABREAST REPEATS SEED [TURNS]
 
-Programs of a rank begin a product together and end it together, as kernels on one stream do; ranks run free. Memory is
+Programs of a rank begin a product together and end it together, as kernels on one stream do; ranks run free. With
+TURNS there are more than ABREAST: each begins when one has ended, as where they find no place on a GPU. Memory is
 shared by forking, at the same addresses. Ends with 0 where every result is right and every flag was put back.
 """
 
@@ -23,20 +24,24 @@ T, N, K = 32, 40, 24
 GROUP = 2
 TILES = {"BM": 16, "BN": 16, "BK": 16, "PRECISION": "ieee", "ON_GPU": False}
 SECONDS = 60
+ENDLESS = 1000  # turns
 fork = multiprocessing.get_context("fork")
 
 
 class Setting:
     """What all processes see."""
 
-    def __init__(self, ranks: int, programs: int, repeats: int, seed: int) -> None:
-        self.ranks, self.programs, self.repeats, self.seed = ranks, programs, repeats, seed
+    def __init__(self, ranks: int, abreast: int, repeats: int, seed: int, turns: int) -> None:
+        self.ranks, self.abreast, self.repeats, self.seed, self.turns = ranks, abreast, repeats, seed, turns
+        tiles = ranks * (T // TILES["BM"]) * -(-N // TILES["BN"])
+        self.programs = programs = -(-tiles // (abreast * turns)) * abreast
         self.random = torch.Generator().manual_seed(seed)
         self.by_rows = seed % 2 == 0
         shape = (N, K) if self.by_rows else (K, N)
         self.weights = [self.drawn(*shape) for _ in range(ranks)]
-        self.states = [self.zeros(2) for _ in range(ranks)]
+        self.states = [self.zeros(fused_kernels.WORDS) for _ in range(ranks)]
         self.ends = [fork.Barrier(programs) for _ in range(ranks)]
+        self.places = [fork.Semaphore(abreast) for _ in range(ranks)]
 
     def drawn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.random).share_memory_()
@@ -51,7 +56,6 @@ class Setting:
         return {
             **TILES,
             "RANKS": self.ranks,
-            "PROGRAMS": self.programs,
             "ROWS": self.by_rows,
             "PIECES": 1 + self.seed % 2,
         }
@@ -75,10 +79,11 @@ class Gathering(Setting):
         for number in range(self.repeats):
             self.ends[rank].wait()
             mine = self.rows[number, rank * T : (rank + 1) * T].contiguous()
-            fused_kernels.gather_matmul[(1,)](
-                mine, self.fulls[rank, number], self.weights[rank], self.outs[rank, number], self.flags[rank],
-                self.states[rank], T, N, K, rank, 1, GROUP, program, **self.fixed(),
-            )  # fmt: skip
+            with self.places[rank]:
+                fused_kernels.gather_matmul[(1,)](
+                    mine, self.fulls[rank, number], self.weights[rank], self.outs[rank, number], self.flags[rank],
+                    self.states[rank], T, N, K, rank, 1, GROUP, self.abreast, self.turns, **self.fixed(),
+                )  # fmt: skip
             self.ends[rank].wait()
 
     def engine(self, rank: int) -> None:
@@ -120,10 +125,12 @@ class Scattering(Setting):
         for number in range(self.repeats):
             late()
             self.ends[rank].wait()
-            fused_kernels.matmul_scatter[(1,)](
-                self.rows[rank][number], self.weights[rank], self.outs[rank, number], *self.tables, self.states[rank],
-                T, N, K, rank, self.room, self.most, GROUP, program, **self.fixed(),
-            )  # fmt: skip
+            with self.places[rank]:
+                fused_kernels.matmul_scatter[(1,)](
+                    self.rows[rank][number], self.weights[rank], self.outs[rank, number], *self.tables,
+                    self.states[rank], T, N, K, rank, self.room, self.most,
+                    GROUP, self.abreast, self.turns, **self.fixed(),
+                )  # fmt: skip
             self.ends[rank].wait()
 
     def processes(self) -> list:
@@ -135,7 +142,7 @@ class Scattering(Setting):
             own = wanted[:, rank * T : (rank + 1) * T]
             torch.testing.assert_close(self.outs[rank], own, rtol=1e-4, atol=1e-4)
         assert not self.flags.any()
-        assert {tuple(state.tolist()) for state in self.states} == {(self.repeats % 2, 0)}
+        assert {tuple(state.tolist()) for state in self.states} == {(self.repeats % 2, 0, 0)}
 
 
 def _programs(setting: Setting) -> list:
@@ -145,7 +152,8 @@ def _programs(setting: Setting) -> list:
 
 def main(kind: str, *numbers: str) -> None:
     torch.set_num_threads(1)
-    setting = {"gather": Gathering, "scatter": Scattering}[kind](*map(int, numbers))
+    ranks, abreast, repeats, seed, turns = (*map(int, numbers), ENDLESS)[:5]
+    setting = {"gather": Gathering, "scatter": Scattering}[kind](ranks, abreast, repeats, seed, turns)
     processes = setting.processes()
     for process in processes:
         process.start()

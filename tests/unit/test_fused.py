@@ -37,16 +37,21 @@ def test_shards_come_own_first_or_last_and_no_two_ranks_meet(ranks):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "gpus", "world", "programs"),
-    [(2, 8, 2, 132), (8, 8, 8, 132), (2, 1, 2, 130), (4, 1, 4, 126), (2, 8, 16, 128), (8, 8, 64, 128)],
+    ("ranks", "gpus", "world", "tiles", "division"),
+    [
+        (2, 8, 2, 132 * 5, (132, 5, 132)),
+        (2, 8, 2, 132 * 5 + 1, (111, 6, 111)),  # no more than help
+        (2, 8, 2, 7, (7, 1, 7)),
+        (2, 8, 16, 128 * 5, (128, 5, 128)),  # kernels for other axes must find a place
+        (2, 1, 2, 132 * 12, (132, 4, 132 * 3)),  # another rank's programs must find a place
+        (4, 1, 4, 132 * 2 + 3, (89, 3, 89)),
+    ],
 )
-def test_multiprocessors_are_left_where_ranks_share_a_gpu_or_talk_over_other_axes(
-    monkeypatch, ranks, gpus, world, programs
-):
+def test_how_tiles_are_divided(monkeypatch, ranks, gpus, world, tiles, division):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(fused, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(comm, "axis_size", {"tp": ranks, "world": world}.get)
-    assert fused._programs(torch.device("cuda"), ranks) == programs
+    assert fused._division(torch.device("cuda"), ranks, tiles) == division
 
 
 @pytest.mark.skipif(
@@ -54,7 +59,10 @@ def test_multiprocessors_are_left_where_ranks_share_a_gpu_or_talk_over_other_axe
 )
 @pytest.mark.parametrize(
     "words",
-    ["gather 2 2 3 0", "gather 3 1 2 1", "scatter 2 2 6 0", "scatter 3 2 4 1", "scatter 2 3 5 2"],
+    [
+        *("gather 2 2 3 0", "gather 3 1 2 1", "gather 2 2 2 1 2"),
+        *("scatter 2 2 6 0", "scatter 3 2 4 1", "scatter 2 3 5 2", "scatter 2 2 3 0 2", "scatter 3 1 2 1 5"),
+    ],
 )
 def test_in_the_interpreter(words):
     environment = {**os.environ, "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
