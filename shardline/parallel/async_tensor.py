@@ -17,10 +17,10 @@ from shardline.parallel.choices import backends, choices
 from shardline.parallel.choosing import (
     Measured,
     Shape,
-    Trial,
     as_row,
     block_shapes,
     candidates,
+    failure,
     fastest,
     from_row,
     measure,
@@ -72,18 +72,18 @@ def prepare(
     checkpoint = config.activation_checkpoint
     choices.visible = checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op"
     allowed = usable_backends(section.async_tensor_parallel_backend, device, done.lines)
+    forced = allowed[-1] if section.async_tensor_parallel_backend != "auto" else None
     place = topology(device)
     file = remembered_file(cache, place)
     known: dict[str, Any] = mesh.from_rank_0(lambda: _read(file))
     fresh: dict[str, Any] = {}
     for shape in run_shapes(config, arch, plan, dtype):
-        measured = _recall(shape, allowed, known) or measure(shape, candidates(shape.product, allowed), device)
+        measured = _recall(shape, allowed, known)
+        if measured is None or failure(shape, _settled(measured, forced).chosen, device):
+            measured = measure(shape, candidates(shape.product, allowed), device)
         if not measured.remembered:  # what is recalled may be a part of what is known
             fresh[str(shape.product)] = as_row(measured)
-        if section.async_tensor_parallel_backend != "auto":
-            measured = _forced(measured, allowed[-1])
-        if measured.remembered and device.type == "cuda":
-            Trial(shape, device).run(measured.chosen)  # kernels are compiled and memory is shared before the first step
+        measured = _settled(measured, forced)
         choices.chosen[shape.product] = measured.chosen
         choices.alone[shape.product] = (measured.matmul, measured.comm)
         done.measured.append(measured)
@@ -133,11 +133,14 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
     return ["serial", "symmetric"] if asked == "fused" else ["serial", "ring", "symmetric"]
 
 
-def _forced(measured: Measured, backend: str) -> Measured:
-    best = measured.best(backend)
+def _settled(measured: Measured, forced: str | None) -> Measured:
+    """With the forced backend in place of the fastest, where there is one."""
+    if forced is None:
+        return measured
+    best = measured.best(forced)
     if best is not None:
         return replace(measured, chosen=best)
-    return replace(measured, refused={backend: "it has nothing for this operation", **measured.refused})
+    return replace(measured, refused={forced: "it has nothing for this operation", **measured.refused})
 
 
 def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Measured | None:

@@ -1,14 +1,15 @@
 """Which backend carries a product: measured at the start on this machine, the same on every rank, and remembered.
 
 Every candidate runs in turn, several rounds, all ranks together; its time is the median of the slowest rank. `serial`
-is a candidate like the others, and stays where nothing is clearly faster. Choices are kept in a file for the next run
-with the same device, versions and places of the ranks.
+is a candidate like the others, and stays where nothing is clearly faster. What does not give the numbers of `serial` is
+no candidate. Choices are kept in a file for the next run with the same device, versions and places of the ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import socket
 import statistics
@@ -33,6 +34,7 @@ LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as take a moment, by 
 IN_A_ROW = 6
 HOPELESS = 3.0
 NEAR, RUN_OFF = 1.15, 2.0  # those this near to the best run again, alone, for about so many seconds
+OFF, FAR_OFF = 0.02, 0.25  # what rounding does not do: to all numbers together; to one, in terms of their usual size
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,8 @@ class Trial:
         self.shape, self.device, self.product = shape, device, shape.product
         p, n = shape.product, comm.axis_size(shape.product.axis)
         self.t = p.rows // n
-        source = torch.Generator(device).manual_seed(0)  # the run's own must not depend on what is remembered
+        # Other numbers on every rank; and the run's own must not depend on what is remembered.
+        source = torch.Generator(device).manual_seed(comm.axis(p.axis).rank)
 
         def drawn(*sizes: int) -> Tensor:
             return torch.randn(*sizes, device=device, generator=source).mul_(0.05).to(p.dtype)
@@ -182,7 +185,9 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
     runs += [lambda choice=choice: trial.run(choice) for choice in tried]  # type: ignore[misc]
     in_a_row = IN_A_ROW if device.type == "cuda" else 1
     with comm.traffic.uncounted():
-        failures = [_failure(run, device) for run in runs]
+        wanted = _tensors(trial.run(SERIAL))
+        failures = [_failure(run, device, wanted if at >= 2 else ()) for at, run in enumerate(runs)]
+        del wanted
         works = [at for at, failure in enumerate(failures) if not failure]
         timed = _agreed([_timed(runs[at], device, in_a_row) for at in works], device)
         first = dict(zip(works, timed, strict=True))
@@ -220,17 +225,46 @@ def fastest(times: dict[Choice, float]) -> Choice:
     return best if SERIAL not in times or times[best] < times[SERIAL] * (1 - CLEARLY) else SERIAL
 
 
-def _failure(run: Callable[[], Any], device: torch.device) -> str:
+def failure(shape: Shape, choice: Choice, device: torch.device) -> str:
+    """Why a choice cannot carry a product, empty where it gives the numbers of `serial` on every rank."""
+    trial = Trial(shape, device)
+    with comm.traffic.uncounted():
+        return _failure(lambda: trial.run(choice), device, _tensors(trial.run(SERIAL)))
+
+
+def _failure(run: Callable[[], Any], device: torch.device, wanted: Sequence[Tensor] = ()) -> str:
     """Why something cannot run with these shapes, empty where it can on every rank; warms up, too."""
     said = ""
     try:
-        run()
+        found = run()
         _synchronize(device)
+        said = _difference(_tensors(found), wanted) if wanted else ""
     except (RuntimeError, ValueError, NotImplementedError) as error:
         said = f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__
     answers = [""] * comm.axis("world").size
     dist.all_gather_object(answers, said)
     return next((answer for answer in answers if answer), "")
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [one for part in result for one in _tensors(part)] if isinstance(result, (tuple, list)) else []
+
+
+def _difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
+    for one, other in zip(found, wanted, strict=True):
+        apart, size = one - other, _norm(other)
+        off, worst = _norm(apart) / size, _norm(apart, float("inf")) / size * math.sqrt(other.numel())
+        if not (off < OFF and worst < FAR_OFF):
+            return (
+                f"its numbers are not those of serial: off by {off:.1%}, and one by {worst:.1f} times their usual size"
+            )
+    return ""
+
+
+def _norm(tensor: Tensor, order: float = 2) -> float:
+    return float(torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32)))
 
 
 def _timed(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:

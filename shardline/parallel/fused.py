@@ -10,7 +10,7 @@ import functools
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,9 +47,9 @@ NARROW = (  # two bytes
 )
 WIDE = (Tiles(64, 64, 32, 2, 4),)  # float32, in full precision
 MIN_TILE = 64 * 64  # elements
-ROUNDS, IN_A_ROW = 5, 3
+ROUNDS, IN_A_ROW = 6, 4
 FOR_OTHERS = 4  # multiprocessors
-TURNS = 4
+TURNS = 6
 MOST_REGISTERS = {"gather": 60_000, "scatter": 65_536}  # of a multiprocessor: copies of rows may need some of them
 
 
@@ -115,9 +115,9 @@ class Fused(Serial):
         return dx, full.t() @ x if needs.weights else None, full
 
 
-def _gather(x: Tensor, rights: Sequence[Right], axis: str) -> tuple[list[Tensor], Tensor]:
+def _gather(x: Tensor, rights: Sequence[Right], axis: str, tiles: Sequence[Tiles] = ()) -> tuple[list[Tensor], Tensor]:
     x, over, ranks, t = x.contiguous(), space(axis, x.device), comm.axis_size(axis), x.shape[0]
-    tiles = [_tuned("gather", x, right, t, ranks, axis) for right in rights]
+    tiles = tiles or [_tuned("gather", x, right, t, ranks, axis) for right in rights]
     full = x.new_empty(ranks * t, x.shape[1])
     outs = [x.new_empty(ranks * t, right.width) for right in rights]
     state = _state(over)
@@ -129,10 +129,10 @@ def _gather(x: Tensor, rights: Sequence[Right], axis: str) -> tuple[list[Tensor]
     return outs, full
 
 
-def _scatter(x: Tensor, right: Right, axis: str) -> Tensor:
+def _scatter(x: Tensor, right: Right, axis: str, tiles: Tiles | None = None) -> Tensor:
     x, over, ranks = x.contiguous(), space(axis, x.device), comm.axis_size(axis)
     t, width = x.shape[0] // ranks, right.width
-    tiles = _tuned("scatter", x, right, t, ranks, axis)
+    tiles = tiles or _tuned("scatter", x, right, t, ranks, axis)
     out = x.new_empty(t, width)
     slots = 2 * ranks
     parts = over.region("parts", slots * _aligned(t * width) * x.element_size())
@@ -255,7 +255,7 @@ _chosen: dict[Any, Tiles] = {}
 
 
 def _tuned(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Tiles:
-    """The fastest tiles for a product without its communication; the same on every rank."""
+    """The fastest tiles for a product, with its communication; the same on every rank."""
     key = (kind, t, ranks, x.shape[1], right.width, right.by_rows, x.dtype, x.device)
     if key not in _chosen:
         _chosen[key] = _tune(kind, x, right, t, ranks, axis)
@@ -263,11 +263,29 @@ def _tuned(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) ->
 
 
 def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Tiles:
+    tried = list(_usable(kind, x, right, t, ranks, axis))
+    if len(tried) == 1:
+        return tried[0]
+
+    def run(tiles: Tiles) -> None:
+        if kind == "gather":
+            _gather(x, [right], axis, [tiles])
+        else:
+            _scatter(x, right, axis, tiles)
+
+    with comm.traffic.uncounted():
+        times = torch.tensor(_seconds(run, tried), dtype=torch.float64, device=x.device)
+    slowest = comm.max_in_place(times, axis).tolist()
+    return tried[slowest.index(min(slowest))]
+
+
+def _usable(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Iterator[Tiles]:
+    """Tiles that suit a product and fit the GPUs of all ranks; small ones where no large one does."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{str(x.dtype).removeprefix('torch.')} is no type of these kernels")
-    fit = [tiles for tiles in (WIDE if x.dtype == torch.float32 else NARROW) if t % tiles.rows == 0]
+    suited = [tiles for tiles in (WIDE if x.dtype == torch.float32 else NARROW) if t % tiles.rows == 0]
     item = x.element_size()
-    if not fit:
+    if not suited:
         raise ValueError(f"{t} rows of a rank are no multiple of a tile's")
     if x.shape[1] * item % 16 or right.width * item % 16:
         raise ValueError(f"rows of {x.shape[1]} and {right.width} elements are not aligned to 16 bytes")
@@ -275,16 +293,18 @@ def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> 
         raise ValueError(f"{t} x {right.width} elements of a rank are more than offsets of 32 bits reach")
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a product that has not run before cannot run in a CUDA graph")
-    source = torch.Generator(x.device).manual_seed(0)  # the run's own must not depend on what is measured
+    source = torch.Generator(x.device).manual_seed(0)  # the run's own must not depend on what is tried
     rows = torch.randn(ranks * t, x.shape[1], device=x.device, dtype=x.dtype, generator=source)
     alone = (_gathering_alone if kind == "gather" else _scattering_alone)(rows, right, ranks)
-    for _, group in itertools.groupby(fit, lambda tiles: tiles.rows):  # small ones where no large one will do
-        tried = list(group)
-        times = torch.tensor(_seconds(alone, tried, MOST_REGISTERS[kind]), dtype=torch.float64, device=x.device)
-        slowest = comm.max_in_place(times, axis).tolist()
-        best = min(range(len(tried)), key=lambda at: slowest[at])
-        if slowest[best] < float("inf"):
-            return tried[best]
+    for _, group in itertools.groupby(suited, lambda tiles: tiles.rows):
+        found = False
+        for tiles in group:
+            refused = torch.tensor([not _fits(alone, tiles, MOST_REGISTERS[kind])], dtype=torch.int32, device=x.device)
+            if not comm.max_in_place(refused, axis).item():
+                found = True
+                yield tiles
+        if found:
+            return
     raise RuntimeError("no tile of the kernel fits this GPU")
 
 
@@ -313,26 +333,23 @@ def _scattering_alone(rows: Tensor, right: Right, ranks: int) -> Alone:
     return lambda tiles: _launch_scatter(rows, right, out, room, state, tiles, 0, ranks)
 
 
-def _seconds(alone: Alone, tried: Sequence[Tiles], most_registers: int) -> list[float]:
-    """Medians of rounds in turn; infinite where the tiles do not fit this GPU, or fill it."""
-    fit = [tiles for tiles in tried if _fits(alone, tiles, most_registers)]
-    samples: dict[Tiles, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {tiles: [] for tiles in fit}
+def _seconds(run: Callable[[Tiles], None], tried: Sequence[Tiles]) -> list[float]:
+    """Medians of rounds in turn."""
+    samples: dict[Tiles, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {tiles: [] for tiles in tried}
     for _ in range(ROUNDS):
-        for tiles in fit:
+        for tiles in tried:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(IN_A_ROW):
-                alone(tiles)
+                run(tiles)
             end.record()
             samples[tiles].append((begin, end))
     torch.cuda.synchronize()
-    medians = {
-        tiles: statistics.median(begin.elapsed_time(end) for begin, end in pairs) for tiles, pairs in samples.items()
-    }
-    return [medians.get(tiles, float("inf")) for tiles in tried]
+    return [statistics.median(begin.elapsed_time(end) for begin, end in samples[tiles]) for tiles in tried]
 
 
 def _fits(alone: Alone, tiles: Tiles, most_registers: int) -> bool:
+    """Whether they fit this GPU, and do not fill it."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -362,13 +379,17 @@ def _try_out(device: torch.device, axis: str) -> None:
     weights = [torch.randn(n, k, device=device, dtype=torch.bfloat16, generator=source) for _ in range(ranks)]
     wanted = everything.float() @ weights[own].float().t()
     summed = everything[own * t : (own + 1) * t].float() @ torch.stack(weights).float().sum(0).t()
+    mine = everything[own * t : (own + 1) * t]
     for by_rows in (True, False, True):
         right = Right(weights[own] if by_rows else weights[own].t().contiguous(), by_rows)
-        (product,), full = _gather(everything[own * t : (own + 1) * t], [right], axis)
+        # The first tiles that will do: each product's own are tried, with its shape, when it is measured.
+        for_gather = next(_usable("gather", mine, right, t, ranks, axis))
+        (product,), full = _gather(mine, [right], axis, [for_gather])
         _check(product, wanted, "gathering")
         if not torch.equal(full, everything):
             raise RuntimeError("the gathered rows are not those of all ranks")
-        _check(_scatter(everything, right, axis), summed, "scattering")
+        for_scatter = next(_usable("scatter", everything, right, t, ranks, axis))
+        _check(_scatter(everything, right, axis, for_scatter), summed, "scattering")
 
 
 def _check(found: Tensor, wanted: Tensor, what: str) -> None:

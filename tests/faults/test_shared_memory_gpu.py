@@ -1,7 +1,8 @@
 """A rank that ends or stops while another's kernel waits for its rows, in real training of two ranks.
 
 They may share a GPU: under MPS, with CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 and
-TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
+TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. A killed client leaves an MPS server that serves no others: then each test
+needs a server of its own.
 """
 
 import os
@@ -32,6 +33,7 @@ def start(tmp_path):
         run = Run(tmp_path, **KEYS, **{"parallelism.async_tensor_parallel_backend": backend})
         runs.append(run)
         wait_until(lambda: run.process.poll() is not None or run.step() >= 20, 180)  # kernels are compiled
+        assert run.process.poll() is None, run.process.communicate()[1]
         assert f": {backend}" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
         return run
 

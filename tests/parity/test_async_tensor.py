@@ -16,11 +16,12 @@ import torch
 from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
-from shardline.parallel import async_tensor, choosing
+from shardline.parallel import async_tensor, choosing, comm
 from shardline.parallel.apply import tensor_plan
-from shardline.parallel.choices import Choice, choices
+from shardline.parallel.choices import Choice, backends, choices
 from shardline.parallel.choosing import from_row
 from shardline.parallel.mesh import Mesh, world_size
+from shardline.parallel.products import Ring
 from shardline.training.console import tensor_summary
 from tests.parity.harness import DEVICE, Harness, complete, train
 from tests.parity.pool import Pool
@@ -125,6 +126,33 @@ def test_a_forced_backend_is_taken(pool: Pool, tmp_path: Path, backend: str) -> 
         assert {choice.backend for choice in decided.chosen.values()} == {backend}
         assert all(f": {backend}" in line for line in measured_lines(decided))
     assert pool.run(2, decide, tp(2), tmp_path, False)[0].chosen == chosen
+
+
+class WrongOnOneRank(Ring):
+    """A few rows of a product come out wrong on rank 1."""
+
+    def gather_linear(self, x: Any, weights: Any, axis: str, chunks: int) -> Any:
+        products, full = super().gather_linear(x, weights, axis, chunks)
+        if comm.axis(axis).rank == 1:
+            products[0][2:4] = products[0][4:6]
+        return products, full
+
+
+def decide_with_wrong_numbers(overrides: dict[str, Any], cache: Path) -> Decided:
+    with patch.dict(backends, ring=WrongOnOneRank()):
+        return decide(overrides, cache)
+
+
+@pytest.mark.parametrize("remembered", [False, True])
+def test_what_gives_wrong_numbers_is_not_used(pool: Pool, tmp_path: Path, remembered: bool) -> None:
+    settings = tp(2) | {BACKEND: "ring"}
+    if remembered:
+        assert {choice.backend for choice in pool.run(2, decide, settings, tmp_path)[0].chosen.values()} == {"ring"}
+    for decided in pool.run(2, decide_with_wrong_numbers, settings, tmp_path):
+        wrong = [line for line in measured_lines(decided) if "ring cannot be used here: its numbers are not" in line]
+        gathering = [name for name in decided.chosen if name.startswith("all_gather_linear forward")]
+        assert len(wrong) == len(gathering) == 2
+        assert {name for name, choice in decided.chosen.items() if choice.backend == "serial"} == set(gathering)
 
 
 def test_what_was_never_tried_is_not_remembered(pool: Pool, tmp_path: Path) -> None:

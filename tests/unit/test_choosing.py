@@ -19,7 +19,7 @@ from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
 from shardline.parallel import async_tensor, choosing, comm
 from shardline.parallel import choices as table
-from shardline.parallel.async_tensor import _forced
+from shardline.parallel.async_tensor import _settled
 from shardline.parallel.choices import SERIAL, Choice, Product, backends
 from shardline.parallel.choosing import (
     CLEARLY,
@@ -109,11 +109,11 @@ def test_a_backend_is_a_candidate_only_where_it_does_something_of_its_own(operat
 def test_a_forced_backend_that_has_nothing_for_a_product_is_told():
     ring = Choice("ring")
     found = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0, ring: 2.5}, SERIAL)
-    assert _forced(found, "ring").chosen == ring
-    assert _forced(found, "fused").chosen == SERIAL
-    assert ", fused cannot be used here: it has nothing for this operation" in _forced(found, "fused").line()
+    assert _settled(found, "ring").chosen == ring
+    assert _settled(found, "fused").chosen == SERIAL
+    assert ", fused cannot be used here: it has nothing for this operation" in _settled(found, "fused").line()
     refused = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0}, SERIAL, refused={"fused": "too small"})
-    assert ", fused cannot be used here: too small" in _forced(refused, "fused").line()
+    assert ", fused cannot be used here: too small" in _settled(refused, "fused").line()
 
 
 def test_efficiency_is_the_share_of_exposed_time_that_is_gone():
@@ -138,7 +138,7 @@ def run_measured(times, rounds):
         runs[name] += 1
         return times[name][min(runs[name], len(times[name])) - 1]
 
-    def failed(run, device):
+    def failed(run, device, wanted=()):
         return "" if run() in times else "it is broken"
 
     class FakeTrial:

@@ -43,7 +43,7 @@ def test_shards_come_own_first_or_last_and_no_two_ranks_meet(ranks):
         (2, 8, 2, 132 * 5 + 1, (111, 6, 111)),  # no more than help
         (2, 8, 2, 7, (7, 1, 7)),
         (2, 8, 16, 128 * 5, (128, 5, 128)),  # kernels for other axes must find a place
-        (2, 1, 2, 132 * 12, (132, 4, 132 * 3)),  # another rank's programs must find a place
+        (2, 1, 2, 132 * 12, (132, 6, 132 * 2)),  # another rank's programs must find a place
         (4, 1, 4, 132 * 2 + 3, (89, 3, 89)),
     ],
 )
@@ -52,6 +52,43 @@ def test_how_tiles_are_divided(monkeypatch, ranks, gpus, world, tiles, division)
     monkeypatch.setattr(fused, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(comm, "axis_size", {"tp": ranks, "world": world}.get)
     assert fused._division(torch.device("cuda"), ranks, tiles) == division
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "found"),
+    [
+        (fused.NARROW, fused.NARROW, fused.NARROW[:4]),  # small ones are not tried
+        (fused.NARROW, fused.NARROW[2:], fused.NARROW[2:4]),  # another rank's GPU decides as well
+        (fused.NARROW, fused.NARROW[4:], fused.NARROW[4:]),
+        (fused.NARROW[:1], fused.NARROW[1:], None),
+    ],
+)
+def test_tiles_must_fit_the_gpus_of_all_ranks(monkeypatch, here, there, found):
+    asked = []
+
+    def fits(alone, tiles, most_registers):
+        asked.append(tiles)
+        return tiles in here
+
+    monkeypatch.setattr(fused, "_fits", fits)
+    monkeypatch.setattr(fused, "_gathering_alone", lambda rows, right, ranks: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(comm, "max_in_place", lambda refused, axis: refused | int(asked[-1] not in there))
+    x, right = torch.zeros(256, 64, dtype=torch.bfloat16), fused.Right(torch.zeros(128, 64), True)
+    usable = fused._usable("gather", x, right, 256, 2, "tp")
+    if found is None:
+        with pytest.raises(RuntimeError, match="no tile of the kernel fits"):
+            list(usable)
+    else:
+        assert tuple(usable) == found
+
+
+def test_the_slowest_rank_chooses_tiles(monkeypatch):
+    monkeypatch.setattr(fused, "_usable", lambda *arguments: iter(fused.NARROW[:3]))
+    monkeypatch.setattr(fused, "_seconds", lambda run, tried: [3.0, 1.0, 2.0])
+    monkeypatch.setattr(comm, "max_in_place", lambda times, axis: torch.maximum(times, torch.tensor([1.0, 4.0, 1.5])))
+    x, right = torch.zeros(256, 64, dtype=torch.bfloat16), fused.Right(torch.zeros(128, 64), True)
+    assert fused._tune("gather", x, right, 256, 2, "tp") == fused.NARROW[2]
 
 
 @pytest.mark.skipif(
