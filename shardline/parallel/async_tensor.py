@@ -89,6 +89,8 @@ def prepare(
         done.measured.append(measured)
         done.lines.append(f"Async TP is enabled: {measured.line()}")
     done.lines += _ratio_lines(done.measured)
+    used = [backends[choice.backend] for choice in choices.chosen.values()]
+    shared_memory.keep({purpose for one in (*used, *comm.direct.values()) for purpose in one.regions})
     if fresh and mesh.rank == 0:
         _write(file, {**known, **fresh}, place)
     return done

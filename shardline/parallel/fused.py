@@ -87,6 +87,7 @@ class Right(NamedTuple):
 
 class Fused(Serial):
     name = "fused"
+    regions = ("gather", "parts", "flags")
 
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
         return (1,) if operation in (COLUMN, ROW) else ()

@@ -69,6 +69,7 @@ class Serial:
     """Collective, then product: what the others are compared with."""
 
     name = "serial"
+    regions: tuple[str, ...] = ()  # of memory that ranks share
 
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
         """Numbers of chunks worth trying; none where this backend has nothing of its own for an operation."""

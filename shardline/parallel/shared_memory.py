@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import socket
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,12 +47,16 @@ def agreed_reason(attempt: Callable[[], None]) -> str | None:
 
 
 def share_a_gpu(ranks: int) -> bool:
-    """Whether there are more ranks than GPUs: a way to try things out."""
-    return ranks > torch.cuda.device_count()
+    """Whether a host has more ranks than GPUs: a way to try things out."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) > torch.cuda.device_count()
 
 
 def _try_out(axis: str) -> None:
     """Share a little memory with the peers of an axis; raises where that is not possible."""
+    hosts: list[str] = [""] * comm.axis_size(axis)
+    dist.all_gather_object(hosts, socket.gethostname(), group=comm.axis(axis).group)
+    if len(set(hosts)) > 1:
+        raise RuntimeError("ranks of a tensor-parallel group are on different hosts")
     if share_a_gpu(comm.axis_size(axis)) and os.environ.get(SHARED_DEVICE) != "1":
         raise RuntimeError(f"ranks share a GPU and {SHARED_DEVICE} is not 1")
     region = Region(axis, ALIGNMENT, torch.device("cuda", torch.cuda.current_device()))
@@ -144,16 +149,22 @@ class Space:
             return known
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("shared memory cannot grow in a CUDA graph: run the products once before")
-        torch.cuda.synchronize(self.device)
-        dist.barrier(comm.axis(self.axis).group)  # nobody reads the old one any more
-        self.regions.pop(purpose, None)
         del known
+        self.keep(self.regions.keys() - {purpose})
         made = Region(self.axis, math.ceil(size / ALIGNMENT) * ALIGNMENT, self.device)
         if credit:
             for peer in made.peers:
                 made.signal(peer, READ, torch.cuda.current_stream(self.device))
         self.regions[purpose] = made
         return made
+
+    def keep(self, purposes: Collection[str]) -> None:
+        unused = self.regions.keys() - set(purposes)
+        if unused:
+            torch.cuda.synchronize(self.device)
+            dist.barrier(comm.axis(self.axis).group)  # nobody reads there any more
+        for purpose in unused:
+            del self.regions[purpose]
 
 
 _spaces: dict[str, Space] = {}  # by the name of the group
@@ -171,6 +182,12 @@ def shared_gib() -> float:
     from shardline.parallel import torch_fused
 
     return (sum(one.bytes for one in _spaces.values()) + torch_fused.shared_bytes()) / 2**30
+
+
+def keep(purposes: Collection[str]) -> None:
+    """Give all other regions back; every rank calls it together."""
+    for one in _spaces.values():
+        one.keep(purposes)
 
 
 def release() -> None:
@@ -207,6 +224,8 @@ def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -
 
 class Direct:
     """Collectives by copies between GPUs' memories: for ranks that share a GPU, where NCCL does not run."""
+
+    regions = ("gather", "sum")
 
     def gather_into(self, out: Tensor, x: Tensor, axis: str) -> None:
         over = space(axis, x.device)

@@ -24,6 +24,7 @@ from shardline.parallel.tile_order import gathering_shard, scattering_shard
 
 class Symmetric(Serial):
     name = "symmetric"
+    regions = ("gather", "scatter")
 
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
         if operation not in (COLUMN, ROW):

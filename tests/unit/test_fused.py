@@ -49,6 +49,7 @@ def test_shards_come_own_first_or_last_and_no_two_ranks_meet(ranks):
 )
 def test_how_tiles_are_divided(monkeypatch, ranks, gpus, world, tiles, division):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(fused, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(comm, "axis_size", {"tp": ranks, "world": world}.get)
     assert fused._division(torch.device("cuda"), ranks, tiles) == division

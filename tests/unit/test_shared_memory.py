@@ -75,3 +75,38 @@ def test_whatever_goes_wrong_in_a_try_is_a_reason_and_no_crash(monkeypatch, erro
     monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2))
     monkeypatch.setattr(dist, "all_gather_object", lambda all_said, reason: all_said.__setitem__(1, reason))
     assert shared_memory.agreed_reason(attempt) == said
+
+
+def test_regions_that_are_not_used_are_given_back_when_all_ranks_are_through(monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("device"))
+    monkeypatch.setattr(dist, "barrier", lambda group: done.append(group))
+    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(group="ranks of tp"))
+    one = shared_memory.Space.__new__(shared_memory.Space)
+    one.axis, one.device, one.regions = "tp", torch.device("cuda"), dict.fromkeys(("gather", "scatter", "parts"))
+    monkeypatch.setattr(shared_memory, "_spaces", {"group": one})
+    shared_memory.keep({"gather", "parts", "flags"})
+    assert list(one.regions) == ["gather", "parts"]
+    assert done == ["device", "ranks of tp"]
+    shared_memory.keep({"gather", "parts"})
+    assert done == ["device", "ranks of tp"]  # nothing to do
+
+
+def test_ranks_on_different_hosts_are_told_so(monkeypatch):
+    def gather(answers, own, group=None):
+        answers[:] = [own, "elsewhere"] if group else [own] * len(answers)
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(comm, "axis_size", lambda name: 2)
+    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2, group="ranks of tp"))
+    assert shared_memory.unusable(torch.device("cuda")) == "ranks of a tensor-parallel group are on different hosts"
+
+
+@pytest.mark.parametrize(("local", "gpus", "shared"), [(8, 8, False), (2, 1, True), (4, 2, True), (None, 1, True)])
+def test_more_ranks_than_gpus_on_a_host_share_them(monkeypatch, local, gpus, shared):
+    """However many there are in all."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if local is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+    assert shared_memory.share_a_gpu(2 if local != 8 else 16) == shared
