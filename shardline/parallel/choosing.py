@@ -177,7 +177,8 @@ class Trial:
 def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds: int | None = None) -> Measured:
     """Time every choice; every rank of the job must call this together.
 
-    What is far slower than the best in its first runs is not run again; what is near the best runs longer. On a GPU
+    A backend that fails in one number of chunks is not used in any other. What is far slower than the best in its first
+    runs is not run again; what is near the best runs longer. On a GPU
     each sample is the mean of runs in a row after one that is not timed, as in training, where the host runs ahead.
     """
     trial = Trial(shape, device)
@@ -188,7 +189,8 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
         wanted = _tensors(trial.run(SERIAL))
         failures = [_failure(run, device, wanted if at >= 2 else ()) for at, run in enumerate(runs)]
         del wanted
-        works = [at for at, failure in enumerate(failures) if not failure]
+        refused = {choice.backend: why for choice, why in zip(tried, failures[2:], strict=True) if why}
+        works = [0, 1, *(at for at, choice in enumerate(tried, start=2) if choice.backend not in refused)]
         timed = _agreed([_timed(runs[at], device, in_a_row) for at in works], device)
         first = dict(zip(works, timed, strict=True))
         enough = HOPELESS * min(first[at] for at in works if at >= 2)
@@ -202,7 +204,6 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
         if rounds is None and len(near) > 1 and more > count:
             medians |= _medians(runs, near, more, device, in_a_row)
     times = {choice: medians[at] for at, choice in enumerate(tried, start=2) if at in medians}
-    refused = {choice.backend: failures[at] for at, choice in enumerate(tried, start=2) if failures[at]}
     return Measured(shape.product, medians[0], medians[1], times, fastest(times), refused=refused)
 
 

@@ -185,6 +185,39 @@ def test_what_cannot_run_is_left_out_and_said():
     assert found.line().endswith(" without communication, ring cannot be used here: it is broken")
 
 
+def test_a_backend_that_fails_in_one_number_of_chunks_is_left_out():
+    found, runs = run_measured({"matmul": [0.1], "comm": [0.1], "serial": [2.0], "ring": [1.0]}, rounds=1)
+    assert (found.times, found.chosen) == ({SERIAL: 2.0}, SERIAL)
+    assert found.refused == {"ring": "it is broken"}
+    assert "ring" not in runs
+
+
+RIGHT = torch.randn(400, 300, generator=torch.Generator().manual_seed(0))
+
+
+def changed(kind):
+    wrong = RIGHT.clone()
+    if kind == "scaled":
+        wrong *= 1.03
+    elif kind == "one number":
+        wrong[7, 7] += 1
+    elif kind == "a row":
+        wrong[7] = RIGHT[8]
+    elif kind == "not a number":
+        wrong[7, 7] = float("nan")
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ["scaled", "one number", "a row", "not a number"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_wrong_numbers_are_told_from_rounded_ones(dtype, kind):
+    right = RIGHT.to(dtype)
+    rounded = (right.double() * (1 + torch.finfo(dtype).eps)).to(dtype)
+    assert choosing._difference([right, rounded], [right, right]) == ""
+    said = choosing._difference([right, changed(kind).to(dtype)], [right, right])
+    assert said.startswith("its numbers are not those of serial: off by ")
+
+
 @pytest.mark.parametrize(("each", "rounds"), [(10.0, choosing.LEAST_ROUNDS), (1e-6, choosing.MOST_ROUNDS), (0.025, 10)])
 def test_as_many_rounds_as_take_a_moment(each, rounds):
     slower = {"serial": 0.5, "ring": 0.8, "ring in 2 chunks": 1.0}
