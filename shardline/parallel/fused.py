@@ -49,7 +49,7 @@ WIDE = (Tiles(64, 64, 32, 2, 4),)  # float32, in full precision
 MIN_TILE = 64 * 64  # elements
 ROUNDS, IN_A_ROW = 6, 4
 FOR_OTHERS = 4  # multiprocessors
-TURNS = 6
+TURNS = 6  # tiles after which a program ends, where ranks share a GPU
 MOST_REGISTERS = {"gather": 60_000, "scatter": 65_536}  # of a multiprocessor: copies of rows may need some of them
 
 

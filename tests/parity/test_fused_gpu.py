@@ -13,7 +13,7 @@ import torch
 from shardline.parallel import comm, fused
 from shardline.parallel.async_tensor import usable_backends
 from shardline.parallel.choices import Choice
-from shardline.parallel.choosing import COLUMN, ROW, Product, Shape, Trial
+from shardline.parallel.choosing import COLUMN, ROW, Product, Shape, Trial, _tensors
 from tests.parity.pool import Pool
 from tests.parity.test_overlap import join_tp
 
@@ -45,12 +45,6 @@ def trial(
     return Trial(Shape(product, widths), device)
 
 
-def tensors(result: object) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [one for part in result for one in tensors(part)] if isinstance(result, (tuple, list)) else []
-
-
 def values(dtype: torch.dtype) -> int:
     """How many results were compared."""
     _, _, device = joined()
@@ -59,9 +53,9 @@ def values(dtype: torch.dtype) -> int:
         with patch.object(fused, "NARROW", (tiles,)), patch.dict(fused._chosen, clear=True):
             for operation, direction in OPERATIONS:
                 one = trial(operation, direction, size, dtype, device)
-                wanted = tensors(one.run(Choice("serial")))
+                wanted = _tensors(one.run(Choice("serial")))
                 for choice in (Choice("symmetric"), Choice("symmetric", 3), Choice("fused")):
-                    seen = tensors(one.run(choice))
+                    seen = _tensors(one.run(choice))
                     for a, b in zip(wanted, seen, strict=True):
                         error = float((a.float() - b.float()).norm() / a.float().norm())
                         assert error < allowed, (choice, operation, direction, size, error)
@@ -86,9 +80,9 @@ def crowded() -> None:
             )
             for which in OPERATIONS:
                 one = trial(*which, size, torch.bfloat16, device)
-                wanted = tensors(one.run(Choice("serial")))
+                wanted = _tensors(one.run(Choice("serial")))
                 for _ in range(20):
-                    seen = tensors(one.run(Choice("fused")))
+                    seen = _tensors(one.run(Choice("fused")))
                 for a, b in zip(wanted, seen, strict=True):
                     assert float((a.float() - b.float()).norm() / a.float().norm()) < 6e-3, (which, size)
     finally:
@@ -128,13 +122,13 @@ def repeated(name: str, times: int, seed: int) -> float:
     rank, _, device = joined()
     late = random.Random(100 * seed + rank)
     trials = [trial(*which, SIZES[0], torch.bfloat16, device) for which in OPERATIONS]
-    firsts = [[tensor.clone() for tensor in tensors(one.run(Choice(name)))] for one in trials]
+    firsts = [[tensor.clone() for tensor in _tensors(one.run(Choice(name)))] for one in trials]
     wrong = torch.zeros((), device=device)
     for number in range(times):
         at = number % len(trials)
         if late.random() < 0.02:
             torch.cuda._sleep(int(late.random() * 1_000_000))
-        for a, b in zip(firsts[at], tensors(trials[at].run(Choice(name))), strict=True):
+        for a, b in zip(firsts[at], _tensors(trials[at].run(Choice(name))), strict=True):
             wrong += (a != b).any()
     return float(wrong)
 
@@ -154,7 +148,7 @@ def replayed(name: str) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = [tensors(one.run(Choice(name))) for one in trials]
+        results = [_tensors(one.run(Choice(name))) for one in trials]
     wrong = torch.zeros((), device=device)
     for number in range(50):
         for one in trials[: len(OPERATIONS)]:
@@ -162,7 +156,7 @@ def replayed(name: str) -> float:
         graph.replay()
         for one, seen in zip(trials, results, strict=True):
             if number % 10 == 0:
-                for a, b in zip(tensors(one.run(Choice(name))), seen, strict=True):
+                for a, b in zip(_tensors(one.run(Choice(name))), seen, strict=True):
                     wrong += (a != b).any()
     return float(wrong)
 
