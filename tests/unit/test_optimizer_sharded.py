@@ -309,7 +309,8 @@ def _work(rank: int, folder: str) -> None:
         failed = torch.tensor(float(bool(text)))
         dist.all_reduce(failed)
         if failed:
-            return  # other ranks may be in the middle of a collective
+            break  # other ranks may be in the middle of a collective
+    dist.destroy_process_group()  # its threads must have ended when the process does
 
 
 @pytest.fixture(scope="module")
