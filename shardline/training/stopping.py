@@ -6,7 +6,8 @@
     SIGUSR1           finish the step, save, go on
 
 A signal may reach any rank, and the clock is rank 0's. So each rank has wishes, which are summed in the collective that
-ends every step anyway: all ranks stop, or save, after the same step.
+ends every step anyway: all ranks stop, or save, after the same step. They are also asked between the batches of a
+validation, which is left when one is to stop.
 
     begin  ---- step ---- step ---- ... ---- step |- two steps -|-- save --|- margin -| limit
                                                   ^ the last moment to stop: limit - reserve
@@ -45,6 +46,9 @@ class Asked(NamedTuple):
 
     stop: str | None = None  # why: one of WISHES
     save: bool = False
+
+    def and_then(self, later: Asked) -> Asked:
+        return Asked(self.stop or later.stop, self.save or later.save)
 
 
 def no_wishes() -> tuple[float, ...]:
@@ -97,6 +101,10 @@ class TimeLimit:
         self._steps: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._asked_at, self._saving = clock(), 0.0
 
+    def is_here(self, another_save: bool = False) -> bool:
+        """Between two steps: whether there is no time for anything but to stop."""
+        return self.clock() >= self.ends - self.reserve(another_save)
+
     def is_near(self, another_save: bool = False) -> bool:
         """Called once a step, by one rank, when ranks agree: whether this step must be the last one."""
         now = self.clock()
@@ -106,7 +114,7 @@ class TimeLimit:
             self._first_step = took
         else:
             self._steps.append(took)
-        return now >= self.ends - self.reserve(another_save)
+        return self.is_here(another_save)
 
     @property
     def longest_step(self) -> float:
@@ -204,13 +212,18 @@ class Requests:
         self.stop: str | None = None
         self.saves = self._saves_passed_on = 0  # two counts, so that a signal between two lines is not lost
 
-    def wishes(self, another_save: bool = False) -> tuple[float, ...]:
-        """To be summed over ranks; called once a step. `another_save`: one is due after it, or still goes on behind."""
+    def wishes(self, another_save: bool = False, between_steps: bool = False) -> tuple[float, ...]:
+        """To be summed over ranks; called once in a step, and at will between two.
+
+        `another_save`: one is due after the step, or still goes on behind.
+        """
         saves, before = self.saves, self._saves_passed_on
         self._saves_passed_on = saves
-        if self.limit is not None and self.limit.is_near(another_save) and self.stop is None:
-            self.stop = TIME_LIMIT
-            log.info("%s", self.limit.last_words())
+        if self.limit is not None:
+            ends = self.limit.is_here(another_save) if between_steps else self.limit.is_near(another_save)
+            if ends and self.stop is None:
+                self.stop = TIME_LIMIT
+                log.info("%s", self.limit.last_words())
         return (*(float(self.stop == name) for name in WISHES[:-1]), float(saves > before))
 
     @classmethod

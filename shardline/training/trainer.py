@@ -63,7 +63,7 @@ from shardline.training.saving import Saver
 from shardline.training.schedule import lr_factor, schedule_notes
 from shardline.training.starting import DataIdentity, Progress, Start, resumable_step
 from shardline.training.step import Stepper, StepResult, Wishes
-from shardline.training.stopping import Asked, Requests, listening, no_wishes, why_not_saved
+from shardline.training.stopping import Asked, Requests, agreed, listening, no_wishes, why_not_saved
 from shardline.training.validate import validation_loss
 
 log = logging.getLogger("shardline")
@@ -346,7 +346,7 @@ class Trainer:
                     registry.run_hooks("after_step", self, {"step": self.progress.step, "loss": result.loss, "lr": lr})
                     self.saver.check()
                     with self._pause(meter, profiler, asked):
-                        self._validate(metrics, console)
+                        asked = self._validate(metrics, console, asked)
                         self._save(asked)
                         profiler.step()
                     collect(self.progress.step)
@@ -437,14 +437,34 @@ class Trainer:
         due = step == 1 or step == self.total_steps or step % self.config.validation.freq == 0
         return self.validation is not None and due
 
-    def _validate(self, metrics: Metrics, console: Console) -> None:
-        section, step = self.config.validation, self.progress.step
+    def _validate(self, metrics: Metrics, console: Console, asked: Asked) -> Asked:
+        """Where it is time to; what ranks have been asked for since the step is added to what they were."""
+        section, step, stepper = self.config.validation, self.progress.step, self.stepper
         if self.validation is None or not self._validates():
-            return
-        stepper = self.stepper
-        loss = validation_loss(self.model, stepper.head, self.validation, section.steps, self.mesh, stepper.pipelined)
-        metrics.log_validation(step, loss)
-        console.message(f"step {step}  validation loss {loss:.4f}")
+            return asked
+        loss = None
+
+        def stop() -> bool:
+            nonlocal asked
+            asked = asked.and_then(self._asked_meanwhile())
+            return asked.stop is not None
+
+        if asked.stop is None:
+            data = self.validation
+            loss = validation_loss(self.model, stepper.head, data, section.steps, self.mesh, stepper.pipelined, stop)
+        if loss is None:
+            log.info("step %d: stopping, validation is left out", step)
+        else:
+            metrics.log_validation(step, loss)
+            console.message(f"step {step}  validation loss {loss:.4f}")
+        return asked
+
+    def _asked_meanwhile(self) -> Asked:
+        """What ranks were asked for since the last step; all of them ask together."""
+        wishes = torch.tensor(self.requests.wishes(self.saver.busy, between_steps=True), device=self.device)
+        if self.mesh.world_size > 1:
+            comm.sum_in_place(wishes, "world")
+        return agreed(read(wishes))
 
     def close(self) -> None:
         """Give the run's folder free, stop data workers, leave the other ranks."""

@@ -1,6 +1,8 @@
 """One-process runs: what they write, that they repeat, that accumulation, precision and stopping do what they say."""
 
 import math
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import torch
 
 from shardline import registry
 from shardline.errors import UserError
+from shardline.training import validate
+from shardline.training.loss import count_targets
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import rows, run, tiny_config
 
@@ -140,6 +144,32 @@ def test_validation_rows(tmp_path):
     validated = {row["step"]: row["validation_loss"] for row in written if "validation_loss" in row}
     assert validated.keys() == {1, 3, 6}
     assert validated[6] < validated[1]
+
+
+@pytest.mark.parametrize(
+    ("number", "steps", "validated", "saved"),
+    [(signal.SIGTERM, 3, [1], ["step-3"]), (signal.SIGUSR1, 6, [1, 3, 6], ["step-3", "step-6"])],
+)
+def test_a_signal_within_validation(tmp_path, monkeypatch, number, steps, validated, saved):
+    """One to stop does not wait for its end; one to save does."""
+    counted = []
+
+    def count(labels):
+        counted.append(labels)
+        if len(counted) == 4 + 2:  # four batches at step 1, then the second at step 3
+            os.kill(os.getpid(), number)
+        return count_targets(labels)
+
+    monkeypatch.setattr(validate, "count_targets", count)
+    written = run(tmp_path / "run", validation__enable=True, validation__freq=3, validation__steps=4,
+                  validation__seq_len=32, validation__local_batch_size=4, checkpoint__enable=True,
+                  checkpoint__interval=1000)  # fmt: skip
+    assert [row["step"] for row in written if "validation_loss" not in row] == list(range(1, steps + 1))
+    assert [row["step"] for row in written if "validation_loss" in row] == validated
+    assert len(counted) == (4 + 2 if number == signal.SIGTERM else 3 * 4)
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoint").glob("step-*")) == saved
+    left = "step 3: stopping, validation is left out" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    assert left == (number == signal.SIGTERM)
 
 
 def test_epochs_instead_of_steps(tmp_path):

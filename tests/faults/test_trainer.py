@@ -44,6 +44,16 @@ def tell(trainer, row):
             os.kill(os.getpid(), getattr(signal, os.environ["FAULT"]))
 
         Exchange.pass_on = end
+    if os.environ.get("FAULT") == "validating" and row["step"] == 1:  # slowly, and for very long
+        from shardline.training import validate
+        plain_count = validate.count_targets
+
+        def count(labels):
+            (folder / f"validating-{rank}").touch()
+            time.sleep(0.2)
+            return plain_count(labels)
+
+        validate.count_targets = count
     if os.environ.get("FAULT") == "silent" and rank == "1" and row["step"] == 3:
         from shardline.parallel.channels import Channel
         Channel.send = lambda *arguments: time.sleep(1000)
@@ -136,6 +146,16 @@ def test_ctrl_c_saves_the_step_that_all_ranks_have_done(run):
     assert int(saved.name.removeprefix("step-")) == run.step()
     ranks = json.loads((run.folder / "run" / "log" / "ranks.json").read_text())
     assert [(row["rank"], row["pid"]) for row in ranks] == [(rank, run.pid(rank)) for rank in (0, 1)]
+
+
+@job("validating", **{"checkpoint.enable": "true", "validation.enable": "true", "validation.steps": 100000})
+def test_ctrl_c_does_not_wait_for_the_end_of_a_validation(run):
+    wait_until(lambda: all((run.folder / f"validating-{rank}").exists() for rank in (0, 1)), 60)
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, stdout, stderr = run.end(30)
+    assert (code, stderr) == (130, ""), stderr
+    assert "stopping, validation is left out" in stdout
+    assert [saved.name for saved in (run.folder / "run" / "checkpoint").glob("step-*")] == ["step-1"]
 
 
 PIPELINE = {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 2}

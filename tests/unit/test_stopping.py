@@ -233,6 +233,26 @@ def test_a_limit_is_a_wish_of_its_own():
     assert agreed(requests.wishes()).stop == TIME_LIMIT
 
 
+def test_between_steps_the_limit_is_watched_and_nothing_learnt_of_steps():
+    clock = Clock()
+    requests = Requests(TimeLimit(1000.0, 0.0, "a limit", clock))
+    for clock.now in (1.0, 11.0, 21.0):
+        requests.wishes()
+    for clock.now in range(22, 222):
+        assert agreed(requests.wishes(between_steps=True)) == Asked()
+    assert requests.limit.longest_step == 10.0
+    clock.now = 1000.0 - requests.limit.reserve() - 0.1
+    assert agreed(requests.wishes(between_steps=True)) == Asked()
+    clock.now += 0.2
+    assert agreed(requests.wishes(between_steps=True)) == Asked(TIME_LIMIT)
+
+
+def test_what_is_asked_later_adds_to_what_was():
+    assert Asked("SIGINT").and_then(Asked("SIGTERM", save=True)) == Asked("SIGINT", save=True)
+    assert Asked(save=True).and_then(Asked(TIME_LIMIT)) == Asked(TIME_LIMIT, save=True)
+    assert Asked().and_then(Asked()) == Asked()
+
+
 def test_signals_become_requests_and_a_second_stop_interrupts():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     requests = Requests()
@@ -249,12 +269,22 @@ def test_signals_become_requests_and_a_second_stop_interrupts():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
-WAITING = """
-import os, signal, threading
+RANK = """
+import os, signal
+from shardline.training.stopping import Requests, listening, starting_job
+
+with starting_job(started_by_launcher=True):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with listening(Requests()) as requests:
+        print(requests.saves)
+"""
+WAITING = f"""
+import os, signal, subprocess, sys, threading
 from shardline.training.stopping import Requests, listening, starting_job
 
 end = threading.Event()
 with starting_job(started_by_launcher=False):
+    subprocess.run([sys.executable, "-c", {RANK!r}], check=True)
     os.kill(os.getpid(), signal.SIGUSR1)
     with listening(Requests()) as requests:
         print(requests.saves)
@@ -263,16 +293,12 @@ with starting_job(started_by_launcher=False):
     os.kill(os.getpid(), signal.SIGUSR1)
     end.set()
     thread.join()
-    with starting_job(started_by_launcher=True):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        with listening(Requests()) as requests:
-            print(requests.saves)
 print(signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
 """
 
 
 def test_sigusr1_waits_until_there_are_steps_and_is_dropped_after_them():
-    """In a process of its own, as a run has it: none of its threads is older than the mask. Then as in a rank."""
+    """In processes of their own, launcher and rank, as a run has them: none of their threads is older than the mask."""
     done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "1\n1\nFalse\n"), done.stderr
 
