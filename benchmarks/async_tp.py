@@ -6,13 +6,15 @@
     python benchmarks/async_tp.py --backend ring -- --training.seq_len=512
     python benchmarks/async_tp.py --here --flavor 8B --seq-len 8192 --torch-pass -- --compile.enable=true     # CUDA
 
-Steps alternate between `serial` and the chosen backends, ten at a time. The first block, and the first step of every
-other, is dropped; medians of at least 100 steps. One JSON line:
+Steps alternate between `serial` and the chosen backends, ten at a time; with --silent also with the same products
+without their communication, on numbers that are nobody's, so that its loss means nothing. The first block, and the
+first step of every other, is dropped; medians of the rest. One JSON line:
 
     serial, overlapped    step_seconds, tp_comm_seconds, tp_exposed_seconds of each
     speed_up              serial step / overlapped step
     bound                 serial step / (serial step - its exposed communication): everything hidden at no cost
     reached               (speed_up - 1) / (bound - 1)
+    silent                step_seconds without communication in the blocks, and the bound and what is reached by that
     hidden                1 - overlapped's exposed seconds / serial's exposed seconds
     hidden_fraction       the overlapped steps' own tp_hidden_fraction
     exposed_by_rank       seconds that each rank stood still in an overlapped step, for a message or for a slower rank
@@ -31,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,14 +43,38 @@ from dp_overlap import free_port, places, start_here  # noqa: E402
 
 BLOCK = 10
 KEYS = ("step_seconds", "tp_comm_seconds", "tp_exposed_seconds", "tp_hidden_fraction")
+TORCH_PASS, SILENT = "SHARDLINE_BENCH_TORCH_PASS", "SHARDLINE_BENCH_SILENT"
 
 
-def is_serial(step: int) -> bool:
-    """Steps count from 1; blocks of serial come first."""
-    return (step - 1) // BLOCK % 2 == 0
+def kind(step: int, silent: bool) -> str:
+    """How a step multiplies: they count from 1, and blocks of serial come first."""
+    kinds = ("serial", "overlapped", "silent") if silent else ("serial", "overlapped")
+    return kinds[(step - 1) // BLOCK % len(kinds)]
 
 
-TORCH_PASS = "SHARDLINE_BENCH_TORCH_PASS"
+def counts(step: int) -> bool:
+    return step > BLOCK and (step - 1) % BLOCK > 0
+
+
+def silence() -> Any:
+    """What serial products take for communication in silent steps: rows of others are whatever lies there."""
+    import torch
+    from torch import Tensor
+
+    from shardline.parallel import comm
+
+    held: dict[Any, Tensor] = {}
+
+    def gather_rows(x: Tensor, axis: str) -> Tensor:
+        shape = (comm.axis_size(axis) * x.shape[0], *x.shape[1:])
+        if shape not in held:
+            held[shape] = torch.randn(shape, dtype=x.dtype, device=x.device)
+        return held[shape]
+
+    def scatter_rows(x: Tensor, axis: str) -> Tensor:
+        return x[: x.shape[0] // comm.axis_size(axis)]
+
+    return SimpleNamespace(gather_rows=gather_rows, scatter_rows=scatter_rows, sum_in_place=lambda x, axis: x)
 
 
 def use_torch_pass(fused: list[str]) -> None:
@@ -84,6 +111,7 @@ def train(words: list[str]) -> None:
     """On a rank: a run that changes its way of multiplying between blocks."""
     from shardline import registry
     from shardline.config.load import load_config
+    from shardline.parallel import comm, products
     from shardline.parallel.choices import SERIAL, choices
     from shardline.training.trainer import Trainer
 
@@ -95,10 +123,12 @@ def train(words: list[str]) -> None:
         trainer.train()
         (trainer.folder.path / "fused.json").write_text(json.dumps(fused))
         return
-    chosen = dict(choices.chosen)
+    chosen, silent, quiet = dict(choices.chosen), bool(os.environ.get(SILENT)), silence()
 
     def switch(step: int) -> None:
-        choices.chosen = dict.fromkeys(chosen, SERIAL) if is_serial(step) else chosen
+        now = kind(step, silent)
+        choices.chosen = chosen if now == "overlapped" else dict.fromkeys(chosen, SERIAL)
+        products.comm = quiet if now == "silent" else comm
 
     switch(1)
     registry.register_hook("after_step")(lambda trainer, row: switch(row["step"] + 1))
@@ -151,6 +181,7 @@ def run_words(options: argparse.Namespace, folder: Path) -> list[str]:
 def both(options: argparse.Namespace, address: str, starts: list[Any], words: list[str], **more: str) -> None:
     """Run every rank to its end, spread evenly over the places."""
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.tp), **more}
+    meeting |= {SILENT: "1"} if options.silent else {}
     each = options.tp // len(starts)
     jobs = []
     for rank in range(options.tp):
@@ -165,35 +196,42 @@ def both(options: argparse.Namespace, address: str, starts: list[Any], words: li
         print(said[0], file=sys.stderr)
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of both settings; the first block and every block's first step do not count."""
-    kept = [row for row in rows if row["step"] > BLOCK and (row["step"] - 1) % BLOCK]
+def summary(rows: list[dict[str, Any]], silent: bool) -> dict[str, Any]:
+    """Medians of each kind of step; the first block and every block's first step do not count."""
+    kept = [row for row in rows if counts(row["step"])]
     medians: dict[str, Any] = {}
-    for name, wanted in (("serial", True), ("overlapped", False)):
-        of_kind = [row for row in kept if is_serial(row["step"]) == wanted]
+    for name in ("serial", "overlapped"):
+        of_kind = [row for row in kept if kind(row["step"], silent) == name]
         medians[name] = {key: round(statistics.median(row[key] for row in of_kind), 5) for key in KEYS}
         medians[name]["steps"] = len(of_kind)
     serial, overlapped = medians["serial"], medians["overlapped"]
     exposed = serial["tp_exposed_seconds"]
     speed_up = serial["step_seconds"] / overlapped["step_seconds"]
-    bound = serial["step_seconds"] / (serial["step_seconds"] - exposed)
+
+    def against(least: float) -> dict[str, float]:
+        """What is gained of what a step of so many seconds would gain."""
+        bound = serial["step_seconds"] / least
+        return {"bound": round(bound, 3), "reached": round((speed_up - 1) / (bound - 1), 3) if bound > 1 else 0.0}
+
+    if silent:
+        alone = statistics.median(row["step_seconds"] for row in kept if kind(row["step"], silent) == "silent")
+        medians["silent"] = {"step_seconds": round(alone, 5), **against(alone)}
     return medians | {
         "communication_share": round(exposed / serial["step_seconds"], 3),
         "speed_up": round(speed_up, 3),
-        "bound": round(bound, 3),
-        "reached": round((speed_up - 1) / (bound - 1), 3),
+        **against(serial["step_seconds"] - exposed),
         "hidden": round(1 - overlapped["tp_exposed_seconds"] / exposed, 3),
         "hidden_fraction": overlapped["tp_hidden_fraction"],
         "last_loss": rows[-1]["loss"],
     }
 
 
-def of_ranks(folder: Path, ranks: int) -> list[float]:
+def of_ranks(folder: Path, ranks: int, silent: bool) -> list[float]:
     """The median exposed seconds of each rank in overlapped steps."""
     found = []
     for rank in range(ranks):
         seconds = json.loads((folder / f"exposed-{rank}.json").read_text())
-        kept = [s for step, s in enumerate(seconds, 1) if step > BLOCK and (step - 1) % BLOCK and not is_serial(step)]
+        kept = [s for step, s in enumerate(seconds, 1) if counts(step) and kind(step, silent) == "overlapped"]
         found.append(round(statistics.median(kept), 5))
     return found
 
@@ -219,6 +257,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--torch-pass", action="store_true", help="also with PyTorch's own pass; with --here, on CUDA")
+    parser.add_argument("--silent", action="store_true", help="also without communication in the blocks")
     parser.add_argument("--verbose", action="store_true", help="show what rank 0 printed")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help="settings for the run, after --")
@@ -236,13 +275,13 @@ def main() -> None:
             with places(options.rate) as (address, starts, link):
                 both(options, address, starts, run_words(options, folder))
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        by_rank = of_ranks(folder, options.tp)
+        by_rank = of_ranks(folder, options.tp, options.silent)
         theirs = torch_pass(options, Path(parent) / "theirs") if options.torch_pass else None
         chosen = [[row["product"], *row["chosen"]] for row in json.loads((folder / "async_tp.json").read_text())]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores"
     about = {"link": link, "tp": options.tp, "device": device, "torch": torch.__version__}
     shape = {"layers": options.layers, "seq_len": options.seq_len, "batch": options.batch, "steps": options.steps}
-    result = {"benchmark": "async_tp", "backend": options.backend, **about, **shape, **summary(rows)}
+    result = {"benchmark": "async_tp", "backend": options.backend, **about, **shape, **summary(rows, options.silent)}
     result["exposed_by_rank"] = by_rank
     result |= {"torch_pass": theirs} if theirs else {}
     print(json.dumps({**result, "python": platform.python_version(), "chosen": chosen}))

@@ -125,6 +125,26 @@ def _show(rows: list[dict[str, Any]], device: torch.device) -> None:
     console = Console(width=max(160, Console().width))
     console.print(table)
     console.print(f"milliseconds (chunks), {rows[0]['world']} ranks, {rows[0]['dtype']}, {device_name(device)}")
+    for line in together(rows):
+        console.print(line)
+
+
+def together(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each operation: what the chosen backends, and each by itself, hide of the exposed milliseconds."""
+    lines = []
+    for operation in dict.fromkeys(row["op"] for row in rows):
+        of_it = [row for row in rows if row["op"] == operation]
+        alone = sum(row["matmul_ms"] for row in of_it)
+        exposed = sum(row["serial_ms"] for row in of_it) - alone
+        if exposed <= 0:
+            continue
+        taken = {"chosen": [row["chosen_ms"] for row in of_it]}
+        for name in dict.fromkeys(name for row in of_it for name in row["backends"]):
+            if all(name in row["backends"] for row in of_it):
+                taken[name] = [row["backends"][name]["ms"] for row in of_it]
+        parts = [f"{name} {1 - (sum(times) - alone) / exposed:.0%}" for name, times in taken.items()]
+        lines.append(f"{operation}: {exposed:.2f} ms exposed, of which are hidden: {', '.join(parts)}")
+    return lines
 
 
 def _cell(entry: dict[str, Any] | None) -> str:

@@ -85,7 +85,7 @@ def prepare(
             fresh[str(shape.product)] = as_row(measured)
         measured = _settled(measured, forced)
         choices.chosen[shape.product] = measured.chosen
-        choices.alone[shape.product] = (measured.matmul, measured.comm)
+        choices.alone[shape.product] = measured.alone
         done.measured.append(measured)
         done.lines.append(f"Async TP is enabled: {measured.line()}")
     done.lines += _ratio_lines(done.measured)

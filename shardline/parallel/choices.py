@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardline.parallel import comm
-from shardline.parallel.hidden import clock
-from shardline.parallel.products import Needs, Ring, Serial
+from shardline.parallel.hidden import Alone, clock
+from shardline.parallel.products import COLUMN, ROW, Needs, Ring, Serial
 
 
 class Choice(NamedTuple):
@@ -43,6 +43,7 @@ class Product(NamedTuple):
 
 
 SERIAL = Choice("serial")
+EVERYTHING = Needs()
 backends: dict[str, Any] = {"serial": Serial(), "ring": Ring()}
 
 
@@ -51,7 +52,7 @@ class Choices:
 
     def __init__(self) -> None:
         self.chosen: dict[Product, Choice] = {}
-        self.alone: dict[Product, tuple[float, float]] = {}  # seconds of its matrix products, of its communication
+        self.alone: dict[Product, Alone] = {}
         self.otherwise = SERIAL
         self.visible = False
         self.unmeasured: set[Product] = set()  # ran, but nothing was chosen for it; each is told once
@@ -88,15 +89,20 @@ choices = Choices()
 
 @contextlib.contextmanager
 def _running(
-    operation: str, direction: str, rows: int, weights: Sequence[Tensor], axis: str
+    operation: str, direction: str, rows: int, weights: Sequence[Tensor], axis: str, needs: Needs = EVERYTHING
 ) -> Iterator[tuple[Any, int]]:
     """The backend and the chunks for a product; a sampled step times what runs inside."""
     product = product_of(operation, direction, rows, weights, axis)
     choice = choices.find(product)
-    if clock.axis is None:
-        yield backends[choice.backend], choice.chunks
-        return
-    with clock.around(axis, *choices.alone.get(product, (0.0, None))):
+    alone = choices.alone.get(product)
+    silent = not needs.x and operation != ROW  # only the gradient of the input would be sent
+    if clock.axis is None or alone is None or silent:
+        timed: Any = contextlib.nullcontext()
+    elif choice.backend == SERIAL.backend:
+        timed = clock.expecting(alone.comm)
+    else:
+        timed = clock.around(axis, alone, needs.weights)
+    with timed:
         yield backends[choice.backend], choice.chunks
 
 
@@ -107,7 +113,7 @@ def product_of(operation: str, direction: str, rows: int, weights: Sequence[Tens
 
 def gather_linear(x: Tensor, weights: Sequence[Tensor], axis: str) -> tuple[list[Tensor], Tensor]:
     rows = x.shape[0] * comm.axis_size(axis)
-    with _running("all_gather_linear", "forward", rows, weights, axis) as (backend, chunks):
+    with _running(COLUMN, "forward", rows, weights, axis) as (backend, chunks):
         found: tuple[list[Tensor], Tensor] = backend.gather_linear(x, weights, axis, chunks)
     return found
 
@@ -116,13 +122,13 @@ def gather_linear_backward(
     gradients: Sequence[Tensor], full: Tensor, weights: Sequence[Tensor], axis: str, needs: Needs
 ) -> tuple[Tensor | None, list[Tensor] | None]:
     found: tuple[Tensor | None, list[Tensor] | None]
-    with _running("all_gather_linear", "backward", full.shape[0], weights, axis) as (backend, chunks):
+    with _running(COLUMN, "backward", full.shape[0], weights, axis, needs) as (backend, chunks):
         found = backend.gather_linear_backward(_dense(gradients), full, weights, axis, chunks, needs)
     return found
 
 
 def linear_scatter(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-    with _running("linear_reduce_scatter", "forward", x.shape[0], (weight,), axis) as (backend, chunks):
+    with _running(ROW, "forward", x.shape[0], (weight,), axis) as (backend, chunks):
         out: Tensor = backend.linear_scatter(x, weight, axis, chunks)
     return out
 
@@ -131,7 +137,7 @@ def linear_scatter_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, axis: str, needs: Needs
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     found: tuple[Tensor | None, Tensor | None, Tensor]
-    with _running("linear_reduce_scatter", "backward", x.shape[0], (weight,), axis) as (backend, chunks):
+    with _running(ROW, "backward", x.shape[0], (weight,), axis, needs) as (backend, chunks):
         found = backend.linear_scatter_backward(gradient, x, weight, axis, chunks, needs)
     return found
 
@@ -146,7 +152,7 @@ def linear_copy_backward(
     gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], axis: str, needs: Needs
 ) -> tuple[Tensor | None, list[Tensor] | None]:
     found: tuple[Tensor | None, list[Tensor] | None]
-    with _running("copy_linear", "backward", x.shape[0], weights, axis) as (backend, chunks):
+    with _running("copy_linear", "backward", x.shape[0], weights, axis, needs) as (backend, chunks):
         found = backend.linear_copy_backward(_dense(gradients), x, weights, axis, chunks, needs)
     return found
 

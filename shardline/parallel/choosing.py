@@ -27,6 +27,7 @@ from shardline import __version__
 from shardline.config.architecture import Architecture
 from shardline.parallel import comm
 from shardline.parallel.choices import SERIAL, Choice, Product, backends
+from shardline.parallel.hidden import Alone
 from shardline.parallel.products import COLUMN, ROW, Needs, input_gradient, multiply, weight_gradients
 
 CLEARLY = 0.01  # another backend must save this share of the time to be taken instead of serial
@@ -48,10 +49,15 @@ class Measured:
     chosen: Choice
     remembered: bool = False
     refused: dict[str, str] = field(default_factory=dict)  # backend -> why it cannot carry this product
+    weights: float = 0.0  # of matmul, the gradients of weights; asked of GPUs alone
 
     @property
     def serial(self) -> float:
         return self.times[SERIAL]
+
+    @property
+    def alone(self) -> Alone:
+        return Alone(max(self.matmul - self.weights, 0.0), self.weights, self.comm)
 
     def efficiency(self, choice: Choice) -> float:
         """1: all communication is hidden; 0: as with serial; below: slower."""
@@ -160,7 +166,11 @@ class Trial:
         """The matrix products alone, not cut."""
         if self.product.direction == "forward":
             return multiply(self.full, self.weights)
-        return input_gradient(self.all_gradients, self.weights), weight_gradients(self.all_gradients, self.full)
+        return input_gradient(self.all_gradients, self.weights), self.differentiate()
+
+    def differentiate(self) -> Any:
+        """The gradients of the weights alone."""
+        return weight_gradients(self.all_gradients, self.full)
 
     def communicate(self) -> Any:
         """The collective alone."""
@@ -178,33 +188,42 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
     """Time every choice; every rank of the job must call this together.
 
     A backend that fails in one number of chunks is not used in any other. What is far slower than the best in its first
-    runs is not run again; what is near the best runs longer. On a GPU
-    each sample is the mean of runs in a row after one that is not timed, as in training, where the host runs ahead.
+    runs is not run again; what is near the best runs longer. On a GPU each sample is the mean of runs in a row after
+    one that is not timed, as in training, where the host runs ahead.
     """
     trial = Trial(shape, device)
     runs: list[Callable[[], Any]] = [trial.multiply, trial.communicate]
+    if _tells_pace(trial):
+        runs.append(trial.differentiate)
+    parts = len(runs)
     runs += [lambda choice=choice: trial.run(choice) for choice in tried]  # type: ignore[misc]
     in_a_row = IN_A_ROW if device.type == "cuda" else 1
     with comm.traffic.uncounted():
         wanted = _tensors(trial.run(SERIAL))
-        failures = [_failure(run, device, wanted if at >= 2 else ()) for at, run in enumerate(runs)]
+        failures = [_failure(run, device, wanted if at >= parts else ()) for at, run in enumerate(runs)]
         del wanted
-        refused = {choice.backend: why for choice, why in zip(tried, failures[2:], strict=True) if why}
-        works = [0, 1, *(at for at, choice in enumerate(tried, start=2) if choice.backend not in refused)]
+        refused = {choice.backend: why for choice, why in zip(tried, failures[parts:], strict=True) if why}
+        works = [*range(parts), *(at for at, one in enumerate(tried, parts) if one.backend not in refused)]
         timed = _agreed([_timed(runs[at], device, in_a_row) for at in works], device)
         first = dict(zip(works, timed, strict=True))
-        enough = HOPELESS * min(first[at] for at in works if at >= 2)
-        kept = [at for at in works if at < 2 or first[at] < enough or tried[at - 2] == SERIAL]
+        enough = HOPELESS * min(first[at] for at in works if at >= parts)
+        kept = [at for at in works if at < parts or first[at] < enough or tried[at - parts] == SERIAL]
         slowest = max(first[at] for at in kept) * in_a_row
         count = rounds or min(max(int(MOMENT / slowest), LEAST_ROUNDS), MOST_ROUNDS)
         medians = first | _medians(runs, kept, count, device, in_a_row)
-        best = min(medians[at] for at in kept if at >= 2)
-        near = [at for at in kept if at >= 2 and medians[at] < NEAR * best]
+        best = min(medians[at] for at in kept if at >= parts)
+        near = [at for at in kept if at >= parts and medians[at] < NEAR * best]
         more = min(int(RUN_OFF / (best * in_a_row * len(near))), MOST_ROUNDS)
         if rounds is None and len(near) > 1 and more > count:
             medians |= _medians(runs, near, more, device, in_a_row)
-    times = {choice: medians[at] for at, choice in enumerate(tried, start=2) if at in medians}
-    return Measured(shape.product, medians[0], medians[1], times, fastest(times), refused=refused)
+    times = {choice: medians[at] for at, choice in enumerate(tried, parts) if at in medians}
+    weights = medians[2] if parts > 2 else 0.0
+    return Measured(shape.product, medians[0], medians[1], times, fastest(times), refused=refused, weights=weights)
+
+
+def _tells_pace(trial: Trial) -> bool:
+    """Whether weight gradients are timed by themselves: a step of a GPU is measured by them."""
+    return trial.device.type == "cuda" and bool(trial.gradients)
 
 
 def _medians(
@@ -333,11 +352,14 @@ def remembered_file(folder: Path, place: dict[str, Any]) -> Path:
 
 def as_row(measured: Measured) -> dict[str, Any]:
     times = [[choice.backend, choice.chunks, seconds] for choice, seconds in measured.times.items()]
-    row = {"matmul": measured.matmul, "comm": measured.comm, "times": times, "chosen": list(measured.chosen)}
+    alone = {"matmul": measured.matmul, "weights": measured.weights, "comm": measured.comm}
+    row = {**alone, "times": times, "chosen": list(measured.chosen)}
     return {**row, "refused": measured.refused} if measured.refused else row
 
 
 def from_row(product: Product, row: dict[str, Any]) -> Measured:
     times = {Choice(backend, chunks): float(seconds) for backend, chunks, seconds in row["times"]}
-    alone, refused = (float(row["matmul"]), float(row["comm"])), dict(row.get("refused", {}))
-    return Measured(product, *alone, times, Choice(*row["chosen"]), remembered=True, refused=refused)
+    matmul, weights, sent = (float(row[part]) for part in ("matmul", "weights", "comm"))
+    refused = dict(row.get("refused", {}))
+    chosen = Choice(*row["chosen"])
+    return Measured(product, matmul, sent, times, chosen, remembered=True, refused=refused, weights=weights)

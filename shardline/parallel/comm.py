@@ -69,7 +69,7 @@ class Traffic:
 
 
 traffic = Traffic()
-# Axis -> who gathers and scatters tensors of a GPU there instead of the process group (see shared_memory.py)
+# Axis -> who gathers, scatters and sums tensors of a GPU there instead of the process group (see shared_memory.py)
 direct: dict[str, Any] = {}
 # Scatters sums of host memory (see exchange.py): gloo's own sends every row twice
 host_scatter: Callable[[Tensor, Tensor, str], None] | None = None
@@ -221,8 +221,12 @@ def start_sum(x: Tensor, name: str) -> Started:
 
 def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
     over = _axes[name]
-    with _issued(name, "all_reduce", x, 2 * (over.size - 1) / over.size * _bytes(x)):
-        dist.all_reduce(x, how, group=over.group)
+    directly = name in direct and x.is_cuda
+    with _issued(name, "all_reduce", x, 2 * (over.size - 1) / over.size * _bytes(x), directly):
+        if directly:
+            direct[name].reduce_in_place(x, name, largest=how == dist.ReduceOp.MAX)
+        else:
+            dist.all_reduce(x, how, group=over.group)
     return x
 
 

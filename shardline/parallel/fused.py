@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardline.parallel import comm, stream_ops
-from shardline.parallel.products import COLUMN, ROW, Needs, Serial, joined, weight_gradients
+from shardline.parallel.products import COLUMN, ROW, Needs, Serial, joined, separate_weight_gradients
 from shardline.parallel.shared_memory import Space, agreed_reason, inside_product, pull, share_a_gpu, space
 
 PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -47,7 +47,7 @@ NARROW = (  # two bytes
 )
 WIDE = (Tiles(64, 64, 32, 2, 4),)  # float32, in full precision
 MIN_TILE = 64 * 64  # elements
-ROUNDS, IN_A_ROW = 6, 4
+LEAST_ROUNDS, MOST_ROUNDS, MOMENT, IN_A_ROW = 4, 24, 0.15, 4  # of trying tiles: as many as take a moment, in seconds
 FOR_OTHERS = 4  # multiprocessors
 TURNS = 6  # tiles after which a program ends, where ranks share a GPU
 MOST_REGISTERS = {"gather": 60_000, "scatter": 65_536}  # of a multiprocessor: copies of rows may need some of them
@@ -107,13 +107,13 @@ class Fused(Serial):
         if needs.x:
             gradient, weight = joined(gradients, weights)
             dx = _scatter(gradient, Right(weight.contiguous(), False), axis)
-        return dx, weight_gradients(gradients, full) if needs.weights else None
+        return dx, separate_weight_gradients(gradients, full) if needs.weights else None
 
     def linear_scatter_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         (dx,), full = _gather(gradient, [Right(weight.contiguous(), False)], axis)
-        return dx, full.t() @ x if needs.weights else None, full
+        return dx, separate_weight_gradients([full], x)[0] if needs.weights else None, full
 
 
 def _gather(x: Tensor, rights: Sequence[Right], axis: str, tiles: Sequence[Tiles] = ()) -> tuple[list[Tensor], Tensor]:
@@ -274,10 +274,18 @@ def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> 
         else:
             _scatter(x, right, axis, tiles)
 
+    def slowest(rounds: int) -> list[float]:
+        """The slowest rank's seconds."""
+        times = torch.tensor(_seconds(run, tried, rounds), dtype=torch.float64, device=x.device)
+        agreed: list[float] = comm.max_in_place(times, axis).tolist()
+        return agreed
+
     with comm.traffic.uncounted():
-        times = torch.tensor(_seconds(run, tried), dtype=torch.float64, device=x.device)
-    slowest = comm.max_in_place(times, axis).tolist()
-    return tried[slowest.index(min(slowest))]
+        for tiles in tried:  # the first of all makes room for what they share
+            run(tiles)
+        a_round = IN_A_ROW * sum(slowest(2))
+        times = slowest(min(max(int(MOMENT / a_round), LEAST_ROUNDS), MOST_ROUNDS))
+    return tried[times.index(min(times))]
 
 
 def _usable(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Iterator[Tiles]:
@@ -309,17 +317,17 @@ def _usable(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -
     raise RuntimeError("no tile of the kernel fits this GPU")
 
 
-Alone = Callable[[Tiles], Any]  # a product with these tiles and without its communication
+Launch = Callable[[Tiles], Any]  # a product with these tiles and without its communication
 
 
-def _gathering_alone(rows: Tensor, right: Right, ranks: int) -> Alone:
+def _gathering_alone(rows: Tensor, right: Right, ranks: int) -> Launch:
     """A product whose rows have all arrived."""
     t, out, state = rows.shape[0] // ranks, rows.new_empty(rows.shape[0], right.width), State(rows.device, ranks)
     state.arrived.fill_(1)
     return lambda tiles: _launch_gather(rows[:t], rows, right, out, state, tiles, 0, ranks, last=False)
 
 
-def _scattering_alone(rows: Tensor, right: Right, ranks: int) -> Alone:
+def _scattering_alone(rows: Tensor, right: Right, ranks: int) -> Launch:
     """A product of rank 0 whose memory of rank r is its own where r would write: what it sends is what it waits for."""
     t, width = rows.shape[0] // ranks, right.width
     elements, flags_each = _aligned(t * width), t * width // MIN_TILE + width
@@ -334,11 +342,12 @@ def _scattering_alone(rows: Tensor, right: Right, ranks: int) -> Alone:
     return lambda tiles: _launch_scatter(rows, right, out, room, state, tiles, 0, ranks)
 
 
-def _seconds(run: Callable[[Tiles], None], tried: Sequence[Tiles]) -> list[float]:
-    """Medians of rounds in turn."""
+def _seconds(run: Callable[[Tiles], None], tried: Sequence[Tiles], rounds: int) -> list[float]:
+    """Medians of rounds in turn; nobody always follows the same one."""
     samples: dict[Tiles, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {tiles: [] for tiles in tried}
-    for _ in range(ROUNDS):
-        for tiles in tried:
+    for turn in range(rounds):
+        first = turn % len(tried)
+        for tiles in (*tried[first:], *tried[:first]):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             for _ in range(IN_A_ROW):
@@ -346,10 +355,12 @@ def _seconds(run: Callable[[Tiles], None], tried: Sequence[Tiles]) -> list[float
             end.record()
             samples[tiles].append((begin, end))
     torch.cuda.synchronize()
-    return [statistics.median(begin.elapsed_time(end) for begin, end in samples[tiles]) for tiles in tried]
+    return [
+        statistics.median(begin.elapsed_time(end) / 1e3 / IN_A_ROW for begin, end in samples[tiles]) for tiles in tried
+    ]
 
 
-def _fits(alone: Alone, tiles: Tiles, most_registers: int) -> bool:
+def _fits(alone: Launch, tiles: Tiles, most_registers: int) -> bool:
     """Whether they fit this GPU, and do not fill it."""
     from triton.runtime.errors import OutOfResources
 

@@ -4,14 +4,19 @@ On a CPU both come from timestamps (`spans`): a transfer lasts from when it was 
 thread of its own sees; what is exposed is the time spent waiting for it.
 
 On a GPU, events are recorded in the stream around every operation of the axis. A collective alone is exposed for all of
-that time. An overlapped product is exposed for what it took beyond the unsplit matrix products, which were timed at the
-start of the run; the start also tells how long its communication takes alone.
+that time; before or after a product that was timed at the start of the run, for no more than it took alone there: the
+rest is waiting for a slower rank. An overlapped product is exposed for what it took beyond the unsplit matrix products
+at the start, and again for no more than its communication alone. A GPU multiplies at another pace in a step than at the
+start: weight gradients, which nothing runs beside, tell it where the backend computes them by themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -47,40 +52,102 @@ def host_times(recorded: Iterable[Span], axis: str) -> Times:
     return Times(comm / 1e9, exposed / 1e9)
 
 
+class Alone(NamedTuple):
+    """Seconds that the parts of a product took at the start of the run, each by itself."""
+
+    inputs: float  # matrix products with communication beside them
+    weights: float  # gradients of weights
+    comm: float
+
+
+@dataclass
+class Mark:
+    """An operation of a step: when it began and ended, and the weight gradients inside.
+
+    A product has what it took `alone`, a collective may have the `most` that it counts for.
+    """
+
+    span: tuple[Any, Any]
+    alone: Alone | None
+    with_weights: bool
+    most: float
+    weights: tuple[Any, Any] | None = None
+
+    def seconds(self) -> tuple[float, float]:
+        """Of all but the weight gradients that were told apart; of those."""
+        apart = 0.0 if self.weights is None else _elapsed(self.weights)
+        return _elapsed(self.span) - apart, apart
+
+
+def _elapsed(span: tuple[Any, Any]) -> float:
+    seconds: float = span[0].elapsed_time(span[1]) / 1e3
+    return seconds
+
+
+@dataclass
 class DeviceClock:
     """Events around the operations of one axis; off but for sampled steps."""
 
-    def __init__(self) -> None:
-        self.axis: str | None = None
-        self._inside = False
-        self._marks: list[tuple[Any, Any, float, float | None]] = []
+    axis: str | None = None
+    _most: float = math.inf
+    _inside: Mark | None = None
+    _marks: list[Mark] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def around(self, axis: str, compute: float = 0.0, comm: float | None = None) -> Iterator[None]:
-        """An operation that computes for so many seconds beside its communication, which takes `comm` alone."""
-        if self.axis != axis or self._inside:
+    def around(self, axis: str, alone: Alone | None = None, with_weights: bool = False) -> Iterator[None]:
+        """A collective, or a product that communicates: what it takes `alone` is known."""
+        if self.axis != axis or self._inside is not None:
             yield
             return
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._inside = True
-        start.record()
+        mark = self._inside = Mark(_events(), alone, with_weights, self._most)
+        mark.span[0].record()
         try:
             yield
         finally:
-            end.record()
-            self._inside = False
-            self._marks.append((start, end, compute, comm))
+            mark.span[1].record()
+            self._inside = None
+            self._marks.append(mark)
+
+    @contextlib.contextmanager
+    def expecting(self, comm: float) -> Iterator[None]:
+        """Around products with a collective by itself, which takes so many seconds alone."""
+        self._most = comm
+        try:
+            yield
+        finally:
+            self._most = math.inf
+
+    @contextlib.contextmanager
+    def weight_gradients(self) -> Iterator[None]:
+        """Inside a product, after what communicates."""
+        if self._inside is None:
+            yield
+            return
+        began, ended = self._inside.weights = _events()
+        began.record()
+        yield
+        ended.record()
 
     def take(self) -> Times:
         """After the device has finished the step."""
+        timed = [(mark, *mark.seconds()) for mark in self._marks]
+        self._marks = []
+        paces = [apart / mark.alone.weights for mark, _, apart in timed if mark.alone and apart and mark.alone.weights]
+        pace = statistics.median(paces) if paces else 1.0  # a median: one of them may have waited for memory
         total = exposed = 0.0
-        for start, end, compute, comm in self._marks:
-            seconds = start.elapsed_time(end) / 1e3
-            alone = seconds if comm is None else comm
-            total += alone
-            exposed += min(max(seconds - compute, 0.0), alone) if comm is not None else seconds
-        self._marks.clear()
+        for mark, seconds, apart in timed:
+            if mark.alone is None:
+                counted = min(seconds, mark.most)
+                total, exposed = total + counted, exposed + counted
+                continue
+            compute = mark.alone.inputs + (mark.alone.weights if mark.with_weights and not apart else 0.0)
+            total += mark.alone.comm
+            exposed += min(max(seconds - pace * compute, 0.0), mark.alone.comm)
         return Times(total, exposed)
+
+
+def _events() -> tuple[Any, Any]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
 clock = DeviceClock()

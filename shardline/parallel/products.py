@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardline.parallel import comm
 from shardline.parallel.exchange import Scattering, arriving, pieces
+from shardline.parallel.hidden import clock
 
 Tensors = Sequence[Tensor]
 COLUMN, ROW = "all_gather_linear", "linear_reduce_scatter"  # operations; without sequence parallelism there are others
@@ -63,6 +64,12 @@ def joined(gradients: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
 
 def weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
     return [gradient.t() @ x for gradient in gradients]
+
+
+def separate_weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
+    """The same where nothing travels meanwhile: what they take tells the pace of a step."""
+    with clock.weight_gradients():
+        return weight_gradients(gradients, x)
 
 
 class Serial:

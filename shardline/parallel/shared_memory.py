@@ -7,6 +7,7 @@ alone; where they are missing or fail, `unusable` says so and other backends run
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import socket
@@ -240,13 +241,26 @@ class Direct:
         add_up([region.of(rank, out.shape, x.dtype, first) for rank in range(region.ranks)], out)
         region.shared.barrier(channel=0)  # nobody writes there again before everybody has read
 
+    def reduce_in_place(self, x: Tensor, axis: str, largest: bool) -> None:
+        """The sum over ranks, or the largest of each number; every rank adds in the same order."""
+        region = space(axis, x.device).region("sum", x.numel() * x.element_size())
+        region.of(region.rank, x.shape, x.dtype).copy_(x)
+        region.shared.barrier(channel=0)
+        parts = [region.of(rank, x.shape, x.dtype) for rank in range(region.ranks)]
+        if largest:
+            x.copy_(functools.reduce(torch.maximum, parts))
+        else:
+            add_up(parts, x)
+        region.shared.barrier(channel=0)
+
 
 def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
     """The sum of parts, in float32 where they are narrower."""
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)
         return
-    total = parts[0].to(torch.promote_types(out.dtype, torch.float32), copy=True)
+    wide = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
+    total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
         total += part
     out.copy_(total)

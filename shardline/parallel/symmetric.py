@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardline.parallel import comm
 from shardline.parallel.exchange import pieces
-from shardline.parallel.products import CHUNKS, COLUMN, ROW, Needs, Serial, joined, weight_gradients
+from shardline.parallel.products import CHUNKS, COLUMN, ROW, Needs, Serial, joined, separate_weight_gradients
 from shardline.parallel.shared_memory import READ, READY, Space, add_up, inside_product, pull, space
 from shardline.parallel.tile_order import gathering_shard, scattering_shard
 
@@ -43,13 +43,13 @@ class Symmetric(Serial):
         self, gradients: Sequence[Tensor], full: Tensor, weights: Sequence[Tensor], axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
         dx = _scatter(*joined(gradients, weights), axis, chunks) if needs.x else None
-        return dx, weight_gradients(gradients, full) if needs.weights else None
+        return dx, separate_weight_gradients(gradients, full) if needs.weights else None
 
     def linear_scatter_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         (dx,), full = _gather(gradient, [weight], axis)
-        return dx, full.t() @ x if needs.weights else None, full
+        return dx, separate_weight_gradients([full], x)[0] if needs.weights else None, full
 
 
 def _gather(x: Tensor, columns: Sequence[Tensor], axis: str) -> tuple[list[Tensor], Tensor]:

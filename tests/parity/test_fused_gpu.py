@@ -14,6 +14,7 @@ from shardline.parallel import comm, fused
 from shardline.parallel.async_tensor import usable_backends
 from shardline.parallel.choices import Choice
 from shardline.parallel.choosing import COLUMN, ROW, Product, Shape, Trial, _tensors
+from shardline.parallel.shared_memory import Direct
 from tests.parity.pool import Pool
 from tests.parity.test_overlap import join_tp
 
@@ -164,3 +165,33 @@ def replayed(name: str) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cuda_graph_can_be_replayed(pool: Pool, name: str) -> None:
     assert pool.run(2, replayed, name) == [0.0] * 2
+
+
+def sums_and_peaks() -> int:
+    """Sums by copies between memories that ranks share, in turn with a scatter in the same memory, which grows."""
+    rank, ranks, device = joined()
+    comm.direct["tp"] = Direct()
+    done = 0
+    try:
+        for number in range(20):
+            source = torch.Generator().manual_seed(number)
+            drawn = torch.randint(-99, 99, (ranks, ranks * (1 + 997 * number), 7), generator=source)
+            for dtype in (torch.float32, torch.bfloat16, torch.int64):
+                large = 2**40 if dtype == torch.int64 else 1
+                mine = drawn[rank].mul(large).to(dtype)
+                summed = comm.sum_in_place(mine.to(device), "tp").cpu()
+                part = comm.scatter_rows(mine.to(device), "tp").cpu()
+                peak = comm.max_in_place(mine.to(device), "tp").cpu()
+                wanted = drawn.sum(0).mul(large).to(dtype)
+                assert summed.equal(wanted), (dtype, number)
+                assert part.equal(wanted.chunk(ranks)[rank]), (dtype, number)
+                assert peak.equal(drawn.amax(0).mul(large).to(dtype)), (dtype, number)
+                done += 3
+    finally:
+        del comm.direct["tp"]
+    return done
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sums_and_peaks_over_shared_memory_are_exact(pool: Pool, ranks: int) -> None:
+    assert pool.run(ranks, sums_and_peaks) == [180] * ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardline.bench import overlap
-from shardline.bench.overlap import _show, measure_row
+from shardline.bench.overlap import _show, measure_row, together
 from shardline.cli import main
 from shardline.parallel import comm
 from shardline.parallel.choices import SERIAL, Choice, Product
@@ -126,7 +126,7 @@ def test_a_row_of_known_times(monkeypatch):
 def test_the_table(monkeypatch, capsys):
     row = known_row(monkeypatch)
     _show([row, row | {"backends": {}, "chosen": "serial", "chosen_chunks": 1}], torch.device("cpu"))
-    _, names, _, *rows, _, last = capsys.readouterr().out.splitlines()
+    _, names, _, *rows, _, last, summed = capsys.readouterr().out.splitlines()
     assert [cell.strip() for cell in names.split("┃")[1:-1]] == (
         ["operation", "direction", "M x K x N", "matmul", "comm", "serial", "ring", "torch", "chosen", "efficiency"]
     )
@@ -137,6 +137,17 @@ def test_the_table(monkeypatch, capsys):
         [*sizes, "", "", "serial", "0.75"],
     ]
     assert last.startswith("milliseconds (chunks), 4 ranks, bfloat16, ")
+    assert summed == "all_gather_linear: 4.00 ms exposed, of which are hidden: chosen 75%"  # ring was not in every row
+
+
+def test_products_together(monkeypatch):
+    row = known_row(monkeypatch)
+    long = {"matmul_ms": 20.0, "serial_ms": 26.0, "chosen_ms": 24.5}
+    long["backends"] = {"ring": {"ms": 24.5}, "torch": {"ms": 30.0}}
+    hidden = {"op": "linear_reduce_scatter", "matmul_ms": 5.0, "serial_ms": 4.9}  # nothing exposed: nothing to say
+    assert together([row, row | long, row | hidden]) == [
+        "all_gather_linear: 8.00 ms exposed, of which are hidden: chosen 38%, ring 38%, torch -25%"
+    ]
 
 
 def test_what_is_refused_is_left_out_of_the_choice(monkeypatch):

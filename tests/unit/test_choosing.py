@@ -129,7 +129,7 @@ def test_efficiency_is_the_share_of_exposed_time_that_is_gone():
     assert Measured(PRODUCT, 2.0, 1.0, {SERIAL: 1.9, ring: 1.0}, ring).efficiency(ring) == 0
 
 
-def run_measured(times, rounds):
+def run_measured(times, rounds, tells_pace=False):
     """`measure` with a clock that tells what `times` says, its last number from then on; how often each was timed."""
     runs: Counter[str] = Counter()
 
@@ -145,8 +145,10 @@ def run_measured(times, rounds):
         def __init__(self, shape, device): ...
 
         multiply, communicate, run = (lambda self: "matmul"), (lambda self: "comm"), (lambda self, choice: str(choice))
+        differentiate = lambda self: "weights"  # noqa: E731
 
     with (
+        patch.object(choosing, "_tells_pace", lambda trial: tells_pace),
         patch.object(choosing, "Trial", FakeTrial),
         patch.object(choosing, "_failure", failed),
         patch.object(choosing, "_timed", timed),
@@ -168,6 +170,25 @@ def test_times_are_medians_of_the_rounds():
     assert (found.matmul, found.comm, found.serial) == (3.0, 0.5, 4.0)
     assert (found.chosen, found.times[found.chosen]) == (Choice("ring"), 3.0)
     assert set(runs.values()) == {4}
+
+
+def test_weight_gradients_have_a_time_of_their_own_on_a_gpu():
+    times = {
+        "matmul": [3.0],
+        "comm": [0.5],
+        "weights": [1.0],
+        "serial": [4.0],
+        "ring": [3.5],
+        "ring in 2 chunks": [3.2],
+    }
+    found, runs = run_measured(times, rounds=3, tells_pace=True)
+    assert (found.matmul, found.comm, found.weights) == (3.0, 0.5, 1.0)
+    assert found.alone == (2.0, 1.0, 0.5)
+    assert found.times == {SERIAL: 4.0, Choice("ring"): 3.5, Choice("ring", 2): 3.2}
+    assert found.chosen == Choice("ring", 2)
+    assert set(runs.values()) == {4}
+    found, runs = run_measured(times, rounds=3)
+    assert (found.weights, found.alone, runs["weights"]) == (0.0, (3.0, 0.0, 0.5), 0)
 
 
 def test_what_is_hopeless_is_not_run_again_but_serial_is():
@@ -302,12 +323,12 @@ def _runs(product):
 # ---- what is remembered ----------------------------------------------------------------------------------------------
 
 
-@given(others, seconds, seconds, seconds)
-def test_a_row_comes_back_as_it_was(times, serial, matmul, sent):
+@given(others, seconds, seconds, seconds, seconds)
+def test_a_row_comes_back_as_it_was(times, serial, matmul, sent, weights):
     times = {SERIAL: serial, **times}
-    before = Measured(PRODUCT, matmul, sent, times, fastest(times))
+    before = Measured(PRODUCT, matmul, sent, times, fastest(times), weights=weights)
     after = from_row(PRODUCT, json.loads(json.dumps(as_row(before))))
-    assert after == Measured(PRODUCT, matmul, sent, times, fastest(times), remembered=True)
+    assert after == Measured(PRODUCT, matmul, sent, times, fastest(times), remembered=True, weights=weights)
     assert after.line() == f"{before.line()}, remembered"
 
 

@@ -84,12 +84,22 @@ def test_tiles_must_fit_the_gpus_of_all_ranks(monkeypatch, here, there, found):
         assert tuple(usable) == found
 
 
-def test_the_slowest_rank_chooses_tiles(monkeypatch):
+@pytest.mark.parametrize(("unit", "rounds"), [(1.0, 4), (0.15 / 9 / 4 / 10.5, 10), (1e-6, 24)])
+def test_the_slowest_rank_chooses_tiles_in_as_many_rounds_as_take_a_moment(monkeypatch, unit, rounds):
+    first, asked, elsewhere = [], [], torch.tensor([1.0 * unit, 4.0 * unit, 1.5 * unit])
+
+    def seconds(run, tried, rounds):
+        asked.append(rounds)
+        return [3.0 * unit, 1.0 * unit, 2.0 * unit]
+
     monkeypatch.setattr(fused, "_usable", lambda *arguments: iter(fused.NARROW[:3]))
-    monkeypatch.setattr(fused, "_seconds", lambda run, tried: [3.0, 1.0, 2.0])
-    monkeypatch.setattr(comm, "max_in_place", lambda times, axis: torch.maximum(times, torch.tensor([1.0, 4.0, 1.5])))
+    monkeypatch.setattr(fused, "_seconds", seconds)
+    monkeypatch.setattr(fused, "_gather", lambda x, rights, axis, tiles: first.extend(tiles))
+    monkeypatch.setattr(comm, "max_in_place", lambda times, axis: torch.maximum(times, elsewhere))
     x, right = torch.zeros(256, 64, dtype=torch.bfloat16), fused.Right(torch.zeros(128, 64), True)
     assert fused._tune("gather", x, right, 256, 2, "tp") == fused.NARROW[2]
+    assert asked == [2, rounds]
+    assert tuple(first) == fused.NARROW[:3]  # before anything is timed, as the first makes room
 
 
 @pytest.mark.skipif(

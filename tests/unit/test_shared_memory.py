@@ -59,6 +59,14 @@ def test_parts_are_added_without_losing_what_their_type_holds(kind, count):
     assert all(torch.equal(a, b) for a, b in zip(parts, kept, strict=True))
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_whole_numbers_are_added_as_such(count):
+    parts = [torch.tensor([2**40 + part, -part, 2**24 + 1]) for part in range(count)]
+    out = torch.empty(3, dtype=torch.int64)
+    shared_memory.add_up(parts, out)
+    assert out.equal(torch.stack(parts).sum(0))
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [

@@ -1,0 +1,139 @@
+"""What a sampled step on a GPU counts as communication and as exposed, by events whose time the test moves."""
+
+import pytest
+import torch
+
+from shardline.parallel import choices as chosen_products
+from shardline.parallel import comm, hidden
+from shardline.parallel.choices import Choice, choices, product_of
+from shardline.parallel.hidden import Alone, DeviceClock
+from shardline.parallel.products import Needs
+
+ALONE = Alone(inputs=2.0, weights=1.0, comm=0.5)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """[seconds]: what the device has come to."""
+    now = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now[0]
+
+        def elapsed_time(self, other):
+            return 1e3 * (other.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return now
+
+
+def test_a_collective_is_exposed_for_all_its_time(now):
+    clock = DeviceClock(axis="tp")
+    with clock.around("tp"):
+        now[0] += 3.0
+    with clock.around("dp"):
+        now[0] += 5.0
+    assert clock.take() == pytest.approx((3.0, 3.0))
+    assert clock.take() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("took", "exposed"), [(1.5, 0.0), (2.25, 0.25), (2.5, 0.5), (7.0, 0.5)])
+def test_a_product_is_exposed_for_what_it_takes_beyond_its_own(now, took, exposed):
+    clock = DeviceClock(axis="tp")
+    with clock.around("tp", ALONE):
+        now[0] += took
+    assert clock.take() == pytest.approx((0.5, exposed))
+
+
+@pytest.mark.parametrize("pace", [0.9, 1.0, 1.25])
+def test_weight_gradients_tell_the_pace_of_a_step(now, pace):
+    """Also that of a product without any."""
+    clock = DeviceClock(axis="tp")
+    with clock.around("tp", ALONE, with_weights=True):
+        now[0] += pace * 2.0 + 0.2
+        with clock.weight_gradients():
+            now[0] += pace * 1.0
+    with clock.around("tp", ALONE):
+        now[0] += pace * 2.0 + 0.1
+    assert clock.take() == pytest.approx((1.0, 0.3))
+
+
+def test_one_slow_weight_gradient_does_not_set_the_pace(now):
+    """It may have waited for memory."""
+    clock = DeviceClock(axis="tp")
+    for waited in (0.0, 9.0, 0.0):
+        with clock.around("tp", ALONE, with_weights=True):
+            now[0] += 1.1 * 2.0 + 0.25
+            with clock.weight_gradients():
+                now[0] += 1.1 * 1.0 + waited
+    assert clock.take() == pytest.approx((1.5, 0.75))
+
+
+def test_weight_gradients_amid_the_communication_count_as_computing(now):
+    clock = DeviceClock(axis="tp")
+    with clock.around("tp", ALONE, with_weights=True):
+        now[0] += 2.0 + 1.0 + 0.25
+    assert clock.take() == pytest.approx((0.5, 0.25))
+
+
+def test_weight_gradients_outside_a_sampled_step_are_not_timed(now):
+    clock = DeviceClock()
+    with clock.around("tp", ALONE), clock.weight_gradients():
+        now[0] += 1.0
+    with clock.weight_gradients():
+        now[0] += 1.0
+    assert clock.take() == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(("took", "exposed"), [(0.4, 0.4), (0.9, 0.5)])
+def test_waiting_for_a_slower_rank_is_no_communication(now, took, exposed):
+    clock = DeviceClock(axis="tp")
+    with clock.expecting(0.5):
+        now[0] += 2.0
+        with clock.around("tp"):
+            now[0] += took
+    with clock.around("tp"):
+        now[0] += 3.0
+    assert clock.take() == pytest.approx((3.0 + exposed, 3.0 + exposed))
+
+
+class Slow:
+    """A backend that moves the clock: 2 s beside 0.4 s of communication, and 1 s of weight gradients."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def gather_linear_backward(self, gradients, full, weights, axis, chunks, needs):
+        if needs.x:
+            self.now[0] += 2.0
+            with hidden.clock.around(axis):  # serial's collective; inside an overlapped product it is no second one
+                self.now[0] += 0.4
+        if needs.weights:
+            with hidden.clock.weight_gradients():
+                self.now[0] += 1.0
+        return None, None
+
+
+@pytest.mark.parametrize(
+    ("backend", "needs", "expected"),
+    [
+        ("overlapped", Needs(), (0.5, 0.4)),
+        ("overlapped", Needs(weights=False), (0.5, 0.4)),
+        ("overlapped", Needs(x=False), (0.0, 0.0)),
+        ("serial", Needs(), (0.4, 0.4)),
+    ],
+)
+def test_what_a_step_counts_of_a_product(monkeypatch, now, backend, needs, expected):
+    monkeypatch.setattr(comm, "axis_size", lambda name: 2)
+    monkeypatch.setattr(hidden.clock, "axis", "tp")
+    monkeypatch.setitem(chosen_products.backends, backend, Slow(now))
+    weight, full, gradient = torch.ones(3, 5), torch.ones(8, 5), torch.ones(8, 3)
+    product = product_of("all_gather_linear", "backward", 8, [weight], "tp")
+    monkeypatch.setattr(choices, "chosen", {product: Choice(backend)})
+    monkeypatch.setattr(choices, "alone", {product: ALONE})
+    chosen_products.gather_linear_backward([gradient], full, [weight], "tp", needs)
+    assert hidden.clock.take() == pytest.approx(expected)
