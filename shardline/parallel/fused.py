@@ -327,9 +327,10 @@ def _gathering_alone(rows: Tensor, right: Right, ranks: int) -> Launch:
     return lambda tiles: _launch_gather(rows[:t], rows, right, out, state, tiles, 0, ranks, last=False)
 
 
-def _scattering_alone(rows: Tensor, right: Right, ranks: int) -> Launch:
+def _scattering_alone(rows: Tensor, right: Right, ranks: int, out: Tensor | None = None) -> Launch:
     """A product of rank 0 whose memory of rank r is its own where r would write: what it sends is what it waits for."""
     t, width = rows.shape[0] // ranks, right.width
+    out = rows.new_empty(t, width) if out is None else out
     elements, flags_each = _aligned(t * width), t * width // MIN_TILE + width
     parts = rows.new_empty(2 * ranks * elements)
     flags = torch.zeros(2 * ranks * flags_each, dtype=torch.int32, device=rows.device)
@@ -338,7 +339,7 @@ def _scattering_alone(rows: Tensor, right: Right, ranks: int) -> Launch:
         for memory, step in ((parts, elements), (flags, flags_each))
     ]
     room = Room(places[0].to(rows.device), places[1].to(rows.device), elements, flags_each, (parts, flags))
-    out, state = rows.new_empty(t, width), State(rows.device, ranks)
+    state = State(rows.device, ranks)
     return lambda tiles: _launch_scatter(rows, right, out, room, state, tiles, 0, ranks)
 
 

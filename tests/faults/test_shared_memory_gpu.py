@@ -1,8 +1,7 @@
 """A rank that ends or stops while another's kernel waits for its rows, in real training of two ranks.
 
-They may share a GPU: under MPS, with CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50 and
-TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1. A killed client leaves an MPS server that serves no others: then each test
-needs a server of its own.
+They may share a GPU (benchmarks/one_gpu.sh 2 ...). A killed client leaves an MPS server that serves no others: then
+each test needs a server of its own.
 """
 
 import os

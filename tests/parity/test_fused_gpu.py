@@ -1,7 +1,9 @@
 """Products over shared memory of GPUs against collective-then-multiply: values, delays, CUDA graphs, many repetitions.
 
-Ranks may share one GPU, under MPS: TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50
-(25 for four ranks).
+Ranks may share one GPU:
+
+    benchmarks/one_gpu.sh 2 python -m pytest tests/parity/test_fused_gpu.py -m "not slow"
+    benchmarks/one_gpu.sh 4 python -m pytest tests/parity/test_fused_gpu.py -m slow
 """
 
 import random

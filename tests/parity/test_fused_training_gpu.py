@@ -1,7 +1,6 @@
 """Training with the products over shared memory of GPUs gives one process's numbers.
 
-    SHARDLINE_PARITY_DEVICE=cuda TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25 \
-        python -m pytest tests/parity/test_fused_training_gpu.py                       # ranks share a GPU, under MPS
+    SHARDLINE_PARITY_DEVICE=cuda benchmarks/one_gpu.sh 4 python -m pytest tests/parity/test_fused_training_gpu.py
 """
 
 import contextlib
