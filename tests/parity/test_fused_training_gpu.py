@@ -1,6 +1,8 @@
 """Training with the products over shared memory of GPUs gives one process's numbers.
 
     SHARDLINE_PARITY_DEVICE=cuda benchmarks/one_gpu.sh 4 python -m pytest tests/parity/test_fused_training_gpu.py
+
+(Four ranks are the most that a case has; with a GPU for each, without the script.)
 """
 
 import contextlib
