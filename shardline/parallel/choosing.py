@@ -8,6 +8,7 @@ no candidate. Choices are kept in a file for the next run with the same device, 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from shardline import __version__
 from shardline.config.architecture import Architecture
-from shardline.parallel import comm
+from shardline.parallel import comm, shared_memory
 from shardline.parallel.choices import SERIAL, Choice, Product, backends
 from shardline.parallel.hidden import Alone
 from shardline.parallel.products import COLUMN, ROW, Needs, input_gradient, multiply, weight_gradients
@@ -35,6 +36,7 @@ LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as take a moment, by 
 IN_A_ROW = 6
 HOPELESS = 3.0
 NEAR, RUN_OFF = 1.15, 2.0  # those this near to the best run again, alone, for about so many seconds
+MATTERS = ("NCCL_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")  # in the environment
 OFF, FAR_OFF = 0.02, 0.25  # what rounding does not do: to all numbers together; to one, in terms of their usual size
 
 
@@ -148,6 +150,14 @@ class Trial:
         self.full = drawn(p.rows, p.depth) if gathers and p.direction == "forward" else self.x
         self.all_gradients = [drawn(p.rows, w) for w in shape.widths] if self.gradients and scatters else self.gradients
 
+    def turn(self) -> None:
+        """Change the sign of what is sent, and with it of every result.
+
+        What lies in memory from a run before must not pass for what has come in this one.
+        """
+        for tensor in self.gradients or [self.x]:
+            tensor.neg_()
+
     def run(self, choice: Choice) -> Any:
         p, backend = self.product, backends[choice.backend]
         if p.direction == "forward":
@@ -200,7 +210,7 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
     in_a_row = IN_A_ROW if device.type == "cuda" else 1
     with comm.traffic.uncounted():
         wanted = _tensors(trial.run(SERIAL))
-        failures = [_failure(run, device, wanted if at >= parts else ()) for at, run in enumerate(runs)]
+        failures = [_failure(run, device, *((trial, wanted) if at >= parts else ())) for at, run in enumerate(runs)]
         del wanted
         refused = {choice.backend: why for choice, why in zip(tried, failures[parts:], strict=True) if why}
         works = [*range(parts), *(at for at, one in enumerate(tried, parts) if one.backend not in refused)]
@@ -249,21 +259,38 @@ def failure(shape: Shape, choice: Choice, device: torch.device) -> str:
     """Why a choice cannot carry a product, empty where it gives the numbers of `serial` on every rank."""
     trial = Trial(shape, device)
     with comm.traffic.uncounted():
-        return _failure(lambda: trial.run(choice), device, _tensors(trial.run(SERIAL)))
+        return _failure(lambda: trial.run(choice), device, trial, _tensors(trial.run(SERIAL)))
 
 
-def _failure(run: Callable[[], Any], device: torch.device, wanted: Sequence[Tensor] = ()) -> str:
-    """Why something cannot run with these shapes, empty where it can on every rank; warms up, too."""
-    said = ""
-    try:
+def _failure(
+    run: Callable[[], Any], device: torch.device, trial: Trial | None = None, wanted: Sequence[Tensor] = ()
+) -> str:
+    """Why something cannot run with these shapes, empty where it can on every rank; warms up, too.
+
+    With a trial, whether it gives what is wanted: also with the signs turned, twice, as memory may be used in turn.
+    """
+
+    def attempt() -> None:
         found = run()
         _synchronize(device)
-        said = _difference(_tensors(found), wanted) if wanted else ""
-    except (RuntimeError, ValueError, NotImplementedError) as error:
-        said = f"{error}".strip().splitlines()[0] if f"{error}".strip() else type(error).__name__
-    answers = [""] * comm.axis("world").size
-    dist.all_gather_object(answers, said)
-    return next((answer for answer in answers if answer), "")
+        if trial is None:
+            return
+        told = _difference(_tensors(found), wanted)
+        trial.turn()
+        try:
+            for _ in range(2):
+                found = run()
+                _synchronize(device)
+                told = told or _difference([-one for one in _tensors(found)], wanted)
+        finally:
+            trial.turn()
+        if told:
+            raise RuntimeError(told)
+
+    said = shared_memory.agreed_reason(attempt)
+    if said is not None:
+        shared_memory.start_anew()
+    return said or ""
 
 
 def _tensors(result: Any) -> list[Tensor]:
@@ -328,13 +355,21 @@ def topology(device: torch.device) -> dict[str, Any]:
         "device": _device(device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "shardline": __version__,
         "backend": str(dist.get_backend(axis.group)),
         "tp": axis.size,
         "hosts": [sorted(set(hosts)).index(host) for host in hosts],
         "names": sorted(set(hosts)),
-        "network": {key: value for key, value in sorted(os.environ.items()) if key.startswith(("NCCL_", "GLOO_"))},
+        "network": {key: value for key, value in sorted(os.environ.items()) if key.startswith(MATTERS)},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _device(device: torch.device) -> str:

@@ -46,10 +46,10 @@ NARROW = (  # two bytes
     Tiles(64, 128, 64, 4, 4),
 )
 WIDE = (Tiles(64, 64, 32, 2, 4),)  # float32, in full precision
-MIN_TILE = 64 * 64  # elements
+MIN_SIDE = 64  # of a tile
 LEAST_ROUNDS, MOST_ROUNDS, MOMENT, IN_A_ROW = 4, 24, 0.15, 4  # of trying tiles: as many as take a moment, in seconds
 FOR_OTHERS = 4  # multiprocessors
-TURNS = 6  # tiles after which a program ends, where ranks share a GPU
+TURNS = 6  # tiles after which a program ends, where others need a place
 MOST_REGISTERS = {"gather": 60_000, "scatter": 65_536}  # of a multiprocessor: copies of rows may need some of them
 
 
@@ -162,8 +162,10 @@ def _aligned(elements: int) -> int:
 def _launch_scatter(
     x: Tensor, right: Right, out: Tensor, room: Room, state: State, tiles: Tiles, own: int, ranks: int
 ) -> Any:
-    division = _division(x.device, ranks, tiles.in_all(x.shape[0], right.width))
-    return _kernels().matmul_scatter[(division.programs,)](
+    own_tiles = tiles.in_all(x.shape[0] // ranks, right.width)
+    division = _division(x.device, ranks, ranks * own_tiles)
+    programs = division.programs((ranks - 1) * own_tiles) + division.programs(own_tiles)
+    return _kernels().matmul_scatter[(programs,)](
         x, right.tensor, out, room.parts, room.flags, state.scattered,
         x.shape[0] // ranks, right.width, x.shape[1], own, room.elements, room.tiles,
         tiles.group, division.abreast, division.turns,
@@ -174,8 +176,9 @@ def _launch_scatter(
 def _launch_gather(
     x: Tensor, full: Tensor, right: Right, out: Tensor, state: State, tiles: Tiles, own: int, ranks: int, last: bool
 ) -> Any:
-    division = _division(x.device, ranks, tiles.in_all(ranks * x.shape[0], right.width))
-    return _kernels().gather_matmul[(division.programs,)](
+    in_all = tiles.in_all(ranks * x.shape[0], right.width)
+    division = _division(x.device, ranks, in_all)
+    return _kernels().gather_matmul[(division.programs(in_all),)](
         x, full, right.tensor, out, state.arrived, state.gathered,
         x.shape[0], right.width, x.shape[1], own, int(last),
         tiles.group, division.abreast, division.turns,
@@ -202,23 +205,28 @@ class Division(NamedTuple):
 
     abreast: int
     turns: int
-    programs: int
+
+    def programs(self, tiles: int) -> int:
+        """That do nothing else than these."""
+        return -(-tiles // (self.abreast * self.turns)) * self.abreast
 
 
 def _division(device: torch.device, ranks: int, tiles: int) -> Division:
-    """As few programs as do it in as many turns as one for each multiprocessor would.
+    """As few programs abreast as do it in as many turns as one for each multiprocessor would.
 
-    Where ranks share a GPU, they have parts of it that overlap, as MPS gives them: programs end after a few turns, so
-    that another rank's find a place.
+    Where ranks share a GPU, they have parts of it that overlap, as MPS gives them; where ranks talk over other axes as
+    well, kernels of NCCL take multiprocessors. Then programs end after a few turns, so that others find a place, and
+    the tiles of one that found none are not all late.
 
-    Where ranks talk over other axes as well, some multiprocessors are left: a kernel of NCCL must find a place beside
-    this one, as another rank may wait for it before it comes to the product that this one waits in.
+    Beside other axes some multiprocessors are left: a kernel of NCCL must find a place beside this one, as another rank
+    may wait for it before it comes to the product that this one waits in.
     """
-    most = _multiprocessors(device) - (FOR_OTHERS if comm.axis_size("world") > ranks else 0)
+    others = comm.axis_size("world") > ranks
+    most = _multiprocessors(device) - (FOR_OTHERS if others else 0)
     in_all = -(-tiles // most)
     abreast = -(-tiles // in_all)
-    turns = min(in_all, TURNS) if share_a_gpu(ranks) else in_all
-    return Division(abreast, turns, -(-tiles // (abreast * turns)) * abreast)
+    turns = min(in_all, TURNS) if others or share_a_gpu(ranks) else in_all
+    return Division(abreast, turns)
 
 
 @functools.cache
@@ -331,7 +339,7 @@ def _scattering_alone(rows: Tensor, right: Right, ranks: int, out: Tensor | None
     """A product of rank 0 whose memory of rank r is its own where r would write: what it sends is what it waits for."""
     t, width = rows.shape[0] // ranks, right.width
     out = rows.new_empty(t, width) if out is None else out
-    elements, flags_each = _aligned(t * width), t * width // MIN_TILE + width
+    elements, flags_each = _aligned(t * width), -(-t // MIN_SIDE) * -(-width // MIN_SIDE)
     parts = rows.new_empty(2 * ranks * elements)
     flags = torch.zeros(2 * ranks * flags_each, dtype=torch.int32, device=rows.device)
     places = [
@@ -393,7 +401,10 @@ def _try_out(device: torch.device, axis: str) -> None:
     wanted = everything.float() @ weights[own].float().t()
     summed = everything[own * t : (own + 1) * t].float() @ torch.stack(weights).float().sum(0).t()
     mine = everything[own * t : (own + 1) * t]
-    for by_rows in (True, False, True):
+    for number, by_rows in enumerate((True, False, True, False)):
+        if number == 2:  # what lies in memory from the runs before must not pass for what has come
+            for tensor in (everything, wanted, summed):
+                tensor.neg_()
         right = Right(weights[own] if by_rows else weights[own].t().contiguous(), by_rows)
         # The first tiles that will do: each product's own are tried, with its shape, when it is measured.
         for_gather = next(_usable("gather", mine, right, t, ranks, axis))

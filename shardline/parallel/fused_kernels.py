@@ -9,9 +9,9 @@ What another rank writes lies in memory of two halves, used in turn: a rank may 
 two, since its own tiles need all others' tiles. Flags are put back where they were waited for, so that a recorded CUDA
 graph can be replayed; which half is next is counted on the device for the same reason.
 
-Each program takes a share of the tiles, the earlier the earlier it finds a place on the GPU. A tile waits only for what
-other ranks' tiles send that wait for nothing, and those come first in every rank's order: it does not matter how many
-programs are on the GPU at a time.
+Each program takes a share of the tiles, the earlier the earlier it finds a place on the GPU. Scattering, the first
+programs only send, and so end without waiting for anything; those after them only wait for what such programs of other
+ranks have sent. So it does not matter how many programs are on the GPU at a time, if it is one.
 """
 # mypy: ignore-errors
 
@@ -69,7 +69,7 @@ def _enter(state):
 
 @triton.jit
 def _leave(state, tiles, abreast, turns):
-    """1 in the last program that ends, whose turn it is to tidy up."""
+    """1 in the last program that ends, whose turn it is to tidy up; `tiles` are places for them, in all."""
     programs = tl.cdiv(tiles, abreast * turns) * abreast
     tl.debug_barrier()
     last = tl.atomic_add(state + LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1
@@ -279,8 +279,8 @@ def matmul_scatter(
     sent = tl.load(parts + own).to(kind) + begins
     here = tl.load(flags + own).to(tl.pointer_type(tl.int32))
     result = tl.make_tensor_descriptor(out, shape=[T, N], strides=[N, 1], block_shape=[BM, BN // (2 * PIECES)])
-    others = tiles * (RANKS - 1)
-    first, end = _share(number, abreast, turns, others, tiles * RANKS)
+    others = tl.cdiv(tiles * (RANKS - 1), abreast * turns) * abreast * turns  # no program sends and waits
+    first, end = _share(number, abreast, turns, others, others + tiles)
     for index in tl.range(first, end, abreast, flatten=True):
         tile = index - others
         row = row_of_tiles(tile, rows, columns, group) * BM
@@ -288,5 +288,5 @@ def matmul_scatter(
         total = _product(left, right, own * T + row, column, K, BM, BN, BK, ROWS, PRECISION)
         _take_all(here + slots * most_tiles + tile, most_tiles, own, RANKS, ON_GPU)
         _finish(total, sent, result, row, column, T, N, own, RANKS, BM, BN, PIECES)
-    if _leave(state, RANKS * tiles, abreast, turns):
+    if _leave(state, others + tiles, abreast, turns):
         tl.store(state + HALF, 1 - half)

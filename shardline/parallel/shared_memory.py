@@ -191,6 +191,16 @@ def keep(purposes: Collection[str]) -> None:
         one.keep(purposes)
 
 
+def start_anew() -> None:
+    """Forget what ranks share, where something failed in the middle: a flag may be set that nobody puts back.
+
+    Every rank calls it together.
+    """
+    for one in _spaces.values():
+        one.keep(())
+        one.state = None
+
+
 def release() -> None:
     """Give the shared memory back, at the end of a run."""
     from shardline.parallel import torch_fused

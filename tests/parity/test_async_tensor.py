@@ -138,20 +138,36 @@ class WrongOnOneRank(Ring):
         return products, full
 
 
-def decide_with_wrong_numbers(overrides: dict[str, Any], cache: Path) -> Decided:
-    with patch.dict(backends, ring=WrongOnOneRank()):
+class OldOnOneRank(Ring):
+    """Rank 1 does not wait, and finds what came in the run before the last."""
+
+    def __init__(self) -> None:
+        self.last: dict[Any, list[Any]] = {}
+
+    def gather_linear(self, x: Any, weights: Any, axis: str, chunks: int) -> Any:
+        found = super().gather_linear(x, weights, axis, chunks)
+        if comm.axis(axis).rank != 1:
+            return found
+        before = self.last.setdefault((weights[0].shape, chunks), [found, found])
+        before.append(found)
+        return before.pop(0)
+
+
+def decide_with_wrong_numbers(overrides: dict[str, Any], cache: Path, wrong: type[Ring]) -> Decided:
+    with patch.dict(backends, ring=wrong()):
         return decide(overrides, cache)
 
 
+@pytest.mark.parametrize("wrong", [WrongOnOneRank, OldOnOneRank])
 @pytest.mark.parametrize("remembered", [False, True])
-def test_what_gives_wrong_numbers_is_not_used(pool: Pool, tmp_path: Path, remembered: bool) -> None:
+def test_what_gives_wrong_numbers_is_not_used(pool: Pool, tmp_path: Path, remembered: bool, wrong: type[Ring]) -> None:
     settings = tp(2) | {BACKEND: "ring"}
     if remembered:
         assert {choice.backend for choice in pool.run(2, decide, settings, tmp_path)[0].chosen.values()} == {"ring"}
-    for decided in pool.run(2, decide_with_wrong_numbers, settings, tmp_path):
-        wrong = [line for line in measured_lines(decided) if "ring cannot be used here: its numbers are not" in line]
+    for decided in pool.run(2, decide_with_wrong_numbers, settings, tmp_path, wrong):
+        said = [line for line in measured_lines(decided) if "ring cannot be used here: its numbers are not" in line]
         gathering = [name for name in decided.chosen if name.startswith("all_gather_linear forward")]
-        assert len(wrong) == len(gathering) == 2
+        assert len(said) == len(gathering) == 2
         assert {name for name, choice in decided.chosen.items() if choice.backend == "serial"} == set(gathering)
 
 

@@ -1,10 +1,10 @@
 """The kernels of shardline.parallel.fused_kernels in Triton's interpreter: every program of every rank is a process.
 
-    python -m tests.unit.fused_program gather|scatter RANKS ABREAST REPEATS SEED [TURNS]
+    python -m tests.unit.fused_program gather|scatter RANKS ABREAST REPEATS SEED [TURNS [PLACES]]
 
-Programs of a rank begin a product together and end it together, as kernels on one stream do; ranks run free. With
-TURNS there are more than ABREAST: each begins when one has ended, as where they find no place on a GPU. Memory is
-shared by forking, at the same addresses. Ends with 0 where every result is right and every flag was put back.
+Programs of a rank begin a product together and end it together, as kernels on one stream do; ranks run free. There are
+PLACES for them, ABREAST where nothing is said, and the next begins when one has ended, as on a GPU. Memory is shared by
+forking, at the same addresses. Ends with 0 where every result is right and every flag was put back.
 """
 
 import multiprocessing
@@ -18,6 +18,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from shardline.parallel import fused_kernels
+from shardline.parallel.fused import Division
 from shardline.parallel.tile_order import gathering_shard
 
 T, N, K = 32, 40, 24
@@ -31,17 +32,20 @@ fork = multiprocessing.get_context("fork")
 class Setting:
     """What all processes see."""
 
-    def __init__(self, ranks: int, abreast: int, repeats: int, seed: int, turns: int) -> None:
+    def __init__(self, ranks: int, abreast: int, repeats: int, seed: int, turns: int, places: int) -> None:
         self.ranks, self.abreast, self.repeats, self.seed, self.turns = ranks, abreast, repeats, seed, turns
-        tiles = ranks * (T // TILES["BM"]) * -(-N // TILES["BN"])
-        self.programs = programs = -(-tiles // (abreast * turns)) * abreast
+        self.programs = programs = self.count(T // TILES["BM"] * -(-N // TILES["BN"]), Division(abreast, turns))
         self.random = torch.Generator().manual_seed(seed)
         self.by_rows = seed % 2 == 0
         shape = (N, K) if self.by_rows else (K, N)
         self.weights = [self.drawn(*shape) for _ in range(ranks)]
         self.states = [self.zeros(fused_kernels.WORDS) for _ in range(ranks)]
         self.ends = [fork.Barrier(programs) for _ in range(ranks)]
-        self.places = [fork.Semaphore(abreast) for _ in range(ranks)]
+        self.places = [fork.Semaphore(places or abreast) for _ in range(ranks)]
+
+    def count(self, tiles: int, division: Division) -> int:
+        """The programs of a rank; `tiles` are those of one rank's rows."""
+        return division.programs(self.ranks * tiles)
 
     def drawn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.random).share_memory_()
@@ -111,6 +115,9 @@ class Gathering(Setting):
 
 
 class Scattering(Setting):
+    def count(self, tiles: int, division: Division) -> int:
+        return division.programs((self.ranks - 1) * tiles) + division.programs(tiles)
+
     def __init__(self, *arguments: int) -> None:
         super().__init__(*arguments)
         self.rows = [self.drawn(self.repeats, self.ranks * T, K) for _ in range(self.ranks)]
@@ -152,8 +159,8 @@ def _programs(setting: Setting) -> list:
 
 def main(kind: str, *numbers: str) -> None:
     torch.set_num_threads(1)
-    ranks, abreast, repeats, seed, turns = (*map(int, numbers), ENDLESS)[:5]
-    setting = {"gather": Gathering, "scatter": Scattering}[kind](ranks, abreast, repeats, seed, turns)
+    given = [int(number) for number in numbers]
+    setting = {"gather": Gathering, "scatter": Scattering}[kind](*given, *(ENDLESS, 0)[len(given) - 4 :])
     processes = setting.processes()
     for process in processes:
         process.start()

@@ -39,12 +39,13 @@ def test_shards_come_own_first_or_last_and_no_two_ranks_meet(ranks):
 @pytest.mark.parametrize(
     ("ranks", "gpus", "world", "tiles", "division"),
     [
-        (2, 8, 2, 132 * 5, (132, 5, 132)),
-        (2, 8, 2, 132 * 5 + 1, (111, 6, 111)),  # no more than help
-        (2, 8, 2, 7, (7, 1, 7)),
-        (2, 8, 16, 128 * 5, (128, 5, 128)),  # kernels for other axes must find a place
-        (2, 1, 2, 132 * 12, (132, 6, 132 * 2)),  # another rank's programs must find a place
-        (4, 1, 4, 132 * 2 + 3, (89, 3, 89)),
+        (2, 8, 2, 132 * 5, (132, 5)),
+        (2, 8, 2, 132 * 5 + 1, (111, 6)),  # no more than help
+        (2, 8, 2, 7, (7, 1)),
+        (2, 8, 2, 132 * 20, (132, 20)),
+        (2, 8, 16, 128 * 20, (128, 6)),  # kernels for other axes must find a place
+        (2, 1, 2, 132 * 12, (132, 6)),  # another rank's programs must find a place
+        (4, 1, 4, 132 * 2 + 3, (89, 3)),
     ],
 )
 def test_how_tiles_are_divided(monkeypatch, ranks, gpus, world, tiles, division):
@@ -110,6 +111,7 @@ def test_the_slowest_rank_chooses_tiles_in_as_many_rounds_as_take_a_moment(monke
     [
         *("gather 2 2 3 0", "gather 3 1 2 1", "gather 2 2 2 1 2"),
         *("scatter 2 2 6 0", "scatter 3 2 4 1", "scatter 2 3 5 2", "scatter 2 2 3 0 2", "scatter 3 1 2 1 5"),
+        *("scatter 2 4 2 1 1000 1", "scatter 3 4 2 0 1000 2"),  # not all find a place at a time
     ],
 )
 def test_in_the_interpreter(words):
