@@ -6,9 +6,10 @@
     python benchmarks/async_tp.py --backend ring -- --training.seq_len=512
     python benchmarks/async_tp.py --here --flavor 8B --seq-len 8192 --torch-pass -- --compile.enable=true     # CUDA
 
-Steps alternate between `serial` and the chosen backends, ten at a time; with --silent also with the same products
-without their communication, on numbers that are nobody's, so that its loss means nothing. The first block, and the
-first step of every other, is dropped; medians of the rest. One JSON line:
+Steps alternate between `serial` and the chosen backends, ten at a time; with --silent also with the products of serial
+in which each rank takes its own rows for those of the others: what a rank computes and stores stays, what goes between
+ranks does not, nor the wait for a slower one. (The loss of such a run means nothing.) The first block, and the first
+step of every other, is dropped; medians of the rest. One JSON line:
 
     serial, overlapped    step_seconds, tp_comm_seconds, tp_exposed_seconds of each
     speed_up              serial step / overlapped step
@@ -57,22 +58,16 @@ def counts(step: int) -> bool:
 
 
 def silence() -> Any:
-    """What serial products take for communication in silent steps: rows of others are whatever lies there."""
-    import torch
+    """What serial products take for communication in silent steps: others' rows are this rank's own."""
     from torch import Tensor
 
     from shardline.parallel import comm
 
-    held: dict[Any, Tensor] = {}
-
     def gather_rows(x: Tensor, axis: str) -> Tensor:
-        shape = (comm.axis_size(axis) * x.shape[0], *x.shape[1:])
-        if shape not in held:
-            held[shape] = torch.randn(shape, dtype=x.dtype, device=x.device)
-        return held[shape]
+        return x.repeat(comm.axis_size(axis), *[1] * (x.ndim - 1))
 
     def scatter_rows(x: Tensor, axis: str) -> Tensor:
-        return x[: x.shape[0] // comm.axis_size(axis)]
+        return x.unflatten(0, (comm.axis_size(axis), -1)).sum(0)
 
     return SimpleNamespace(gather_rows=gather_rows, scatter_rows=scatter_rows, sum_in_place=lambda x, axis: x)
 
@@ -264,6 +259,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank:
         return train(options.words)
+    least = BLOCK * (4 if options.silent else 3)
+    if options.steps < least:
+        parser.error(f"--steps {options.steps}: a block of each kind that counts needs at least {least}")
     import torch
 
     with tempfile.TemporaryDirectory() as parent:

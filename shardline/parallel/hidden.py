@@ -123,10 +123,11 @@ class DeviceClock:
         if self._inside is None:
             yield
             return
-        began, ended = self._inside.weights = _events()
+        mark, (began, ended) = self._inside, _events()
         began.record()
         yield
         ended.record()
+        mark.weights = began, ended
 
     def take(self) -> Times:
         """After the device has finished the step."""

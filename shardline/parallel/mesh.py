@@ -164,6 +164,22 @@ def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:
     ]
 
 
+def sharing_lines(device: torch.device) -> list[str]:
+    """A line where ranks share GPUs, which is slow and may not be meant."""
+    if device.type != "cuda" or not _share_gpus():
+        return []
+    ranks, seen = told_by_launcher("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
+    return [
+        f"{ranks} ranks of this machine share {seen} GPU{'s' if seen > 1 else ''}: gloo carries what they exchange,"
+        " through the memory of the host. If each rank has a GPU of its own and sees no other, let all see all of them"
+        " (CUDA_VISIBLE_DEVICES; srun --gpus-per-node, not --gpus-per-task)"
+    ]
+
+
+def _share_gpus() -> bool:
+    return told_by_launcher("LOCAL_WORLD_SIZE", 1) > torch.cuda.device_count()
+
+
 def world_size() -> int:
     """Ranks of this job, as the launcher says."""
     return told_by_launcher("WORLD_SIZE", 1)
@@ -185,8 +201,7 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
     alone = world_size() == 1
     if dist.is_initialized() or (alone and not offload):
         return False
-    own_gpu = device.type == "cuda" and told_by_launcher("LOCAL_WORLD_SIZE", 1) <= torch.cuda.device_count()
-    backend = "cpu:gloo,cuda:nccl" if own_gpu else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not _share_gpus() else "gloo"
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
@@ -197,8 +212,8 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
 
 def stop_process_group() -> None:
     """Leave the other ranks; quiet when they are gone already."""
+    shared_memory.release()  # waits for the device: where that hangs, the watchdog ends it
     watchdog.stop_watchdog()
-    shared_memory.release()
     comm.register_axes({})
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -35,6 +35,7 @@ from shardline.parallel.hidden import Sampler, Times
 from shardline.parallel.mesh import (
     Mesh,
     crossing_lines,
+    sharing_lines,
     start_process_group,
     stop_process_group,
     told_by_launcher,
@@ -195,6 +196,8 @@ class Trainer:
             log.info("%d ranks: %s", self.mesh.world_size, self.layout)
             for line in crossing_lines(self.layout, told_by_launcher("LOCAL_WORLD_SIZE", self.mesh.world_size)):
                 log.info("%s", line)
+            for line in sharing_lines(self.device):
+                log.warning("%s", line)
         dtype = self.precision.compute
         kernel = attention_words(config, self.arch, self.device, dtype, otherwise=self.kernel)
         log.info("computing in %s, attention by %s", str(dtype).removeprefix("torch."), kernel)

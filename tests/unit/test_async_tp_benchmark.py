@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from shardline.parallel import comm
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "async_tp.py"
 
@@ -16,6 +19,27 @@ def benchmark(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_silent_collectives_have_the_shapes_of_others(benchmark, monkeypatch):
+    monkeypatch.setattr(comm, "axis_size", {"tp": 3}.get)
+    quiet, x = benchmark.silence(), torch.arange(12.0).view(6, 2)
+    assert quiet.gather_rows(x, "tp").equal(torch.cat([x, x, x]))
+    assert quiet.scatter_rows(x, "tp").equal(x[:2] + x[2:4] + x[4:])
+    assert quiet.sum_in_place(x, "tp") is x
+
+
+@pytest.mark.parametrize(("words", "least"), [([], 30), (["--silent"], 40)])
+def test_as_many_steps_as_count(benchmark, monkeypatch, capsys, words, least):
+    assert {benchmark.kind(step, bool(words)) for step in range(1, least + 1) if benchmark.counts(step)} == {
+        "serial",
+        "overlapped",
+        *(["silent"] if words else []),
+    }
+    monkeypatch.setattr(sys, "argv", ["async_tp.py", *words, f"--steps={least - 1}"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    assert f"--steps {least - 1}: a block of each kind that counts needs at least {least}" in capsys.readouterr().err
 
 
 SECONDS = {"serial": 10.0, "overlapped": 8.5, "silent": 8.0}

@@ -80,6 +80,14 @@ def test_weight_gradients_amid_the_communication_count_as_computing(now):
     assert clock.take() == pytest.approx((0.5, 0.25))
 
 
+def test_weight_gradients_that_fail_leave_nothing_half_timed(now):
+    clock = DeviceClock(axis="tp")
+    now[0] += 2.0
+    with pytest.raises(ZeroDivisionError), clock.around("tp", ALONE, with_weights=True), clock.weight_gradients():
+        raise ZeroDivisionError
+    assert clock.take() == pytest.approx((0.5, 0.0))
+
+
 def test_weight_gradients_outside_a_sampled_step_are_not_timed(now):
     clock = DeviceClock()
     with clock.around("tp", ALONE), clock.weight_gradients():

@@ -7,6 +7,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from shardline.config.layout import AXES, EXPERT_AXES, KEYS, Layout, resolve_lay
 from shardline.config.load import load_config
 from shardline.config.schema import Parallelism
 from shardline.errors import ConfigError, UserError
-from shardline.parallel.mesh import crossing_lines, world_size
+from shardline.parallel.mesh import crossing_lines, sharing_lines, world_size
 from shardline.parallel.tensor import TensorParallel, check_rows, nearest_lengths
 
 small = st.integers(1, 6)
@@ -170,6 +171,17 @@ def test_the_line_names_axis_ranks_and_consequence():
     )
     assert "its only group, first ranks 0 to 15" in crossing_lines(Layout(tp=16), 8)[0]
     assert crossing_lines(Layout(dp_shard=2, tp=8), 8) == []
+
+
+@pytest.mark.parametrize(("device", "gpus", "lines"), [("cuda", 8, 0), ("cuda", 1, 1), ("cpu", 0, 0)])
+def test_ranks_that_share_a_gpu_are_reported(monkeypatch, device, gpus, lines):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    found = sharing_lines(torch.device(device))
+    assert len(found) == lines
+    assert all(
+        line.startswith("8 ranks of this machine share 1 GPU: gloo carries what they exchange") for line in found
+    )
 
 
 # ---- rows of a micro-batch -------------------------------------------------------------------------------------------
