@@ -20,9 +20,13 @@ class Refusal:
     remedy: str
 
 
+# A degree of -1 is neither 1 nor above it: what it comes to depends on the number of ranks (`layout.with_degrees`).
 def _shards(config: Config) -> bool:
-    """Sharded data parallelism by number; -1 is resolved with the number of ranks, which a config does not know."""
     return config.parallelism.data_parallel_shard_degree > 1
+
+
+def _shards_nothing(config: Config) -> bool:
+    return config.parallelism.data_parallel_shard_degree == 1
 
 
 def _replicates(config: Config) -> bool:
@@ -64,7 +68,7 @@ def _override(name: str, value: object) -> Callable[[Config], bool]:
 
 
 FEATURES: dict[str, Callable[[Config], bool]] = {
-    "DDP": lambda c: _replicates(c) and not _shards(c) and not _context(c),
+    "DDP": lambda c: _replicates(c) and _shards_nothing(c) and not _context(c),
     "FSDP": lambda c: _shards(c) and not _replicates(c),
     "HSDP": lambda c: (_shards(c) or _context(c)) and _replicates(c),
     "TP": _tensor,
@@ -115,11 +119,11 @@ _LATE = Refusal(
 REFUSED: dict[frozenset[str], Refusal] = {
     frozenset({"DDP", "optimizer in backward"}): Refusal(
         "gradients wait in buckets for their sum, so nothing would be saved",
-        "shard instead: set parallelism.data_parallel_shard_degree above 1",
+        "shard instead: raise parallelism.data_parallel_shard_degree, lower data_parallel_replicate_degree",
     ),
     frozenset({"DDP", "CPU offload"}): Refusal(
         "every replica would keep all of the model in host memory",
-        "shard instead: set parallelism.data_parallel_shard_degree above 1",
+        "shard instead: raise parallelism.data_parallel_shard_degree, lower data_parallel_replicate_degree",
     ),
     frozenset({"optimizer in backward", "LAMB"}): _TRUST_RATIO,
     frozenset({"optimizer in backward", "LARS"}): _TRUST_RATIO,

@@ -6,7 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from shardline.config.schema import Parallelism
+from shardline.config.schema import Config, Parallelism
 from shardline.errors import ConfigError
 
 # Outermost first: ranks of the last axis are neighbours, so that its traffic, the heaviest, stays inside a node.
@@ -91,6 +91,13 @@ def resolve_layout(section: Parallelism, world_size: int) -> Layout:
     if layout.world_size != world_size:
         raise ConfigError(_mismatch(section, degrees, world_size))
     return _with_experts(layout, section.expert_parallel_degree, section.expert_tensor_parallel_degree)
+
+
+def with_degrees(config: Config, layout: Layout) -> Config:
+    """The config with numbers for all degrees: rules that turn on them can be judged."""
+    if config.parallelism.data_parallel_shard_degree == layout.dp_shard:
+        return config
+    return config.replace({"parallelism.data_parallel_shard_degree": layout.dp_shard})
 
 
 def _with_experts(layout: Layout, ep: int, etp: int) -> Layout:

@@ -83,7 +83,10 @@ EXPERT_KEYS = (
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for combinations that cannot work, all of them at once."""
+    """Raise ConfigError for combinations that cannot work, all of them at once.
+
+    What turns on the number of ranks is judged in a config that has it (`layout.with_degrees`); so it is with `notes`.
+    """
     problems = [line(config.origin(key), key, _sentence(rule, config)) for rule, key in _matches(config, "refused")]
     problems += [f"{a} with {b}: {refusal.reason}; {refusal.remedy}" for a, b, refusal in refusals(config)]
     if problems:
@@ -190,7 +193,7 @@ def _one_rank(config: Config) -> bool:
         part.context_parallel_degree,
         part.expert_parallel_degree,
     )
-    return max(degrees) == 1 and part.data_parallel_shard_degree in (-1, 1)
+    return max(degrees) == 1 and part.data_parallel_shard_degree == 1
 
 
 def _schedule_length(config: Config) -> int | None:
@@ -216,15 +219,22 @@ def _shares_context(config: Config) -> bool:
     return config.parallelism.context_parallel_degree > 1
 
 
+def _shards(config: Config) -> bool:
+    """Over data-parallel ranks, or those that share a sequence; with a degree of -1 it may be."""
+    return config.parallelism.data_parallel_shard_degree != 1 or _shares_context(config)
+
+
+def _data_parallel(config: Config) -> bool:
+    return config.parallelism.data_parallel_replicate_degree > 1 or _shards(config)
+
+
 def _is_hsdp(config: Config) -> bool:
-    """Replicas of shards; what shares a sequence shards the parameters too."""
-    part = config.parallelism
-    shards = part.data_parallel_shard_degree != 1 or _shares_context(config)
-    return part.data_parallel_replicate_degree > 1 and shards
+    """Replicas of shards; what shares a sequence shards the parameters too. With a degree of -1 it may be."""
+    return config.parallelism.data_parallel_replicate_degree > 1 and _shards(config)
 
 
 def _is_ddp(config: Config) -> bool:
-    """Replicas without sharding; -1 takes the ranks that are left, which may be one."""
+    """Replicas without sharding; with a degree of -1 it may be."""
     part = config.parallelism
     alone = part.data_parallel_shard_degree in (-1, 1) and not _shares_context(config)
     return part.data_parallel_replicate_degree > 1 and alone
@@ -514,13 +524,7 @@ RULES: list[Rule] = [
     ),
     *_needs(
         "the layout has one rank",
-        lambda c: not _one_rank(c) or c.training.enable_cpu_offload,
-        "parallelism.fsdp_reshard_after_forward",
-    ),
-    *_needs(
-        "the layout has one rank",
         lambda c: not _one_rank(c),
-        "parallelism.disable_loss_parallel",
         "comm.init_timeout_seconds",
         "comm.train_timeout_seconds",
         "metrics.save_for_all_ranks",
@@ -569,8 +573,13 @@ RULES: list[Rule] = [
     ),
     *_needs("training.dtype is 'bfloat16'", lambda c: c.training.dtype != "bfloat16", "optimizer.state_dtype"),
     *_needs(
+        "gradients are not summed over data-parallel ranks",
+        _data_parallel,
+        "parallelism.accumulation_sync",
+    ),
+    *_needs(
         "only HSDP (both data parallel degrees above 1) has sums between replicas to put off",
-        lambda c: c.parallelism.accumulation_sync != "scatter" or _is_hsdp(c),
+        lambda c: c.parallelism.accumulation_sync != "scatter" or _is_hsdp(c) or not _data_parallel(c),
         "parallelism.accumulation_sync",
     ),
     *_needs(
@@ -591,8 +600,15 @@ RULES: list[Rule] = [
     ),
     *_needs(
         "nothing is sharded over data-parallel ranks",
-        lambda c: c.parallelism.data_parallel_shard_degree != 1 or _shares_context(c),
+        lambda c: _shards(c) or c.training.enable_cpu_offload,
         "parallelism.fsdp_prefetch",
+        "parallelism.fsdp_reshard_after_forward",
+    ),
+    *_needs(
+        "parallelism.tensor_parallel_degree is 1",
+        lambda c: c.parallelism.tensor_parallel_degree > 1,
+        "parallelism.disable_loss_parallel",
+        "parallelism.enable_sequence_parallel",
     ),
     *_needs("parallelism.context_parallel_degree is 1", _shares_context, *CONTEXT_KEYS),
     *_needs(

@@ -9,7 +9,7 @@ import torch
 
 from shardline import registry
 from shardline.config.architecture import Architecture
-from shardline.config.layout import AXES, KEYS, Layout, resolve_layout
+from shardline.config.layout import AXES, KEYS, Layout, resolve_layout, with_degrees
 from shardline.config.rules import check, notes, pending
 from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
@@ -47,6 +47,8 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     check(config)
     missing = pending(config)
     layout = resolve_layout(config.parallelism, world_size or _asked_for(config))
+    with_numbers = with_degrees(config, layout)
+    check(with_numbers)
     ranks = f"{layout.world_size} ranks: {layout}" if layout.world_size > 1 else "1 rank"
     lines = [f"{config.model.name} {config.model.flavor} on {ranks}"]
     lines += _mesh_lines(layout, ranks_per_node)
@@ -61,7 +63,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     else:
         lines += _step_lines(config, layout)
     lines += [f"not built yet: {item.key} = {item.value!r} ({item.feature})" for item in missing]
-    lines += [f"note: {line}" for line in (*config.alias_notes, *notes(config))]
+    lines += [f"note: {line}" for line in (*config.alias_notes, *notes(with_numbers))]
     return "\n".join(lines)
 
 

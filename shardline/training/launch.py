@@ -6,8 +6,9 @@ import functools
 import os
 import sys
 
-from shardline.config.layout import resolve_layout
+from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.options import TrainOptions
+from shardline.config.rules import check
 from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.training.rank_main import LAUNCHER_VARIABLE
@@ -29,7 +30,7 @@ def train(config: Config, options: TrainOptions) -> int:
     started = started_ranks()
     is_elastic = least < nodes or options.max_restarts > 0
     if started or not is_elastic:
-        resolve_layout(config.parallelism, started or nodes * options.nproc)
+        check(with_degrees(config, resolve_layout(config.parallelism, started or nodes * options.nproc)))
     else:
         _check_layouts(config, options, least, nodes)
     _note_idle(options, nodes, bool(started))
@@ -56,6 +57,7 @@ def misfit(config: Config, ranks: int) -> str:
     section = config.training
     try:
         layout = resolve_layout(config.parallelism, ranks)
+        check(with_degrees(config, layout))
         resolve_global_batch(section.global_batch_size, section.local_batch_size, layout.data_ranks)
     except UserError as error:
         return str(error)

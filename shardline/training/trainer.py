@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardline import registry
-from shardline.config.layout import resolve_layout
+from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.options import TrainOptions
 from shardline.config.rules import check, notes, refuse_pending
 from shardline.config.schema import Config
@@ -91,6 +91,7 @@ class Trainer:
         refuse_pending(config)
         self.device = choose_device()
         self.layout = resolve_layout(config.parallelism, world_size())
+        check(with_degrees(config, self.layout))
         set_determinism(config, self.device)  # first: kernels are chosen by it
         self.arch = resolve(config.model)
         self.tokenizer = choose_tokenizer(config)
@@ -135,7 +136,7 @@ class Trainer:
         if saved is None or saved.size == config.training.local_batch_size * ranks:
             return config
         config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
-        check(config)
+        check(with_degrees(config, self.layout))
         self.rank_lines.append(batch_line(config, saved, ranks))
         return config
 
@@ -203,7 +204,8 @@ class Trainer:
         log.info("computing in %s, attention by %s", str(dtype).removeprefix("torch."), kernel)
         self.requests = Requests.of_rank(config, self.mesh.rank)
         schedule = schedule_notes(config, self.total_steps) if config.training.epochs is not None else ()
-        for line in (*config.alias_notes, *notes(config), *self.precision.notes, *schedule, *self._length_notes()):
+        found = notes(with_degrees(config, self.layout))
+        for line in (*config.alias_notes, *found, *self.precision.notes, *schedule, *self._length_notes()):
             log.info("note: %s", line)
         for line in self.rank_lines:
             log.info("%s", line)

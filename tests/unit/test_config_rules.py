@@ -7,6 +7,7 @@ import pytest
 from shardline import registry
 from shardline.config.features import SPLIT_SCHEDULES, compatibility_page
 from shardline.config.files import preset_names
+from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.load import load_config
 from shardline.config.rules import RULES, check, notes, pending, refuse_pending
 from shardline.config.schema import leaves
@@ -173,7 +174,15 @@ def test_not_pending(keys):
             {"training__dataloader__prefetch_factor": 2},
             "training.dataloader.prefetch_factor has no effect: training.dataloader.num_workers is 0",
         ),
-        ({"comm__train_timeout_seconds": 5}, "comm.train_timeout_seconds has no effect: the layout has one rank"),
+        (
+            {"comm__train_timeout_seconds": 5, "parallelism__data_parallel_shard_degree": 1},
+            "comm.train_timeout_seconds has no effect: the layout has one rank",
+        ),
+        (
+            {"parallelism__disable_loss_parallel": True, "parallelism__enable_sequence_parallel": False},
+            "parallelism.disable_loss_parallel, parallelism.enable_sequence_parallel have no effect:"
+            " parallelism.tensor_parallel_degree is 1",
+        ),
         ({"model__name": "auto", "model__flavor": "8B"}, "model.flavor has no effect: model.name is 'auto'"),
         (
             {"activation_checkpoint__selective_ac_option": "op"},
@@ -309,8 +318,49 @@ def test_features_that_do_not_go_together_are_refused_with_a_remedy():
 
 def test_one_rank_with_offload_has_shards_to_free():
     never = {"parallelism__fsdp_reshard_after_forward": "never"}
-    assert any("fsdp_reshard_after_forward has no effect" in line for line in notes(given(**never)))
-    assert not notes(given(**never, training__enable_cpu_offload=True))
+    assert any("fsdp_reshard_after_forward has no effect" in line for line in notes(on(1, **never)))
+    assert not notes(on(1, **never, training__enable_cpu_offload=True))
+
+
+def on(ranks, **keys):
+    config = given(**keys)
+    return with_degrees(config, resolve_layout(config.parallelism, ranks))
+
+
+REPLICAS = {"parallelism__data_parallel_replicate_degree": 2}
+TENSOR = {"parallelism__tensor_parallel_degree": 2}
+IDLE = [  # keys, number of ranks -> what is said of them
+    ({"parallelism__gradient_compression": "powersgd", **REPLICAS}, {2: "", 4: "only plain replicas (DDP)"}),
+    ({"parallelism__gradient_bucket_mib": 1.0, **REPLICAS}, {2: "", 4: "only plain replicas (DDP)"}),
+    ({"parallelism__accumulation_sync": "scatter", **REPLICAS}, {2: "only HSDP", 4: ""}),
+    ({"parallelism__accumulation_sync": "micro_batch"}, {1: "gradients are not summed", 2: ""}),
+    ({"parallelism__accumulation_sync": "micro_batch", **TENSOR}, {2: "gradients are not summed", 4: ""}),
+    ({"parallelism__fsdp_prefetch": 3}, {1: "nothing is sharded", 2: ""}),
+    ({"parallelism__fsdp_prefetch": 3, **TENSOR}, {2: "nothing is sharded", 4: ""}),
+    ({"parallelism__fsdp_prefetch": 3, **REPLICAS}, {2: "nothing is sharded", 4: ""}),
+    ({"parallelism__fsdp_reshard_after_forward": "never", **REPLICAS}, {2: "nothing is sharded", 4: ""}),
+    ({"parallelism__fsdp_reshard_after_forward": "never"}, {1: "nothing is sharded", 2: ""}),
+    ({"comm__train_timeout_seconds": 8}, {1: "the layout has one rank", 2: ""}),
+    ({"comm__init_timeout_seconds": 8, "metrics__save_for_all_ranks": True}, {1: "the layout has one rank", 2: ""}),
+]
+
+
+@pytest.mark.parametrize(("keys", "said"), IDLE)
+def test_what_has_no_effect_is_judged_with_the_number_of_ranks(keys, said):
+    assert notes(given(**keys)) == []  # nobody knows yet
+    for ranks, reason in said.items():
+        found = notes(on(ranks, **keys))
+        assert len(found) == bool(reason)
+        assert all(f"no effect: {reason}" in line for line in found)
+
+
+@pytest.mark.parametrize("more", [{"training__enable_cpu_offload": True}, {"optimizer__early_step_in_backward": True}])
+def test_replicas_are_refused_what_shards_are_not(more):
+    keys = {**REPLICAS, **more, "training__max_norm": 0.0}
+    check(given(**keys))
+    check(on(4, **keys))
+    with pytest.raises(ConfigError, match=r"DDP with .*; shard instead: .*lower data_parallel_replicate_degree"):
+        check(on(2, **keys))
 
 
 def test_the_compatibility_page_is_up_to_date():
