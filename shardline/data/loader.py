@@ -239,5 +239,5 @@ def _from_workers(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 def _ignore_signals(worker: int) -> None:
     """What is sent to the whole process group is for the trainer, which needs its workers until the step has ended."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

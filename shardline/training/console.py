@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -20,6 +20,7 @@ from rich.text import Text
 from shardline.errors import UserError
 from shardline.training.run_folder import RunFolder
 from shardline.training.stopping import TIME_LIMIT
+from shardline.training.terminal import Output
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -35,7 +36,12 @@ def make_terminal(color: bool) -> rich.console.Console:
     colored = color and not os.environ.get("NO_COLOR")
     # Rich takes FORCE_COLOR for a terminal and would draw a bar into a log file: ask the stream itself.
     is_terminal = sys.stdout.isatty()
-    return rich.console.Console(force_terminal=is_terminal, color_system="auto" if colored else None, highlight=False)
+    return rich.console.Console(
+        file=cast(IO[str], Output()) if is_terminal else None,
+        force_terminal=is_terminal,
+        color_system="auto" if colored else None,
+        highlight=False,
+    )
 
 
 class FileHandler(logging.FileHandler):

@@ -55,6 +55,8 @@ def run(entry: str, words: Sequence[str]) -> int:
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt as error:  # holds the number of a signal that a run took
+        if OUTPUT_VARIABLE not in os.environ:  # rank 0, for all
+            print("interrupted", file=sys.stderr)
         return 128 + int(error.args[0] if error.args else signal.SIGINT)
     except BaseException as error:
         report = report_of(error)

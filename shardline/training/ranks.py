@@ -36,9 +36,10 @@ from shardline.parallel.report import REPORT_VARIABLE, Report, read_report
 from shardline.training.failures import OTHER_HOST_GRACE, Others, choose_cause, show
 from shardline.training.meeting import Meeting, interface_towards
 from shardline.training.rank_main import LAUNCHER_VARIABLE, OUTPUT_VARIABLE
+from shardline.training.stopping import ending_signals
+from shardline.training.terminal import let_go
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FAILURE_GRACE = 2.0  # seconds from one rank's failure for the others to end by themselves
 SECOND_SIGNAL_GRACE = 5.0
 KILL_SECONDS = 5.0
@@ -112,7 +113,7 @@ def _handling(agent: Agent) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, agent.on_signal) for number in SIGNALS}
+    previous = {number: signal.signal(number, agent.on_signal) for number in ending_signals()}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # waits to be forwarded; in ranks, for a step
     try:
         yield
@@ -240,9 +241,11 @@ class Agent(SimpleElasticAgent):
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks the ranks to stop at a step boundary, the second one interrupts them."""
+        if number == signal.SIGHUP:
+            let_go()
         if not self.ranks:
             raise KeyboardInterrupt(number)
-        self.signals.append(number)
+        self.signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._forward_signals()
@@ -334,6 +337,8 @@ class Agent(SimpleElasticAgent):
                 " (comm.stop_timeout_seconds gives more time)",
                 file=sys.stderr,
             )
+        elif any(rank.number == 0 and rank.code is not None and rank.code < 0 for rank in self.ranks):
+            print("interrupted", file=sys.stderr)  # before it could say so itself
         preempted = self.launch.preempted_exit_code
         if self.signals and not (self.signals[0] == signal.SIGTERM and self._all_ended_in(0, preempted)):
             return 128 + self.signals[0]

@@ -2,6 +2,7 @@
 
     SIGINT (Ctrl-C)   finish the step, save, exit 130; the second one interrupts at once
     SIGTERM           finish the step, save, exit with checkpoint.preempted_exit_code; the second one as above
+    SIGHUP            the same: its terminal was closed; ignored where it was, as under nohup
     a time limit      the same, early enough to be through before it
     SIGUSR1           finish the step, save, go on
 
@@ -31,6 +32,7 @@ from typing import NamedTuple
 
 from shardline.config.schema import Config
 from shardline.config.types import seconds_of
+from shardline.training.terminal import let_go
 
 log = logging.getLogger("shardline")
 
@@ -248,6 +250,12 @@ class Requests:
             self.limit.saw_save(0.0, seconds)
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Those that ask a run to stop; nohup has SIGHUP ignored."""
+    hangs_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hangs_up]
+
+
 @contextlib.contextmanager
 def listening(requests: Requests) -> Iterator[Requests]:
     """Signals become requests; a second one of those that stop a run interrupts it at once."""
@@ -263,13 +271,14 @@ def listening(requests: Requests) -> Iterator[Requests]:
         else:
             if requests.stop not in (None, TIME_LIMIT):
                 raise KeyboardInterrupt(number)
-            requests.stop = name
+            if number == signal.SIGHUP:
+                let_go()
+            requests.stop = "SIGTERM" if number == signal.SIGHUP else name
             text = "%s: stopping after this step (again: at once)"
         # From a thread: the signal may have come in the middle of a print, and one inside another repeats its text.
         _thread.start_new_thread(log.info, (text, name))
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    previous = {number: signal.signal(number, ask) for number in numbers}
+    previous = {number: signal.signal(number, ask) for number in (*ending_signals(), signal.SIGUSR1)}
     blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     try:
         yield requests

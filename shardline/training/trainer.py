@@ -369,8 +369,20 @@ class Trainer:
             self.close()
         return Result(self.progress.step, row.get("loss"), stopped_by)
 
+    def _kept(self) -> str:
+        """What an interrupted run can go on from."""
+        reason, step = why_not_saved(self.config), self.saver.saved_step
+        if reason is not None:
+            return f"nothing is saved: {reason}"
+        if self.saver.busy:
+            return f"the checkpoint of step {step} was being written"
+        return f"the last checkpoint is of step {step}" if step else "nothing was saved"
+
     def _log_failure(self, error: BaseException) -> None:
-        """For the log file alone: whoever catches the error shows it."""
+        """For the log file, as whoever catches an error shows it; of an interrupted run that is not all to say."""
+        if isinstance(error, KeyboardInterrupt):
+            log.warning("ended at once, after step %d; %s", self.progress.step, self._kept())
+            return
         text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         log.error("ended after step %d: %s", self.progress.step, text, extra={"file_only": True})
 

@@ -1,11 +1,14 @@
 """Jobs that are told to go or run out of time: they save at a step boundary and say by their exit code how it ended."""
 
 import contextlib
+import fcntl
 import os
+import pty
 import re
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,55 @@ def test_sigterm_to_the_launcher_saves_and_ends_with_the_configured_code(run):
     assert (code, stderr) == (75, ""), stderr
     assert re.search(r"stopped at step \d+ at your request \(SIGTERM\)", stdout)
     assert saved(run) == [run.step()]
+
+
+@job("slow", **SAVING)
+def test_a_second_ctrl_c_ends_it_at_once_and_says_what_there_is(run):
+    wait_until(lambda: all((run.folder / f"slow-{rank}").exists() for rank in (0, 1)), 60)
+    run.process.send_signal(signal.SIGINT)
+    wait_until(lambda: "SIGINT: stopping" in (run.folder / "run/log/rank-0.log").read_text(), 10)
+    run.process.send_signal(signal.SIGINT)
+    code, stdout, stderr = run.end(10)
+    assert (code, stderr) == (130, "interrupted\n"), stderr
+    assert "warning: ended at once, after step 2; nothing was saved\n" in stdout
+    assert saved(run) == []
+
+
+def test_ctrl_c_while_ranks_start(tmp_path):
+    with contextlib.closing(Run(tmp_path, **SAVING)) as run:
+        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 2, 60)
+        first, _ = sorted(map(int, children.read_text().split()))
+        wait_until(lambda: "libtorch" in Path(f"/proc/{first}/maps").read_text(), 60)  # it is importing
+        run.process.send_signal(signal.SIGINT)
+        stdout, stderr = run.process.communicate(timeout=30)
+        assert (run.process.returncode, stdout, stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_closed_terminal_is_a_reason_to_save(tmp_path, ranks):
+    """Nothing can be written to it any more, by whoever is first to try."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [
+            *command(tmp_path / "run", checkpoint__interval=100_000, checkpoint__preempted_exit_code=75),
+            f"--nproc={ranks}",
+        ],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    shown = b""
+    while b"loss" not in shown:
+        shown += os.read(ours, 65536)
+    os.close(ours)
+    assert process.wait(60) == 75
+    log = (tmp_path / "run/log/rank-0.log").read_text()
+    (name,) = (path.name for path in (tmp_path / "run/checkpoint").iterdir())
+    assert f"stopped at step {name.removeprefix('step-')} at your request (SIGTERM)" in log
 
 
 def wait_for_saves(run, count):

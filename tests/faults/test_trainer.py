@@ -54,6 +54,9 @@ def tell(trainer, row):
             return plain_count(labels)
 
         validate.count_targets = count
+    if os.environ.get("FAULT") == "slow" and row["step"] == 2:
+        (folder / f"slow-{rank}").touch()
+        time.sleep(20)
     if os.environ.get("FAULT") == "silent" and rank == "1" and row["step"] == 3:
         from shardline.parallel.channels import Channel
         Channel.send = lambda *arguments: time.sleep(1000)

@@ -269,6 +269,18 @@ def test_signals_become_requests_and_a_second_stop_interrupts():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
+def test_nohup_has_sighup_ignored():
+    assert stopping.ending_signals() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stopping.ending_signals() == [signal.SIGINT, signal.SIGTERM]
+        with stopping.listening(Requests()) as requests:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert requests.stop is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 RANK = """
 import os, signal
 from shardline.training.stopping import Requests, listening, starting_job
