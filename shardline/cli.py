@@ -235,8 +235,12 @@ TRACE_OVERLAP = Command(
     "Say how much communication a profiler's traces show, and how much of it computation hides.",
     ("TRACE...",),
     (Option("json", "Print one JSON object per line.", bool, default=False),),
-    details="TRACE: .json or .json.gz of one rank, as `--profiling.enable_profiling` writes them; one for each rank.",
-    examples=("shardline trace overlap outputs/run/profile_traces/iteration_10/rank*_trace.json",),
+    details="TRACE: .json or .json.gz of one rank, as `--profiling.enable_profiling` writes them; one for each rank."
+    "\nOf a run's folder, those of its last profile.",
+    examples=(
+        "shardline trace overlap outputs/run",
+        "shardline trace overlap outputs/run/profile_traces/iteration_10/rank*_trace.json",
+    ),
 )
 
 SCHEDULE = Command(
@@ -402,7 +406,9 @@ def _check_model(config: Config) -> None:
 def _located(config: Config, message: str) -> str:
     """Put the place of the key that a message begins with in front of it."""
     key = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]
-    places = [config.origin(known) for known in (key, *config.given()) if known == key or known.startswith(f"{key}.")]
+    given = config.given()
+    above = sorted((known for known in given if key.startswith(f"{known}.")), key=len, reverse=True)
+    places = [config.origin(known) for known in (key, *(one for one in given if one.startswith(f"{key}.")), *above)]
     where = next((place for place in places if place), "")
     return f"{where}: {message}" if where else message
 

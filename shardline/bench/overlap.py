@@ -58,7 +58,9 @@ def run(options: OverlapOptions) -> int:
         speaks, shown = mesh.rank == 0, []
         for line in lines if speaks else ():
             print(f"note: {line}", file=sys.stderr)
-        for shape in shapes:
+        for number, shape in enumerate(shapes, start=1):
+            if speaks:
+                print(f"{number} of {len(shapes)}: {shape.product}", file=sys.stderr, flush=True)
             measured = measure_all(shape, allowed, device, options.iterations)
             for backend, why in measured.refused.items() if speaks else ():
                 print(f"note: {measured.product}: {backend} cannot be used here: {why}", file=sys.stderr)

@@ -20,6 +20,7 @@ from typing import Any
 
 from shardline.bench.intervals import Interval, length, union, within, without
 from shardline.bench.trace_events import Rank, read
+from shardline.errors import UserError
 
 ALL = "all"  # the row of all dimensions together, where there are several
 
@@ -46,7 +47,7 @@ class Row:
 
 
 def command(traces: Sequence[str], json: bool = False) -> int:
-    paths = [Path(trace) for trace in traces]
+    paths = [path for trace in traces for path in _traces(Path(trace))]
     rows = [(path, row) for path in paths for row in rows_of(read(path))]
     silent = [path for path in paths if all(row.dim is None for at, row in rows if at == path)]
     if json:
@@ -57,6 +58,21 @@ def command(traces: Sequence[str], json: bool = False) -> int:
     for path in silent:
         print(f"note: {path} shows no communication", file=sys.stderr)
     return 0
+
+
+def _traces(path: Path) -> list[Path]:
+    """A trace; of a folder, such as a run's, those of its last profile."""
+    if not path.is_dir():
+        return [path]
+    newest = max((found.parent for found in path.rglob("rank*_trace.json")), key=_number, default=None)
+    if newest is None:
+        raise UserError(f"{path} holds no traces; profiling.enable_profiling writes some into a run's folder")
+    return sorted(newest.glob("rank*_trace.json"), key=_number)
+
+
+def _number(path: Path) -> int:
+    digits = "".join(character for character in path.name if character.isdecimal())
+    return int(digits or 0)
 
 
 def rows_of(rank: Rank) -> list[Row]:

@@ -174,7 +174,7 @@ def _override_problems(overrides: Any, origins: Mapping[str, str]) -> list[str]:
         if name not in Architecture.model_fields:
             problems.append(unknown_key(where, key))
             continue
-        problems += [line(where, row_key, message) for row_key, message in _field_problems(name, value)]
+        problems += [line(origins.get(at, where), at, message) for at, message in _field_problems(name, value)]
     return problems
 
 

@@ -442,7 +442,7 @@ class Validation(Section):
     local_batch_size: Positive = Field(default=8, description="Sequences per data-parallel rank in one forward pass.")
     seq_len: Positive = Field(default=2048, description="Tokens per sequence.")
     freq: Positive = Field(default=10, description="Training steps from one validation to the next.")
-    steps: PositiveOrAll = Field(default=-1, description="Batches per validation; -1 reads all of the data.")
+    steps: PositiveOrAll = Field(default=-1, description="Batches of each data-parallel rank; -1 reads all.")
     dataloader: Dataloader = Field(default=Dataloader(), description="How batches are read.")
     dataset_text_field: Name = Field(default="text", description="Field of each record that holds the text.")
     dataset_split: Name = Field(default="validation", description="Split of a Hugging Face dataset.")

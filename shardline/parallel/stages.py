@@ -10,6 +10,7 @@ the output layer, which is large and computes much, and the embedding, which is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
-from shardline.errors import ConfigError
+from shardline.errors import ConfigError, blame
 from shardline.models.decoder import Stage
 from shardline.models.fused import logical_shapes
 from shardline.parallel.schedules import Schedule, build_schedule, theoretical_bubble
@@ -72,13 +73,10 @@ def plan_pipeline(config: Config, arch: Architecture, layout: Layout) -> Pipelin
             f"{SECTION}.pipeline_parallel_microbatch_size = {size} does not divide training.local_batch_size = {batch};"
             f" sizes that do: {good}"
         )
-    schedule = build_schedule(
-        section.pipeline_parallel_schedule,
-        layout.pp,
-        batch // size,
-        stages_asked_for(config, arch, layout.pp),
-        section.pipeline_parallel_schedule_csv or None,
-    )
+    csv = section.pipeline_parallel_schedule_csv or None
+    stages = stages_asked_for(config, arch, layout.pp)
+    with blame(f"{SECTION}.pipeline_parallel_schedule_csv") if csv else contextlib.nullcontext():
+        schedule = build_schedule(section.pipeline_parallel_schedule, layout.pp, batch // size, stages, csv)
     if schedule.splits and config.compile.enable and "model" in config.compile.components:
         raise ConfigError(
             f"{schedule.name} computes weight gradients apart from input gradients, which compiled blocks cannot do;"

@@ -199,7 +199,8 @@ def parse_manifest(text: str) -> dict[str, Any]:
         _ = content["step"], content["kind"], content["architecture"], content["trainer"]
         return dict(content)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unreadable(f"cannot be read: {type(error).__name__} {error}") from error
+        missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise Unreadable(f"cannot be read: {missing}") from error
 
 
 def manifest_checksum(content: Mapping[str, Any]) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline.config.schema import Config
-from shardline.errors import UserError
+from shardline.errors import UserError, blame
 from shardline.training.folders import MANIFEST, Found, checked_blocks, describe, in_words, steps_in
 from shardline.training.location import Location, locate
 from shardline.training.run_folder import RunFolder
@@ -41,7 +41,8 @@ class Mirror:
 
     def __init__(self, url: str, folder: Path, keep: int) -> None:
         self.url, self.folder, self.keep = url, folder, keep
-        self.place = locate(url)
+        with blame("checkpoint.mirror"):
+            self.place = locate(url)
         local = self.place.local
         if local is not None and _overlap(local.resolve(), folder.resolve()):
             raise UserError(f"checkpoint.mirror = {url} overlaps {folder}: name a folder apart from the run's")
@@ -50,6 +51,7 @@ class Mirror:
         self._again = self._closed = self._last = False
         self._copying: int | None = None
         self._taken: set[str] = set()
+        self._said = ""
 
     # ---- from the run ------------------------------------------------------------------------------------------------
 
@@ -112,8 +114,10 @@ class Mirror:
                 )
                 continue
             except Exception as error:
-                words = _words(error), self._prospect()
-                log.warning("%s was not copied to %s: %s; %s", found.place, self.url, *words)
+                line = f"{found.place} was not copied to {self.url}: {_words(error)}; {self._prospect()}"
+                if not self._last or line != self._said:  # the last one is tried twice
+                    log.warning("%s", line)
+                self._said = line
                 return
             finally:
                 self._copying = None
@@ -210,7 +214,8 @@ def check_free(url: str) -> list[str]:
     A file system that does not answer now may do so at the first save.
     """
     try:
-        there = steps_in(locate(url))
+        with blame("checkpoint.mirror"):
+            there = steps_in(locate(url))
     except UserError:
         raise
     except Exception as error:

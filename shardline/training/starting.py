@@ -13,7 +13,7 @@ import torch
 
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
-from shardline.errors import UserError
+from shardline.errors import UserError, blame
 from shardline.models.decoder import Decoder
 from shardline.models.hf import read_hf
 from shardline.models.init import init_weights
@@ -188,7 +188,7 @@ class Start:
             path = Path(section.initial_load_path or self.config.model.hf_assets_path)
             load_logical_state(self.model, read_hf(path, self.model.arch))
         else:
-            saved = files.find_checkpoint(self._initial_path(str(section.initial_load_path)), section.load_step)
+            saved = self._initial_checkpoint(self._initial_path(str(section.initial_load_path)))
             path = saved.path
             if saved.is_hf:
                 self.mesh.from_rank_0(saved.verify)
@@ -203,6 +203,18 @@ class Start:
                 raise UserError(damage)
         log.info("initial weights from %s", path)
         return True
+
+    def _initial_checkpoint(self, path: Path) -> Saved:
+        try:
+            with blame("checkpoint.initial_load_path"):
+                return files.find_checkpoint(path, self.config.checkpoint.load_step)
+        except UserError as error:
+            if (path / "config.json").is_file():
+                raise UserError(
+                    f"checkpoint.initial_load_path: {path} is a Hugging Face folder; set"
+                    " checkpoint.initial_load_in_hf = true"
+                ) from error
+            raise
 
     def _initial_path(self, given: str) -> Path:
         """Of a URL the copy on this machine, which one of its ranks fetches."""
@@ -255,12 +267,22 @@ class Start:
         if "dataloader" in self.config.checkpoint.exclude_from_loading:
             return
         recorded, now = saved.trainer["data"], asdict(self.identity)
-        changed = [f"{key}: {recorded.get(key)!r} -> {now[key]!r}" for key in now if recorded.get(key) != now[key]]
+        named = {"dataset": f"the data of {self._data_key()}"}
+        changed = [
+            f"{named.get(key, key)}: {recorded.get(key)!r} -> {now[key]!r}"
+            for key in now
+            if recorded.get(key) != now[key]
+        ]
         if changed:
             raise UserError(
                 f"resuming {saved.path} would change its data ({', '.join(changed)}); keep them as they were, or start"
                 ' new data from its beginning with checkpoint.exclude_from_loading = ["dataloader"]'
             )
+
+    def _data_key(self) -> str:
+        section = self.config.training
+        key = "dataset" if section.dataset_path is None else "dataset_path"
+        return f"training.{key} = {getattr(section, key)}"
 
     def _check_optimizer(self, saved: Saved) -> None:
         """State of another optimizer may fit and mean something else."""

@@ -150,8 +150,9 @@ def check_size(path: Path, recorded: Mapping[str, Any]) -> None:
 def check_block(path: Path, recorded: Mapping[str, Any], index: int, block: Any) -> None:
     """Compare a block, read from the file, with its checksum."""
     if zlib.crc32(block) != recorded["crc32"][index]:
-        start, length = index * recorded["block_bytes"], recorded["block_bytes"]
-        raise Damaged(f"{path} is damaged: bytes {start} to {start + length} fail their checksum")
+        start = index * recorded["block_bytes"]
+        end = min(start + recorded["block_bytes"], recorded["size"])
+        raise Damaged(f"{path} is damaged: bytes {start} to {end} fail their checksum")
 
 
 def verify_file(path: Path, recorded: Mapping[str, Any]) -> None:

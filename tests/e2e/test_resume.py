@@ -235,6 +235,37 @@ def test_an_excluded_schedule_starts_again(tmp_path):
     assert [row["lr"] for row in second[4:]] == [row["lr"] for row in first]
 
 
+def test_data_that_changed_is_named(tmp_path):
+    folder, data = tmp_path / "run", tmp_path / "data.jsonl"
+    data.write_text("".join(f'{{"text": "a line of text, number {n}"}}\n' for n in range(200)))
+    own = {"training__dataset_path": str(data), "model__tokenizer_path": "bytes"}
+    own |= {"training__cache_folder": str(tmp_path / "cache")}
+    run(folder, training__steps=2, **own, **SAVING)
+    with data.open("a") as file:
+        file.write('{"text": "one more"}\n')
+    with pytest.raises(UserError, match=rf"the data of training.dataset_path = {data}: '\w+' -> '\w+'"):
+        Trainer(tiny_config(folder, training__steps=4, **own, **SAVING))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"checkpoint__initial_load_path": "absent"}, "checkpoint.initial_load_path: absent does not exist"),
+        ({"checkpoint__mirror": "foo://x"}, "checkpoint.mirror: foo://x cannot be opened: Protocol not known: foo"),
+    ],
+)
+def test_a_place_that_is_not_there_is_named_with_its_key(tmp_path, keys, said):
+    with pytest.raises(UserError) as error:
+        Trainer(tiny_config(tmp_path / "run", checkpoint__enable=True, **keys))
+    assert str(error.value) == said
+
+
+def test_a_hugging_face_folder_needs_its_key(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is a Hugging Face folder; set checkpoint\.initial_load_in_hf = true"):
+        Trainer(tiny_config(tmp_path / "run", checkpoint__enable=True, checkpoint__initial_load_path=str(tmp_path)))
+
+
 def test_a_refused_resume_leaves_the_config_as_it_was(tmp_path):
     folder = tmp_path / "run"
     run(folder, training__steps=2, **SAVING)

@@ -61,6 +61,13 @@ def test_steps_and_epochs_replace_each_other(write):
     assert load_config(file, ["--training.epochs=none"]).training.steps == 4
 
 
+def test_values_inside_a_table_of_overrides_are_located(write):
+    file = write("run.toml", "[model.overrides.rope_scaling]\ntype = 'foo'\nfactor = 'a'\n")
+    first, second = message(file).splitlines()
+    assert first.startswith(f"{file}:2: model.overrides.rope_scaling.type: expected 'linear'")
+    assert second == f"{file}:3: model.overrides.rope_scaling.factor: expected a finite number, got 'a'"
+
+
 def test_extends_errors(write):
     write("a.toml", 'extends = "b.toml"')
     file = write("b.toml", 'extends = "a.toml"')

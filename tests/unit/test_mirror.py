@@ -169,6 +169,8 @@ def test_the_end_tries_once_more_and_then_says_so(
     save(trained, folder, 2)
     mirror.finish()
     assert caplog.records[-1].getMessage().endswith("no route to the other side; the run ends without it")
+    mirror.finish()  # as where the first try was under way when the run ended
+    assert caplog.text.count("the run ends without it") == 1
     faults.unreachable = False
     assert steps_in(mirror.place) == ["step-1"]
 

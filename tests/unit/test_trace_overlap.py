@@ -288,7 +288,7 @@ def test_missing_files_and_words(tmp_path, capsys):
     assert main(["trace", "overlap", str(tmp_path / "none.json")]) == 2
     assert "there is no such file" in capsys.readouterr().err
     assert main(["trace", "overlap", str(tmp_path)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "holds no traces; profiling.enable_profiling writes some" in capsys.readouterr().err
     assert main(["trace", "overlap"]) == 2
     assert "TRACE... is missing" in capsys.readouterr().err
 
@@ -330,6 +330,18 @@ def test_table_and_json_of_several_ranks(tmp_path, capsys):
         "compute_ms": 1,
         "idle_ms": 0,
     }
+
+
+def test_of_a_runs_folder_the_last_profile_is_read(tmp_path, capsys):
+    for step_number in (2, 9, 10):
+        folder = tmp_path / "profile_traces" / f"iteration_{step_number}"
+        folder.mkdir(parents=True)
+        for rank in range(11):
+            header = {"rank": rank, "first_step": step_number, "axes": AXES}
+            write(folder / f"rank{rank}_trace.json", [step(0, 0, 4000), nccl(0, 1000, "5")], shardline=header)
+    assert main(["trace", "overlap", str(tmp_path), "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["rank"], row["step"]) for row in found] == [(rank, 10) for rank in range(11)]
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
