@@ -337,7 +337,7 @@ class Agent(SimpleElasticAgent):
                 " (comm.stop_timeout_seconds gives more time)",
                 file=sys.stderr,
             )
-        elif any(rank.number == 0 and rank.code is not None and rank.code < 0 for rank in self.ranks):
+        elif self.signals and any(rank.number == 0 and (rank.code or 0) < 0 for rank in self.ranks):
             print("interrupted", file=sys.stderr)  # before it could say so itself
         preempted = self.launch.preempted_exit_code
         if self.signals and not (self.signals[0] == signal.SIGTERM and self._all_ended_in(0, preempted)):
