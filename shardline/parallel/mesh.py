@@ -14,7 +14,6 @@ with CPU offload: FSDP moves weights between host and device, and wants a mesh e
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from shardline.errors import UserError
 from shardline.parallel import comm, shared_memory, watchdog
-from shardline.parallel.rendezvous import backend_timeout, start_groups
+from shardline.parallel.rendezvous import backend_timeout, start_groups, told_by_launcher
 
 Result = TypeVar("Result")
 
@@ -166,7 +165,7 @@ def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:
 
 def sharing_lines(device: torch.device) -> list[str]:
     """A line where ranks share GPUs, which is slow and may not be meant."""
-    if device.type != "cuda" or not _share_gpus():
+    if device.type != "cuda" or not shared_memory.share_a_gpu(1):
         return []
     ranks, seen = told_by_launcher("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     return [
@@ -176,21 +175,9 @@ def sharing_lines(device: torch.device) -> list[str]:
     ]
 
 
-def _share_gpus() -> bool:
-    return told_by_launcher("LOCAL_WORLD_SIZE", 1) > torch.cuda.device_count()
-
-
 def world_size() -> int:
     """Ranks of this job, as the launcher says."""
     return told_by_launcher("WORLD_SIZE", 1)
-
-
-def told_by_launcher(name: str, otherwise: int) -> int:
-    """A number of ranks in the environment."""
-    text = os.environ.get(name, str(otherwise))
-    if not text.isdecimal() or int(text) == 0:
-        raise UserError(f"{name}={text} in the environment: a launcher sets it to a number of ranks; unset it")
-    return int(text)
 
 
 def start_process_group(device: torch.device, timeout_seconds: int, offload: bool = False) -> bool:
@@ -201,7 +188,7 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
     alone = world_size() == 1
     if dist.is_initialized() or (alone and not offload):
         return False
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not _share_gpus() else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared_memory.share_a_gpu(1) else "gloo"
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:

@@ -11,8 +11,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardline.errors import UserError
+
 MARGIN = 1.2  # the backends' own time-outs name nobody: they come after the watchdog's
 LEAST_MARGIN_SECONDS = 20
+
+
+def told_by_launcher(name: str, otherwise: int) -> int:
+    """A number of ranks in the environment."""
+    text = os.environ.get(name, str(otherwise))
+    if not text.isdecimal() or int(text) == 0:
+        raise UserError(f"{name}={text} in the environment: a launcher sets it to a number of ranks; unset it")
+    return int(text)
 
 
 def connect_store(timeout_seconds: float = 60) -> dist.Store:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardline.parallel import comm, stream_ops, watchdog
+from shardline.parallel.rendezvous import told_by_launcher
 from shardline.parallel.spans import labelled
 from shardline.parallel.tile_order import gathering_shard
 
@@ -48,8 +49,8 @@ def agreed_reason(attempt: Callable[[], None]) -> str | None:
 
 
 def share_a_gpu(ranks: int) -> bool:
-    """Whether a host has more ranks than GPUs: a way to try things out."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) > torch.cuda.device_count()
+    """Whether a host has more ranks than GPUs: a way to try things out. `ranks` where no launcher tells them."""
+    return told_by_launcher("LOCAL_WORLD_SIZE", ranks) > torch.cuda.device_count()
 
 
 def _try_out(axis: str) -> None:

@@ -38,10 +38,9 @@ from shardline.parallel.mesh import (
     sharing_lines,
     start_process_group,
     stop_process_group,
-    told_by_launcher,
     world_size,
 )
-from shardline.parallel.rendezvous import connect_store, gather_ranks
+from shardline.parallel.rendezvous import connect_store, gather_ranks, told_by_launcher
 from shardline.parallel.replica_check import check_replicas
 from shardline.parallel.schedules import warnings
 from shardline.parallel.stages import plan_pipeline
