@@ -406,9 +406,7 @@ def _check_model(config: Config) -> None:
 def _located(config: Config, message: str) -> str:
     """Put the place of the key that a message begins with in front of it."""
     key = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]
-    given = config.given()
-    above = sorted((known for known in given if key.startswith(f"{known}.")), key=len, reverse=True)
-    places = [config.origin(known) for known in (key, *(one for one in given if one.startswith(f"{key}.")), *above)]
+    places = [config.origin(known) for known in (key, *config.given()) if known == key or known.startswith(f"{key}.")]
     where = next((place for place in places if place), "")
     return f"{where}: {message}" if where else message
 
