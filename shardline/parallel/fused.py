@@ -45,12 +45,14 @@ NARROW = (  # two bytes
     Tiles(128, 256, 64, 4, 8, 16, 2),
     Tiles(64, 128, 64, 4, 4),
 )
-WIDE = (Tiles(64, 64, 32, 2, 4),)  # float32, in full precision
+WIDE = (Tiles(64, 64, 32, 8, 4),)  # float32, in full precision; so many stages that no two share a multiprocessor
 MIN_SIDE = 64  # of a tile
 LEAST_ROUNDS, MOST_ROUNDS, MOMENT, IN_A_ROW = 4, 24, 0.15, 4  # of trying tiles: as many as take a moment, in seconds
 FOR_OTHERS = 4  # multiprocessors
 TURNS = 6  # tiles after which a program ends, where others need a place
-MOST_REGISTERS = {"gather": 60_000, "scatter": 65_536}  # of a multiprocessor: copies of rows may need some of them
+REGISTERS = 65_536  # of a multiprocessor
+MOST_REGISTERS = {"gather": 60_000, "scatter": REGISTERS}  # copies of rows may need some of them
+SHARED_BESIDES = 1024  # bytes of shared memory that a program takes beyond its own
 
 
 def _kernels() -> Any:
@@ -370,14 +372,21 @@ def _seconds(run: Callable[[Tiles], None], tried: Sequence[Tiles], rounds: int) 
 
 
 def _fits(alone: Launch, tiles: Tiles, most_registers: int) -> bool:
-    """Whether they fit this GPU, and do not fill it."""
+    """Whether they fit this GPU, and as many programs as find a place there leave room for what they wait for."""
     from triton.runtime.errors import OutOfResources
 
     try:
         compiled = alone(tiles)
     except OutOfResources:
         return False
-    return bool(compiled.n_regs * 32 * tiles.warps <= most_registers)
+    in_all = torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_multiprocessor
+    return registers_taken(compiled.n_regs, tiles.warps, compiled.metadata.shared, in_all) <= most_registers
+
+
+def registers_taken(of_a_thread: int, warps: int, shared: int, shared_in_all: int) -> int:
+    """Of a multiprocessor, by as many programs as are there at a time; a thread's come by eight."""
+    of_a_program = -(-of_a_thread // 8) * 8 * 32 * warps
+    return of_a_program * min(REGISTERS // of_a_program, shared_in_all // (shared + SHARED_BESIDES))
 
 
 # ---- whether it works here -------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 MOST_RANKS = 8
 TIMEOUT_SECONDS = 120.0
 GRACE_SECONDS = 10.0  # for the other ranks to notice a failed one
@@ -88,8 +90,6 @@ def _serve(connection: Connection, log: str) -> None:
     """Do jobs until the other end of the pipe is closed."""
     _write_output_to(log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which ends its workers
-    import torch
-
     torch.set_num_threads(1)
     while True:
         try:
@@ -201,6 +201,7 @@ class Pool:
         self.workers: list[Worker | None] = [None] * MOST_RANKS
         self.started = 0  # workers over the pool's life: shows reuse and replacement
         self.cases = 0
+        self.together = 0  # ranks of the last case that had several
         atexit.register(self.close)  # a process waits for its children at exit, and these wait for it
 
     def run(
@@ -210,6 +211,7 @@ class Pool:
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"a case has 1 to {MOST_RANKS} ranks, got {ranks}")
         self.cases += 1
+        self._part_from_other_counts(ranks)
         store = str(self.folder / f"store-{self.cases}")
         messages = [pickle.dumps(Job(function, arguments, rank, ranks, store, timeout)) for rank in range(ranks)]
         workers = [self._worker(rank) for rank in range(ranks)]
@@ -230,6 +232,16 @@ class Pool:
         for rank in range(MOST_RANKS):
             self._drop(rank)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _part_from_other_counts(self, ranks: int) -> None:
+        """Ranks that share GPU memory must have done so as often before: torch names each time by its number in a
+        process, so one that was there for two ranks' cases would wait for ever for one that was not."""
+        if ranks == 1:
+            return
+        if self.together not in (0, ranks) and torch.cuda.is_available():
+            for rank in range(MOST_RANKS):
+                self._drop(rank)
+        self.together = ranks
 
     def _worker(self, rank: int) -> Worker:
         worker = self.workers[rank]

@@ -85,6 +85,21 @@ def test_tiles_must_fit_the_gpus_of_all_ranks(monkeypatch, here, there, found):
         assert tuple(usable) == found
 
 
+@pytest.mark.parametrize(
+    ("of_a_thread", "warps", "shared", "taken"),
+    [
+        (155, 8, 213_016, 160 * 256),  # one fits, by its shared memory
+        (255, 8, 213_016, 65_536),
+        (112, 4, 106_528, 2 * 112 * 128),
+        (255, 4, 32_776, 2 * 256 * 128),  # two take all: no copy would find a place
+        (96, 4, 32_776, 5 * 96 * 128),
+        (255, 4, 131_128, 256 * 128),
+    ],
+)
+def test_registers_are_those_of_all_programs_on_a_multiprocessor(of_a_thread, warps, shared, taken):
+    assert fused.registers_taken(of_a_thread, warps, shared, 233_472) == taken
+
+
 @pytest.mark.parametrize(("unit", "rounds"), [(1.0, 4), (0.15 / 9 / 4 / 10.5, 10), (1e-6, 24)])
 def test_the_slowest_rank_chooses_tiles_in_as_many_rounds_as_take_a_moment(monkeypatch, unit, rounds):
     first, asked, elsewhere = [], [], torch.tensor([1.0 * unit, 4.0 * unit, 1.5 * unit])
