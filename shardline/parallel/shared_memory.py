@@ -36,15 +36,16 @@ def unusable(device: torch.device, axis: str = "tp") -> str | None:
     return agreed_reason(lambda: _try_out(axis))
 
 
-def agreed_reason(attempt: Callable[[], None]) -> str | None:
-    """Why some rank could not do it, None where all could."""
+def agreed_reason(attempt: Callable[[], None], axis: str = "world") -> str | None:
+    """Why some rank of an axis could not do it, None where all could."""
     reason = ""
     try:
         attempt()
     except Exception as error:  # of torch, the driver or a compiler: all of them mean that it cannot be used
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    said: list[str] = [""] * comm.axis("world").size
-    dist.all_gather_object(said, reason)
+    over = comm.axis(axis)
+    said: list[str] = [""] * over.size
+    dist.all_gather_object(said, reason, group=over.group)
     return next((text for text in said if text), None)
 
 
@@ -82,8 +83,14 @@ class Region:
 
         over = comm.axis(axis)
         self.rank, self.ranks, self.size = over.rank, over.size, size
-        self.memory = memory.empty(size + CHANNELS * over.size * stream_ops.WORD, dtype=torch.uint8, device=device)
-        self.memory.zero_()
+
+        def take() -> None:
+            self.memory = memory.empty(size + CHANNELS * over.size * stream_ops.WORD, dtype=torch.uint8, device=device)
+            self.memory.zero_()
+
+        missing = agreed_reason(take, axis)  # before they meet: torch would wait for a rank that has none
+        if missing is not None:
+            raise RuntimeError(f"no {size / 2**20:.0f} MiB for ranks to share: {missing}")
         torch.cuda.synchronize(device)
         self.shared = memory.rendezvous(self.memory, over.group.group_name)
         places = [self.shared.buffer_ptrs[rank] for rank in range(over.size)]

@@ -80,9 +80,29 @@ def test_whatever_goes_wrong_in_a_try_is_a_reason_and_no_crash(monkeypatch, erro
         if error is not None:
             raise error
 
-    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2))
-    monkeypatch.setattr(dist, "all_gather_object", lambda all_said, reason: all_said.__setitem__(1, reason))
+    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2, group=None))
+    monkeypatch.setattr(dist, "all_gather_object", lambda all_said, reason, group: all_said.__setitem__(1, reason))
     assert shared_memory.agreed_reason(attempt) == said
+
+
+@pytest.mark.parametrize("who", ["this rank", "another"])
+def test_no_rank_waits_for_one_that_has_no_memory_to_share(monkeypatch, who):
+    import torch.distributed._symmetric_memory as memory
+
+    def empty(size, dtype, device):
+        if who == "this rank":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return torch.empty(size, dtype=dtype)
+
+    def gather(said, reason, group):
+        said[:] = [reason, "" if reason else "CUDA out of memory."]
+
+    monkeypatch.setattr(memory, "empty", empty)
+    monkeypatch.setattr(memory, "rendezvous", lambda *arguments: pytest.fail("one is not there"))
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2, rank=0, group="ranks of tp"))
+    with pytest.raises(RuntimeError, match=r"^no 3 MiB for ranks to share: CUDA out of memory\.$"):
+        shared_memory.Region("tp", 3 << 20, torch.device("cuda"))
 
 
 def test_regions_that_are_not_used_are_given_back_when_all_ranks_are_through(monkeypatch):
@@ -101,12 +121,12 @@ def test_regions_that_are_not_used_are_given_back_when_all_ranks_are_through(mon
 
 
 def test_ranks_on_different_hosts_are_told_so(monkeypatch):
-    def gather(answers, own, group=None):
-        answers[:] = [own, "elsewhere"] if group else [own] * len(answers)
+    def gather(answers, own, group):
+        answers[:] = [own, "elsewhere"] if group == "ranks of tp" else [own] * len(answers)
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(comm, "axis_size", lambda name: 2)
-    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2, group="ranks of tp"))
+    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2, group=f"ranks of {name}"))
     assert shared_memory.unusable(torch.device("cuda")) == "ranks of a tensor-parallel group are on different hosts"
 
 
