@@ -10,6 +10,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from shardline.errors import ConfigError
 from shardline.registry import nearest
 
+# What each rule of scaling reads beside its factor.
+SCALING_FIELDS: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+
 
 class RopeScaling(BaseModel):
     """How rotary frequencies are stretched beyond the length a model was first trained on."""

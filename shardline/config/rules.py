@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardline import registry
+from shardline.config.architecture import SCALING_FIELDS, RopeScaling
 from shardline.config.build import line
 from shardline.config.features import refusals
+from shardline.config.inputs import (
+    has_window,
+    is_demo,
+    is_registered,
+    is_store,
+    names_files,
+    names_texts,
+    scaling_type,
+)
 from shardline.config.schema import Config, leaves
 from shardline.errors import ConfigError
 
@@ -208,6 +218,26 @@ def _warmup_too_long(config: Config) -> bool:
     return length is not None and config.lr_scheduler.warmup_steps > length
 
 
+def _schedule_too_short(config: Config) -> bool:
+    length, section = config.lr_scheduler.total_steps, config.training
+    return length is not None and section.epochs is None and length < section.steps
+
+
+def _rest_words(config: Config) -> str:
+    length = config.lr_scheduler.total_steps or 0
+    return (
+        f"= {length} is shorter than training.steps = {config.training.steps}: from step {length + 1} on the learning"
+        f" rate stays at {_last_factor(config):g} of its peak"
+    )
+
+
+def _last_factor(config: Config) -> float:
+    """Share of the peak learning rate once a schedule of a given length is over."""
+    section, length = config.lr_scheduler, config.lr_scheduler.total_steps or 0
+    decays = section.warmup_steps < length and (section.decay_ratio is None or round(length * section.decay_ratio) > 0)
+    return section.min_lr_factor if decays else 1.0
+
+
 def _decay_too_long(config: Config) -> bool:
     length, ratio = _schedule_length(config), config.lr_scheduler.decay_ratio
     if length is None or ratio is None or _warmup_too_long(config):
@@ -244,13 +274,26 @@ def _steps_early(config: Config) -> bool:
     return config.optimizer.early_step_in_backward
 
 
-def _is_demo(section: Any) -> bool:
-    return bool(section.dataset == "demo" and not section.dataset_path)
+def _source_rules(part: str) -> list[Rule]:
+    """Keys that not every kind of data reads, in [training] or [validation]."""
+
+    def reads(is_without: Callable[[Any], bool]) -> Test:
+        return lambda c: not getattr(c.value(part), "enable", True) or not is_without(c.value(part))
+
+    split, field = f"{part}.dataset_split", f"{part}.dataset_text_field"
+    return [
+        *_needs(f"{part}.dataset is 'demo'", reads(is_demo), field, split),
+        *_needs(f"{part}.dataset_path is a prepared store", reads(is_store), field, split),
+        *_needs(f"{part}.dataset is a registered source, which gives whole texts", reads(is_registered), field, split),
+        *_needs("files that are named are all read", reads(names_files), split),
+        *_needs("plain text has no fields", reads(names_texts), field),
+    ]
 
 
 def _prepares(config: Config) -> bool:
     """Whether raw data may be prepared into the cache."""
-    return not _is_demo(config.training) or (config.validation.enable and not _is_demo(config.validation))
+    sections = [config.training, config.validation] if config.validation.enable else [config.training]
+    return not all(is_demo(section) or is_store(section) for section in sections)
 
 
 def _uses_assets(config: Config) -> bool:
@@ -313,6 +356,41 @@ def _recomputes(config: Config) -> bool:
 
 def _has_converter(name: str) -> Test:
     return lambda config: name in config.model.converters
+
+
+def _has_copies(config: Config) -> bool:
+    """Whether ranks hold the same weights; between the ends of a pipeline tied embeddings are, and may be there."""
+    part = config.parallelism
+    may_be_tied = config.model.overrides.get("tie_word_embeddings") is not False
+    ties = part.pipeline_parallel_degree > 1 and may_be_tied
+    return part.data_parallel_replicate_degree > 1 or part.tensor_parallel_degree > 1 or ties
+
+
+def _override_rules() -> list[Rule]:
+    """Architecture fields that are overridden and that the model does not read."""
+
+    def window_is_idle(config: Config) -> bool:
+        return config.model.overrides.get("sliding_window_layers") is not None and not has_window(config)
+
+    def scaling_is_idle(field: str) -> Test:
+        default = RopeScaling.model_fields[field].default
+
+        def test(config: Config) -> bool:
+            given, kind = config.model.overrides.get("rope_scaling"), scaling_type(config)
+            differs = isinstance(given, Mapping) and given.get(field, default) != default
+            return differs and kind in SCALING_FIELDS and field not in SCALING_FIELDS[kind]
+
+        return test
+
+    def words(config: Config) -> str:
+        return f"has no effect: rope_scaling.type is {scaling_type(config)!r}"
+
+    layers, scaling = (f"model.overrides.{name}" for name in ("sliding_window_layers", "rope_scaling"))
+    fields = dict.fromkeys(field for fields in SCALING_FIELDS.values() for field in fields)
+    return [
+        Rule("note", layers, window_is_idle, "has no effect: the model has no sliding_window"),
+        *(Rule("note", f"{scaling}.{field}", scaling_is_idle(field), words) for field in fields),
+    ]
 
 
 def _has_workers(section: str) -> Test:
@@ -385,7 +463,7 @@ RULES: list[Rule] = [
     Rule(
         "refused",
         "validation.dataset",
-        lambda c: c.validation.enable and _is_demo(c.validation) and not _is_demo(c.training),
+        lambda c: c.validation.enable and is_demo(c.validation) and not is_demo(c.training),
         "'demo' is generated text, and the training data is not",
         remedy="give validation.dataset_path, or set validation.enable = false",
     ),
@@ -436,6 +514,18 @@ RULES: list[Rule] = [
         "parallelism.pipeline_parallel_degree is 1",
         lambda c: c.parallelism.pipeline_parallel_degree > 1,
         *PIPELINE_KEYS,
+    ),
+    *_needs(
+        "parallelism.module_fqns_per_model_part names the modules of each stage",
+        lambda c: c.parallelism.module_fqns_per_model_part is None or c.parallelism.pipeline_parallel_degree == 1,
+        "parallelism.pipeline_parallel_first_stage_less_layers",
+        "parallelism.pipeline_parallel_last_stage_less_layers",
+        "parallelism.pipeline_parallel_layers_per_stage",
+    ),
+    *_needs(
+        "parallelism.pipeline_parallel_schedule_csv gives the schedule",
+        lambda c: not c.parallelism.pipeline_parallel_schedule_csv or c.parallelism.pipeline_parallel_degree == 1,
+        "parallelism.pipeline_parallel_schedule",
     ),
     *_needs("checkpoint.enable is false", lambda c: c.checkpoint.enable, "checkpoint."),
     *_needs(
@@ -488,6 +578,11 @@ RULES: list[Rule] = [
     ),
     *_needs("metrics.enable_tensorboard is false", lambda c: c.metrics.enable_tensorboard, "metrics.save_tb_folder"),
     *_needs(
+        "neither metrics.enable_tensorboard nor metrics.enable_wandb is true",
+        lambda c: c.metrics.enable_tensorboard or c.metrics.enable_wandb or _one_rank(c),
+        "metrics.save_for_all_ranks",
+    ),
+    *_needs(
         "fault_tolerance.enable is false",
         lambda c: c.fault_tolerance.enable,
         "checkpoint.enable_ft_dataloader_checkpoints",
@@ -499,16 +594,9 @@ RULES: list[Rule] = [
     ),
     *_needs("model.name is 'auto'", lambda c: c.model.name != "auto", "model.flavor"),
     *_needs("model.tokenizer_path is given, and no weights are read from there", _uses_assets, "model.hf_assets_path"),
-    *(
-        row
-        for part in ("training", "validation")
-        for row in _needs(
-            f"{part}.dataset is 'demo'",
-            lambda c, part=part: not _is_demo(c.value(part)),  # type: ignore[misc]
-            f"{part}.dataset_text_field",
-            f"{part}.dataset_split",
-        )
-    ),
+    *_source_rules("training"),
+    *_source_rules("validation"),
+    *_override_rules(),
     *_needs("no raw data is prepared", _prepares, "training.cache_folder"),
     *_needs("training.gc_debug collects every step", lambda c: not c.training.gc_debug, "training.gc_freq"),
     *_needs("compile.components is empty", lambda c: bool(c.compile.components), "compile.enable"),
@@ -616,6 +704,7 @@ RULES: list[Rule] = [
         lambda c: not _shares_context(c) or c.parallelism.context_parallel_rotate_method != "ulysses",
         "parallelism.context_parallel_load_balancer",
     ),
+    *_needs("no two ranks hold the same weights", _has_copies, "debug.check_replicas_freq"),
     *_needs("debug.deterministic is false", lambda c: c.debug.deterministic, "debug.deterministic_warn_only"),
     Rule(
         "note",
@@ -623,6 +712,7 @@ RULES: list[Rule] = [
         _warmup_too_long,
         lambda c: f"= {c.lr_scheduler.warmup_steps} is longer than the schedule: cut to {_schedule_length(c)}",
     ),
+    Rule("note", "lr_scheduler.total_steps", _schedule_too_short, _rest_words),
     Rule(
         "note",
         "lr_scheduler.decay_ratio",

@@ -284,7 +284,7 @@ class Checkpoint(Section):
     )
     load_step: NonNegativeOrLatest = Field(default=-1, description="Step to resume from; -1 is the latest.")
     exclude_from_loading: list[Text] = Field(
-        default=[], description="Parts not to load, such as lr_scheduler or dataloader."
+        default=[], description="What a run begins without: model, optimizer, lr_scheduler, dataloader, train_state."
     )
     enable_first_step_checkpoint: bool = Field(default=False, description="Also save after the first step.")
     create_seed_checkpoint: bool = Field(default=False, description="Save the initial weights as step 0 and stop.")

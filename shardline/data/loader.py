@@ -136,6 +136,11 @@ class Loader:
         for batch in batches:
             yield batch.to(self.device)
 
+    def samples_in(self, batches: int) -> int:
+        """How many samples an epoch of at most so many batches per rank reads; -1: all."""
+        together = self.local_batch_size * self.ranks
+        return self.samples_per_epoch if batches < 0 else min(batches * together, self.samples_per_epoch)
+
     def close(self) -> None:
         """End the worker processes, if there are any."""
         self._stream = None

@@ -23,6 +23,7 @@ from shardline.config.schema import ActivationCheckpoint
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
 from shardline.models.fused import logical_names, logical_shapes
+from shardline.models.local import local
 
 Function = Callable[..., Any]
 
@@ -131,12 +132,12 @@ def _kept_attention_ops() -> frozenset[Any]:
 
 
 def _forced_recompute(model: Decoder, section: ActivationCheckpoint) -> frozenset[tuple[int, ...]]:
-    """Shapes (in, out) of the weights whose modules are named: their products are never kept."""
+    """Shapes (in, out), as this rank has them, of the weights whose modules are named: their products are not kept."""
     names = section.per_op_sac_force_recompute_mm_shapes_by_fqns
     shapes: set[tuple[int, ...]] = set()
     for wanted in names:
         found = [
-            tuple(reversed(parameter.shape))
+            tuple(reversed(local(parameter).shape))  # tensor-parallel ranks multiply with what they hold
             for name, parameter in model.named_parameters()
             if parameter.ndim == 2 and any(wanted in part for part in (name, *logical_names(model.arch, name)))
         ]

@@ -226,17 +226,24 @@ def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> Non
     """Before a micro-batch: what FSDP does with its gradients, and with its weights after backward.
 
     step: keep whole gradients, reduce with the last one; micro_batch: reduce every time; scatter: reduce-scatter every
-    time, all-reduce between replicas with the last one. Weights that are never freed stay until the step's end.
+    time, all-reduce between replicas with the last one, and where there are none the same as step. Weights that are
+    never freed stay until the step's end.
     """
     if not isinstance(model, FSDPModule):
         return
-    mode = section.accumulation_sync
+    mode = accumulation_sync(section)
     exposed.last_backward = last
     model.set_requires_gradient_sync(last or mode != "step")
     model.set_requires_all_reduce(last or mode != "scatter")
     model.set_is_last_backward(last)
     if section.fsdp_reshard_after_forward == "never":
         model.set_reshard_after_backward(last)
+
+
+def accumulation_sync(section: Parallelism) -> str:
+    """When gradients are summed; `scatter` puts off sums between replicas of shards, and is `step` without them."""
+    is_hsdp = comm.axis_size("dp_replicate") > 1 and comm.axis_size("fsdp") > 1
+    return section.accumulation_sync if is_hsdp or section.accumulation_sync != "scatter" else "step"
 
 
 def free_gathered(model: nn.Module) -> None:

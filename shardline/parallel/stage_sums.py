@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardline.config.schema import Parallelism
 from shardline.models.decoder import Decoder, Stage
+from shardline.parallel.data import accumulation_sync
 from shardline.parallel.exposed import exposed
 from shardline.parallel.replicas import Replicas
 
@@ -49,7 +50,7 @@ class StageSums:
     def begin(self, last: bool) -> None:
         """Before a run of the schedule; `last` of the step."""
         self.last, self.left = last, set(self.all)
-        self.summing = last or self.section.accumulation_sync != "step"
+        self.summing = last or accumulation_sync(self.section) != "step"
         self.waiting = list(self.units) if self.summing else []
         if isinstance(self.model, FSDPModule):
             exposed.last_backward = False
@@ -72,7 +73,7 @@ class StageSums:
         assert isinstance(module, FSDPModule)
         exposed.last_backward = self.last
         module.set_requires_gradient_sync(True, recurse=False)
-        module.set_requires_all_reduce(self.last or self.section.accumulation_sync != "scatter", recurse=False)
+        module.set_requires_all_reduce(self.last or accumulation_sync(self.section) != "scatter", recurse=False)
         module.set_reshard_after_backward(self.last, recurse=False)
         reduce_now(module)
 

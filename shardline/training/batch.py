@@ -26,26 +26,29 @@ class SavedBatch(NamedTuple):
 def batch_to_keep(config: Config) -> SavedBatch | None:
     """The batch of the checkpoint that this run continues from, where the config leaves it open."""
     section = config.checkpoint
-    if config.training.global_batch_size > 0 or not section.enable or "dataloader" in section.exclude_from_loading:
+    if config.training.global_batch_size > 0 or not section.enable:
         return None
-    for saved in _continued(config):
+    anew = "dataloader" in section.exclude_from_loading
+    for saved, own in _continued(config):
+        if anew and not (own and "dataloader" in saved.trainer.get("excluded", ())):
+            return None
         size = saved.trainer.get("data", {}).get("global_batch_size")
         if isinstance(size, int) and size > 0:
             return SavedBatch(size, saved.path)
     return None
 
 
-def _continued(config: Config) -> Iterator[files.Saved]:
-    """Checkpoints whose data position the run may take over, best first."""
+def _continued(config: Config) -> Iterator[tuple[files.Saved, bool]]:
+    """Checkpoints whose data position the run may take over, best first, and whether the run is their own."""
     section = config.checkpoint
     if config.job.dump_folder is not None:
         folder = Path(config.job.dump_folder).expanduser() / section.folder
         yield from (
-            saved for saved in reversed(files.list_checkpoints(folder)) if section.load_step in (-1, saved.step)
+            (saved, True) for saved in reversed(files.list_checkpoints(folder)) if section.load_step in (-1, saved.step)
         )
     if section.initial_load_path is not None and not (section.initial_load_in_hf or section.initial_load_model_only):
         with contextlib.suppress(UserError):  # said when it is loaded
-            yield files.find_checkpoint(Path(section.initial_load_path), section.load_step)
+            yield files.find_checkpoint(Path(section.initial_load_path), section.load_step), False
 
 
 def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Config], Any]) -> Config:
@@ -64,7 +67,9 @@ def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Co
     counts = [number for number in range(1, size + 1) if size % (local * number) == 0]
     if counts:
         remedies.append(f"use {_either(counts)} data-parallel ranks")
-    remedies.append('begin the data anew with another batch: checkpoint.exclude_from_loading = ["dataloader"]')
+    remedies.append(
+        'begin the data anew with another training.global_batch_size: checkpoint.exclude_from_loading = ["dataloader"]'
+    )
     raise UserError(
         f"{saved.path} was trained with a global batch of {size}, which training.local_batch_size x data-parallel ranks"
         f" = {local} x {ranks} = {local * ranks} does not divide: {', or '.join(remedies)}"

@@ -51,6 +51,13 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 NOT_THE_CARD = re.compile(r"\bMIG\b|Laptop|Max-Q")
 
 
+def device_identity(device: torch.device, rank: int) -> str:
+    """What tells this rank's device from those of other ranks, with which it may share one; on CPU each has its own."""
+    if device.type != "cuda":
+        return f"rank {rank}"
+    return f"{platform.node()} {torch.cuda.get_device_properties(device).uuid}"
+
+
 def choose_device() -> torch.device:
     """`cuda:LOCAL_RANK` where CUDA is there, else the CPU; more ranks than GPUs share them in turn."""
     if not torch.cuda.is_available():

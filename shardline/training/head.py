@@ -16,7 +16,7 @@ from torch import Tensor
 from shardline.models.decoder import Decoder
 from shardline.parallel import comm
 from shardline.parallel.tensor import TensorParallel, vocabulary_rows
-from shardline.training.loss import Losses, chunked_cross_entropy
+from shardline.training.loss import Losses, choose_chunk_tokens, chunked_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,11 @@ class Head:
         """scale x sum of token losses over what this rank sees."""
         weight, plan = model.output_weight(), self.tensor
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
-        losses = None
+        losses, chunk_tokens = None, self.chunk_tokens
         if plan is not None and plan.loss_parallel:
             hidden = comm.all_gather(hidden, "tp") if plan.sequence_parallel else comm.copy(hidden, "tp")
+            largest = len(vocabulary_rows(model.arch.vocab_size, plan.degree, 0))  # ranks add up the same chunks
+            chunk_tokens = chunk_tokens or choose_chunk_tokens(hidden, largest)
             first = vocabulary_rows(model.arch.vocab_size, plan.degree, comm.axis("tp").rank).start
             losses = vocabulary_losses(first, self.backend if self.compiled else None)
         elif plan is not None and plan.sequence_parallel:
@@ -50,7 +52,7 @@ class Head:
             weight,
             labels,
             scale=scale,
-            chunk_tokens=self.chunk_tokens,
+            chunk_tokens=chunk_tokens,
             compiled=self.compiled,
             backend=self.backend,
             losses=losses,

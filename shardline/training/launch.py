@@ -9,7 +9,7 @@ import sys
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.options import TrainOptions
 from shardline.config.rules import check
-from shardline.config.schema import Config
+from shardline.config.schema import Config, leaves
 from shardline.errors import UserError
 from shardline.training.rank_main import LAUNCHER_VARIABLE
 from shardline.training.stopping import exit_code, starting_job
@@ -34,6 +34,7 @@ def train(config: Config, options: TrainOptions) -> int:
     else:
         _check_layouts(config, options, least, nodes)
     _note_idle(options, nodes, bool(started))
+    _note_lost_machine(config, is_elastic and not started)
     if is_elastic and not started and not config.checkpoint.enable:
         print("warning: checkpoint.enable is false: every restart begins at step 0", file=sys.stderr)
     starts = not started and (is_elastic or nodes * options.nproc > 1)
@@ -157,6 +158,15 @@ def _check_meeting(options: TrainOptions, nodes: int) -> None:
         raise UserError(f"--rdzv-backend: expected one of {', '.join(BACKENDS)}, got {options.rdzv_backend!r}")
     if options.node_rank >= nodes:
         raise UserError(f"--node-rank {options.node_rank}: with --nnodes {nodes} it is below {nodes}")
+
+
+def _note_lost_machine(config: Config, restarts: bool) -> None:
+    """Say where no machine is given up, so that there is no time after which."""
+    key = "comm.lost_machine_seconds"
+    if restarts or config.value(key) == leaves()[key].default:
+        return
+    if LAUNCHER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # our own launcher has said it
+        print(f"note: {key} has no effect: neither --max-restarts nor --nnodes MIN:MAX is given", file=sys.stderr)
 
 
 def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:

@@ -7,7 +7,8 @@ moments before they are rounded.
 
 Rounding is stochastic: up or down with a probability that makes the mean right. Rounding to nearest would stop the
 decay of `exp_avg_sq` for beta2 above 0.996, because each step then changes it by less than half a bfloat16 step. The
-random bits depend on the step and the place in the scratch alone: replicas stay equal, and a resumed run repeats them.
+random bits depend on the step and the place in the parameter alone, as a rank holds it: replicas stay equal whatever
+else their ranks hold, and a resumed run repeats them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class NarrowAdam(torch.optim.Optimizer):
         held = [local(parameter) for group in self.param_groups for parameter in group["params"]]
         self._longest = SCRATCH[held[0].device.type]
         if held[0].device.type == "cpu":  # there the beginning of a sequence does not depend on its length
-            self._longest = min(sum(part.numel() for part in held), self._longest)
+            self._longest = min(max(part.numel() for part in held), self._longest)
         self._noise: tuple[tuple[int, torch.device], Tensor] | None = None
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -105,26 +106,28 @@ class NarrowAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        first, second = (list(row.split(sizes)) for row in self._rounded(scratch, count))
+        first, second = (list(row.split(sizes)) for row in self._rounded(scratch, sizes, count))
         torch._foreach_copy_([piece.first.view(torch.int16) for piece in batch], first)
         torch._foreach_copy_([piece.second.view(torch.int16) for piece in batch], second)
 
-    def _rounded(self, scratch: Tensor, step: int) -> Tensor:
+    def _rounded(self, scratch: Tensor, sizes: list[int], step: int) -> Tensor:
         """(2, total) float32, changed in place -> int16 bits of bfloat16, the upper halves of the float32 ones.
 
         Adding random bits to the lower half carries into the upper one as often as the lower half says.
         """
-        scratch.view(torch.int32).add_(self._random_bits(scratch.shape[1], step, scratch.device))
+        bits = self._random_bits(step, scratch.device)
+        for row in scratch.view(torch.int32):
+            torch._foreach_add_(list(row.split(sizes)), [bits[:size] for size in sizes])
         return scratch.view(torch.int16)[:, 1::2]
 
-    def _random_bits(self, length: int, step: int, device: torch.device) -> Tensor:
-        """(length,) whole numbers below 2^16, the beginning of one sequence per step."""
+    def _random_bits(self, step: int, device: torch.device) -> Tensor:
+        """Whole numbers below 2^16, one sequence per step, as many as the longest piece needs."""
         key = (step, device)
         if self._noise is None or self._noise[0] != key:
             generator = torch.Generator(device).manual_seed(step)
             bits = torch.randint(1 << 16, (self._longest,), dtype=torch.int32, device=device, generator=generator)
             self._noise = (key, bits)
-        return self._noise[1][:length]
+        return self._noise[1]
 
 
 def _fits(batch: list[Piece], piece: Piece) -> bool:

@@ -268,9 +268,9 @@ class Agent(SimpleElasticAgent):
 
     def _forward_signals(self) -> None:
         if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a save, no reason to end
-            for rank in self.ranks:
-                if rank.code is None:
-                    _kill_group(rank.process.pid, signal.SIGUSR1, whole=False)
+            one = next((rank for rank in self.ranks if rank.code is None), None)
+            if one is not None:  # of two ranks one might hear of it a step later, and all would save twice
+                _kill_group(one.process.pid, signal.SIGUSR1, whole=False)
         while self.forwarded < len(self.signals):
             for rank in self.ranks:
                 if rank.code is None:

@@ -39,7 +39,9 @@ class Progress:
     step: int = 0
     samples: int = 0
     tokens: int = 0
-    schedule_start: int = 0  # the step at which the learning-rate schedule began
+    schedule_start: int = 0  # the step at which the learning-rate schedule began; below 0 where steps count anew
+    validated: int = 0  # samples of each validation
+    excluded: tuple[str, ...] = ()  # what checkpoint.exclude_from_loading said when this run was started
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Start:
     def run(self, resume: bool, seed: int) -> tuple[Progress, bool]:
         """Give the model its weights; (how far the run is, whether it had already finished)."""
         self._check()
-        progress = Progress()
+        progress = Progress(excluded=tuple(sorted(set(self.config.checkpoint.exclude_from_loading))))
         if resume:
             return progress, self._resume(progress, seed)
         if not self._load_initial(progress, seed):
@@ -102,7 +104,12 @@ class Start:
             self.mesh.from_rank_0(lambda step=step, damage=damage: self._give_up(step, damage))  # type: ignore[misc]
         self.mesh.from_rank_0(lambda: self._abandon_after(step))
         log.info("resumed from %s", self.folder / f"step-{step}")
-        return progress.step >= self.total_steps
+        return progress.step >= self.last_step(progress)
+
+    def last_step(self, progress: Progress) -> int:
+        """At which a run that is so far ends: passes over the data count from the step at which they were begun."""
+        begun = progress.step - progress.samples // self.identity.global_batch_size
+        return self.total_steps + (begun if self.config.training.epochs is not None else 0)
 
     def _load_step(self, step: int, progress: Progress, seed: int) -> None:
         saved = next(iter(_candidates(self.folder, step)), None)
@@ -111,7 +118,33 @@ class Start:
                 f"{socket.gethostname()} has no step-{step} in {self.folder}:"
                 " checkpoints must be on a disk that all machines share"
             )
-        self._load(saved, progress, seed, model_only=False)
+        left_out = self._left_out(saved)
+        if "train_state" in left_out:
+            raise UserError(
+                f'checkpoint.exclude_from_loading = ["train_state"] would count steps from 0 beside {saved.path}; take'
+                f" another job.dump_folder with checkpoint.initial_load_path = {str(saved.path)!r} and"
+                " checkpoint.initial_load_model_only = false"
+            )
+        self._load(saved, progress, seed, left_out, model_only=False)
+
+    def _left_out(self, saved: Saved) -> set[str]:
+        """What of a checkpoint of this run is not loaded.
+
+        What was left out when the run was started has been made since, and a restart must not make it again: the run
+        was told once. Data and optimizers may have changed once more, though.
+        """
+        wanted = set(self.config.checkpoint.exclude_from_loading)
+        since = wanted & set(saved.trainer.get("excluded", ()))
+        if self._changed_data(saved):
+            since.discard("dataloader")
+        if saved.trainer.get("optimizer") != self.config.optimizer.name:
+            since.discard("optimizer")
+        if since:
+            log.info(
+                "loaded all the same, as this run began without it (checkpoint.exclude_from_loading): %s",
+                ", ".join(sorted(since)),
+            )
+        return wanted - since
 
     def _agree(self, load: Callable[[], None]) -> str:
         """Load on every rank: "" where all could, else which file is damaged; other errors are raised on all ranks."""
@@ -151,7 +184,7 @@ class Start:
         files.list_checkpoints(self.folder, lambda error: self._skip(str(error)))
         for saved in _candidates(self.folder, step):
             if saved.kind == "model":
-                if saved.step >= self.total_steps:
+                if saved.step >= _last_step(saved, self.config, self.total_steps):
                     return saved.step, True
                 log.info("%s holds weights only and cannot be resumed", saved.path)
                 continue
@@ -198,9 +231,16 @@ class Start:
             if changes:
                 log.warning("%s was trained with another arithmetic: %s", path, changes)
             model_only = section.initial_load_model_only
-            damage = self._agree(lambda: self._load(saved, progress, seed, model_only=model_only))
+            left_out = set(section.exclude_from_loading)
+            damage = self._agree(lambda: self._load(saved, progress, seed, left_out, model_only=model_only))
             if damage:
                 raise UserError(damage)
+            if progress.step >= self.last_step(progress):
+                raise UserError(
+                    f"{path} is at step {progress.step} and this run would end at {self.last_step(progress)}:"
+                    " training.steps counts on from there; count from 0 with checkpoint.exclude_from_loading ="
+                    ' ["train_state"], or load the weights alone with checkpoint.initial_load_model_only = true'
+                )
         log.info("initial weights from %s", path)
         return True
 
@@ -231,8 +271,7 @@ class Start:
                 raise UserError(refused)
         return path
 
-    def _load(self, saved: Saved, progress: Progress, seed: int, *, model_only: bool) -> None:
-        excluded = set(self.config.checkpoint.exclude_from_loading)
+    def _load(self, saved: Saved, progress: Progress, seed: int, excluded: set[str], *, model_only: bool) -> None:
         if excluded:
             log.info("not loaded, as checkpoint.exclude_from_loading says: %s", ", ".join(sorted(excluded)))
         if "model" in excluded:
@@ -248,8 +287,10 @@ class Start:
         trainer = saved.trainer
         if "train_state" not in excluded:
             progress.step, progress.tokens = trainer["step"], trainer["tokens"]
+            progress.validated = trainer.get("validated", 0)
             files.set_rng_state(self._rng(saved))
-        progress.schedule_start = progress.step if "lr_scheduler" in excluded else trainer["schedule_start"]
+        scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]
+        progress.schedule_start = progress.step - scheduled
         if "dataloader" not in excluded:
             self._check_identity(saved)
             progress.samples = trainer["samples"]
@@ -264,20 +305,21 @@ class Start:
         return states[state] if isinstance(state, int) else state  # a number: that rank's
 
     def _check_identity(self, saved: Saved) -> None:
-        if "dataloader" in self.config.checkpoint.exclude_from_loading:
-            return
-        recorded, now = saved.trainer["data"], asdict(self.identity)
-        named = {"dataset": f"the data of {self._data_key()}"}
-        changed = [
-            f"{named.get(key, key)}: {recorded.get(key)!r} -> {now[key]!r}"
-            for key in now
-            if recorded.get(key) != now[key]
-        ]
-        if changed:
+        changed = self._changed_data(saved)
+        if changed and "dataloader" not in self.config.checkpoint.exclude_from_loading:
             raise UserError(
                 f"resuming {saved.path} would change its data ({', '.join(changed)}); keep them as they were, or start"
                 ' new data from its beginning with checkpoint.exclude_from_loading = ["dataloader"]'
             )
+
+    def _changed_data(self, saved: Saved) -> list[str]:
+        recorded, now = saved.trainer.get("data", {}), asdict(self.identity)
+        named = {"dataset": f"the data of {self._data_key()}"}
+        return [
+            f"{named.get(key, key)}: {recorded.get(key)!r} -> {now[key]!r}"
+            for key in now
+            if recorded.get(key) != now[key]
+        ]
 
     def _data_key(self) -> str:
         section = self.config.training
@@ -309,7 +351,9 @@ def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps
             files.read_checkpoint(place / f"step-{step}")  # says what is wrong with it
         there = ", ".join(str(saved.step) for saved in files.list_checkpoints(place)) or "none"
         raise UserError(f"checkpoint.load_step = {step}: {place} holds no such checkpoint (steps there: {there})")
-    good = [saved for saved in candidates if saved.kind == "full" or saved.step >= total_steps]
+    good = [
+        saved for saved in candidates if saved.kind == "full" or saved.step >= _last_step(saved, config, total_steps)
+    ]
     if not good:
         if damages:
             raise UserError(
@@ -319,6 +363,14 @@ def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps
         return None
     check_model(good[0], arch)
     return good[0].step
+
+
+def _last_step(saved: Saved, config: Config, total_steps: int) -> int:
+    """At which the run that saved this ends; `total_steps` where it has read its data from its first step on."""
+    size = saved.trainer.get("data", {}).get("global_batch_size", 0)
+    if config.training.epochs is None or not size:
+        return total_steps
+    return total_steps + saved.step - saved.trainer["samples"] // size
 
 
 def check_model(saved: Saved, arch: Architecture) -> None:

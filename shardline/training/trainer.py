@@ -50,7 +50,15 @@ from shardline.training.batch import batch_line, batch_to_keep, keep_batch
 from shardline.training.binding import prepare_rank
 from shardline.training.build import build_model, seed_of, set_determinism
 from shardline.training.console import Console, setup_logging
-from shardline.training.device import choose_device, device_name, peak_memory_gib, read, reset_peak, supports_bf16
+from shardline.training.device import (
+    choose_device,
+    device_identity,
+    device_name,
+    peak_memory_gib,
+    read,
+    reset_peak,
+    supports_bf16,
+)
 from shardline.training.fetching import fetch_to_resume
 from shardline.training.metrics import Meter, Metrics
 from shardline.training.mirror import Mirror, check_free, open_mirror
@@ -246,7 +254,7 @@ class Trainer:
         self.applied.lines += self.async_tensor.lines
         self.sampler = Sampler(self.device) if self.applied.tensor is not None else None
         self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied, self.device)
-        self.memory = Memory(self.stepper.all_replicas, self.model, self.mesh)
+        self.memory = Memory(self.stepper.all_replicas, self.model, self.mesh, self.stepper.summed_over_tp)
         folder, of_run = self.folder.checkpoint_folder, (self.model, self.optimizer, self.identity)
         self.saver = Saver(config, folder, *of_run, self.mesh, self.mirror, extra=self.memory.parts)
         self._open.callback(self.saver.close)
@@ -257,6 +265,9 @@ class Trainer:
         of_run = (self.model, self.optimizer, self.identity)
         start = Start(config, folder, *of_run, self.total_steps, self.mesh, load_extra=self.memory.load)
         progress, finished = start.run(self.folder.resume, seed_of(config))
+        if not finished:
+            self.total_steps = start.last_step(progress)
+            self._note_validation(progress)
         self.saver.saved_step = progress.step
         self.loader.seek(progress.samples)
         registry.run_hooks("after_build", self.model, self.config)
@@ -267,6 +278,15 @@ class Trainer:
         if not finished:  # the weights of a run that had finished are not loaded
             check_replicas(self.model, progress.step)
         return progress, finished
+
+    def _note_validation(self, progress: Progress) -> None:
+        """A resumed run may have another number of ranks, and validation.steps counts batches of each."""
+        before, now = progress.validated, 0
+        if self.validation is not None:
+            now = self.validation.samples_in(self.config.validation.steps)
+        if before and now and before != now:
+            log.warning("validation reads %d samples, %d before this start: its losses do not compare", now, before)
+        progress.validated = now
 
     def _record(self) -> None:
         """Keep the config with the run, once it is sure that the run takes place."""
@@ -305,9 +325,8 @@ class Trainer:
         theory = None if pipelined is None else pipelined.theoretical_bubble
         console = Console(config, self.folder.path, rank=self.mesh.rank, theoretical_bubble=theory)
         metrics: Metrics | None = None
-        meter = Meter(
-            self.arch, config.training.seq_len, self.device, self.precision.compute, devices=self.mesh.world_size
-        )
+        devices = len(set(self.mesh.from_everyone(device_identity(self.device, self.mesh.rank))))
+        meter = Meter(self.arch, config.training.seq_len, self.device, self.precision.compute, devices)
         console.start(self.total_steps, self.progress.step)
         asked, stopped_by = Asked(), None
         try:

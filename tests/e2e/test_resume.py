@@ -235,6 +235,88 @@ def test_an_excluded_schedule_starts_again(tmp_path):
     assert [row["lr"] for row in second[4:]] == [row["lr"] for row in first]
 
 
+@pytest.fixture(scope="module")
+def scheduled_late(tmp_path_factory):
+    """A checkpoint of step 4 whose learning rate began at step 2."""
+    folder = tmp_path_factory.mktemp("before") / "run"
+    run(folder, training__steps=2, **SAVING)
+    run(folder, training__steps=4, checkpoint__exclude_from_loading=["lr_scheduler"], **SAVING)
+    return folder / "checkpoint" / "step-4"
+
+
+def begun_from(checkpoint, *excluded):
+    return {
+        "checkpoint__initial_load_path": str(checkpoint),
+        "checkpoint__initial_load_model_only": False,
+        "checkpoint__exclude_from_loading": list(excluded),
+        **SAVING,
+    }
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "lr_scheduler", "dataloader", "train_state"])
+def test_what_a_run_began_without_is_not_left_out_when_it_is_started_again(tmp_path, scheduled_late, part):
+    """As a restart after a crash does, or a job that is queued again with the same command."""
+    settings = {"training__steps": 10, **begun_from(scheduled_late, part)}
+    whole = numbers(run(tmp_path / "run", **settings))
+    again = Trainer(tiny_config(tmp_path / "run", checkpoint__load_step=8, **settings))
+    assert again.progress.step == 8
+    again.train()
+    assert numbers(rows(tmp_path / "run")) == whole
+    log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    assert f"as this run began without it (checkpoint.exclude_from_loading): {part}" in log
+
+
+def test_data_that_change_once_more_begin_anew_once_more(tmp_path, scheduled_late):
+    settings = begun_from(scheduled_late, "dataloader")
+    run(tmp_path / "run", training__steps=6, debug__seed=1, **settings)
+    trainer = Trainer(tiny_config(tmp_path / "run", training__steps=8, debug__seed=2, **settings))
+    assert (trainer.progress.step, trainer.progress.samples) == (6, 0)
+    trainer.close()
+
+
+def test_steps_that_count_anew_leave_the_schedule_where_it_was(tmp_path, scheduled_late):
+    whole = run(tmp_path / "whole", training__steps=8, **begun_from(scheduled_late))
+    counted = run(tmp_path / "run", training__steps=4, **begun_from(scheduled_late, "train_state"))
+    assert [row["step"] for row in counted] == [1, 2, 3, 4]
+    assert [row["lr"] for row in counted] == [row["lr"] for row in whole]
+
+
+def test_steps_cannot_count_anew_beside_checkpoints(tmp_path):
+    run(tmp_path / "run", training__steps=2, **SAVING)
+    settings = {"checkpoint__exclude_from_loading": ["train_state"], **SAVING}
+    with pytest.raises(UserError, match=r"would count steps from 0 beside .*step-2; take another job.dump_folder"):
+        Trainer(tiny_config(tmp_path / "run", training__steps=4, **settings))
+
+
+def test_a_run_that_would_train_nothing_is_refused(tmp_path, scheduled_late):
+    with pytest.raises(UserError, match=r"step-4 is at step 4 and this run would end at 3: training.steps counts on"):
+        Trainer(tiny_config(tmp_path / "run", training__steps=3, **begun_from(scheduled_late)))
+
+
+def test_epochs_are_of_the_data_that_were_begun_anew(tmp_path, scheduled_late):
+    settings = {"training__epochs": 0.01, **begun_from(scheduled_late, "dataloader")}
+    trainer = Trainer(tiny_config(tmp_path / "run", **settings))
+    steps = trainer.total_steps - 4
+    trainer.train()
+    fresh = Trainer(tiny_config(tmp_path / "fresh", training__epochs=0.01))
+    fresh.close()
+    assert steps == fresh.total_steps
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(5, 5 + steps))
+    again = Trainer(tiny_config(tmp_path / "run", **settings))
+    assert again.finished
+    again.close()
+
+
+def test_a_validation_of_other_samples_is_said(tmp_path):
+    settings = {"validation__enable": True, "validation__steps": 2, "validation__seq_len": 32, **SAVING}
+    run(tmp_path / "run", training__steps=2, validation__local_batch_size=2, **settings)
+    run(tmp_path / "run", training__steps=4, validation__local_batch_size=2, **settings)
+    log = tmp_path / "run" / "log" / "rank-0.log"
+    assert "do not compare" not in log.read_text()
+    run(tmp_path / "run", training__steps=6, validation__local_batch_size=4, **settings)
+    assert "validation reads 8 samples, 4 before this start: its losses do not compare" in log.read_text()
+
+
 def test_data_that_changed_is_named(tmp_path):
     folder, data = tmp_path / "run", tmp_path / "data.jsonl"
     data.write_text("".join(f'{{"text": "a line of text, number {n}"}}\n' for n in range(200)))

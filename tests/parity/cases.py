@@ -211,6 +211,7 @@ CASES = [
     case("tp2-tied-no-loss-parallel", TIED, NO_LOSS_PARALLEL, tp=2, slow=True),
     case("tp2-odd-vocabulary", ODD_VOCABULARY, tp=2),
     case("tp4-odd-vocabulary-tied", ODD_VOCABULARY, TIED, tp=4),
+    case("tp2-odd-vocabulary-checked-narrow", ODD_VOCABULARY, NARROW_STATE, CHECKED, tp=2, tolerances=BFLOAT16),
     case("tp4-one-kv-head", ONE_KV_HEAD, tp=4),
     case("tp4-two-kv-heads", TWO_KV_HEADS, tp=4, slow=True),
     case("tp4-two-kv-heads-biases-qk-norm", TWO_KV_HEADS, BIASES, QK_NORM, tp=4),

@@ -1,9 +1,15 @@
 """Every layout gives one process's numbers: samples, losses, gradient norms, gradients, weights."""
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 
 from shardline.config.features import FEATURES, allowed_pairs
-from tests.parity.cases import CASES, Case
+from shardline.training import loss
+from tests.parity.cases import CASES, ODD_VOCABULARY, Case, case
 from tests.parity.crossing import HOW, crossed, pairs_of
 from tests.parity.harness import Harness, compare
 
@@ -16,6 +22,19 @@ ALL = [*CASES, *crossed()]
 def test_layout(harness: Harness, case: Case) -> None:
     reference = harness.reference(case.overrides, case.timeout)
     compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)
+
+
+@contextlib.contextmanager
+def chunks_near_a_limit(trainer: Any) -> Iterator[None]:
+    """For 136 rows of the vocabulary the loss is cut into two chunks of tokens; 135 would leave it whole."""
+    assert trainer.arch.vocab_size == 136 + 135
+    with patch.dict(loss.CHUNK_BYTES, dict.fromkeys(loss.CHUNK_BYTES, 139_000)):
+        yield
+
+
+def test_ranks_with_unequal_parts_of_the_vocabulary_cut_the_loss_alike(harness: Harness) -> None:
+    odd = case("tp2-odd", ODD_VOCABULARY, tp=2)
+    compare(harness.reference(odd.overrides), harness.run(odd.overrides, 2, chunks_near_a_limit), odd.tolerances)
 
 
 def test_every_allowed_pair_of_features_has_a_case() -> None:

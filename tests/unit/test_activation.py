@@ -1,5 +1,7 @@
 """Every activation checkpointing mode gives the gradients of `none`, keeps less, and recomputes what it says."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -8,11 +10,14 @@ from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.errors import ConfigError
+from shardline.memory import activation
 from shardline.models.decoder import Decoder
 from shardline.models.init import init_weights
 from shardline.parallel.apply import apply
 from shardline.parallel.mesh import Mesh
-from shardline.precision.mixed import Precision
+from shardline.precision.mixed import Precision, choose_precision
+from shardline.training.build import build_model
+from tests.unit.test_data_parallel import ranks
 
 ARCH = Architecture(
     dim=64,
@@ -101,6 +106,37 @@ def test_products_of_named_modules_are_computed_again(name):
     """TorchTitan's names, which here are parts of fused weights."""
     key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
     assert run([*MODES["selective op"], f"--{key}={name}"])[0] == pytest.approx(run([])[0], rel=1e-6)
+
+
+def forced_products(name):
+    """On two tensor-parallel ranks: the shapes that are forced to be computed again, and those of all products."""
+    key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
+    config = load_config(overrides=[*MODES["selective op"], f"--{key}={name}"])
+    forced, seen, device = [], set(), torch.device("cpu")
+    contexts, product_shape = activation._per_op_contexts, activation._product_shape
+
+    def noted_contexts(shapes):
+        forced.append(shapes)
+        return contexts(shapes)
+
+    def noted_shape(*arguments):
+        shape = product_shape(*arguments)
+        seen.add(shape)
+        return shape
+
+    with patch.object(activation, "_per_op_contexts", noted_contexts):
+        model, _ = build_model(ARCH, device, choose_precision(config, device, True), Mesh(Layout(tp=2), "cpu"), config)
+    init_weights(model, seed=1)
+    with patch.object(activation, "_product_shape", noted_shape):
+        model.hidden(torch.arange(16).view(2, 8)).square().sum().backward()
+    return set().union(*forced), seen - {None}
+
+
+@pytest.mark.parametrize(("name", "shape"), [("attention.wo", (32, 64)), ("feed_forward.w2", (48, 64))])
+def test_tensor_parallel_ranks_compute_products_of_their_own_parts_again(name, shape):
+    for forced, seen in ranks().run(2, forced_products, name):
+        assert forced == {shape}
+        assert shape in seen
 
 
 def test_an_option_that_is_no_number_is_an_error():

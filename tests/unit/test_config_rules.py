@@ -5,16 +5,22 @@ from pathlib import Path
 import pytest
 
 from shardline import registry
+from shardline.config.architecture import SCALING_FIELDS, Architecture, RopeScaling
+from shardline.config.build import annotation_of
 from shardline.config.features import SPLIT_SCHEDULES, compatibility_page
 from shardline.config.files import preset_names
+from shardline.config.inputs import DATA_FILES, TEXT_FILES
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.load import load_config
 from shardline.config.rules import RULES, check, notes, pending, refuse_pending
 from shardline.config.schema import leaves
 from shardline.config.write import to_toml
+from shardline.data.files import KNOWN, TEXT_SUFFIXES
 from shardline.errors import ConfigError
-from shardline.models.flavors import resolve
+from shardline.models.flavors import FLAVORS, resolve
+from shardline.models.rope import inverse_frequencies
 from shardline.parallel.schedules import build_schedule, names
+from shardline.training.schedule import lr_factor
 
 ROOT = Path(__file__).parents[2]
 SEEDS = Path(__file__).parent / "seeds"
@@ -91,9 +97,8 @@ def test_defaults_are_silent():
 
 def test_rules_name_real_keys():
     for rule in RULES:
-        assert any(key.startswith(rule.key) if rule.key.endswith(".") else key == rule.key for key in leaves()), (
-            rule.key
-        )
+        below = any(key.startswith(rule.key) for key in leaves())
+        assert below if rule.key.endswith(".") else annotation_of(rule.key) is not None, rule.key
 
 
 @pytest.mark.parametrize(
@@ -225,9 +230,72 @@ def test_not_pending(keys):
         ),
         ({"training__steps": 50}, "lr_scheduler.warmup_steps = 200 is longer than the schedule: cut to 50"),
         (
-            {"lr_scheduler__total_steps": 250, "lr_scheduler__decay_ratio": 0.5},
+            {"lr_scheduler__total_steps": 250, "training__steps": 250, "lr_scheduler__decay_ratio": 0.5},
             "lr_scheduler.decay_ratio = 0.5 with 200 steps of warmup is longer than the schedule:"
             " decay starts right after warmup",
+        ),
+        (
+            {"lr_scheduler__total_steps": 1000, "lr_scheduler__min_lr_factor": 0.1},
+            "lr_scheduler.total_steps = 1000 is shorter than training.steps = 10000:"
+            " from step 1001 on the learning rate stays at 0.1 of its peak",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__module_fqns_per_model_part": [["tok_embeddings"], ["norm"]],
+                "parallelism__pipeline_parallel_layers_per_stage": 4,
+                "parallelism__pipeline_parallel_last_stage_less_layers": 0,
+            },
+            "parallelism.pipeline_parallel_last_stage_less_layers, parallelism.pipeline_parallel_layers_per_stage"
+            " have no effect: parallelism.module_fqns_per_model_part names the modules of each stage",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "GPipe",
+                "parallelism__pipeline_parallel_schedule_csv": "mine.csv",
+            },
+            "parallelism.pipeline_parallel_schedule has no effect:"
+            " parallelism.pipeline_parallel_schedule_csv gives the schedule",
+        ),
+        (
+            {"metrics__save_for_all_ranks": True},
+            "metrics.save_for_all_ranks has no effect:"
+            " neither metrics.enable_tensorboard nor metrics.enable_wandb is true",
+        ),
+        (
+            {"parallelism__accumulation_sync": "scatter"},
+            "parallelism.accumulation_sync has no effect:"
+            " only HSDP (both data parallel degrees above 1) has sums between replicas to put off",
+        ),
+        (
+            {"debug__check_replicas_freq": 5},
+            "debug.check_replicas_freq has no effect: no two ranks hold the same weights",
+        ),
+        (
+            {
+                "debug__check_replicas_freq": 5,
+                "parallelism__pipeline_parallel_degree": 2,
+                "model__overrides": {"tie_word_embeddings": False},
+            },
+            "debug.check_replicas_freq has no effect: no two ranks hold the same weights",
+        ),
+        (
+            {"model__overrides": {"sliding_window_layers": [0, 1]}},
+            "model.overrides.sliding_window_layers has no effect: the model has no sliding_window",
+        ),
+        (
+            {"model__overrides": {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 8.0, "mscale": 1.0}}},
+            "model.overrides.rope_scaling.beta_fast, model.overrides.rope_scaling.mscale have no effect:"
+            " rope_scaling.type is 'linear'",
+        ),
+        (
+            {"model__flavor": "1B", "model__overrides": {"rope_scaling": {"beta_slow": 2.0}}},
+            "model.overrides.rope_scaling.beta_slow has no effect: rope_scaling.type is 'llama3'",
+        ),
+        (
+            {"validation__dataset_split": "test"},
+            "validation.dataset_split has no effect: validation.enable is false",
         ),
     ],
 )
@@ -244,6 +312,148 @@ def test_keys_that_have_an_effect_are_not_noted():
     assert notes(given(profiling__enable_memory_snapshot=True, profiling__profile_freq=7)) == []
     assert notes(given(model__hf_assets_path="there")) == []
     assert notes(given(training__dataset_path="there", training__cache_folder="x")) == []
+    assert notes(given(lr_scheduler__total_steps=10000)) == []
+    assert notes(given(lr_scheduler__total_steps=1000, training__epochs=1.0)) == []  # the data says how long
+    assert notes(given(metrics__save_for_all_ranks=True, metrics__enable_wandb=True)) == []
+
+
+@pytest.mark.parametrize("degree", ["data_parallel_replicate", "tensor_parallel", "pipeline_parallel"])
+def test_copies_are_checked_where_there_may_be_some(degree):
+    assert notes(given(**{"debug__check_replicas_freq": 5, f"parallelism__{degree}_degree": 2})) == []
+
+
+@pytest.mark.parametrize("ratio", [None, 0.0, 0.0001, 0.5, 1.0])
+@pytest.mark.parametrize("warmup", [0, 20, 100, 300])
+def test_the_rate_after_a_short_schedule_is_the_one_that_is_said(warmup, ratio):
+    keys = {"warmup_steps": warmup, "total_steps": 100, "decay_ratio": ratio, "min_lr_factor": 0.25}
+    config = given(training__steps=200, **{f"lr_scheduler__{key}": value for key, value in keys.items()})
+    (said,) = [line for line in notes(config) if line.startswith("lr_scheduler.total_steps")]
+    assert "from step 101 on" in said  # which 100 finished ones precede
+    for finished in (100, 150, 199):
+        assert f"stays at {lr_factor(finished, config):g} of its peak" in said
+
+
+# ---- what the model reads --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window_layers": [0], "sliding_window": 8},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 8.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 32.0}},  # given, but the default
+    ],
+    ids=str,
+)
+def test_overrides_that_have_an_effect_are_not_noted(fields):
+    assert notes(given(model__overrides=fields)) == []
+
+
+def test_what_a_flavor_of_ones_own_has_counts(monkeypatch):
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 2, "ffn_dim": 64, "vocab_size": 64, "sliding_window": 8}
+    stretched = Architecture(**sizes, rope_scaling=RopeScaling(type="yarn", factor=2.0))
+    monkeypatch.setitem(registry.flavors, "mine", {"dict": sizes, "built": stretched})
+    for flavor in ("dict", "built"):
+        assert notes(given(model__name="mine", model__flavor=flavor, model__overrides__sliding_window_layers=[0])) == []
+    yarn = {"model__name": "mine", "model__flavor": "built", "model__overrides__rope_scaling__beta_fast": 8.0}
+    assert notes(given(**yarn)) == []
+    off = given(**yarn, model__overrides__sliding_window="none", model__overrides__sliding_window_layers=[0])
+    assert [line.split()[0] for line in notes(off)] == ["model.overrides.sliding_window_layers"]
+
+
+def test_a_model_that_is_not_read_yet_may_use_what_is_overridden():
+    fields = {"sliding_window_layers": [0], "rope_scaling": {"beta_fast": 8.0}}
+    assert notes(given(model__name="auto", model__overrides=fields)) == []
+
+
+def test_the_rules_know_what_named_flavors_have():
+    for flavor in (flavor for flavors in FLAVORS.values() for flavor in flavors.values()):
+        assert flavor.sliding_window is None
+        assert flavor.rope_scaling is None or flavor.rope_scaling.type == "llama3"
+
+
+CHANGED = {
+    "low_freq_factor": 2.0,
+    "high_freq_factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "attention_factor": 2.0,
+    "beta_fast": 8.0,
+    "beta_slow": 2.0,
+    "mscale": 2.0,
+    "mscale_all_dim": 3.0,
+    "truncate": False,
+}
+
+
+@pytest.mark.parametrize("kind", SCALING_FIELDS)
+@pytest.mark.parametrize("field", CHANGED)
+def test_the_rules_know_what_each_scaling_reads(kind, field):
+    assert set(CHANGED) == set(RopeScaling.model_fields) - {"type", "factor"}
+    plain = {"type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
+    plain |= {"mscale": 1.0, "mscale_all_dim": 0.5} if field.startswith("mscale") else {}  # read together
+
+    def frequencies(scaling):
+        arch = Architecture(dim=64, n_layers=1, n_heads=1, ffn_dim=64, vocab_size=64, rope_scaling=scaling)
+        found, factor = inverse_frequencies(arch)
+        return [*found.tolist(), factor]
+
+    same = frequencies(plain) == frequencies(plain | {field: CHANGED[field]})
+    assert same == (field not in SCALING_FIELDS[kind])
+
+
+# ---- what the data reads ---------------------------------------------------------------------------------------------
+
+ALL_READ, NO_FIELDS = "files that are named are all read", "plain text has no fields"
+
+
+@pytest.mark.parametrize(
+    ("path", "split", "field"),
+    [
+        ("corpus.jsonl", ALL_READ, ""),
+        ("data/**/*.parquet", ALL_READ, ""),
+        ("corpus.jsonl.gz, corpus.txt", ALL_READ, ""),
+        ("corpus.txt", ALL_READ, NO_FIELDS),
+        ("a.md, b*.txt.gz", ALL_READ, NO_FIELDS),
+        ("some*", ALL_READ, ""),
+        ("folder", "", ""),
+        ("corpus.txt, folder", "", ""),
+        ("not_there", "", ""),
+        ("store", "{part}.dataset_path is a prepared store", "{part}.dataset_path is a prepared store"),
+    ],
+)
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_keys_that_the_named_data_does_not_read_are_noted(tmp_path, monkeypatch, part, path, split, field):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "store.json").write_text("{}")
+    on = {"validation__enable": True} if part == "validation" else {}
+    for name, expected in (("dataset_split", split), ("dataset_text_field", field)):
+        config = given(**on, **{f"{part}__dataset_path": path, f"{part}__{name}": "other"})
+        reason = expected.format(part=part)
+        assert notes(config) == ([f"{part}.{name} has no effect: {reason}"] if expected else [])
+
+
+def test_registered_sources_read_neither_fields_nor_splits(monkeypatch):
+    monkeypatch.setitem(registry.sources, "letters", lambda path: ["a"])
+    keys = {"training__dataset_text_field": "x", "training__dataset_split": "x"}
+    assert notes(given(training__dataset="letters", training__dataset_path="a.txt", **keys)) == [
+        "training.dataset_text_field, training.dataset_split have no effect:"
+        " training.dataset is a registered source, which gives whole texts"
+    ]
+    assert notes(given(training__dataset="owner/name", **keys)) == []
+
+
+def test_a_prepared_store_needs_no_cache(tmp_path):
+    (tmp_path / "store.json").write_text("{}")
+    keys = {"training__dataset_path": str(tmp_path), "training__cache_folder": "x"}
+    assert notes(given(**keys)) == ["training.cache_folder has no effect: no raw data is prepared"]
+    assert notes(given(**keys, validation__enable=True, validation__dataset_path="held_out")) == []
+
+
+def test_the_rules_know_which_files_data_is_read_from():
+    assert set(DATA_FILES) == set(KNOWN)
+    assert set(TEXT_FILES) == set(TEXT_SUFFIXES)
 
 
 def test_registered_names_count(monkeypatch):
@@ -341,7 +551,14 @@ IDLE = [  # keys, number of ranks -> what is said of them
     ({"parallelism__fsdp_reshard_after_forward": "never", **REPLICAS}, {2: "nothing is sharded", 4: ""}),
     ({"parallelism__fsdp_reshard_after_forward": "never"}, {1: "nothing is sharded", 2: ""}),
     ({"comm__train_timeout_seconds": 8}, {1: "the layout has one rank", 2: ""}),
-    ({"comm__init_timeout_seconds": 8, "metrics__save_for_all_ranks": True}, {1: "the layout has one rank", 2: ""}),
+    (
+        {
+            "comm__init_timeout_seconds": 8,
+            "metrics__save_for_all_ranks": True,
+            "metrics__enable_tensorboard": True,
+        },
+        {1: "the layout has one rank", 2: ""},
+    ),
 ]
 
 

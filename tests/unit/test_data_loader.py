@@ -216,6 +216,14 @@ def test_steps_for_epochs() -> None:
     assert steps_for_epochs(loader, 1) == 4
 
 
+@pytest.mark.parametrize(("ranks", "batches", "samples"), [(1, 2, 6), (2, 2, 10), (2, 1, 6), (2, -1, 10), (1, 9, 10)])
+def test_an_epoch_of_so_many_batches_reads_so_many_samples(ranks: int, batches: int, samples: int) -> None:
+    loaders = [make(store_of([81]), local=3, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert [loader.samples_in(batches) for loader in loaders] == [samples] * ranks
+    read = [batch.sample_ids for loader in loaders for batch in loader.epoch(None if batches < 0 else batches)]
+    assert int((torch.cat(read) >= 0).sum()) == samples
+
+
 ARCH = SimpleNamespace(vocab_size=258, attn_mask_type="causal")
 
 

@@ -67,6 +67,7 @@ def sent(layout: Layout, batches: int, **overrides):
         ({"fsdp_reshard_after_forward": "never"}, 1, 1, 1),
         ({"accumulation_sync": "micro_batch"}, 6, 3, 3),
         ({"accumulation_sync": "micro_batch", "fsdp_reshard_after_forward": "never"}, 1, 1, 3),
+        ({"accumulation_sync": "scatter"}, 6, 3, 1),  # there are no sums between replicas to put off
     ],
 )
 def test_bytes_of_shards(overrides, gathers_of_blocks, gathers_of_rest, scatters):

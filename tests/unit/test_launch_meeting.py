@@ -183,6 +183,23 @@ def test_variables_that_cannot_be_right_are_refused(variables, values, said, cap
     assert said in capsys.readouterr().err
 
 
+def test_the_time_to_wait_for_a_lost_machine_needs_restarts(variables, monkeypatch, capsys):
+    monkeypatch.setattr("shardline.training.launch._run", lambda config, options: 0)
+    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: 0)
+    monkeypatch.setattr("shardline.training.launch.start", lambda *given: 0)
+    note = "note: comm.lost_machine_seconds has no effect: neither --max-restarts nor --nnodes MIN:MAX is given\n"
+    words, restarts = ["train", "--comm.lost_machine_seconds", "20", "--checkpoint.enable"], ["--max-restarts", "1"]
+    variables()
+    assert main(words) == 0
+    assert capsys.readouterr().err == note
+    assert main([*words, *restarts]) == 0
+    assert capsys.readouterr().err == ""
+    for values, said in ((RANK | {"RANK": "0"}, note), (RANK, ""), (RANK | {"SHARDLINE_LAUNCHER": "1"}, "")):
+        variables(**values)
+        assert main(words) == 0
+        assert capsys.readouterr().err == said
+
+
 def test_options_of_the_start_that_have_no_effect_are_named_once(variables, monkeypatch, capsys):
     monkeypatch.setattr("shardline.training.launch._run", lambda config, options: 0)
     words = ["train", "--nproc", "4", "--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "1"]

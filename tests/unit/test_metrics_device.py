@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from shardline.config.architecture import Architecture
 from shardline.models.decoder import Decoder
 from shardline.training.device import (
     choose_device,
+    device_identity,
     device_name,
     flops_per_token,
     peak_by_name,
@@ -125,3 +127,11 @@ def test_cuda_peak_memory_counts_from_the_reset():
     reset_peak(device)
     assert peak_memory_gib(device) < 0.25
     assert supports_bf16(device)
+
+
+def test_ranks_that_share_a_gpu_are_one_device(monkeypatch):
+    uuids = {0: "GPU-a", 1: "GPU-b"}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuids[device.index]))
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert len({device_identity(gpu, rank) for rank, gpu in enumerate(gpus)}) == 2
+    assert len({device_identity(CPU, rank) for rank in range(3)}) == 3
