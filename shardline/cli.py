@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardline.config.command import Command, Option, Parsed, help_text, parse
-from shardline.errors import ConfigError, UserError
+from shardline.errors import UserError
 from shardline.registry import nearest
 
 if TYPE_CHECKING:
@@ -269,6 +270,9 @@ SCHEDULE = Command(
 
 def program(words: Sequence[str] | None = None) -> int:
     """The `shardline` command as a process of its own, whose end nothing left behind may spoil."""
+    from shardline.training import own_process
+
+    own_process.claim()
     code = main(sys.argv[1:] if words is None else words)
     is_rank = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     # Such a thread waits for a machine that is gone; coming back while the interpreter ends, it would abort the process
@@ -385,8 +389,9 @@ def _of_file(parsed: Parsed, file: str | None) -> Config:
     from shardline.registry import import_custom
 
     config = load_config(file, parsed.flags)
-    import_custom(config.experimental.custom_import)
-    check(config)
+    with _placing(config):
+        import_custom(config.experimental.custom_import)
+        check(config)
     return config
 
 
@@ -397,18 +402,29 @@ def _check_model(config: Config) -> None:
     if not any(row.key in ("model.name", "model.flavor") for row in pending(config)):
         from shardline.models.flavors import resolve
 
-        try:
+        with _placing(config):
             resolve(config.model)
-        except ConfigError as error:
-            raise ConfigError(_located(config, str(error))) from error
 
 
-def _located(config: Config, message: str) -> str:
-    """Put the place of the key that a message begins with in front of it."""
-    key = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]
+@contextlib.contextmanager
+def _placing(config: Config) -> Iterator[None]:
+    """Put the place of the key that a line of an error begins with in front of it; a line with a place stays."""
+    try:
+        yield
+    except UserError as error:
+        error.args = ("\n".join(_located(config, line) for line in str(error).splitlines()),)
+        raise
+
+
+def _located(config: Config, line: str) -> str:
+    from shardline.config.build import annotation_of
+
+    key = re.match(r"[\w.]*", line)[0].rstrip(".")  # type: ignore[index]
+    if annotation_of(key) is None and not line.startswith("model: "):  # of how fields fit together
+        return line
     places = [config.origin(known) for known in (key, *config.given()) if known == key or known.startswith(f"{key}.")]
     where = next((place for place in places if place), "")
-    return f"{where}: {message}" if where else message
+    return f"{where}: {line}" if where else line
 
 
 def _train(parsed: Parsed) -> int:
@@ -426,7 +442,8 @@ def _train(parsed: Parsed) -> int:
     _check_model(config)
     from shardline.training.launch import train
 
-    return train(config, options)
+    with _placing(config):
+        return train(config, options)
 
 
 def _config(parsed: Parsed) -> int:

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from shardline.errors import UserError
 from shardline.parallel.report import report_of, write_report
+from shardline.training import own_process
 
 LAUNCHER_VARIABLE = "SHARDLINE_LAUNCHER"  # pid of the process that started this rank
 OUTPUT_VARIABLE = "SHARDLINE_OUTPUT"  # file that takes what this rank prints; rank 0 prints to the console
@@ -29,6 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    own_process.claim()
     tie_to_launcher()
     faulthandler.enable()
     entry, words = sys.argv[1], sys.argv[2:]

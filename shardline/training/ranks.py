@@ -33,6 +33,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from shardline.parallel.report import REPORT_VARIABLE, Report, read_report
+from shardline.training import own_process
 from shardline.training.failures import OTHER_HOST_GRACE, Others, choose_cause, show
 from shardline.training.meeting import Meeting, interface_towards
 from shardline.training.rank_main import LAUNCHER_VARIABLE, OUTPUT_VARIABLE
@@ -119,8 +120,10 @@ def _handling(agent: Agent) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        ended = all(rank.code is not None for rank in agent.ranks)
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            if not (ended and own_process.ends_with_run):  # when ranks have ended, no signal changes how
+                signal.signal(number, handler)
 
 
 def _meeting(launch: Launch) -> Meeting:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
 
 LOCK_PATIENCE = 60.0  # seconds; a file server may need them to see that the machine that held it is gone
+ASIDE, LEAVING = ".replaced", ".removing"  # a run that --overwrite replaces: until the new one starts, and after
 ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -48,7 +49,8 @@ class RunFolder:
     resume_step: int | None = None  # the checkpoint this run continues from
     notes: list[str] = field(default_factory=list)  # for the log, which opens after the folder
     lock: Lock | None = None
-    again: bool = field(default_factory=lambda: this_attempt().begun)  # an earlier attempt of this job wrote here
+    again: bool = field(default_factory=lambda: this_attempt().begun)  # this run has written here before
+    replaces: bool = False  # a run that is set aside until this one is sure to take place
 
     @property
     def resume(self) -> bool:
@@ -81,8 +83,20 @@ class RunFolder:
         """Write log/ranks.json: rank, host and pid of every worker."""
         write_atomically(self.path / "log" / "ranks.json", json.dumps(ranks, indent=1) + "\n")
 
+    def settle(self) -> list[str]:
+        """This run takes place: one that it replaces goes. Lines for the log."""
+        if not self.replaces:
+            return []
+        (self.path / ASIDE).rename(self.path / LEAVING)
+        self.replaces = False
+        shutil.rmtree(self.path / LEAVING)
+        return [f"--overwrite: removed the previous run in {self.path}"]
+
     def close(self) -> None:
-        """Let another run have the folder."""
+        """Let another run have the folder; a run that was to be replaced and was not is there again."""
+        if self.replaces:
+            _put_back(self.path)
+            self.replaces = False
         if self.lock is not None:
             self.lock.release()
 
@@ -116,6 +130,7 @@ def open_run_folder(
     attempt = this_attempt()
     folder.lock = _patiently(functools.partial(_lock, folder), LOCK_PATIENCE if attempt.folder is not None else 0.0)
     try:
+        _tidy_up(path, begun=attempt.begun)
         if attempt.begun:
             _go_on(config, folder, has_good_checkpoint)
         else:
@@ -149,9 +164,13 @@ def _decide(
         if folder.resume_step is None and resume:
             mirrored = f" and none in {config.checkpoint.mirror}" if config.checkpoint.mirror else ""
             raise UserError(f"--resume: there is no good checkpoint in {folder.checkpoint_folder}{mirrored}")
-        if folder.resume_step is None:
+        if folder.resume_step is not None:
+            folder.notes.append(f"resuming from step {folder.resume_step} of the run in {path}")
+        elif _ended_before_a_save(config, folder):
+            folder.again = True
+            folder.notes.append(f"the run in {path} ended before its first save and begins at step 0 again")
+        else:
             raise UserError(_refusal(config, path, found[0]))
-        folder.notes.append(f"resuming from step {folder.resume_step} of the run in {path}")
 
 
 def _patiently(attempt: Callable[[], Lock], seconds: float) -> Lock:
@@ -176,6 +195,30 @@ def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Pat
         raise UserError(f"{folder.checkpoint_folder} holds no checkpoint that the run could be restarted from")
     else:
         folder.notes.append(f"restarted: nothing was saved yet, {folder.path} begins at step 0 again")
+
+
+def _ended_before_a_save(config: Config, folder: RunFolder) -> bool:
+    """Whether the run that is there would have saved, was cut off before it could, and has nothing to lose.
+
+    Where it came further, its checkpoints were there and are gone: that is for somebody to look at.
+    """
+    section = _previous_config(folder.path).get("checkpoint", {})
+    if not (config.checkpoint.enable and section.get("enable")) or not _is_partial_only(folder.checkpoint_folder):
+        return False
+    first = 1 if section.get("enable_first_step_checkpoint") else section.get("interval", 1)
+    partial = any(folder.checkpoint_folder.glob("step-*"))  # a save that goes on behind was cut off
+    came_to = max(map(_last_logged_step, (folder.metrics_path, folder.moved_metrics_path)))
+    return bool(came_to < first * (2 if partial else 1))
+
+
+def _last_logged_step(metrics: Path) -> int:
+    if not metrics.exists():
+        return 0
+    steps = [0]
+    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # the last line may be torn
+            steps.append(int(json.loads(line).get("step", 0)))
+    return max(steps)
 
 
 def _is_partial_only(checkpoints: Path) -> bool:
@@ -210,13 +253,37 @@ def _overwrite(config: Config, folder: RunFolder) -> None:
         )
     files = list(_own_files(config, folder.path))
     for file in files:
-        if file.is_dir() and not file.is_symlink():
-            shutil.rmtree(file)
-        else:
-            file.unlink()
+        place = folder.path / ASIDE / os.path.relpath(file.parent.resolve(), folder.path.resolve()) / file.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file.rename(place)
+        except OSError as error:
+            _put_back(folder.path)
+            raise UserError(f"--overwrite: {file} cannot be replaced: {error.strerror}; remove it yourself") from error
         _remove_if_empty(file.parent, folder.path)
-    if files:
-        folder.notes.append(f"--overwrite: removed the previous run in {folder.path}")
+    folder.replaces = bool(files)
+
+
+def _put_back(path: Path) -> None:
+    """The run that was set aside is the folder's again; what a start that failed has written gives way to it."""
+    aside = path / ASIDE
+    for file in sorted(aside.rglob("*")):
+        place = path / file.relative_to(aside)
+        if not os.path.lexists(file) or (file.is_dir() and not file.is_symlink() and place.is_dir()):
+            continue  # has moved with its folder, or its contents follow
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(place)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _tidy_up(path: Path, begun: bool) -> None:
+    """What a start left that was killed while it replaced a run: that run, or where it was going already, its rest."""
+    if (path / ASIDE).is_dir():
+        if begun:
+            (path / ASIDE).rename(path / LEAVING)
+        else:
+            _put_back(path)
+    shutil.rmtree(path / LEAVING, ignore_errors=True)
 
 
 def _own_files(config: Config, path: Path) -> Iterator[Path]:
@@ -253,14 +320,19 @@ def _is_our_config(path: Path) -> bool:
         return False
 
 
-def _previous_folders(path: Path) -> dict[str, str]:
-    """`section.key` -> the folder name that the previous run's config gave it."""
+def _previous_config(path: Path) -> dict[str, Any]:
+    """Of the run that is there; empty where there is none."""
     if not _is_our_config(path / "config.toml"):
         return {}
     try:
-        config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
+        return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}
+
+
+def _previous_folders(path: Path) -> dict[str, str]:
+    """`section.key` -> the folder name that the previous run's config gave it."""
+    config = _previous_config(path)
     names = {f"{section}.{key}": config.get(section, {}).get(key) for section, key, _, _ in FOLDERS if section}
     return {key: name for key, name in names.items() if isinstance(name, str)}
 

@@ -22,16 +22,18 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from shardline.config.schema import Config
 from shardline.config.types import seconds_of
+from shardline.training import own_process
 from shardline.training.terminal import let_go
 
 log = logging.getLogger("shardline")
@@ -212,6 +214,7 @@ class Requests:
     def __init__(self, limit: TimeLimit | None = None) -> None:
         self.limit = limit
         self.stop: str | None = None
+        self.verdict: int | None = None  # the exit code, once all is done that a signal could keep from being done
         self.saves = self._saves_passed_on = 0  # two counts, so that a signal between two lines is not lost
 
     def wishes(self, another_save: bool = False, between_steps: bool = False) -> tuple[float, ...]:
@@ -258,7 +261,10 @@ def ending_signals() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def listening(requests: Requests) -> Iterator[Requests]:
-    """Signals become requests; a second one of those that stop a run interrupts it at once."""
+    """Signals become requests; a second one of those that stop a run interrupts it at once.
+
+    Where there is a verdict, one of them ends the process at once and does not change how it ends.
+    """
     if not _in_main_thread():
         yield requests
         return
@@ -269,6 +275,8 @@ def listening(requests: Requests) -> Iterator[Requests]:
             requests.saves += 1
             text = "%s: saving after this step"
         else:
+            if requests.verdict is not None and own_process.ends_with_run:
+                _end_at_once(requests.verdict)
             if requests.stop not in (None, TIME_LIMIT):
                 raise KeyboardInterrupt(number)
             if number == signal.SIGHUP:
@@ -284,8 +292,16 @@ def listening(requests: Requests) -> Iterator[Requests]:
         yield requests
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        ends = requests.verdict is not None and own_process.ends_with_run
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            if number == signal.SIGUSR1 or not ends:
+                signal.signal(number, handler)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    with contextlib.suppress(Exception):  # the signal may have come in the middle of a print
+        sys.stdout.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ from shardline.training.saving import Saver
 from shardline.training.schedule import lr_factor, schedule_notes
 from shardline.training.starting import DataIdentity, Progress, Start, resumable_step
 from shardline.training.step import Stepper, StepResult, Wishes
-from shardline.training.stopping import Asked, Requests, agreed, listening, no_wishes, why_not_saved
+from shardline.training.stopping import Asked, Requests, agreed, exit_code, listening, no_wishes, why_not_saved
 from shardline.training.validate import validation_loss
 
 log = logging.getLogger("shardline")
@@ -292,6 +292,8 @@ class Trainer:
         """Keep the config with the run, once it is sure that the run takes place."""
         if self.mesh.rank != 0:
             return
+        for line in self.folder.settle():
+            log.info("%s", line)
         text = to_toml(self.config)
         self.folder.write_config(text)
         if self.async_tensor.measured:
@@ -374,7 +376,8 @@ class Trainer:
                         profiler.step()
                     collect(self.progress.step)
                 self.saver.complete()
-            stopped_by = asked.stop if self.progress.step < self.total_steps else None
+                stopped_by = asked.stop if self.progress.step < self.total_steps else None
+                self.requests.verdict = exit_code(stopped_by, config)
         except BaseException as error:
             self._log_failure(error)
             if isinstance(error, UserError):  # most often the same on all ranks, which are all alive

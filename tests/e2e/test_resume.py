@@ -67,6 +67,13 @@ def test_checkpoints_hold_unfused_names(uninterrupted):
     assert "exp_avg/layers.1.attention.wk.weight" in set(saved.tensors("optimizer/"))
 
 
+def test_a_run_that_does_not_start_replaces_none(tmp_path):
+    run(tmp_path / "run", training__steps=2, **SAVING)
+    with pytest.raises(UserError, match="absent does not exist"):
+        run(tmp_path / "run", TrainOptions(overwrite=True), checkpoint__initial_load_path="absent", **SAVING)
+    assert len(run(tmp_path / "run", training__steps=4, **SAVING)) == 4
+
+
 def test_a_finished_run_says_so(tmp_path, uninterrupted, capsys):
     folder = uninterrupted[1]
     result = Trainer(tiny_config(folder, training__steps=8, **SAVING)).train()
@@ -365,6 +372,23 @@ def test_a_step_that_is_not_there_and_other_arithmetic_are_noticed(tmp_path, cap
     initial = {"checkpoint__initial_load_path": str(tmp_path / "b"), "model__overrides": other}
     Trainer(tiny_config(tmp_path / "c", **initial, **SAVING)).close()
     assert "another arithmetic: rope_theta: 500000.0 -> 1000.0" in caplog.text
+
+
+def test_initial_weights_of_another_model_are_refused(tmp_path, caplog):
+    run(tmp_path / "a", training__steps=2, **SAVING)
+    sizes = tiny_config(tmp_path).model.overrides
+    other = {**sizes, "ffn_dim": 2 * sizes["ffn_dim"], "rope_theta": 1000.0}
+    initial = {"checkpoint__initial_load_path": str(tmp_path / "a"), "model__overrides": other}
+    said = (
+        f"checkpoint.initial_load_path: {tmp_path}/a/checkpoint/step-2 is of another model"
+        f" (ffn_dim: {sizes['ffn_dim']} -> {other['ffn_dim']}, rope_theta: 500000.0 -> 1000.0); "
+    )
+    with pytest.raises(UserError) as refused:
+        Trainer(tiny_config(tmp_path / "b", **initial, **SAVING))
+    assert str(refused.value).startswith(said)
+    assert "another arithmetic" not in caplog.text
+    without = {"checkpoint__exclude_from_loading": ["model"], **initial, **SAVING}
+    Trainer(tiny_config(tmp_path / "c", **without)).close()
 
 
 def test_an_architecture_without_a_family_is_refused_before_the_first_step(tmp_path):

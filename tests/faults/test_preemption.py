@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -174,3 +175,26 @@ def test_after_kill_9_the_next_start_goes_on_at_once_and_says_so(tmp_path):
     assert f"the run that had this folder (pid {first.pid} on " in done.stdout
     resumed = re.search(r"resumed from \S+/step-(\d+)\n", done.stdout)
     assert f"stopped at step {int(resumed[1]) + 1} before the time limit" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "line", "code", "ranks"),
+    [
+        ({"checkpoint__preempted_exit_code": 99}, "stopped at step", 99, 1),  # told once more while it ends
+        ({"checkpoint__preempted_exit_code": 99}, "stopped at step", 99, 2),
+        ({"training__steps": 2}, "run folder", 0, 1),  # told when it has finished
+        pytest.param({"training__steps": 2}, "run folder", 0, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_that_comes_when_all_is_done_does_not_change_the_end(tmp_path, more, line, code, ranks):
+    words = [*command(tmp_path / "run", **more), "--nproc", str(ranks)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for printed in process.stdout:
+            if printed.startswith("step 1/") and code:
+                process.terminate()
+            if line in printed:
+                break
+        while process.poll() is None:
+            process.terminate()
+            time.sleep(0.02)
+        assert (process.returncode, process.stderr.read()) == (code, "")

@@ -20,7 +20,8 @@ import pytest
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
-from shardline.training import folder_lock
+from shardline.training import folder_lock, run_folder
+from shardline.training.attempt import Attempt
 from shardline.training.run_folder import CONFIG_HEADER, RunFolder, open_run_folder
 
 
@@ -183,17 +184,85 @@ def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
     earlier_run(tmp_path)
     run = start(tmp_path, good=5, overwrite=True, checkpoint=SAVING)
     assert not run.resume
+    assert run.settle() == [f"--overwrite: removed the previous run in {tmp_path}"]
     assert files_in(tmp_path) == {"notes.txt", "log/mine.txt", "log/lock", "log/ranks.json"}
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "log"}
-    assert run.notes == [f"--overwrite: removed the previous run in {tmp_path}"]
+    assert run.settle() == []
     run.close()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_run_is_not_replaced_by_one_that_does_not_take_place(tmp_path, killed):
+    earlier_run(tmp_path)
+    (tmp_path / "checkpoint" / "step-5" / "link").symlink_to("nowhere")
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.name != "ranks.json"}
+    run = start(tmp_path, overwrite=True, checkpoint=SAVING)
+    assert not (tmp_path / "checkpoint").exists()
+    run.log_path(0).write_text("a start that fails\n")
+    (tmp_path / "checkpoint").mkdir()
+    if killed:
+        run.lock.release()
+        run = start(tmp_path, good=5, checkpoint=SAVING)
+        assert run.resume_step == 5
+    run.close()
+    assert {path: path.read_text() for path in before} == before
+    assert (tmp_path / "checkpoint" / "step-5" / "link").is_symlink()
+    assert not list(tmp_path.glob(".re*"))
+
+
+def test_a_restart_goes_on_with_removing_what_its_run_replaced(tmp_path, monkeypatch):
+    earlier_run(tmp_path)
+    start(tmp_path, overwrite=True, checkpoint=SAVING).lock.release()
+    monkeypatch.setattr(run_folder, "this_attempt", lambda: Attempt(folder=str(tmp_path), begun=True))
+    run = start(tmp_path, good=5, checkpoint=SAVING)
+    assert run.resume_step is None
+    assert run.notes == [f"restarted: nothing was saved yet, {tmp_path} begins at step 0 again"]
+    run.close()
+    assert not list(tmp_path.glob(".re*"))
+
+
+EVERY_TEN = "[checkpoint]\nenable = true\ninterval = 10\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "left", "begins_again"),
+    [
+        (EVERY_TEN, [1, 9], None, True),
+        (EVERY_TEN, [1, 10], None, False),  # a checkpoint was there and is gone
+        (EVERY_TEN, [1, 12], "step-10.partial", True),
+        (EVERY_TEN, [1, 22], "step-20.partial", False),
+        (EVERY_TEN, [1, 9], "step-5", False),
+        (EVERY_TEN + "enable_first_step_checkpoint = true\n", [1, 2], None, False),
+        ("[checkpoint]\nenable = false\ninterval = 10\n", [1, 2], None, False),
+        (None, [1, 2], None, False),
+    ],
+)
+def test_a_run_that_ended_before_its_first_save_begins_again(tmp_path, config, steps, left, begins_again):
+    run = start(tmp_path)
+    if config is not None:
+        run.write_config(config)
+    run.metrics_path.write_text("".join(f'{{"step": {step}}}\n' for step in steps) + '{"st')
+    run.close()
+    if left is not None:
+        (tmp_path / "checkpoint" / left).mkdir(parents=True)
+    for _ in range(2):  # as often as it takes
+        if not begins_again:
+            with pytest.raises(UserError, match="no good checkpoint to resume from"):
+                start(tmp_path, checkpoint=SAVING)
+            continue
+        run = start(tmp_path, checkpoint=SAVING)
+        assert (run.again, run.resume) == (True, False)
+        assert run.notes == [f"the run in {tmp_path} ended before its first save and begins at step 0 again"]
+        run.close()
 
 
 def test_overwrite_knows_the_folders_the_previous_run_named(tmp_path):
     earlier_run(tmp_path, '[checkpoint]\nfolder = "saves"\n')
     (tmp_path / "saves" / "step-9").mkdir(parents=True)
     (tmp_path / "saves" / "mine").write_text("mine")
-    start(tmp_path, overwrite=True).close()
+    run = start(tmp_path, overwrite=True)
+    run.settle()
+    run.close()
     assert [path.name for path in (tmp_path / "saves").iterdir()] == ["mine"]
 
 
