@@ -20,7 +20,7 @@ from shardline.config.build import (
 from shardline.config.files import preset_path, read_chain
 from shardline.config.flags import WHERE, from_text, parse_flags
 from shardline.config.schema import Config, tables
-from shardline.config.types import kinds
+from shardline.config.types import is_optional, kinds
 from shardline.errors import ConfigError
 
 Where = Callable[[str], str]  # the place a key was given at
@@ -86,6 +86,7 @@ def _one_file(positional: str | os.PathLike[str] | None, flag: str | None) -> st
 
 def _merge(layers: Sequence[Layer], file: str | None) -> Config:
     merged: dict[str, Given] = {}
+    emptied: dict[str, Given] = {}
     notes: list[str] = []
     for layer in layers:
         notes += [*layer.notes, *_replaced_length(merged, layer)]
@@ -93,8 +94,9 @@ def _merge(layers: Sequence[Layer], file: str | None) -> Config:
             for covered in [old for old in merged if old.startswith(key + ".")]:
                 del merged[covered]
             merged.pop(key, None)
-            if given.value is not RESET:
-                merged[key] = given
+            emptied.pop(key, None)
+            (emptied if given.value is RESET else merged)[key] = given
+    notes += [f"{given.where}: {given.name} is empty: the default is used" for given in emptied.values()]
     values: dict[str, Any] = {}
     for key, given in merged.items():
         _set(values, key, given.value)
@@ -161,7 +163,8 @@ def _coerce(key: str, value: Any, is_yaml: bool) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if is_yaml and value is None:
-        return RESET
+        can_be_unset = is_optional(annotation) and not key.startswith(OVERRIDES)  # a flavor's own value stays
+        return None if can_be_unset else RESET
     if is_yaml and isinstance(value, str) and float in kinds(annotation):
         return from_text(value, annotation)
     return value

@@ -57,6 +57,9 @@ CONVERTERS = (
     "quantize.grouped_mm.float8",
     "quantize.grouped_mm.mx",
 )
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES_OF_FILES = ("PipelineScheduleSingle", "PipelineScheduleMulti")  # TorchTitan's names for what a file gives
+LOADABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 # Names TorchTitan 0.2 knows whose models are not built: (model, flavor) to what they need.
 NOT_BUILT: dict[tuple[str, str], str] = {
     (model, flavor): feature
@@ -322,6 +325,27 @@ def _converter_words(config: Config) -> str:
     return f"expected some of {', '.join(CONVERTERS)}, got {name!r}{registry.nearest(name, CONVERTERS)}"
 
 
+def _unknown_schedule(config: Config) -> bool:
+    """Case does not matter; a file goes before the name."""
+    section = config.parallelism
+    known = [name.lower() for name in (*SCHEDULES, *SCHEDULES_OF_FILES)]
+    return not section.pipeline_parallel_schedule_csv and section.pipeline_parallel_schedule.lower() not in known
+
+
+def _schedule_words(config: Config) -> str:
+    name = config.parallelism.pipeline_parallel_schedule
+    return f"there is no schedule {name!r}{registry.nearest(name, SCHEDULES)} ({', '.join(SCHEDULES)})"
+
+
+def _not_loadable(config: Config) -> list[str]:
+    return [name for name in config.checkpoint.exclude_from_loading if name not in LOADABLE]
+
+
+def _loadable_words(config: Config) -> str:
+    name = _not_loadable(config)[0]
+    return f"expected some of {', '.join(LOADABLE)}, got {name!r}{registry.nearest(name, LOADABLE)}"
+
+
 def _flavors_not_built(config: Config) -> list[str]:
     """Flavors of the named model that are not built, unless a custom module brought the model."""
     name = config.model.name
@@ -402,6 +426,8 @@ RULES: list[Rule] = [
     Rule("refused", "optimizer.name", _unknown_optimizer, _optimizer_words),
     Rule("refused", "model.converters", lambda c: bool(_unknown_converters(c)), _converter_words),
     Rule("refused", "model.flavor", _unknown_flavor, _flavor_words),
+    Rule("refused", "parallelism.pipeline_parallel_schedule", _unknown_schedule, _schedule_words),
+    Rule("refused", "checkpoint.exclude_from_loading", lambda c: bool(_not_loadable(c)), _loadable_words),
     Rule(
         "refused",
         "training.epochs",

@@ -145,6 +145,7 @@ understood and logged. Precedence: command line, then file, then what it extends
 - `extends = "base.toml"` at the top of a file inherits from a file beside it or from a preset; a list inherits from
   several, later ones win.
 - `model.overrides` changes architecture fields of a flavor: `--model.overrides.n_layers=8`.
-- YAML files with the same sections and keys work too.
+- YAML files with the same sections and keys work too. An empty value (`steps:`, `steps: null`) unsets a key that can be
+  unset; of any other it means the default, and of an override the flavor's own value, which a note says.
 - A key whose feature is not built yet is marked by `shardline config` and refused, by name, by `shardline train`.
 """

@@ -53,8 +53,8 @@ Item = tuple[np.ndarray, np.ndarray]  # (B,) global sample numbers, -1 for paddi
 class Samples(Dataset[Batch]):
     """Pure function from global samples and where they start to a batch on the CPU."""
 
-    def __init__(self, store: TokenStore, order: Order, with_documents: bool) -> None:
-        self.store, self.order, self.with_documents = store, order, with_documents
+    def __init__(self, store: TokenStore, order: Order, with_documents: bool, vocab_size: int | None = None) -> None:
+        self.store, self.order, self.with_documents, self.vocab_size = store, order, with_documents, vocab_size
 
     def __getitem__(self, item: Item) -> Batch:
         samples, starts = item
@@ -66,6 +66,9 @@ class Samples(Dataset[Batch]):
             rows[row] = self.store.read(int(starts[row]), length + 1)
             if self.with_documents:
                 numbers[row] = self.store.document_numbers(int(starts[row]), length + 1)
+        if self.vocab_size is not None and rows.max() >= self.vocab_size:  # on a GPU it would end in a device assert
+            row, place = np.argwhere(rows >= self.vocab_size)[0]
+            raise self.store.damaged_id(int(starts[row] + place), self.vocab_size)
         labels = rows[:, 1:].copy()
         labels[numbers[:, 1:] != numbers[:, :-1]] = IGNORE  # the next document's first token is no target
         labels[~real] = IGNORE
@@ -73,6 +76,19 @@ class Samples(Dataset[Batch]):
         return Batch(
             torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(labels), documents, torch.from_numpy(samples.copy())
         )
+
+
+class InWorker(Dataset[Batch | UserError]):
+    """The same in a worker process: torch would hide the message of an error in a traceback, so it comes as a value."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __getitem__(self, item: Item) -> Batch | UserError:
+        try:
+            return self.samples[item]
+        except UserError as error:
+            return error
 
 
 class Plan(Sampler[Item]):
@@ -195,7 +211,7 @@ def build_loader(
     with blame(f"{section}.seq_len"):
         order = Order(store.tokens, settings.seq_len, config.debug.seed or 0)
     return Loader(
-        Samples(store, order, with_documents=arch.attn_mask_type == "block_causal"),
+        Samples(store, order, arch.attn_mask_type == "block_causal", tokenizer.vocab_size),
         local_batch_size=settings.local_batch_size,
         global_batch_size=global_batch_size,
         rank=rank,
@@ -212,7 +228,7 @@ def steps_for_epochs(loader: Loader, epochs: float, global_batch_size: int = -1)
     return math.ceil(Fraction(str(epochs)) * loader.samples_per_epoch / size)
 
 
-def _reader(samples: Samples, plan: Plan, options: Any, device: torch.device) -> DataLoader[Batch] | None:
+def _reader(samples: Samples, plan: Plan, options: Any, device: torch.device) -> DataLoader[Any] | None:
     """Torch's DataLoader does the reading ahead; with 0 workers it reads in place."""
     workers = options.num_workers
     if workers == 0 and (options.prefetch_factor is not None or options.persistent_workers):
@@ -222,7 +238,7 @@ def _reader(samples: Samples, plan: Plan, options: Any, device: torch.device) ->
     if workers < 0 or (options.prefetch_factor is not None and options.prefetch_factor < 1):
         raise UserError("dataloader.num_workers must be at least 0 and dataloader.prefetch_factor at least 1")
     return DataLoader(
-        samples,
+        InWorker(samples) if workers else samples,
         batch_size=None,  # an item of the plan is a whole micro-batch
         sampler=plan,
         num_workers=workers,
@@ -234,12 +250,17 @@ def _reader(samples: Samples, plan: Plan, options: Any, device: torch.device) ->
     )
 
 
-def _from_workers(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _from_workers(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
     """Torch notices a dead worker, except when it dies between announcing a batch and handing it over."""
     try:
-        yield from batches
+        for batch in batches:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
     except (OSError, EOFError) as error:
         raise RuntimeError(f"a data loader worker died while handing over a batch: {error}") from error
+    finally:
+        del batches  # an error keeps this frame alive, which must not keep the workers alive
 
 
 def _ignore_signals(worker: int) -> None:

@@ -2,6 +2,7 @@
 
 Each finished part leaves a small note (part-00003.json) with its checksums and the number of chunks read so far.
 An interrupted run goes on after the last finished part. `store.json` comes last and makes the folder a store.
+A store that is replaced stays whole until then: the new parts stand beside it, with numbers it does not use.
 """
 
 from __future__ import annotations
@@ -47,28 +48,25 @@ def prepare(
 ) -> TokenStore:
     """Tokenize `source` into the folder `out`, or go on where an earlier call stopped, or find it done."""
     out = Path(out)
-    job = {
-        "format": store_files.FORMAT,
-        "version": store_files.VERSION,
-        "dtype": token_type(tokenizer).name,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
-        "source": {"name": source.name, "fingerprint": source.fingerprint},
-        "block_bytes": store_files.BLOCK_BYTES,
-    }
+    job = _job(source, tokenizer)
     try:
         _check_folder(out)
-        if is_store(out) and not overwrite:  # needs no lock, and no right to write
+        if _done(out, job) and not overwrite:  # needs no lock, and no right to write
             return _finished(out, job)
         out.mkdir(parents=True, exist_ok=True)
         with _lock(out):
             if overwrite:
-                _remove_ours(out)
-            elif is_store(out):  # made by the process that held the lock
+                _remove_ours(out, _kept(out))
+            elif _done(out, job):  # made by the process that held the lock
                 return _finished(out, job)
-            notes = _start(out, job)
-            _write_parts(out, source, tokenizer, notes, workers or _cores(), progress, part_tokens)
-            _finish(out, job, notes)
+            first, notes = _start(out, job)
+            try:
+                _write_parts(out, source, tokenizer, first, notes, workers or _cores(), progress, part_tokens)
+                _finish(out, job, notes)
+            except Exception:
+                if is_store(out) and not any(note["tokens"] for note in notes):  # nothing to go on with
+                    _remove_ours(out, _kept(out))
+                raise
     except OSError as error:
         raise UserError(f"cannot write the token store {str(out)!r}: {error.strerror or error}") from error
     return TokenStore.open(out)
@@ -86,8 +84,9 @@ def command(
 ) -> int:
     """`shardline data prepare SRC OUT`: SRC is files, a folder, a glob, a known or a Hub name."""
     chosen = load_tokenizer(tokenizer)
-    done_before = is_store(out) and not overwrite
-    store = prepare(named_source(source, text_field, split), chosen, out, workers=workers, overwrite=overwrite)
+    texts = named_source(source, text_field, split)
+    done_before = _done(Path(out), _job(texts, chosen)) and not overwrite
+    store = prepare(texts, chosen, out, workers=workers, overwrite=overwrite)
     if done_before:
         print("already prepared; --overwrite would prepare it again")
     print(f"{out}: {store.documents:,} documents, {store.tokens:,} tokens ({store.dtype.name})")
@@ -154,6 +153,7 @@ def _write_parts(
     out: Path,
     source: Source,
     tokenizer: Tokenizer,
+    first_part: int,
     notes: list[dict[str, Any]],
     workers: int,
     progress: bool,
@@ -167,7 +167,7 @@ def _write_parts(
         results = encode_all(chunks, tokenizer, workers)
         try:
             for first in results:
-                note = _write_part(out, len(notes), itertools.chain([first], results), part_tokens, bar)
+                note = _write_part(out, first_part + len(notes), itertools.chain([first], results), part_tokens, bar)
                 note["chunks"] += notes[-1]["chunks"] if notes else 0
                 notes.append(note)
                 store_files.write_json(out / f"{note['name']}.json", note)
@@ -195,26 +195,63 @@ def _write_part(out: Path, number: int, results: Iterator[Any], part_tokens: int
     return asdict(part) | {"chunks": chunks, "empty": empty}
 
 
-def _start(out: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """The notes of the parts that an interrupted run of the same job has finished."""
-    started = out / "prepare.json"
-    if not started.is_file():
-        store_files.write_json(started, job)
-        return []
-    if json.loads(started.read_text(encoding="utf-8")) != job:
+def _job(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What a store is made of; the same job gives the same store."""
+    return {
+        "format": store_files.FORMAT,
+        "version": store_files.VERSION,
+        "dtype": token_type(tokenizer).name,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+        "source": {"name": source.name, "fingerprint": source.fingerprint},
+        "block_bytes": store_files.BLOCK_BYTES,
+    }
+
+
+def _begun(out: Path) -> tuple[dict[str, Any], int] | None:
+    """The job of an unfinished preparation, and the number of its first part."""
+    try:
+        job = json.loads((out / "prepare.json").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except ValueError:  # damaged: the job of nobody
+        return {}, 0
+    return job, job.pop("first_part", 0)
+
+
+def _done(out: Path, job: dict[str, Any]) -> bool:
+    """Whether a store is there and stays: not where this job has begun to replace it."""
+    if not is_store(out):
+        return False
+    begun = _begun(out)
+    return begun is None or begun[0] != job
+
+
+def _start(out: Path, job: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    """The number of the first part, and the notes of the parts that an interrupted run of the same job has finished."""
+    begun = _begun(out)
+    if begun is None:
+        first = 1 + max(map(_part_number, out.glob("part-*")), default=-1) if is_store(out) else 0
+        store_files.write_json(out / "prepare.json", job | {"first_part": first})
+        return first, []
+    if begun[0] != job:
         raise UserError(
             f"{str(out)!r} holds the unfinished store of another source or tokenizer: --overwrite replaces it"
         )
-    notes: list[dict[str, Any]] = []
+    first, notes = begun[1], list[dict[str, Any]]()
     for file in sorted(out.glob("part-*.json")):
         note = json.loads(file.read_text(encoding="utf-8"))
-        if note["name"] == f"part-{len(notes):05d}" and _whole(out, note, np.dtype(job["dtype"]).itemsize):
+        if note["name"] == f"part-{first + len(notes):05d}" and _whole(out, note, np.dtype(job["dtype"]).itemsize):
             notes.append(note)
         else:  # made again, and what came after it too
             file.unlink()
     if notes:
         say(f"going on after {len(notes)} finished parts in {out}")
-    return notes
+    return first, notes
+
+
+def _part_number(file: Path) -> int:
+    return int(file.name.removeprefix("part-").split(".")[0])
 
 
 def _whole(out: Path, note: dict[str, Any], token_bytes: int) -> bool:
@@ -237,8 +274,7 @@ def _finish(out: Path, job: dict[str, Any], notes: list[dict[str, Any]]) -> None
         say(f"{manifest['empty_documents']:,} empty documents were left out")
     manifest["checksum"] = store_files.manifest_checksum(manifest)
     store_files.write_json(out / "store.json", manifest)
-    keep = {"store.json", ".lock", *(note["name"] + suffix for note in notes for suffix in (".tokens", ".ends"))}
-    _remove_ours(out, keep)
+    _remove_ours(out, _kept(out))
 
 
 def _finished(out: Path, job: dict[str, Any]) -> TokenStore:
@@ -261,10 +297,21 @@ def _check_folder(out: Path) -> None:
         )
 
 
-def _remove_ours(out: Path, keep: Collection[str] = (".lock",)) -> None:
-    if "store.json" not in keep:  # it goes first: what is half removed is no store
-        (out / "store.json").unlink(missing_ok=True)
-    for entry in list(out.iterdir()):
+def _kept(out: Path) -> set[str]:
+    """The files of the finished store in this folder, if there is one, and the lock."""
+    if not is_store(out):
+        return {".lock"}
+    try:
+        names = [part["name"] for part in store_files.read_manifest(out)["parts"]]
+    except UserError:  # a damaged manifest tells nothing: what was there before is its own
+        begun = _begun(out)
+        names = [file.stem for file in out.glob("part-*.tokens") if not begun or _part_number(file) < begun[1]]
+    return {".lock", "store.json", *(name + suffix for name in names for suffix in (".tokens", ".ends"))}
+
+
+def _remove_ours(out: Path, keep: Collection[str]) -> None:
+    """All but `keep`. `prepare.json` goes last: what is half removed is removed when that job is run again."""
+    for entry in sorted(out.iterdir(), key=lambda entry: entry.name == "prepare.json"):
         if OURS.fullmatch(entry.name) and entry.name not in keep:
             entry.unlink()
 

@@ -101,6 +101,15 @@ class TokenStore:
             marks[np.asarray(ends[first:last]) - begin + at] = 1
         return np.cumsum(marks[:count], dtype=np.int32)
 
+    def damaged_id(self, token: int, vocab_size: int) -> UserError:
+        """The error for a token whose id is beyond the vocabulary."""
+        part, begin, _, _ = next(iter(self._pieces(token, 1)))
+        name = f"{self.parts[part].name}.tokens"
+        return UserError(
+            f"{name if self.folder is None else self.folder / name} is damaged: its token {begin} is"
+            f" {int(self._array(part)[0][begin])}, the vocabulary has {vocab_size} ids: {AGAIN}"
+        )
+
     def verify(self) -> None:
         """Read everything and compare it with the checksums; a damaged file is named with the byte where it starts."""
         assert self.folder is not None, "a store in memory has no files"

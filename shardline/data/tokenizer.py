@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardline.errors import UserError
+from shardline.errors import UserError, blame
 
 BYTES = "bytes"
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<|startoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
-REMEDY = "give a folder with tokenizer.json as --model.tokenizer_path=FOLDER, or --model.tokenizer_path=bytes"
+OPTION = "--model.tokenizer_path"  # of a run; commands have --tokenizer
 
 
 class Tokenizer(Protocol):
@@ -104,13 +104,16 @@ class JsonTokenizer:
         return self.backend.encode_batch_fast(list(texts), add_special_tokens=False)  # fast: no character offsets
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer named by "bytes", a folder that holds tokenizer.json, or that file itself."""
+def load_tokenizer(path: str | Path, option: str = "--tokenizer") -> Tokenizer:
+    """The tokenizer named by "bytes", a folder that holds tokenizer.json, or that file itself.
+
+    `option` is the one to give another with.
+    """
     if str(path) == BYTES:
         return ByteTokenizer()
     file = tokenizer_file(Path(path))
     if file is None:
-        raise UserError(f"no tokenizer at {str(path)!r}{_what_is_there(Path(path))}: {REMEDY}")
+        raise UserError(f"no tokenizer at {str(path)!r}{_what_is_there(Path(path))}: {_remedy(option)}")
     return JsonTokenizer(file)
 
 
@@ -118,16 +121,22 @@ def choose_tokenizer(config: Any) -> Tokenizer:
     """`model.tokenizer_path`, else `model.hf_assets_path`; the demo needs neither and falls back to bytes."""
     model, training = config.model, config.training
     if model.tokenizer_path:
-        return load_tokenizer(model.tokenizer_path)
+        with blame("model.tokenizer_path"):
+            return load_tokenizer(model.tokenizer_path, OPTION)
     if model.hf_assets_path and tokenizer_file(Path(model.hf_assets_path)) is not None:
-        return load_tokenizer(model.hf_assets_path)
+        with blame("model.hf_assets_path"):
+            return load_tokenizer(model.hf_assets_path, OPTION)
     if model.hf_assets_path and model.hf_assets_path != type(model).model_fields["hf_assets_path"].default:
         there = _what_is_there(Path(model.hf_assets_path))
-        raise UserError(f"model.hf_assets_path = {model.hf_assets_path!r} holds no tokenizer{there}: {REMEDY}")
+        raise UserError(f"model.hf_assets_path = {model.hf_assets_path!r} holds no tokenizer{there}: {_remedy(OPTION)}")
     if training.dataset == "demo" and not training.dataset_path:
         return ByteTokenizer()
     key = "dataset_path" if training.dataset_path else "dataset"
-    raise UserError(f"training.{key} = {getattr(training, key)!r} needs a tokenizer: {REMEDY}")
+    raise UserError(f"training.{key} = {getattr(training, key)!r} needs a tokenizer: {_remedy(OPTION)}")
+
+
+def _remedy(option: str) -> str:
+    return f"give a folder with tokenizer.json as {option}=FOLDER, or {option}=bytes"
 
 
 def check_vocabulary(tokenizer: Tokenizer, arch: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from shardline.errors import UserError
 from shardline.models.attention import KVCache
 from shardline.models.decoder import Decoder
 
@@ -54,6 +55,11 @@ def _next_logits(model: Decoder, step: Tensor, cache: KVCache) -> Tensor:
 def _choose(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> int:
+    if not logits.isfinite().all():  # they are on the CPU: no wait for the device
+        raise UserError(
+            "the model gives numbers that are not finite: its weights are damaged, or too large for their type;"
+            " take another checkpoint"
+        )
     if temperature == 0:
         return int(logits.argmax())
     logits = logits / temperature

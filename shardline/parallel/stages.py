@@ -10,7 +10,6 @@ the output layer, which is large and computes much, and the embedding, which is 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -75,7 +74,7 @@ def plan_pipeline(config: Config, arch: Architecture, layout: Layout) -> Pipelin
         )
     csv = section.pipeline_parallel_schedule_csv or None
     stages = stages_asked_for(config, arch, layout.pp)
-    with blame(f"{SECTION}.pipeline_parallel_schedule_csv") if csv else contextlib.nullcontext():
+    with blame(f"{SECTION}.pipeline_parallel_schedule{'_csv' if csv else ''}"):
         schedule = build_schedule(section.pipeline_parallel_schedule, layout.pp, batch // size, stages, csv)
     if schedule.splits and config.compile.enable and "model" in config.compile.components:
         raise ConfigError(

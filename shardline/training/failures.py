@@ -106,12 +106,15 @@ def choose_cause(reports: list[Report]) -> Report:
 
 
 def explain(error: RuntimeError) -> str | None:
-    """Where another launcher started this rank, and so nobody compares errors: one that others are the cause of."""
+    """Where another launcher started this rank, and so nobody compares errors: one whose cause is not this rank."""
     report = report_of(error)
     why = str(error).strip().partition("\n")[0]
     meeting = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if isinstance(error, dist.DistStoreError) and "waiting for clients" in why:
         return f"{report.who}: not every rank came to {meeting}: {why}"
+    if isinstance(error, dist.DistNetworkError) and "EADDRINUSE" in why:
+        port = os.environ.get("MASTER_PORT")
+        return f"{report.who}: port {port} of this machine is taken: set MASTER_PORT to a free one, for all ranks"
     if isinstance(error, dist.DistNetworkError) and "trying to connect" in why:
         return f"{report.who} cannot reach rank 0 at {meeting}: {why}"
     if report.kind == "lost_peer":

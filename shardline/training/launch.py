@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import sys
+import time
 
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.options import TrainOptions
@@ -15,6 +17,7 @@ from shardline.training.rank_main import LAUNCHER_VARIABLE
 from shardline.training.stopping import exit_code, starting_job
 
 BACKENDS = ("static", "c10d")
+NAME_SECONDS = 10.0  # where machines start together, the name of the first may become known a little later
 
 
 def train(config: Config, options: TrainOptions) -> int:
@@ -76,10 +79,34 @@ def started_ranks() -> int:
     rank, ranks = int(given["RANK"]), int(given["WORLD_SIZE"])
     if rank >= ranks:
         raise UserError(f"RANK={rank}: with WORLD_SIZE={ranks} it is below {ranks}")
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if ranks > 1 and missing:
         raise UserError(f"{ranks} ranks meet at MASTER_ADDR and MASTER_PORT, of rank 0: set {' and '.join(missing)}")
+    if ranks > 1:
+        _check_address(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     return ranks
+
+
+def _check_address(host: str, port: str) -> None:
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"MASTER_PORT={port}: expected a port of rank 0's machine, 1 to 65535")
+    problem = _name_problem(host)
+    if problem:
+        raise UserError(f"MASTER_ADDR={host} has no address: {problem}; set it to that of rank 0's machine")
+
+
+@functools.cache
+def _name_problem(host: str) -> str:
+    """Why a name leads to no machine, "" where it does; asked once."""
+    deadline = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            return ""
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
+            if isinstance(error, UnicodeError) or time.monotonic() >= deadline:
+                return str(getattr(error, "strerror", None) or error)
+        time.sleep(0.5)
 
 
 def _run(config: Config, options: TrainOptions) -> int:

@@ -49,18 +49,23 @@ def command(
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     sys.stdout.write(prompt)
     stream = TextStream(words, ids)
-    for token in generate(
-        model,
-        torch.tensor([ids], device=where),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_id=end_tokens(words, location),
-        seed=seed,
-    ):
-        sys.stdout.write(stream.add(token))
+    try:
+        for token in generate(
+            model,
+            torch.tensor([ids], device=where),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_id=end_tokens(words, location),
+            seed=seed,
+        ):
+            sys.stdout.write(stream.add(token))
+            sys.stdout.flush()
+    except UserError:
+        sys.stdout.write("\n")  # its message gets a line of its own
         sys.stdout.flush()
+        raise
     sys.stdout.write(stream.rest() + "\n")
     return 0
 

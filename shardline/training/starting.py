@@ -15,6 +15,7 @@ from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError, blame
 from shardline.models.decoder import Decoder
+from shardline.models.fused import logical_shapes
 from shardline.models.hf import read_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
@@ -29,7 +30,6 @@ from shardline.training.reading import Shards
 from shardline.training.tensor_file import Damaged
 
 log = logging.getLogger("shardline")
-LOADABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
 
 
 @dataclass
@@ -71,21 +71,12 @@ class Start:
 
     def run(self, resume: bool, seed: int) -> tuple[Progress, bool]:
         """Give the model its weights; (how far the run is, whether it had already finished)."""
-        self._check()
         progress = Progress(excluded=tuple(sorted(set(self.config.checkpoint.exclude_from_loading))))
         if resume:
             return progress, self._resume(progress, seed)
         if not self._load_initial(progress, seed):
             self._draw(seed)
         return progress, False
-
-    def _check(self) -> None:
-        section = self.config.checkpoint
-        unknown = set(section.exclude_from_loading) - set(LOADABLE)
-        if unknown:
-            raise UserError(
-                f"checkpoint.exclude_from_loading: {', '.join(sorted(unknown))}: expected some of {', '.join(LOADABLE)}"
-            )
 
     def _draw(self, seed: int) -> None:
         init_weights(self.model, seed)
@@ -219,7 +210,8 @@ class Start:
             return False
         if section.initial_load_in_hf:
             path = Path(section.initial_load_path or self.config.model.hf_assets_path)
-            load_logical_state(self.model, read_hf(path, self.model.arch))
+            with blame("checkpoint.initial_load_path" if section.initial_load_path else "model.hf_assets_path"):
+                load_logical_state(self.model, read_hf(path, self.model.arch))
         else:
             saved = self._initial_checkpoint(self._initial_path(str(section.initial_load_path)))
             path = saved.path
@@ -227,11 +219,9 @@ class Start:
                 self.mesh.from_rank_0(saved.verify)
             if saved.kind == "model" and not section.initial_load_model_only:
                 raise UserError(f"{path} holds weights only; set checkpoint.initial_load_model_only = true")
-            changes = _changes(saved.architecture, self.model.arch)
-            if changes:
-                log.warning("%s was trained with another arithmetic: %s", path, changes)
             model_only = section.initial_load_model_only
             left_out = set(section.exclude_from_loading)
+            self._compare_initial(saved, has_weights="model" not in left_out)
             damage = self._agree(lambda: self._load(saved, progress, seed, left_out, model_only=model_only))
             if damage:
                 raise UserError(damage)
@@ -255,6 +245,18 @@ class Start:
                     " checkpoint.initial_load_in_hf = true"
                 ) from error
             raise
+
+    def _compare_initial(self, saved: Saved, has_weights: bool) -> None:
+        """Weights can fit a model that computes otherwise, which is said; where they do not fit, they are refused."""
+        ours = self.model.arch
+        changes = _changes(saved.architecture, ours)
+        if has_weights and logical_shapes(saved.architecture) != logical_shapes(ours):
+            raise UserError(
+                f"checkpoint.initial_load_path: {saved.path} is of another model ({changes}); give this run's model the"
+                " same sizes (model.flavor, model.overrides), or name another checkpoint"
+            )
+        if changes:
+            log.warning("%s was trained with another arithmetic: %s", saved.path, changes)
 
     def _initial_path(self, given: str) -> Path:
         """Of a URL the copy on this machine, which one of its ranks fetches."""

@@ -158,6 +158,11 @@ class Stepper:
         text = f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{where}"
         if changed:
             raise UserError(f"{text}. The weights were already changed: continue from the last checkpoint")
+        if broken:  # of any rank, so all ranks stop; with "skip" too, as every later step would be the same
+            raise UserError(
+                f"{text}. No step can mend that: load another checkpoint, of this run with checkpoint.load_step,"
+                " of another one with checkpoint.initial_load_path"
+            )
         if self.config.training.nonfinite == "stop":
             raise UserError(
                 f'{text}. The parameters were not changed. Lower optimizer.lr, or set training.nonfinite = "skip"'

@@ -324,7 +324,7 @@ def test_a_disk_that_is_full_from_the_start_or_soon(small_disk, capsys):
     folder = small_disk / "run"
     assert main(["train", *flags(folder)]) == 2
     refused = capsys.readouterr().err
-    assert refused.startswith(f"error: job.dump_folder: cannot use {folder} as the run folder: No space left")
+    assert refused.startswith(f"error: command line: job.dump_folder: cannot use {folder} as the run folder: No space")
     (small_disk / "other files").unlink()
     fill(small_disk, leave=32_768)  # room for the config and a few rows
     soon = command("train", *flags(folder, training__steps=2000))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shardline.cli import main
 from shardline.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -158,6 +159,21 @@ def test_a_missing_or_foreign_tokenizer_is_named(
     assert f"no tokenizer.json at {tmp_path / 'absent'}" in capsys.readouterr().err
     assert call("generate", trained, *words, "--tokenizer", tokenizer_folder()) == 2
     assert "has 300 ids, the model 272" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("--temperature=1",)])
+def test_damaged_weights_are_an_error(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model(tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    capsys.readouterr()
+    assert call("generate", folder, "--prompt", "x", *words) == 2
+    said = capsys.readouterr()
+    assert said.out == "x\n"
+    assert "error: the model gives numbers that are not finite: its weights are damaged" in said.err
 
 
 def test_folders_and_devices_that_are_not_there(

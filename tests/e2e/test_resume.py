@@ -340,6 +340,10 @@ def test_data_that_changed_is_named(tmp_path):
     ("keys", "said"),
     [
         ({"checkpoint__initial_load_path": "absent"}, "checkpoint.initial_load_path: absent does not exist"),
+        (
+            {"checkpoint__initial_load_path": "absent", "checkpoint__initial_load_in_hf": True},
+            "checkpoint.initial_load_path: absent: there is no model.safetensors and no model.safetensors.index.json",
+        ),
         ({"checkpoint__mirror": "foo://x"}, "checkpoint.mirror: foo://x cannot be opened: Protocol not known: foo"),
     ],
 )

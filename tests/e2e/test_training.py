@@ -99,24 +99,34 @@ def poisoned(monkeypatch):
 
 
 @pytest.mark.usefixtures("poisoned")
-def test_a_nonfinite_step_stops_with_names_and_changes_nothing(tmp_path):
-    trainer = Trainer(tiny_config(tmp_path / "run"))
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_nonfinite_weights_stop_with_names_and_change_nothing(nonfinite, tmp_path):
+    trainer = Trainer(tiny_config(tmp_path / "run", training__nonfinite=nonfinite, checkpoint__enable=True))
     before = parameters(trainer)
-    with pytest.raises(UserError, match=r"step 1: loss nan.* weights of layers\.1\.feed_forward\.w2\.weight\."):
+    with pytest.raises(
+        UserError, match=r"step 1: loss nan.* weights of layers\.1\.feed_forward\.w2\.weight\."
+    ) as caught:
         trainer.train()
+    assert "checkpoint.load_step" in str(caught.value)
+    assert "optimizer.lr" not in str(caught.value)
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert not list((tmp_path / "run" / "checkpoint").glob("step-*"))
+
+
+def spoil_gradient(trainer):
+    trainer.model.layers["1"].attention.wo.weight.register_hook(lambda gradient: gradient * float("inf"))
 
 
 def test_a_nonfinite_gradient_is_named(tmp_path):
     trainer = Trainer(tiny_config(tmp_path / "run"))
-    trainer.model.layers["1"].attention.wo.weight.register_hook(lambda gradient: gradient * float("inf"))
+    spoil_gradient(trainer)
     with pytest.raises(UserError, match=r"gradient norm (nan|inf); .* gradient of layers\.1\.attention\.wo\.weight\."):
         trainer.train()
 
 
-@pytest.mark.usefixtures("poisoned")
 def test_a_nonfinite_step_can_be_skipped(tmp_path, caplog):
     trainer = Trainer(tiny_config(tmp_path / "run", training__nonfinite="skip", training__steps=3))
+    spoil_gradient(trainer)
     before = parameters(trainer)
     trainer.train()
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())

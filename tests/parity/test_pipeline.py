@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardline.config.load import load_config
 from shardline.models import decoder
 from shardline.models.linear import weight_queue
+from shardline.models.local import local
 from shardline.parallel import overlap_ops, stage_sums
 from shardline.training import checkpoint as files
 from tests.parity import cases
@@ -273,7 +274,7 @@ def nonfinite_step(settings):
         trainer = Trainer(load_config(overrides=settings))
         if trainer.mesh.rank == 1:
             with torch.no_grad():
-                trainer.model.block(3).attention.wo.weight.fill_(float("inf"))
+                local(trainer.model.block(3).attention.wo.weight).fill_(float("inf"))
         try:
             trainer.train()
         except UserError as error:
@@ -281,11 +282,13 @@ def nonfinite_step(settings):
         return ""
 
 
-def test_what_is_not_finite_is_named_wherever_it_is(harness, tmp_path):
-    entry = case("x", layers(4), pp=2)
+@pytest.mark.parametrize("degree", ["pp", "tp", "fsdp"])
+def test_what_is_not_finite_is_named_wherever_it_is(harness, tmp_path, degree):
+    """One rank holds it, and all stop: no later step would be better."""
+    entry = case("x", layers(4), {"training.nonfinite": "skip"}, **{degree: 2})
     settings = harness.settings(entry.overrides, 2) | {"job.dump_folder": str(tmp_path / "run")}
     for said in harness.pool.run(2, nonfinite_step, settings):
-        assert "not finite in the weights of layers.3.attention.wo.weight" in said
+        assert "not finite in the weights of layers.3.attention.wo.weight. No step can mend that" in said
 
 
 def unequal_step(settings):

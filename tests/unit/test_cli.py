@@ -13,6 +13,7 @@ import pytest
 from shardline import registry
 from shardline.cli import COMMANDS, main
 from shardline.config.options import TrainOptions
+from shardline.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -263,6 +264,44 @@ def test_custom_module_errors(run, tmp_path):
     assert code == 2
     assert "ValueError: broken on purpose" in err
     assert "broken.py:2" in err
+
+
+def test_a_custom_module_that_is_not_there_is_named_with_its_place(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("[experimental]\ncustom_import = 'no.py'\n")
+    code, _, err = run("config", "run.toml")
+    assert (code, err) == (2, "error: run.toml:2: experimental.custom_import = 'no.py': there is no such file\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("training.seq_len = 63 is not a multiple", "run.toml:2: training.seq_len = 63 is not a multiple"),
+        ("job.dump_folder: cannot use it", "command line: job.dump_folder: cannot use it"),
+        ("model.overrides.dim: too small", "run.toml:4: model.overrides.dim: too small"),
+        ("run.toml:2: training.seq_len: odd", "run.toml:2: training.seq_len: odd"),  # as a rank says it
+        ("command line: job.dump_folder: odd", "command line: job.dump_folder: odd"),
+        ("training.steps: a default", "training.steps: a default"),
+        ("training data is not there", "training data is not there"),
+        ("model.toml is not there", "model.toml is not there"),
+        ("", ""),
+        (
+            "training.seq_len: one\nmodel.overrides: two",
+            "run.toml:2: training.seq_len: one\n       run.toml:4: model.overrides: two",
+        ),
+    ],
+)
+@pytest.mark.parametrize("started_by", ["trainer.Trainer", "ranks.start_ranks"])
+def test_errors_of_a_run_name_the_place_of_their_key(run, tmp_path, monkeypatch, said, shown, started_by):
+    def fail(*given):
+        raise UserError(said)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"shardline.training.{started_by}", fail)
+    Path("run.toml").write_text("[training]\nseq_len = 63\n[model.overrides]\ndim = 64\n")
+    processes = "1" if started_by == "trainer.Trainer" else "2"
+    code, _, err = run("train", "run.toml", "--job.dump_folder=x", "--nproc", processes)
+    assert (code, err) == (2, f"error: {shown}\n")
 
 
 def in_process(code):

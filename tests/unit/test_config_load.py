@@ -241,7 +241,28 @@ def test_yaml(write):
     assert (config.training.steps, config.training.local_batch_size, config.optimizer.lr) == (3, 6, 2e-5)
     assert config.training.seq_len == 2048  # empty in the file: back to the default
     assert config.model.overrides == {"rope_theta": 1e6, "dim": 8}
+    assert config.alias_notes == (f"{file}:4: training.seq_len is empty: the default is used",)
+    assert load_config(file, ["--training.seq_len=7"]).alias_notes == ()
     assert load_config(write("empty.yml", "")) == load_config()
+
+
+def test_an_empty_yaml_value_of_a_key_that_can_be_unset_is_unset(write):
+    text = "parallelism:\n  context_parallel_load_balancer: null\nlr_scheduler:\n  decay_ratio:\n"
+    write("base.toml", "[lr_scheduler]\ndecay_ratio = 0.5\n")
+    config = load_config(write("run.yaml", f"extends: base.toml\n{text}"))
+    assert config.parallelism.context_parallel_load_balancer is None  # its default is 'headtail'
+    assert config.lr_scheduler.decay_ratio is None
+    assert config.alias_notes == ()
+
+
+def test_an_empty_yaml_override_leaves_the_flavors_own_value(write):
+    file = write("run.yaml", "model:\n  overrides:\n    dim:\n    rope_scaling:\n")
+    config = load_config(file)
+    assert config.model.overrides == {}
+    assert config.alias_notes == tuple(
+        f"{file}:{number}: model.overrides.{name} is empty: the default is used"
+        for number, name in ((3, "dim"), (4, "rope_scaling"))
+    )
 
 
 @pytest.mark.parametrize(

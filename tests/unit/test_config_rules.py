@@ -12,14 +12,14 @@ from shardline.config.files import preset_names
 from shardline.config.inputs import DATA_FILES, TEXT_FILES
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.load import load_config
-from shardline.config.rules import RULES, check, notes, pending, refuse_pending
+from shardline.config.rules import RULES, SCHEDULES, SCHEDULES_OF_FILES, check, notes, pending, refuse_pending
 from shardline.config.schema import leaves
 from shardline.config.write import to_toml
 from shardline.data.files import KNOWN, TEXT_SUFFIXES
 from shardline.errors import ConfigError
 from shardline.models.flavors import FLAVORS, resolve
 from shardline.models.rope import inverse_frequencies
-from shardline.parallel.schedules import build_schedule, names
+from shardline.parallel.schedules import FROM_FILE, build_schedule, names
 from shardline.training.schedule import lr_factor
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +119,14 @@ def test_rules_name_real_keys():
         ),
         ({"activation_checkpoint__mode": "memory_budget"}, "compile.enable = true"),
         ({"checkpoint__create_seed_checkpoint": True}, "checkpoint.enable = true"),
+        (
+            {"parallelism__pipeline_parallel_schedule": "1F2B"},
+            "parallelism.pipeline_parallel_schedule: there is no schedule '1F2B', did you mean '1F1B'?",
+        ),
+        (
+            {"checkpoint__exclude_from_loading": ["model", "optimiser"]},
+            "train_state, got 'optimiser', did you mean 'optimizer'?",
+        ),
     ],
 )
 def test_refused(keys, expected):
@@ -132,6 +140,11 @@ def test_accepted_neighbours_of_refused_values():
     check(given(profiling__profile_freq=3))
     check(given(activation_checkpoint__mode="memory_budget", compile__enable=True))
     check(given(checkpoint__last_save_in_hf=True))
+    check(given(checkpoint__exclude_from_loading=["model", "train_state"]))
+    name, file = "parallelism__pipeline_parallel_schedule", "parallelism__pipeline_parallel_schedule_csv"
+    check(given(**{name: "interleaved1f1b"}))
+    check(given(**{name: "PipelineScheduleMulti", file: "mine.csv"}))
+    check(given(**{name: "mine", file: "mine.csv"}))
 
 
 @pytest.mark.parametrize(
@@ -488,6 +501,11 @@ def test_schedules_that_split_backward_are_refused_with_compiled_blocks(name):
     check(given(**keys))
     with pytest.raises(ConfigError, match="Interleaved1F1B"):
         check(given(**keys, compile__enable=True))
+
+
+def test_the_rules_know_the_names_of_schedules():
+    assert names() == SCHEDULES
+    assert FROM_FILE == SCHEDULES_OF_FILES
 
 
 def test_the_rules_know_which_schedules_split_backward():

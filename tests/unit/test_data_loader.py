@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from shardline.config.load import load_config
 from shardline.data import demo
 from shardline.data.loader import Loader, Samples, build_loader, steps_for_epochs
 from shardline.data.order import Order
+from shardline.data.prepare import prepare
+from shardline.data.sources import open_source
 from shardline.data.store import TokenStore
 from shardline.data.tokenizer import ByteTokenizer
 from shardline.errors import UserError
@@ -256,6 +259,26 @@ def test_build_refuses_what_cannot_work(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("short")
     with pytest.raises(UserError, match=r"holds 7 tokens, one sample needs 129"):
         build(training__dataset_path=str(tmp_path / "a.txt"), training__cache_folder=str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_store_is_named_and_its_workers_end(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "a.txt").write_text("some words " * 200)
+    prepare(open_source("mine", str(tmp_path / "a.txt")), ByteTokenizer(), tmp_path / "store", workers=1)
+    file = tmp_path / "store" / "part-00000.tokens"
+    content = bytearray(file.read_bytes())
+    content[1400:1402] = b"\xff\xff"
+    file.write_bytes(content)
+    loader = build(
+        training__dataset_path=str(tmp_path / "store"),
+        training__dataloader__num_workers=workers,
+    )
+    said = "is damaged: its token 700 is 65535, the vocabulary has 258 ids: prepare it again"
+    with pytest.raises(UserError, match=rf"^{re.escape(str(file))} {said}") as caught:
+        stream(loader, 20)
+    loader.close()
+    assert not multiprocessing.active_children()  # though the error still holds the frames it came through
+    assert caught.value.__traceback__ is not None
 
 
 @pytest.mark.gpu

@@ -159,6 +159,7 @@ from shardline.errors import UserError
 from tests.unit.test_data_prepare import grouped
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 out, stop, pause, limit = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+overwrite = bool(int(sys.argv[5]))
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 def make():
@@ -166,7 +167,8 @@ def make():
         time.sleep(600 if number == stop else pause)
         yield chunk
 try:
-    print(prepare(Source("s", "s", None, make), ByteTokenizer(), out, workers=1, part_tokens=1).tokens)
+    source = Source("s", "s", None, make)
+    print(prepare(source, ByteTokenizer(), out, workers=1, part_tokens=1, overwrite=overwrite).tokens)
 except UserError as error:
     print("UserError:", error)
 """
@@ -176,8 +178,10 @@ def grouped() -> Iterator[Texts]:
     return (Texts(DOCUMENTS[first : first + 20], 20) for first in range(0, len(DOCUMENTS), 20))
 
 
-def start(out: Path, stop: int = -1, pause: float = 0.0, limit: int = 0) -> subprocess.Popen[str]:
-    words = [sys.executable, "-c", SCRIPT, str(out), str(stop), str(pause), str(limit)]
+def start(
+    out: Path, stop: int = -1, pause: float = 0.0, limit: int = 0, overwrite: bool = False
+) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", SCRIPT, str(out), str(stop), str(pause), str(limit), str(int(overwrite))]
     root = Path(__file__).resolve().parents[2]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=root)
 
@@ -209,6 +213,74 @@ def test_killed_and_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert same(store, prepare(Source("s", "s", None, grouped), BYTES, tmp_path / "whole"))
     store.verify()
     assert not any(alive(worker) for worker in workers), "a worker outlived its caller"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_store_stays_when_its_replacement_fails(tmp_path: Path, damaged: bool) -> None:
+    out = tmp_path / "out"
+    good = open_source("mine", str(write_lines(tmp_path / "a.jsonl", DOCUMENTS)))
+    prepare(good, BYTES, out, workers=1, part_tokens=2000)
+    if damaged:
+        (out / "store.json").write_text("{")
+    before = contents(out)
+    broken = write_lines(tmp_path / "b.jsonl", DOCUMENTS[:3])
+    broken.write_text(broken.read_text() + "{broken")
+    empty = write_lines(tmp_path / "c.jsonl", ["", " "])
+    for file, said in ((broken, r"b.jsonl:4: not JSON"), (empty, r"holds no text")):
+        with pytest.raises(UserError, match=said):
+            prepare(open_source("mine", str(file)), BYTES, out, workers=1, overwrite=True)
+        assert contents(out) == before
+    if not damaged:
+        prepare(good, BYTES, out).verify()
+
+
+def test_a_store_stays_until_its_replacement_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    out, old, new = tmp_path / "out", Source("t", "t", None, grouped), Source("s", "s", None, grouped)
+    prepare(old, BYTES, out)
+    before = contents(out)
+    process = start(out, stop=9, overwrite=True)
+    wait_for(out / "part-00005.json")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert {name: contents(out)[name] for name in before} == before
+    assert prepare(old, BYTES, out).manifest["source"]["name"] == "t"  # still there, and in use
+    TokenStore.open(out).verify()
+    with pytest.raises(UserError, match=r"already holds a store of another source or tokenizer: --overwrite"):
+        prepare(Source("u", "u", None, grouped), BYTES, out)
+    with caplog.at_level(logging.INFO, logger="shardline.data"):
+        store = prepare(new, BYTES, out, part_tokens=1)
+    assert "going on after" in caplog.text
+    assert store.manifest["source"]["name"] == "s"
+    assert same(store, prepare(new, BYTES, tmp_path / "whole"))
+    store.verify()
+    parts = {part.name + suffix for part in store.parts for suffix in (".tokens", ".ends")}
+    assert set(contents(out)) == parts | {"store.json", ".lock"}
+    assert same(prepare(new, BYTES, out, overwrite=True), store)
+    assert len(part_files(out)) == 1
+
+
+def test_the_command_goes_on_with_a_replacement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, file = tmp_path / "out", write_lines(tmp_path / "a.jsonl", DOCUMENTS)
+    prepare(Source("t", "t", None, grouped), BYTES, out)
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shardline.data.prepare._finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            command(str(file), str(out), tokenizer="bytes", workers=1, overwrite=True)
+    for again in (False, True):
+        capsys.readouterr()
+        assert command(str(file), str(out), tokenizer="bytes", workers=1) == 0
+        assert ("already prepared" in capsys.readouterr().out) == again
+    assert TokenStore.open(out).source_fingerprint == open_source("mine", str(file)).fingerprint
 
 
 def alive(process: psutil.Process) -> bool:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardline.config.architecture import Architecture
+from shardline.errors import UserError
 from shardline.models.attention import KVCache
 from shardline.models.decoder import Decoder
 from shardline.models.generate import generate
@@ -104,3 +105,13 @@ def test_stops_at_the_end_token() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         next(generate(build(), [], 1))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_are_named(bad: float, temperature: float) -> None:
+    model = build()
+    with torch.no_grad():
+        model.block(1).attention.wo.weight[0, 0] = bad
+    with pytest.raises(UserError, match="not finite: its weights are damaged"):
+        next(generate(model, PROMPT, 4, temperature=temperature))

@@ -61,7 +61,7 @@ def test_every_rank_gets_the_same_command_line(monkeypatch):
 
 def test_a_rank_does_not_start_ranks(monkeypatch):
     """Under torchrun, too, where the number of processes is given to torchrun."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: pytest.fail("ranks were started"))
     monkeypatch.setattr("shardline.training.launch._run", lambda config, options: 42)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from shardline.cli import main
 from shardline.errors import UserError
-from shardline.training import meeting
+from shardline.training import launch, meeting
 from shardline.training.failures import explain
 from shardline.training.meeting import Machine, Meeting, interface_towards
 
@@ -152,7 +152,7 @@ def test_only_a_real_interface_is_offered_to_gloo():
 
 # ---- under another launcher ------------------------------------------------------------------------------------------
 
-RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+RANK = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
@@ -175,12 +175,34 @@ def variables(monkeypatch):
         (RANK | {"RANK": "2"}, "RANK=2: with WORLD_SIZE=2 it is below 2"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "set MASTER_ADDR and MASTER_PORT"),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "set MASTER_PORT"),
+        (RANK | {"MASTER_ADDR": ""}, "set MASTER_ADDR"),
+        (RANK | {"MASTER_PORT": "abc"}, "MASTER_PORT=abc: expected a port of rank 0's machine, 1 to 65535"),
+        (RANK | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536: expected a port"),
+        (RANK | {"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR=no-such-host.invalid has no address: "),
+        (RANK | {"MASTER_ADDR": "a..b"}, "MASTER_ADDR=a..b has no address: "),
     ],
 )
-def test_variables_that_cannot_be_right_are_refused(variables, values, said, capsys):
+def test_variables_that_cannot_be_right_are_refused(variables, values, said, capsys, monkeypatch):
     variables(**values)
+    monkeypatch.setattr(launch, "NAME_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "_run", lambda config, options: 0)
     assert main(["train"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_name_may_become_known_a_little_later(variables, monkeypatch):
+    answers = [socket.gaierror(socket.EAI_NONAME, "not known"), []]
+
+    def ask(host, *given, **named):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(socket, "getaddrinfo", ask)
+    variables(**RANK | {"MASTER_ADDR": "comes-later"})
+    assert launch.started_ranks() == 2
+    assert not answers
 
 
 def test_the_time_to_wait_for_a_lost_machine_needs_restarts(variables, monkeypatch, capsys):
@@ -226,13 +248,13 @@ def test_options_of_the_start_that_have_no_effect_are_named_once(variables, monk
         ),
         (
             dist.DistStoreError("Timed out after 9 seconds waiting for clients. 1/2 clients joined."),
-            "not every rank came to a:29500: Timed out after 9 seconds waiting for clients. 1/2 clients joined.",
+            "not every rank came to 127.0.0.1:29500: Timed out after 9 seconds waiting for clients. 1/2 clients",
         ),
         (
             dist.DistNetworkError(
                 "The client socket has timed out after 9ms while trying to connect to (a, 1).\nframe"
             ),
-            "cannot reach rank 0 at a:29500: The client socket has timed out after 9ms while trying to connect to",
+            "cannot reach rank 0 at 127.0.0.1:29500: The client socket has timed out after 9ms while trying to",
         ),
     ],
 )
@@ -256,3 +278,10 @@ def test_an_error_that_other_ranks_are_the_cause_of_is_one_line(variables, error
 
 def test_an_error_of_its_own_is_no_ones_consequence():
     assert explain(RuntimeError("shape mismatch")) is None
+
+
+def test_a_port_that_is_taken_is_said_in_a_line(port, variables):
+    variables(**RANK | {"RANK": "0", "MASTER_PORT": str(port)})
+    with socket.create_server(("", port)), pytest.raises(dist.DistNetworkError) as taken:
+        dist.TCPStore("127.0.0.1", port, 2, is_master=True)
+    assert f": port {port} of this machine is taken: set MASTER_PORT" in explain(taken.value)

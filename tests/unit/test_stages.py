@@ -157,7 +157,8 @@ def test_the_embedding_is_the_first_stages():
     ("keys", "expected"),
     [
         ({"microbatch_size": 3}, "microbatch_size = 3 does not divide .*local_batch_size = 4; sizes that do: 1, 2, 4"),
-        ({"schedule": "1F2B"}, "there is no schedule '1F2B'"),
+        ({"schedule": "1F2B"}, "pipeline_parallel_schedule: there is no schedule '1F2B'"),
+        ({"schedule": "PipelineScheduleMulti"}, "pipeline_parallel_schedule: PipelineScheduleMulti is what a file"),
         ({"layers_per_stage": 3}, "1F1B runs with exactly 1 stage per rank, got 2 on 2 ranks"),
         ({"layers_per_stage": 4}, r"= 4 makes 3 stages of 8 layers \(and 1 \+ 1 for .* 2 ranks cannot share evenly"),
         ({"ranks": 16}, "8 layers cannot make 16 pipeline stages"),

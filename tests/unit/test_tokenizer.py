@@ -98,7 +98,7 @@ def test_saved_truncation_and_padding_are_not_applied(tmp_path: Path) -> None:
 
 
 def test_missing_and_broken_files_are_user_errors(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model.tokenizer_path=bytes"):
+    with pytest.raises(UserError, match=r"give a folder .* as --tokenizer=FOLDER, or --tokenizer=bytes$"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(UserError, match=r"tokenizer.model files are not read"):
@@ -117,6 +117,8 @@ def test_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_tokenizer(load_config(overrides=both)).name == "bytes"
     with pytest.raises(UserError, match=r"dataset = 'c4' needs a tokenizer.*--model.tokenizer_path"):
         choose_tokenizer(load_config(overrides={"training.dataset": "c4"}))
+    with pytest.raises(UserError, match=r"^model.tokenizer_path: no tokenizer at 'x'.* --model.tokenizer_path=bytes$"):
+        choose_tokenizer(load_config(overrides={"model.tokenizer_path": "x"}))
     with pytest.raises(UserError, match=r"needs a tokenizer"):
         choose_tokenizer(load_config(overrides={"training.dataset_path": "x.jsonl"}))
     with pytest.raises(UserError, match=r"hf_assets_path = 'nowhere'.*it is not there"):
