@@ -17,7 +17,7 @@ from shardline.parallel.apply import apply
 from shardline.parallel.mesh import Mesh
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.training.build import build_model
-from tests.unit.test_data_parallel import ranks
+from tests.parity.pool import Pool
 
 ARCH = Architecture(
     dim=64,
@@ -108,6 +108,13 @@ def test_products_of_named_modules_are_computed_again(name):
     assert run([*MODES["selective op"], f"--{key}={name}"])[0] == pytest.approx(run([])[0], rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def pool():
+    workers = Pool()
+    yield workers
+    workers.close()
+
+
 def forced_products(name):
     """On two tensor-parallel ranks: the shapes that are forced to be computed again, and those of all products."""
     key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
@@ -133,8 +140,8 @@ def forced_products(name):
 
 
 @pytest.mark.parametrize(("name", "shape"), [("attention.wo", (32, 64)), ("feed_forward.w2", (48, 64))])
-def test_tensor_parallel_ranks_compute_products_of_their_own_parts_again(name, shape):
-    for forced, seen in ranks().run(2, forced_products, name):
+def test_tensor_parallel_ranks_compute_products_of_their_own_parts_again(pool, name, shape):
+    for forced, seen in pool.run(2, forced_products, name):
         assert forced == {shape}
         assert shape in seen
 
