@@ -151,7 +151,6 @@ FAST = {
     "plain-op",
     "tp-full",
     "async-op",
-    "async-no-sequence-none",
     "fsdp-full",
     "fsdp-always-op",
     "ddp-none",

@@ -344,7 +344,7 @@ def test_of_a_runs_folder_the_last_profile_is_read(tmp_path, capsys):
     assert [(row["rank"], row["step"]) for row in found] == [(rank, 10) for rank in range(11)]
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("overlapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_of_two_ranks(tmp_path, capsys, overlapped):
     """What is exposed fills the step with computation and idling, and is what the run itself has measured."""
     profiling = {"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 0, "profiler_active": 1}
