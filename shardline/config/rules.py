@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -316,13 +316,17 @@ def _optimizer_words(config: Config) -> str:
     return f"expected one of {', '.join(names)}, got {name!r}{close}"
 
 
-def _unknown_converters(config: Config) -> list[str]:
-    return [name for name in config.model.converters if name not in CONVERTERS]
+def _some_of(key: str, known: Sequence[str]) -> Rule:
+    """For a list of names."""
 
+    def unknown(config: Config) -> list[str]:
+        return [name for name in config.value(key) if name not in known]
 
-def _converter_words(config: Config) -> str:
-    name = _unknown_converters(config)[0]
-    return f"expected some of {', '.join(CONVERTERS)}, got {name!r}{registry.nearest(name, CONVERTERS)}"
+    def words(config: Config) -> str:
+        name = unknown(config)[0]
+        return f"expected some of {', '.join(known)}, got {name!r}{registry.nearest(name, known)}"
+
+    return Rule("refused", key, lambda config: bool(unknown(config)), words)
 
 
 def _unknown_schedule(config: Config) -> bool:
@@ -335,15 +339,6 @@ def _unknown_schedule(config: Config) -> bool:
 def _schedule_words(config: Config) -> str:
     name = config.parallelism.pipeline_parallel_schedule
     return f"there is no schedule {name!r}{registry.nearest(name, SCHEDULES)} ({', '.join(SCHEDULES)})"
-
-
-def _not_loadable(config: Config) -> list[str]:
-    return [name for name in config.checkpoint.exclude_from_loading if name not in LOADABLE]
-
-
-def _loadable_words(config: Config) -> str:
-    name = _not_loadable(config)[0]
-    return f"expected some of {', '.join(LOADABLE)}, got {name!r}{registry.nearest(name, LOADABLE)}"
 
 
 def _flavors_not_built(config: Config) -> list[str]:
@@ -424,10 +419,10 @@ def _has_workers(section: str) -> Test:
 RULES: list[Rule] = [
     # Refused: what cannot work together.
     Rule("refused", "optimizer.name", _unknown_optimizer, _optimizer_words),
-    Rule("refused", "model.converters", lambda c: bool(_unknown_converters(c)), _converter_words),
+    _some_of("model.converters", CONVERTERS),
     Rule("refused", "model.flavor", _unknown_flavor, _flavor_words),
     Rule("refused", "parallelism.pipeline_parallel_schedule", _unknown_schedule, _schedule_words),
-    Rule("refused", "checkpoint.exclude_from_loading", lambda c: bool(_not_loadable(c)), _loadable_words),
+    _some_of("checkpoint.exclude_from_loading", LOADABLE),
     Rule(
         "refused",
         "training.epochs",

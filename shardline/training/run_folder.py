@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import socket
 import time
 import tomllib
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
+from shardline.training import replacing
 from shardline.training.attempt import this_attempt
 from shardline.training.folder_lock import Lock, take
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
 
 LOCK_PATIENCE = 60.0  # seconds; a file server may need them to see that the machine that held it is gone
-ASIDE, LEAVING = ".replaced", ".removing"  # a run that --overwrite replaces: until the new one starts, and after
 ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -87,16 +86,15 @@ class RunFolder:
         """This run takes place: one that it replaces goes. Lines for the log."""
         if not self.replaces:
             return []
-        (self.path / ASIDE).rename(self.path / LEAVING)
         self.replaces = False
-        shutil.rmtree(self.path / LEAVING)
+        replacing.remove(self.path)
         return [f"--overwrite: removed the previous run in {self.path}"]
 
     def close(self) -> None:
         """Let another run have the folder; a run that was to be replaced and was not is there again."""
         if self.replaces:
-            _put_back(self.path)
             self.replaces = False
+            replacing.put_back(self.path)
         if self.lock is not None:
             self.lock.release()
 
@@ -130,7 +128,7 @@ def open_run_folder(
     attempt = this_attempt()
     folder.lock = _patiently(functools.partial(_lock, folder), LOCK_PATIENCE if attempt.folder is not None else 0.0)
     try:
-        _tidy_up(path, begun=attempt.begun)
+        replacing.tidy_up(path, begun=attempt.begun)
         if attempt.begun:
             _go_on(config, folder, has_good_checkpoint)
         else:
@@ -252,38 +250,8 @@ def _overwrite(config: Config, folder: RunFolder) -> None:
             " --overwrite removes nothing there; remove it yourself or name another folder"
         )
     files = list(_own_files(config, folder.path))
-    for file in files:
-        place = folder.path / ASIDE / os.path.relpath(file.parent.resolve(), folder.path.resolve()) / file.name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file.rename(place)
-        except OSError as error:
-            _put_back(folder.path)
-            raise UserError(f"--overwrite: {file} cannot be replaced: {error.strerror}; remove it yourself") from error
-        _remove_if_empty(file.parent, folder.path)
+    replacing.set_aside(folder.path, files)
     folder.replaces = bool(files)
-
-
-def _put_back(path: Path) -> None:
-    """The run that was set aside is the folder's again; what a start that failed has written gives way to it."""
-    aside = path / ASIDE
-    for file in sorted(aside.rglob("*")):
-        place = path / file.relative_to(aside)
-        if not os.path.lexists(file) or (file.is_dir() and not file.is_symlink() and place.is_dir()):
-            continue  # has moved with its folder, or its contents follow
-        place.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(place)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _tidy_up(path: Path, begun: bool) -> None:
-    """What a start left that was killed while it replaced a run: that run, or where it was going already, its rest."""
-    if (path / ASIDE).is_dir():
-        if begun:
-            (path / ASIDE).rename(path / LEAVING)
-        else:
-            _put_back(path)
-    shutil.rmtree(path / LEAVING, ignore_errors=True)
 
 
 def _own_files(config: Config, path: Path) -> Iterator[Path]:
@@ -335,11 +303,6 @@ def _previous_folders(path: Path) -> dict[str, str]:
     config = _previous_config(path)
     names = {f"{section}.{key}": config.get(section, {}).get(key) for section, key, _, _ in FOLDERS if section}
     return {key: name for key, name in names.items() if isinstance(name, str)}
-
-
-def _remove_if_empty(folder: Path, root: Path) -> None:
-    if folder != root and not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def _run_name(config: Config) -> str:

@@ -98,9 +98,8 @@ class Start:
         return progress.step >= self.last_step(progress)
 
     def last_step(self, progress: Progress) -> int:
-        """At which a run that is so far ends: passes over the data count from the step at which they were begun."""
-        begun = progress.step - progress.samples // self.identity.global_batch_size
-        return self.total_steps + (begun if self.config.training.epochs is not None else 0)
+        """At which a run that is so far ends."""
+        return _last_step(self.config, self.total_steps, asdict(progress), asdict(self.identity))
 
     def _load_step(self, step: int, progress: Progress, seed: int) -> None:
         saved = next(iter(_candidates(self.folder, step)), None)
@@ -175,7 +174,7 @@ class Start:
         files.list_checkpoints(self.folder, lambda error: self._skip(str(error)))
         for saved in _candidates(self.folder, step):
             if saved.kind == "model":
-                if saved.step >= _last_step(saved, self.config, self.total_steps):
+                if saved.step >= _end_of(saved, self.config, self.total_steps):
                     return saved.step, True
                 log.info("%s holds weights only and cannot be resumed", saved.path)
                 continue
@@ -353,9 +352,7 @@ def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps
             files.read_checkpoint(place / f"step-{step}")  # says what is wrong with it
         there = ", ".join(str(saved.step) for saved in files.list_checkpoints(place)) or "none"
         raise UserError(f"checkpoint.load_step = {step}: {place} holds no such checkpoint (steps there: {there})")
-    good = [
-        saved for saved in candidates if saved.kind == "full" or saved.step >= _last_step(saved, config, total_steps)
-    ]
+    good = [saved for saved in candidates if saved.kind == "full" or saved.step >= _end_of(saved, config, total_steps)]
     if not good:
         if damages:
             raise UserError(
@@ -367,12 +364,15 @@ def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps
     return good[0].step
 
 
-def _last_step(saved: Saved, config: Config, total_steps: int) -> int:
-    """At which the run that saved this ends; `total_steps` where it has read its data from its first step on."""
-    size = saved.trainer.get("data", {}).get("global_batch_size", 0)
-    if config.training.epochs is None or not size:
+def _end_of(saved: Saved, config: Config, total_steps: int) -> int:
+    return _last_step(config, total_steps, saved.trainer, saved.trainer.get("data", {}))
+
+
+def _last_step(config: Config, total_steps: int, trainer: Mapping[str, Any], data: Mapping[str, Any]) -> int:
+    """Passes over the data count from the step at which they were begun; `total_steps` where that was the first."""
+    if config.training.epochs is None or "global_batch_size" not in data:
         return total_steps
-    return total_steps + saved.step - saved.trainer["samples"] // size
+    return int(total_steps + trainer["step"] - trainer["samples"] // data["global_batch_size"])
 
 
 def check_model(saved: Saved, arch: Architecture) -> None:

@@ -221,6 +221,14 @@ def test_a_restart_goes_on_with_removing_what_its_run_replaced(tmp_path, monkeyp
     assert not list(tmp_path.glob(".re*"))
 
 
+def test_what_was_being_removed_is_not_put_back(tmp_path):
+    earlier_run(tmp_path)
+    start(tmp_path, overwrite=True).lock.release()
+    (tmp_path / ".replaced").rename(tmp_path / ".removing")
+    start(tmp_path, checkpoint=SAVING).close()
+    assert files_in(tmp_path) == {"notes.txt", "log/mine.txt", "log/lock", "log/ranks.json"}
+
+
 EVERY_TEN = "[checkpoint]\nenable = true\ninterval = 10\n"
 
 
