@@ -61,7 +61,7 @@ def silence() -> Any:
     """What serial products take for communication in silent steps: others' rows are this rank's own."""
     from torch import Tensor
 
-    from shardline.parallel import comm
+    from shardline.comm import collectives as comm
 
     def gather_rows(x: Tensor, axis: str) -> Tensor:
         return x.repeat(comm.axis_size(axis), *[1] * (x.ndim - 1))
@@ -80,7 +80,8 @@ def use_torch_pass(fused: list[str]) -> None:
     from torch._inductor.fx_passes import post_grad
     from torch.distributed import _functional_collectives as functional
 
-    from shardline.parallel import comm, overlap
+    from shardline.comm import collectives as comm
+    from shardline.parallel.tensor import overlap
 
     def gather(x: Tensor, weights: Any, axis: str) -> tuple[Tensor, ...]:
         full = functional.all_gather_tensor_autograd(x, 0, comm.axis(axis).group)
@@ -105,9 +106,10 @@ def use_torch_pass(fused: list[str]) -> None:
 def train(words: list[str]) -> None:
     """On a rank: a run that changes its way of multiplying between blocks."""
     from shardline import registry
+    from shardline.comm import collectives as comm
     from shardline.config.load import load_config
-    from shardline.parallel import comm, products
-    from shardline.parallel.choices import SERIAL, choices
+    from shardline.parallel.tensor import serial_and_ring as products
+    from shardline.parallel.tensor.backend_table import SERIAL, choices
     from shardline.training.trainer import Trainer
 
     fused: list[str] = []

@@ -29,18 +29,18 @@ from typing import Any
 
 import torch
 
+from shardline.checkpoint import format as files
+from shardline.checkpoint.load import load_model, load_optimizer
+from shardline.checkpoint.resume import DataIdentity, Progress
+from shardline.checkpoint.saver import Saver
+from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.decoder import Decoder
-from shardline.models.fused import parameter_count
-from shardline.parallel.mesh import Mesh
-from shardline.training import checkpoint as files
-from shardline.training.device import choose_device, device_name
-from shardline.training.loading import load_model, load_optimizer
-from shardline.training.optimizer import build_optimizer, optimizer_state
-from shardline.training.saving import Saver
-from shardline.training.starting import DataIdentity, Progress
+from shardline.models.fused_weights import parameter_count
+from shardline.optim.optimizer import build_optimizer, optimizer_state
+from shardline.run.device import choose_device, device_name
 
 BYTES_PER_PARAMETER = 12  # float32 weight and two moments
 

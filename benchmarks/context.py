@@ -40,14 +40,14 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from shardline.comm import collectives as comm  # noqa: E402
+from shardline.comm.hidden_time import Times, host_times  # noqa: E402
+from shardline.comm.spans import spans  # noqa: E402
 from shardline.models.attention import AttentionMask, attention, fastest_causal  # noqa: E402
-from shardline.models.attention_parts import choose_part_kernel  # noqa: E402
-from shardline.parallel import comm  # noqa: E402
-from shardline.parallel.context import ContextParallel  # noqa: E402
-from shardline.parallel.hidden import Times, host_times  # noqa: E402
-from shardline.parallel.ring_ops import shared_attention  # noqa: E402
-from shardline.parallel.slices import Slices  # noqa: E402
-from shardline.parallel.spans import spans  # noqa: E402
+from shardline.models.partial_attention import choose_part_kernel  # noqa: E402
+from shardline.parallel.context.context import ContextParallel  # noqa: E402
+from shardline.parallel.context.ops import shared_attention  # noqa: E402
+from shardline.parallel.context.slices import Slices  # noqa: E402
 from tests.hosts import missing, two_hosts  # noqa: E402
 
 # glibc: every block of 64 KiB or more is mapped by itself, and unmapped when it is freed

@@ -59,7 +59,7 @@ def sizes(options: argparse.Namespace) -> dict[str, int]:
 def parameters(options: argparse.Namespace) -> int:
     from shardline.config.load import load_config
     from shardline.models.flavors import resolve
-    from shardline.models.fused import parameter_count
+    from shardline.models.fused_weights import parameter_count
 
     return parameter_count(resolve(load_config(overrides={"model.overrides": sizes(options)}).model))
 
@@ -119,9 +119,9 @@ def measure() -> None:
     import torch
     import torch.distributed as dist
 
+    from shardline.comm import collectives as comm
+    from shardline.comm.mesh import Mesh
     from shardline.config.layout import Layout
-    from shardline.parallel import comm
-    from shardline.parallel.mesh import Mesh
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -32,13 +32,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from shardline.comm.mesh import Mesh, stop_process_group
 from shardline.config.layout import Layout
 from shardline.models.decoder import Stage
 from shardline.models.linear import linear
-from shardline.parallel.mesh import Mesh, stop_process_group
-from shardline.parallel.pipeline import MicroBatch, Pipeline, idle_share
-from shardline.parallel.schedules import build_schedule, names, theoretical_bubble
-from shardline.parallel.stages import PipelinePlan
+from shardline.parallel.pipeline.executor import MicroBatch, Pipeline, idle_share
+from shardline.parallel.pipeline.schedules import build_schedule, names, theoretical_bubble
+from shardline.parallel.pipeline.stages import PipelinePlan
 
 DEPTH = 128  # products, or pieces of sleep, in the whole model
 ROWS, WIDTH = 96, 768  # little to send for much to compute

@@ -82,7 +82,7 @@ def transformers_loop(options: argparse.Namespace) -> dict[str, float | None]:
 
     from shardline.config.load import load_config
     from shardline.models.flavors import resolve
-    from shardline.training.device import choose_device, flops_per_token, peak_flops, peak_memory_gib
+    from shardline.run.device import choose_device, flops_per_token, peak_flops, peak_memory_gib
 
     arch = resolve(load_config(overrides=words(options)).model)
     device = choose_device()

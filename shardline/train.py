@@ -2,7 +2,7 @@
 
 import sys
 
-from shardline.cli import program
+from shardline.cli.main import program
 
 if __name__ == "__main__":
     sys.exit(program(["train", *sys.argv[1:]]))

@@ -18,8 +18,8 @@ torch.set_num_threads(1)
 def on_cpu() -> Iterator[None]:
     """Train and sample on the CPU whatever the machine has: for comparisons with what runs there."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("trainer", "sample"):
-            patch.setattr(f"shardline.training.{module}.choose_device", lambda: torch.device("cpu"))
+        for module in ("training.trainer", "tools.generate"):
+            patch.setattr(f"shardline.{module}.choose_device", lambda: torch.device("cpu"))
         yield
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
-from shardline.config.build import annotation_of, line, show, unknown_key
+from shardline.config.assemble import annotation_of, line, show, unknown_key
 from shardline.config.types import is_optional, kinds
 from shardline.errors import ConfigError
 

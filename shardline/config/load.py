@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config.aliases import ALIASES, CONVERTER_NAMES, FLOAT8, NO_EFFECT, OLD_TABLES
-from shardline.config.build import (
+from shardline.config.assemble import (
     OVERRIDES,
     annotation_of,
     build_config,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from shardline import registry
 from shardline.config.architecture import SCALING_FIELDS, RopeScaling
-from shardline.config.build import line
+from shardline.config.assemble import line
 from shardline.config.features import refusals
 from shardline.config.inputs import (
     has_window,

@@ -517,7 +517,7 @@ class Config(Section):
 
     def replace(self, changes: Mapping[str, Any]) -> Config:
         """A copy with some keys changed, checked like any other config."""
-        from shardline.config.build import build_config
+        from shardline.config.assemble import build_config
 
         unknown = [key for key in changes if key not in leaves()]
         if unknown:

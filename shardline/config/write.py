@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from shardline.config.architecture import Architecture, RopeScaling
-from shardline.config.build import OVERRIDES
+from shardline.config.assemble import OVERRIDES
 from shardline.config.rules import pending
 from shardline.config.schema import Config, Leaf, leaves, tables
 from shardline.config.types import short_type, words

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardline.data.store import TokenStore, join_documents
+from shardline.data.token_store import TokenStore, join_documents
 from shardline.data.tokenizer import ByteTokenizer, Tokenizer
 
 # Characters and the seed of each part of the corpus.

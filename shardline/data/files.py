@@ -6,8 +6,8 @@ import glob
 import re
 from pathlib import Path
 
-from shardline.data.progress import say
 from shardline.errors import UserError
+from shardline.storage.progress import say
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")

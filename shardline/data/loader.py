@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from shardline.data.order import Order, micro_batches, resolve_global_batch
 from shardline.data.prepare import store_for
-from shardline.data.progress import say
-from shardline.data.store import TokenStore
+from shardline.data.token_store import TokenStore
 from shardline.data.tokenizer import Tokenizer, check_vocabulary
 from shardline.errors import UserError, blame
+from shardline.storage.progress import say
 
 IGNORE = -100  # label of a token that is not a target
 PLAN_AHEAD = 4096  # samples whose places are computed together

@@ -21,16 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from shardline.data import store as store_files
+from shardline.data import token_store as store_files
 from shardline.data.chunks import chunks_of_texts
 from shardline.data.demo import demo_store, documents
 from shardline.data.files import file_kind
-from shardline.data.progress import Progress, say
 from shardline.data.sources import Source, fingerprint_of, open_source
-from shardline.data.store import END_TYPE, BlockWriter, Part, TokenStore, is_store, token_type
+from shardline.data.token_store import END_TYPE, BlockWriter, Part, TokenStore, is_store, token_type
+from shardline.data.tokenize_workers import encode_all
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
-from shardline.data.workers import encode_all
 from shardline.errors import UserError, blame
+from shardline.storage.progress import Progress, say
 
 PART_TOKENS = 64 * 2**20
 OURS = re.compile(r"(part-\d+\.(tokens|ends|json)|prepare\.json|store\.json)(\.tmp)?|\.lock")

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from shardline.config.schema import ActivationCheckpoint
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
-from shardline.models.fused import logical_names, logical_shapes
-from shardline.models.local import local
+from shardline.models.dtensor import local
+from shardline.models.fused_weights import logical_names, logical_shapes
 
 Function = Callable[..., Any]
 
@@ -126,7 +126,7 @@ def _kept_attention_ops() -> frozenset[Any]:
     ops.add(torch.ops.higher_order.flex_attention)
     if hasattr(torch.ops, "torch_attn") and hasattr(torch.ops.torch_attn, "_varlen_attn"):
         ops.add(torch.ops.torch_attn._varlen_attn.default)
-    if hasattr(torch.ops.shardline, "shared_attention"):  # over keys of other ranks (parallel/ring_ops.py)
+    if hasattr(torch.ops.shardline, "shared_attention"):  # over keys of other ranks (parallel/context/ops.py)
         ops.add(torch.ops.shardline.shared_attention.default)
     return frozenset(ops)
 

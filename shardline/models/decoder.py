@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from shardline.config.architecture import Architecture
 from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
+from shardline.models.dtensor import local, local_waiting
 from shardline.models.feed_forward import Products, feed_forward
-from shardline.models.fused import gate_block
+from shardline.models.fused_weights import gate_block
 from shardline.models.linear import linear, weight_queue
-from shardline.models.local import local, local_waiting
 from shardline.models.rope import rope_tables, rotate
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.models.fused import logical_shapes
+from shardline.models.fused_weights import logical_shapes
 from shardline.models.hf_config import architecture_from_hf, export_family, hf_config, read_config
-from shardline.models.overflow import Converter
+from shardline.storage.overflow import Converter
 
 logger = logging.getLogger("shardline")
 MOST_MAPPED = 64 << 20

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from shardline.config.architecture import Architecture
-from shardline.models.fused import fuse, logical_names, logical_shapes
-from shardline.models.local import copy_into
+from shardline.models.dtensor import copy_into
+from shardline.models.fused_weights import fuse, logical_names, logical_shapes
 
 BLOCK_ROWS = 256
 IN_FLIGHT_BYTES = 4 << 30  # drawn but not yet copied into the model

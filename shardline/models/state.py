@@ -10,8 +10,8 @@ from torch import Tensor
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.models.fused import fuse, logical_names, logical_shapes, unfuse
-from shardline.models.local import copy_into, whole
+from shardline.models.dtensor import copy_into, whole
+from shardline.models.fused_weights import fuse, logical_names, logical_shapes, unfuse
 
 
 def logical_state(model: Decoder) -> dict[str, Tensor]:

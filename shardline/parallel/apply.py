@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
+from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.models.decoder import Decoder
-from shardline.parallel.context import check_context_parallel, context_plan, describe
-from shardline.parallel.data import apply_fsdp
-from shardline.parallel.mesh import Mesh
-from shardline.parallel.replicas import replicate_parameters
-from shardline.parallel.stages import PipelinePlan, plan_pipeline
-from shardline.parallel.tensor import (
+from shardline.parallel.context.context import check_context_parallel, context_plan, describe
+from shardline.parallel.data.ddp import replicate_parameters
+from shardline.parallel.data.fsdp import apply_fsdp
+from shardline.parallel.pipeline.stages import PipelinePlan, plan_pipeline
+from shardline.parallel.tensor.tensor import (
     TensorParallel,
     apply_tensor_parallel,
     check_rows,

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardline.comm import collectives as comm
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.models.local import local
-from shardline.parallel import comm
+from shardline.models.dtensor import local
 
 AXES = ("dp_replicate", "tp")
 TIED = "tok_embeddings.weight"

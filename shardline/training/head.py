@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardline.comm import collectives as comm
 from shardline.models.decoder import Decoder
-from shardline.parallel import comm
-from shardline.parallel.tensor import TensorParallel, vocabulary_rows
+from shardline.parallel.tensor.tensor import TensorParallel, vocabulary_rows
 from shardline.training.loss import Losses, choose_chunk_tokens, chunked_cross_entropy
 
 

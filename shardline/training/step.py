@@ -10,24 +10,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config
 from shardline.data.loader import Batch
 from shardline.errors import UserError
-from shardline.memory.early_step import EarlyStep, step_early
 from shardline.models.decoder import Decoder
-from shardline.parallel import comm
+from shardline.optim.clip import clip_, nonfinite_parameters, shards, squared_norm
+from shardline.optim.early_step import EarlyStep, step_early
+from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.apply import Applied
-from shardline.parallel.data import set_gradient_sync
-from shardline.parallel.mesh import Mesh
-from shardline.parallel.replicas import Replicas
-from shardline.parallel.tensor import replicated_parameters, sum_replicated_gradients
-from shardline.training.clip import clip_, nonfinite_parameters, shards, squared_norm
-from shardline.training.device import read
+from shardline.parallel.data.ddp import Replicas
+from shardline.parallel.data.fsdp import set_gradient_sync
+from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicated_gradients
+from shardline.run.device import read
+from shardline.run.stop import Asked, agreed, no_wishes
 from shardline.training.head import Head
 from shardline.training.loss import count_targets
-from shardline.training.pipelined import Pipelined
-from shardline.training.schedule import set_lr
-from shardline.training.stopping import Asked, agreed, no_wishes
+from shardline.training.pipelined_step import Pipelined
 
 log = logging.getLogger("shardline")
 Wishes = Callable[[], Sequence[float]]  # asked as late as possible: a signal during the step still counts

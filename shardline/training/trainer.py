@@ -15,8 +15,27 @@ from typing import Any
 import torch
 
 from shardline import registry
+from shardline.checkpoint.fetch import fetch_to_resume
+from shardline.checkpoint.mirror import Mirror, check_free, open_mirror
+from shardline.checkpoint.powersgd_state import Memory
+from shardline.checkpoint.resume import DataIdentity, Progress, Start, resumable_step
+from shardline.checkpoint.resume_batch import batch_line, batch_to_keep, keep_batch
+from shardline.checkpoint.saver import Saver
+from shardline.comm import collectives as comm
+from shardline.comm import symmetric_memory as shared_memory
+from shardline.comm import watchdog
+from shardline.comm.exposed_time import exposed
+from shardline.comm.hidden_time import Sampler, Times
+from shardline.comm.mesh import (
+    Mesh,
+    crossing_lines,
+    sharing_lines,
+    start_process_group,
+    stop_process_group,
+    world_size,
+)
+from shardline.comm.store import connect_store, gather_ranks, told_by_launcher
 from shardline.config.layout import resolve_layout, with_degrees
-from shardline.config.options import TrainOptions
 from shardline.config.rules import check, notes, refuse_pending
 from shardline.config.schema import Config
 from shardline.config.write import to_toml
@@ -26,31 +45,17 @@ from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
 from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention
 from shardline.models.flavors import resolve
-from shardline.models.fused import parameter_count
-from shardline.parallel import async_tensor, comm, shared_memory, watchdog
-from shardline.parallel.compile_report import CompileReport
-from shardline.parallel.context import attention_words
-from shardline.parallel.exposed import exposed
-from shardline.parallel.hidden import Sampler, Times
-from shardline.parallel.mesh import (
-    Mesh,
-    crossing_lines,
-    sharing_lines,
-    start_process_group,
-    stop_process_group,
-    world_size,
-)
-from shardline.parallel.rendezvous import connect_store, gather_ranks, told_by_launcher
+from shardline.models.fused_weights import parameter_count
+from shardline.optim.lr_schedule import lr_factor, schedule_notes
+from shardline.optim.optimizer import build_optimizer, scaled_lr
+from shardline.parallel.context.context import attention_words
+from shardline.parallel.pipeline.schedules import warnings
+from shardline.parallel.pipeline.stages import plan_pipeline
 from shardline.parallel.replica_check import check_replicas
-from shardline.parallel.schedules import warnings
-from shardline.parallel.stages import plan_pipeline
+from shardline.parallel.tensor import async_tp as async_tensor
 from shardline.precision.mixed import choose_precision
-from shardline.training import attempt
-from shardline.training.batch import batch_line, batch_to_keep, keep_batch
-from shardline.training.binding import prepare_rank
-from shardline.training.build import build_model, seed_of, set_determinism
-from shardline.training.console import Console, setup_logging
-from shardline.training.device import (
+from shardline.run import attempt
+from shardline.run.device import (
     choose_device,
     device_identity,
     device_name,
@@ -59,19 +64,17 @@ from shardline.training.device import (
     reset_peak,
     supports_bf16,
 )
-from shardline.training.fetching import fetch_to_resume
-from shardline.training.metrics import Meter, Metrics
-from shardline.training.mirror import Mirror, check_free, open_mirror
-from shardline.training.optimizer import build_optimizer, scaled_lr
-from shardline.training.profile import Profiler
-from shardline.training.rank_main import keep_output
-from shardline.training.remembered import Memory
-from shardline.training.run_folder import RunFolder, open_run_folder, write_atomically
-from shardline.training.saving import Saver
-from shardline.training.schedule import lr_factor, schedule_notes
-from shardline.training.starting import DataIdentity, Progress, Start, resumable_step
+from shardline.run.folder import RunFolder, open_run_folder, write_atomically
+from shardline.run.numa import prepare_rank
+from shardline.run.options import TrainOptions
+from shardline.run.output import keep_output
+from shardline.run.stop import Asked, Requests, agreed, exit_code, listening, no_wishes, why_not_saved
+from shardline.telemetry.console import Console, setup_logging
+from shardline.telemetry.metrics import Meter, Metrics
+from shardline.telemetry.profile import Profiler
+from shardline.telemetry.recompiles import CompileReport
+from shardline.training.setup import build_model, seed_of, set_determinism
 from shardline.training.step import Stepper, StepResult, Wishes
-from shardline.training.stopping import Asked, Requests, agreed, exit_code, listening, no_wishes, why_not_saved
 from shardline.training.validate import validation_loss
 
 log = logging.getLogger("shardline")

@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import torch
 
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
 from shardline.data.loader import Loader
 from shardline.models.decoder import Decoder
-from shardline.parallel import comm
-from shardline.parallel.data import free_gathered
-from shardline.parallel.mesh import Mesh
-from shardline.training.device import read
+from shardline.parallel.data.fsdp import free_gathered
+from shardline.run.device import read
 from shardline.training.head import Head
 from shardline.training.loss import count_targets
-from shardline.training.pipelined import Pipelined
+from shardline.training.pipelined_step import Pipelined
 
 
 @torch.no_grad()

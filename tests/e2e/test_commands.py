@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 import rich.console
 
-from shardline.cli import main
+from shardline.checkpoint import format as files
+from shardline.cli.main import main
 from shardline.config.load import load_config
-from shardline.training import checkpoint as files
-from shardline.training.console import setup_logging
-from shardline.training.run_folder import RunFolder
-from shardline.training.stopping import Requests, listening
+from shardline.run.folder import RunFolder
+from shardline.run.stop import Requests, listening
+from shardline.telemetry.console import setup_logging
 from tests.e2e.tiny import command, flags, rows, run
 
 ROOT = Path(__file__).parents[2]
@@ -236,7 +236,7 @@ def test_sigterm_and_a_second_run_into_the_same_folder(tmp_path, capsys):
 SLOW_DISK = """
 import time, types
 from shardline import register_hook
-from shardline.training import tensor_file
+from shardline.storage import safetensors as tensor_file
 
 @register_hook("after_build")
 def slow_disk(model, config):

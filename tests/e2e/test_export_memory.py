@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardline.cli import main
+from shardline.checkpoint.convert import size_of
+from shardline.cli.main import main
 from shardline.config.architecture import Architecture
-from shardline.models.fused import logical_shapes, parameter_count
+from shardline.models.fused_weights import logical_shapes, parameter_count
 from shardline.models.hf import INDEX, write_hf
-from shardline.training.convert import size_of
 
 BIG = Architecture(dim=1024, n_layers=16, n_heads=16, ffn_dim=2816, vocab_size=8192, max_seq_len=4096)
 SMALL = BIG.with_overrides({"dim": 64, "n_layers": 1, "ffn_dim": 64, "vocab_size": 64})
@@ -26,7 +26,7 @@ SHARE = 0.5
 
 PROGRAM = """
 import sys
-from shardline.cli import main
+from shardline.cli.main import main
 code = main(sys.argv[1:])
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(int(peak.split()[1]) * 1024)

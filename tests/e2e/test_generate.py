@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardline.cli import main
+from shardline.cli.main import main
 from shardline.data.tokenizer import ByteTokenizer, load_tokenizer
-from shardline.training import sample
-from shardline.training.sample import TextStream
+from shardline.tools import generate as sample
+from shardline.tools.generate import TextStream
 from tests.e2e.tiny import command, run
 
 transformers = pytest.importorskip("transformers")

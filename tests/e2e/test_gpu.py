@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardline.models.local import local
+from shardline.models.dtensor import local
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import rows, run, tiny_config
 

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shardline.cli import main
-from shardline.config.options import TrainOptions
+from shardline.checkpoint import format as files
+from shardline.checkpoint.assets import tokenizer_of_run
+from shardline.cli.main import main
 from shardline.errors import UserError
-from shardline.models.fused import logical_shapes
+from shardline.models.fused_weights import logical_shapes
 from shardline.models.hf import INDEX, HFTensors, hf_name
 from shardline.models.state import logical_state
-from shardline.training import checkpoint as files
-from shardline.training.assets import tokenizer_of_run
+from shardline.run.options import TrainOptions
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import run, tiny_config
 

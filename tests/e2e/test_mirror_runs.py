@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.cli import main
-from shardline.config.options import TrainOptions
+from shardline.checkpoint.folders import steps_in
+from shardline.checkpoint.mirror import Mirror
+from shardline.cli.main import main
 from shardline.errors import ConfigError, UserError
-from shardline.training.folders import steps_in
-from shardline.training.location import locate
-from shardline.training.mirror import Mirror
+from shardline.run.options import TrainOptions
+from shardline.storage.location import locate
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import command, flags, rows, run, tiny_config
 from tests.unit import faulty_storage

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardline.checkpoint import format as files
 from shardline.errors import UserError
-from shardline.training import checkpoint as files
 from shardline.training.trainer import Trainer
 from tests.e2e.test_resume import SAVING, numbers
 from tests.e2e.tiny import rows, run, tiny_config

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardline.config.options import TrainOptions
+from shardline.checkpoint import background
+from shardline.checkpoint import format as files
+from shardline.checkpoint.resume import Start
 from shardline.errors import UserError
-from shardline.training import background, save_points
-from shardline.training import checkpoint as files
-from shardline.training.starting import Start
+from shardline.run.options import TrainOptions
+from shardline.storage import crash_points as save_points
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import rows, run, tiny_config
 

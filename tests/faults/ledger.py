@@ -174,7 +174,7 @@ def _said(place: Path, leg: Leg, codes: list[int]) -> str:
 
 def train(words: Sequence[str]) -> int:
     """What a rank does; the nursery calls it."""
-    from shardline.training.stopping import exit_code
+    from shardline.run.stop import exit_code
     from shardline.training.trainer import Trainer
 
     job, rank, leg = job_of(words[0]), int(words[1]), Leg(**json.loads(words[3]))

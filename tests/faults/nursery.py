@@ -249,8 +249,8 @@ def _end(children: Sequence[int], codes: dict[int, int], ask: bool) -> None:
 def _be_rank(job: Job, rank: int, port: int, first_step: int) -> None:
     import torch
 
-    from shardline.parallel.report import REPORT_VARIABLE
-    from shardline.training import rank_main
+    from shardline.launch import rank_main
+    from shardline.report import REPORT_VARIABLE
 
     # Here, while there is one thread: torch replaces the pool of a forked process, and two threads of autograd that
     # find it so at the same time end the process.
@@ -276,7 +276,9 @@ def _be_rank(job: Job, rank: int, port: int, first_step: int) -> None:
 
 
 def _arm(job: Job, rank: int) -> None:
-    from shardline.training import background, save_points, tensor_file
+    from shardline.checkpoint import background
+    from shardline.storage import crash_points as save_points
+    from shardline.storage import safetensors as tensor_file
 
     tensor_file.BLOCK_BYTES = 1 << 14  # so that files have several
     background.PATIENCE_SECONDS = job.patience
@@ -331,7 +333,7 @@ def note(path: Path, content: Any) -> None:
 def train(words: Sequence[str]) -> int:
     """What a rank does: the trainer, with every step written down in this rank's ledger."""
     from shardline.config.load import load_config
-    from shardline.config.options import TrainOptions
+    from shardline.run.options import TrainOptions
     from shardline.training.trainer import Trainer
 
     job, rank, first_step = job_of(words[0]), int(words[1]), int(words[2])

@@ -19,8 +19,8 @@ def loop(words):
     import torch
     import torch.distributed as dist
 
-    from shardline.parallel.rendezvous import connect_store, gather_ranks
-    from shardline.parallel.watchdog import Watchdog
+    from shardline.comm.store import connect_store, gather_ranks
+    from shardline.comm.watchdog import Watchdog
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -76,9 +76,9 @@ def happen(fault, dist, torch, watchdog):
 
 
 def main():
-    from shardline.cli import main as command
-    from shardline.training import launch
-    from shardline.training.ranks import Launch, start_ranks
+    from shardline.cli.main import main as command
+    from shardline.launch import launch
+    from shardline.launch.agent import Launch, start_ranks
 
     fault, ranks, folder = sys.argv[1:4]
     # The command's way of showing errors, with this program in the place of the trainer.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from shardline.training.save_points import POINTS
+from shardline.storage.crash_points import POINTS
 from tests.faults.nursery import Fault
 from tests.faults.trials import LAYOUTS, RESUMED, SAID, SEED, STEPS, short
 

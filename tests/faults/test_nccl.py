@@ -23,8 +23,8 @@ MISMATCH = """
 def another_sum(trainer, row):
     if os.environ.get("FAULT") == "mismatch" and os.environ["RANK"] == "1" and row["step"] == 3:
         import torch
-        from shardline.parallel import comm
-        from shardline.training.device import read
+        from shardline.comm import collectives as comm
+        from shardline.run.device import read
         read(comm.sum_in_place(torch.ones(7, device=trainer.device), "world"))
 """
 

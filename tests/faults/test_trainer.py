@@ -34,7 +34,7 @@ def tell(trainer, row):
         (folder / "raising").touch()
         raise ValueError("a fault of its own")
     if os.environ.get("FAULT", "").startswith("SIG") and rank == "1" and row["step"] == 3:
-        from shardline.parallel.exchange import Exchange
+        from shardline.comm.transfers import Exchange
         plain = Exchange.pass_on
 
         def end(exchange, *arguments):
@@ -58,7 +58,7 @@ def tell(trainer, row):
         (folder / f"slow-{rank}").touch()
         time.sleep(20)
     if os.environ.get("FAULT") == "silent" and rank == "1" and row["step"] == 3:
-        from shardline.parallel.channels import Channel
+        from shardline.parallel.pipeline.channels import Channel
         Channel.send = lambda *arguments: time.sleep(1000)
 """
 SMALL = {

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.training import checkpoint as files
+from shardline.checkpoint import format as files
 from tests.faults.nursery import Ended, Fault, Job, Nursery
 
 SEED = int(os.environ.get("SHARDLINE_FAULT_SEED", "6"))

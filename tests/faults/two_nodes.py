@@ -21,7 +21,7 @@ def add_up(words):
 
 
 def main():
-    from shardline.training.ranks import Launch, start_ranks
+    from shardline.launch.agent import Launch, start_ranks
 
     node_rank, endpoint, program, word = sys.argv[2], sys.argv[4], sys.argv[5], sys.argv[6]
     entry = "tests.faults.two_nodes:add_up" if program == "sum" else "tests.faults.programs:loop"

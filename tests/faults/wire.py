@@ -50,7 +50,8 @@ def collectives():
     import torch
     import torch.distributed as dist
 
-    from shardline.parallel import comm, exchange
+    from shardline.comm import collectives as comm
+    from shardline.comm import transfers as exchange
 
     def of_gloo():
         with patch.object(comm, "host_scatter", None):
@@ -84,7 +85,7 @@ def collectives():
 
 def training(folder):
     """Per layout: what metrics.jsonl says of the steps after the first ones (rank 0), and what left meanwhile."""
-    from shardline.cli import main
+    from shardline.cli.main import main
     from shardline.registry import register_hook
 
     counters = {}

@@ -26,12 +26,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from shardline.comm.collectives import traffic
 from shardline.config.layout import Layout, resolve_layout
 from shardline.config.load import load_config
 from shardline.data.demo import documents
-from shardline.models.fused import unfuse
-from shardline.models.local import whole
-from shardline.parallel.comm import traffic
+from shardline.models.dtensor import whole
+from shardline.models.fused_weights import unfuse
 from tests.parity.pool import TIMEOUT_SECONDS, Pool
 
 STEPS = 10
@@ -188,7 +188,7 @@ def train(settings: dict[str, Any], mutation: Mutation | None) -> Record:
 def _chosen_device() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
     brief = patch.multiple(
-        "shardline.parallel.choosing", LEAST_ROUNDS=1, MOST_ROUNDS=1
+        "shardline.parallel.tensor.autotune", LEAST_ROUNDS=1, MOST_ROUNDS=1
     )  # which one wins is not the matter
     with brief, patch("shardline.training.trainer.choose_device", lambda *_: torch.device(DEVICE)):
         yield

@@ -13,16 +13,18 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh, world_size
 from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
-from shardline.parallel import async_tensor, choosing, comm
 from shardline.parallel.apply import tensor_plan
-from shardline.parallel.choices import Choice, backends, choices
-from shardline.parallel.choosing import from_row
-from shardline.parallel.mesh import Mesh, world_size
-from shardline.parallel.products import Ring
-from shardline.training.console import tensor_summary
+from shardline.parallel.tensor import async_tp as async_tensor
+from shardline.parallel.tensor import autotune as choosing
+from shardline.parallel.tensor.autotune import from_row
+from shardline.parallel.tensor.backend_table import Choice, backends, choices
+from shardline.parallel.tensor.serial_and_ring import Ring
+from shardline.telemetry.console import tensor_summary
 from tests.parity.harness import DEVICE, Harness, complete, train
 from tests.parity.pool import Pool
 

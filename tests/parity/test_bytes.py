@@ -17,7 +17,7 @@ import pytest
 from shardline.config.architecture import Architecture
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
-from shardline.models.fused import logical_shapes, parameter_count
+from shardline.models.fused_weights import logical_shapes, parameter_count
 from tests.parity.cases import (
     ALLGATHER,
     BIASES,

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardline.cli import main as command
+from shardline.checkpoint import format as files
+from shardline.cli.main import main as command
 from shardline.config.load import load_config
-from shardline.training import checkpoint as files
-from shardline.training import save_points, tensor_file
+from shardline.storage import crash_points as save_points
+from shardline.storage import safetensors as tensor_file
 from tests.parity import cases
 from tests.parity.cases import case, layers
 from tests.parity.harness import _chosen_device, _own_logging
@@ -67,7 +68,7 @@ def train_to(settings, block_bytes=tensor_file.BLOCK_BYTES):
 
 def load_and_save(settings, target):
     """Resume, and save the same step elsewhere; how many bytes this rank read."""
-    from shardline.training import loading
+    from shardline.checkpoint import load as loading
     from shardline.training.trainer import Trainer
 
     read = {}
@@ -78,7 +79,7 @@ def load_and_save(settings, target):
         read["bytes"] = saved.shards.bytes_read
 
     with _chosen_device(), _own_logging(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardline.training.starting.load_optimizer", watched)
+        patch.setattr("shardline.checkpoint.resume.load_optimizer", watched)
         trainer = Trainer(load_config(overrides=settings))
         trainer.saver.folder = Path(target)
         trainer.saver.save(trainer.progress, wait=True)

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardline.comm import collectives as comm
+from shardline.comm.transfers import Exchange
 from shardline.config.architecture import Architecture
 from shardline.config.load import load_config
 from shardline.models.attention import attention
 from shardline.models.flavors import resolve
-from shardline.parallel import comm
-from shardline.parallel.context import ContextParallel
-from shardline.parallel.exchange import Exchange
-from shardline.parallel.slices import Slices
+from shardline.parallel.context.context import ContextParallel
+from shardline.parallel.context.slices import Slices
 from tests.parity.harness import DEVICE
 from tests.parity.pool import Pool
 

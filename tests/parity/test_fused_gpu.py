@@ -12,11 +12,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardline.parallel import comm, fused
-from shardline.parallel.async_tensor import usable_backends
-from shardline.parallel.choices import Choice
-from shardline.parallel.choosing import COLUMN, ROW, Product, Shape, Trial, _tensors
-from shardline.parallel.shared_memory import Direct
+from shardline.comm import collectives as comm
+from shardline.comm.symmetric_memory import Direct
+from shardline.parallel.tensor import fused
+from shardline.parallel.tensor.async_tp import usable_backends
+from shardline.parallel.tensor.autotune import COLUMN, ROW, Product, Shape, Trial, _tensors
+from shardline.parallel.tensor.backend_table import Choice
 from tests.parity.pool import Pool
 from tests.parity.test_overlap import join_tp
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardline.parallel.choices import choices
+from shardline.parallel.tensor.backend_table import choices
 from tests.parity.cases import ASYNC, BF16, BIASES, COMPILE, FULL_AC, OP_AC, QK_NORM, TIED, WHOLE_VALIDATION
 from tests.parity.harness import BFLOAT16, DEVICE, FLOAT32, Harness, compare
 

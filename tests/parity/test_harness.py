@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardline.models.local import local
-from shardline.parallel import comm
+from shardline.comm import collectives as comm
+from shardline.models.dtensor import local
 from tests.parity.cases import BY_NAME
 from tests.parity.harness import Harness, Mutation, Result, compare
 from tests.parity.pool import CaseFailed, Pool
@@ -140,7 +140,7 @@ def dropped_key_gradients(trainer: Any) -> Iterator[None]:
             transfer.wait()
         self.returning.clear()
 
-    with patch("shardline.parallel.ring_attention.Ring._add_up", forget):
+    with patch("shardline.parallel.context.ring.Ring._add_up", forget):
         yield
 
 
@@ -153,7 +153,7 @@ def unweighted_merge(trainer: Any) -> Iterator[None]:
         out.copy_((out * seen + more) / (seen + 1))
         lse.copy_(torch.logaddexp(lse, more_lse))
 
-    with patch("shardline.parallel.ring_attention.merge_", mean):
+    with patch("shardline.parallel.context.ring.merge_", mean):
         yield
 
 
@@ -161,7 +161,8 @@ def unweighted_merge(trainer: Any) -> Iterator[None]:
 def wrong_positions(trainer: Any) -> Iterator[None]:
     """Every rank of a sequence takes its tokens for the first ones."""
     with patch(
-        "shardline.parallel.context.ContextParallel.positions", lambda self, n, _: torch.arange(n // self.slices.ranks)
+        "shardline.parallel.context.context.ContextParallel.positions",
+        lambda self, n, _: torch.arange(n // self.slices.ranks),
     ):
         yield
 
@@ -169,7 +170,7 @@ def wrong_positions(trainer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def document_seen_by_its_neighbour(trainer: Any) -> Iterator[None]:
     """Masks between ranks know no documents."""
-    with patch("shardline.parallel.ring_attention.Seen.allowed", seen_by_order):
+    with patch("shardline.parallel.context.ring.Seen.allowed", seen_by_order):
         yield
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch.distributed as dist
 
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
-from shardline.parallel import comm
-from shardline.parallel.mesh import Mesh
 from tests.parity.pool import Pool
 
 EXPERTS = [

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
-from shardline.parallel import comm
-from shardline.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardline.comm import collectives as comm
+from shardline.comm.transfers import Exchange, distances, pieces
 from shardline.models.linear import accumulate, weight_queue
-from shardline.parallel import comm, overlap
-from shardline.parallel.async_tensor import usable_backends
-from shardline.parallel.choices import Choice, choices
-from shardline.parallel.exchange import Exchange, distances, pieces
+from shardline.parallel.tensor import overlap
+from shardline.parallel.tensor.async_tp import usable_backends
+from shardline.parallel.tensor.backend_table import Choice, choices
 from tests.parity.harness import DEVICE
 from tests.parity.pool import Pool
 

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardline.checkpoint import format as files
 from shardline.config.load import load_config
 from shardline.models import decoder
+from shardline.models.dtensor import local
 from shardline.models.linear import weight_queue
-from shardline.models.local import local
-from shardline.parallel import overlap_ops, stage_sums
-from shardline.training import checkpoint as files
+from shardline.parallel.data import stage_reduction as stage_sums
+from shardline.parallel.tensor import overlap_ops
 from tests.parity import cases
 from tests.parity.cases import case, layers, schedule
 from tests.parity.harness import _own_logging, worst

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import pytest
 
-from shardline.cli import main
-from shardline.parallel import choosing
-from shardline.parallel.choices import Choice, choices
+from shardline.cli.main import main
+from shardline.parallel.tensor import autotune as choosing
+from shardline.parallel.tensor.backend_table import Choice, choices
 from tests.parity.harness import DEVICE, MODEL, Harness, train
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="counts the collectives of a host")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shardline.data.loader import Batch
 from shardline.models.decoder import Decoder
-from shardline.models.fused import unfuse
+from shardline.models.fused_weights import unfuse
 from shardline.models.hf import hf_name
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import rows, tiny_config

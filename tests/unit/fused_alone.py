@@ -1,4 +1,4 @@
-"""The kernels of shardline.parallel.fused_kernels on a GPU, in one process that is all ranks: for compute-sanitizer.
+"""The kernels of parallel/tensor/fused_kernels.py on a GPU, in one process that is all ranks: for compute-sanitizer.
 
     python -m tests.unit.fused_alone [PROGRAMS]
 
@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from shardline.parallel import fused
+from shardline.parallel.tensor import fused
 
 SIZES = ((128, 128, 256), (256, 200, 520))  # rows of a rank, K, N
 

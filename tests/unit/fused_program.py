@@ -1,4 +1,4 @@
-"""The kernels of shardline.parallel.fused_kernels in Triton's interpreter: every program of every rank is a process.
+"""The kernels of parallel/tensor/fused_kernels.py in Triton's interpreter: every program of every rank is a process.
 
     python -m tests.unit.fused_program gather|scatter RANKS ABREAST REPEATS SEED [TURNS [PLACES]]
 
@@ -17,9 +17,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from shardline.parallel import fused_kernels
-from shardline.parallel.fused import Division
-from shardline.parallel.tile_order import gathering_shard
+from shardline.parallel.tensor import fused_kernels
+from shardline.parallel.tensor.fused import Division
+from shardline.parallel.tensor.tile_order import gathering_shard
 
 T, N, K = 32, 40, 24
 GROUP = 2

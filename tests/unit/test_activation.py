@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
@@ -14,9 +15,8 @@ from shardline.memory import activation
 from shardline.models.decoder import Decoder
 from shardline.models.init import init_weights
 from shardline.parallel.apply import apply
-from shardline.parallel.mesh import Mesh
 from shardline.precision.mixed import Precision, choose_precision
-from shardline.training.build import build_model
+from shardline.training.setup import build_model
 from tests.parity.pool import Pool
 
 ARCH = Architecture(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardline.parallel import comm
+from shardline.comm import collectives as comm
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "async_tp.py"
 

@@ -17,7 +17,7 @@ from shardline.models.attention import (
     make_masks,
     windows,
 )
-from shardline.training.build import set_determinism
+from shardline.training.setup import set_determinism
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

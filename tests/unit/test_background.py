@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardline.checkpoint import background
+from shardline.checkpoint.background import Background, Cancelled
+from shardline.checkpoint.shards import Part, Piece, whole_place
+from shardline.checkpoint.staging import Buffers, Staging
+from shardline.checkpoint.telling import Telling
 from shardline.errors import UserError
-from shardline.training import background
-from shardline.training.background import Background, Cancelled
-from shardline.training.pieces import Part, Piece, whole_place
-from shardline.training.staging import Buffers, Staging
-from shardline.training.telling import Telling
 
 
 def at(*words):
@@ -134,7 +134,7 @@ def part(tensor):
 
 
 def test_buffers_are_made_once_and_hold_what_was_there(monkeypatch):
-    monkeypatch.setattr("shardline.training.staging.PINNED_CHUNK", 1000)
+    monkeypatch.setattr("shardline.checkpoint.staging.PINNED_CHUNK", 1000)
     state = [torch.randn(17, 3), torch.tensor(4.0), torch.randn(400), torch.randn(5).bfloat16(), torch.zeros(0, 3)]
     before = [tensor.clone() for tensor in state]
     parameter = torch.nn.Parameter(torch.zeros(2))

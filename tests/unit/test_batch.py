@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline.checkpoint.resume_batch import SavedBatch, batch_line, batch_to_keep, keep_batch
 from shardline.config.layout import resolve_layout
-from shardline.config.options import TrainOptions
 from shardline.data.order import micro_batches
 from shardline.errors import UserError
 from shardline.models.flavors import resolve
-from shardline.parallel.stages import plan_pipeline
-from shardline.training.batch import SavedBatch, batch_line, batch_to_keep, keep_batch
+from shardline.parallel.pipeline.stages import plan_pipeline
+from shardline.run.options import TrainOptions
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import run, tiny_config
 

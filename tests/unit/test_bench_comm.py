@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardline.bench import comm as bench
-from shardline.bench.collectives import OPS, Bench, Row, WrongResult
-from shardline.bench.comm import Report, parse_sizes
-from shardline.cli import main
+from shardline.cli.main import main
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
-from shardline.config.options import CommOptions, TrainOptions
 from shardline.errors import UserError
-from shardline.parallel import comm
-from shardline.parallel.mesh import Mesh
+from shardline.run.options import CommOptions, TrainOptions
+from shardline.tools.bench import comm as bench
+from shardline.tools.bench.collectives import OPS, Bench, Row, WrongResult
+from shardline.tools.bench.comm import Report, parse_sizes
 from tests.e2e.tiny import command
 from tests.parity.pool import Pool
 
@@ -72,7 +72,7 @@ def test_bad_sizes(text):
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(words, said, capsys, monkeypatch):
-    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: pytest.fail("ranks were started"))
+    monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: pytest.fail("ranks were started"))
     assert main(["bench", "comm", *words]) == 2
     assert said in capsys.readouterr().err
 
@@ -90,7 +90,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(words, said, 
 def test_ranks_are_started_as_the_layout_needs(words, nproc, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     seen = []
-    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: seen.append(launch) or 0)
+    monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: seen.append(launch) or 0)
     assert main(["bench", "comm", *words]) == 0
     assert seen[0].nproc == nproc
     assert seen[0].words == ("bench", "comm", *words)

@@ -8,12 +8,12 @@ import os
 import pytest
 import torch
 
-from shardline.bench import overlap
-from shardline.bench.overlap import _show, measure_row, together
-from shardline.cli import main
-from shardline.parallel import comm
-from shardline.parallel.choices import SERIAL, Choice, Product
-from shardline.parallel.choosing import CLEARLY, Measured, Shape
+from shardline.cli.main import main
+from shardline.comm import collectives as comm
+from shardline.parallel.tensor.autotune import CLEARLY, Measured, Shape
+from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product
+from shardline.tools.bench import overlap
+from shardline.tools.bench.overlap import _show, measure_row, together
 from tests.e2e.tiny import command
 
 KEYS = ["op", "direction", "M", "K", "N", "dtype", "world", "matmul_ms", "comm_ms", "serial_ms", "backends", "chosen"]
@@ -48,7 +48,7 @@ PRODUCTS = [
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(words, said, capsys, monkeypatch):
-    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: pytest.fail("ranks were started"))
+    monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: pytest.fail("ranks were started"))
     assert main(["bench", "overlap", *TINY, *words]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ")

@@ -12,10 +12,10 @@ from typing import Any
 import fsspec
 import pytest
 
-from shardline.cli import main
-from shardline.training import checkpoint as files
-from shardline.training.folders import Progress, failing_blocks, manifest_checksum
-from shardline.training.location import is_url, locate
+from shardline.checkpoint import format as files
+from shardline.checkpoint.folders import Progress, failing_blocks, manifest_checksum
+from shardline.cli.main import main
+from shardline.storage.location import is_url, locate
 from tests.e2e.tiny import run
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -257,7 +257,7 @@ def test_urls_are_told_from_paths() -> None:
 def test_it_answers_without_torch(folder: Path) -> None:
     for words in (["ls", str(folder)], ["verify", str(folder)], ["show", str(folder), "--tensors"]):
         code = (
-            "import sys; from shardline.cli import main; code = main(sys.argv[1:]);"
+            "import sys; from shardline.cli.main import main; code = main(sys.argv[1:]);"
             " sys.exit(code or 7 * bool({'torch', 'numpy', 'safetensors'} & set(sys.modules)))"
         )
         done = subprocess.run([sys.executable, "-c", code, "checkpoint", *words], capture_output=True, text=True)

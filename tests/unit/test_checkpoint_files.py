@@ -9,15 +9,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from shardline.checkpoint import format as files
+from shardline.checkpoint.merging import merge, shortened_rng
+from shardline.checkpoint.owners import share_out
+from shardline.checkpoint.reader import Shards, VerifiedFile
+from shardline.checkpoint.shards import Place, place_key
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.training import checkpoint as files
-from shardline.training import tensor_file
-from shardline.training.merging import merge, shortened_rng
-from shardline.training.owners import share_out
-from shardline.training.pieces import Place, place_key
-from shardline.training.reading import Shards, VerifiedFile
-from shardline.training.tensor_file import TYPE_NAMES, Damaged, Entry, write_tensors
+from shardline.storage import safetensors as tensor_file
+from shardline.storage.safetensors import TYPE_NAMES, Damaged, Entry, write_tensors
 
 ARCH = Architecture(dim=8, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=16, vocab_size=16)
 
@@ -67,7 +67,7 @@ def test_tensors_are_put_together_from_pieces_of_several_files(tmp_path, tensors
 
 
 def test_large_reads_come_in_chunks(tmp_path, tensors, monkeypatch):
-    monkeypatch.setattr("shardline.training.reading.CHUNK_BYTES", 100)
+    monkeypatch.setattr("shardline.checkpoint.reader.CHUNK_BYTES", 100)
     shards = write_pieces(tmp_path, tensors, HALVES)
     assert torch.equal(shards.read("model/a"), tensors["model/a"])
     assert len(list(shards.blocks("model/a", Place((0, 0), (20, 19))))) == 20

@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
+from shardline.checkpoint import format as files
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.training import checkpoint as files
-from shardline.training.tensor_file import Entry
+from shardline.storage.safetensors import Entry
 
 ARCH = Architecture(dim=8, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=4, ffn_dim=8, vocab_size=16)
 

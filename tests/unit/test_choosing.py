@@ -13,15 +13,19 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline.comm import collectives as comm
+from shardline.comm.hidden_time import Times, host_times, union
+from shardline.comm.mesh import Mesh
+from shardline.comm.spans import Span
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.parallel import async_tensor, choosing, comm
-from shardline.parallel import choices as table
-from shardline.parallel.async_tensor import _settled
-from shardline.parallel.choices import SERIAL, Choice, Product, backends
-from shardline.parallel.choosing import (
+from shardline.parallel.tensor import async_tp as async_tensor
+from shardline.parallel.tensor import autotune as choosing
+from shardline.parallel.tensor import backend_table as table
+from shardline.parallel.tensor.async_tp import _settled
+from shardline.parallel.tensor.autotune import (
     CLEARLY,
     HOPELESS,
     LEAST_ROUNDS,
@@ -36,16 +40,14 @@ from shardline.parallel.choosing import (
     remembered_file,
     topology,
 )
-from shardline.parallel.fake import fake_group
-from shardline.parallel.fused import Fused
-from shardline.parallel.hidden import Times, host_times, union
-from shardline.parallel.mesh import Mesh
-from shardline.parallel.products import CHUNKS
-from shardline.parallel.spans import Span
-from shardline.parallel.symmetric import Symmetric
-from shardline.parallel.torch_fused import TorchFused
+from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product, backends
+from shardline.parallel.tensor.fused import Fused
+from shardline.parallel.tensor.serial_and_ring import CHUNKS
+from shardline.parallel.tensor.symmetric import Symmetric
 from shardline.precision.mixed import choose_precision
-from shardline.training.build import build_model
+from shardline.tools.bench.torch_fused import TorchFused
+from shardline.tools.dry_run.fake import fake_group
+from shardline.training.setup import build_model
 from tests.parity.harness import MODEL
 
 CPU = torch.device("cpu")

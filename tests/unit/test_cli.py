@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from shardline import registry
-from shardline.cli import COMMANDS, main
-from shardline.config.options import TrainOptions
+from shardline.cli.main import COMMANDS, main
 from shardline.errors import UserError
+from shardline.run.options import TrainOptions
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,7 +150,7 @@ def test_unbuilt_models_are_marked_not_refused(run):
 
 
 def test_train_hands_over_config_and_options(run, stub, tmp_path):
-    calls = stub("shardline.training.launch", "train")
+    calls = stub("shardline.launch.launch", "train")
     file = tmp_path / "run.toml"
     file.write_text("[training]\nsteps = 3\n")
     words = ["--nproc_per_node=2", "--nnodes", "1:4", "--node-rank=1", "--rdzv-id", "x", "--rdzv_backend=c10d"]
@@ -171,7 +171,7 @@ def test_train_hands_over_config_and_options(run, stub, tmp_path):
 
 
 def test_train_defaults_and_config_file_flag(run, stub, tmp_path):
-    calls = stub("shardline.training.launch", "train")
+    calls = stub("shardline.launch.launch", "train")
     (tmp_path / "run.toml").write_text("[training]\nsteps = 3\n")
     assert run("train", "--job.config_file", str(tmp_path / "run.toml"), "--training.steps", "4")[0] == 7
     assert calls[0][1][0].training.steps == 4
@@ -182,9 +182,9 @@ def test_train_defaults_and_config_file_flag(run, stub, tmp_path):
 
 
 def test_dry_run_accepts_what_is_not_built(run, stub):
-    calls = stub("shardline.training.launch", "train")
-    assert run("train", "--preset=llama3_70b", "--dry-run", "--world-size=256")[0] == 7
-    assert calls[0][1][1] == TrainOptions(dry_run=True, world_size=256)
+    calls = stub("shardline.tools.dry_run.dry_run", "describe")
+    assert run("train", "--preset=llama3_70b", "--dry-run", "--world-size=256")[0] == 0
+    assert calls[0][1][1:] == (256, None)
 
 
 @pytest.mark.parametrize(
@@ -199,21 +199,21 @@ def test_dry_run_accepts_what_is_not_built(run, stub):
         ),
         (
             ["import", "hf", "out", "--dtype=bfloat16"],
-            "shardline.training.convert",
+            "shardline.checkpoint.convert",
             "import_model",
             ("hf", "out"),
             {"dtype": "bfloat16", "overwrite": False, "trust_pickle": False, "config": None},
         ),
         (
             ["export", "--overwrite", "ck", "out", "--format", "consolidated"],
-            "shardline.training.convert",
+            "shardline.checkpoint.convert",
             "export",
             ("ck", "out"),
             {"format": "consolidated", "dtype": None, "overwrite": True, "max_shard_size": None},
         ),
         (
             ["generate", "folder", "--prompt", "-x y", "--top-k=5", "--temperature", "0.5"],
-            "shardline.training.sample",
+            "shardline.tools.generate",
             "command",
             ("folder",),
             {"prompt": "-x y", "max_new_tokens": 100, "temperature": 0.5, "top_k": 5, "top_p": None, "seed": 0}
@@ -291,15 +291,15 @@ def test_a_custom_module_that_is_not_there_is_named_with_its_place(run, tmp_path
         ),
     ],
 )
-@pytest.mark.parametrize("started_by", ["trainer.Trainer", "ranks.start_ranks"])
+@pytest.mark.parametrize("started_by", ["training.trainer.Trainer", "launch.agent.start_ranks"])
 def test_errors_of_a_run_name_the_place_of_their_key(run, tmp_path, monkeypatch, said, shown, started_by):
     def fail(*given):
         raise UserError(said)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(f"shardline.training.{started_by}", fail)
+    monkeypatch.setattr(f"shardline.{started_by}", fail)
     Path("run.toml").write_text("[training]\nseq_len = 63\n[model.overrides]\ndim = 64\n")
-    processes = "1" if started_by == "trainer.Trainer" else "2"
+    processes = "1" if started_by == "training.trainer.Trainer" else "2"
     code, _, err = run("train", "run.toml", "--job.dump_folder=x", "--nproc", processes)
     assert (code, err) == (2, f"error: {shown}\n")
 
@@ -311,7 +311,9 @@ def in_process(code):
 @pytest.mark.parametrize("words", [["--help"], ["config"], ["config", "--preset", "demo"], ["train", "--help"]])
 def test_answers_without_torch(words):
     heavy = "{'torch', 'numpy', 'rich', 'yaml', 'transformers'}"
-    done = in_process(f"import sys; from shardline.cli import main; main({words}); print({heavy} & set(sys.modules))")
+    done = in_process(
+        f"import sys; from shardline.cli.main import main; main({words}); print({heavy} & set(sys.modules))"
+    )
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
 
 
@@ -349,7 +351,7 @@ def test_train_as_a_module():
 
 HANGING = """
 import sys, threading, time
-from shardline import cli
+from shardline.cli import main as cli
 
 class Last:
     def __del__(self):

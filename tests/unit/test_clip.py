@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.training.clip import clip_, grad_norm, nonfinite_parameters, squared_sums
+from shardline.optim.clip import clip_, grad_norm, nonfinite_parameters, squared_sums
 
 
 def model_with_gradients(size: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Module:

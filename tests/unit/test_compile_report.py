@@ -1,6 +1,6 @@
 import torch
 
-from shardline.parallel.compile_report import CompileReport
+from shardline.telemetry.recompiles import CompileReport
 
 
 def test_what_is_compiled_again_is_named_with_its_reason():

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.cli import main
-from shardline.config.build import build_config
+from shardline.cli.main import main
+from shardline.config.assemble import build_config
 from shardline.config.load import load_config
 from shardline.config.rules import check, notes, pending
 from shardline.config.schema import Config

@@ -6,7 +6,7 @@ import pytest
 
 from shardline import registry
 from shardline.config.architecture import SCALING_FIELDS, Architecture, RopeScaling
-from shardline.config.build import annotation_of
+from shardline.config.assemble import annotation_of
 from shardline.config.features import SPLIT_SCHEDULES, compatibility_page
 from shardline.config.files import preset_names
 from shardline.config.inputs import DATA_FILES, TEXT_FILES
@@ -19,8 +19,8 @@ from shardline.data.files import KNOWN, TEXT_SUFFIXES
 from shardline.errors import ConfigError
 from shardline.models.flavors import FLAVORS, resolve
 from shardline.models.rope import inverse_frequencies
-from shardline.parallel.schedules import FROM_FILE, build_schedule, names
-from shardline.training.schedule import lr_factor
+from shardline.optim.lr_schedule import lr_factor
+from shardline.parallel.pipeline.schedules import FROM_FILE, build_schedule, names
 
 ROOT = Path(__file__).parents[2]
 SEEDS = Path(__file__).parent / "seeds"

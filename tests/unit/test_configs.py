@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardline.config.load import load_config
-from shardline.training.dry_run import describe
+from shardline.tools.dry_run.dry_run import describe
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PARAMETERS = {"8B": 8_030_261_248, "70B": 70_553_706_496, "405B": 405_853_388_800}

@@ -9,8 +9,8 @@ import pytest
 import rich.console
 
 from shardline.config.schema import Config
-from shardline.training.console import Console, ConsoleHandler, Seen, format_time, make_terminal, setup_logging
-from shardline.training.run_folder import RunFolder
+from shardline.run.folder import RunFolder
+from shardline.telemetry.console import Console, ConsoleHandler, Seen, format_time, make_terminal, setup_logging
 
 
 @pytest.fixture(autouse=True)

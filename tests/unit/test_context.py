@@ -16,12 +16,11 @@ from shardline.config.load import load_config
 from shardline.config.rules import check, notes
 from shardline.data.loader import Batch
 from shardline.errors import ConfigError
-from shardline.models import attention_parts
+from shardline.models import partial_attention as attention_parts
 from shardline.models.attention import make_mask
-from shardline.models.attention_parts import merge_, part, part_backward
 from shardline.models.flavors import resolve
-from shardline.parallel.async_tensor import run_shapes
-from shardline.parallel.context import (
+from shardline.models.partial_attention import merge_, part, part_backward
+from shardline.parallel.context.context import (
     ContextParallel,
     attention_words,
     check_context_parallel,
@@ -30,9 +29,10 @@ from shardline.parallel.context import (
     document_table,
     slices_line,
 )
-from shardline.parallel.ring_attention import Attending, Differentiating, Seen, pack, together
-from shardline.parallel.slices import CAUSAL, FULL, MASKED, Plan, Slices, Span, causal_plan, make_plan
-from shardline.parallel.tensor import TensorParallel
+from shardline.parallel.context.ring import Attending, Differentiating, Seen, pack, together
+from shardline.parallel.context.slices import CAUSAL, FULL, MASKED, Plan, Slices, Span, causal_plan, make_plan
+from shardline.parallel.tensor.async_tp import run_shapes
+from shardline.parallel.tensor.tensor import TensorParallel
 
 SOME = settings(max_examples=40, deadline=None)
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardline.models.attention_parts import _right, choose_part_kernel
-from shardline.parallel.context import ContextParallel, document_table
-from shardline.parallel.ring_attention import Attending, Differentiating, Seen, pack, together
-from shardline.parallel.slices import Plan, Slices, Span, causal_plan, make_plan
+from shardline.models.partial_attention import _right, choose_part_kernel
+from shardline.parallel.context.context import ContextParallel, document_table
+from shardline.parallel.context.ring import Attending, Differentiating, Seen, pack, together
+from shardline.parallel.context.slices import Plan, Slices, Span, causal_plan, make_plan
 
 pytestmark = [
     pytest.mark.gpu,

@@ -23,7 +23,7 @@ from shardline.data.loader import Loader, Samples, build_loader, steps_for_epoch
 from shardline.data.order import Order
 from shardline.data.prepare import prepare
 from shardline.data.sources import open_source
-from shardline.data.store import TokenStore
+from shardline.data.token_store import TokenStore
 from shardline.data.tokenizer import ByteTokenizer
 from shardline.errors import UserError
 

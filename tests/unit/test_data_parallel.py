@@ -11,17 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from shardline.comm import collectives as comm
+from shardline.comm.exposed_time import exposed
+from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.parallel import comm, compression
-from shardline.parallel.exposed import exposed
-from shardline.parallel.mesh import Mesh
-from shardline.parallel.replicas import Replicas
-from shardline.training.metrics import KEYS, Metrics
-from shardline.training.run_folder import RunFolder
+from shardline.parallel.data import compression
+from shardline.parallel.data.ddp import Replicas
+from shardline.run.folder import RunFolder
+from shardline.telemetry.metrics import KEYS, Metrics
 from tests.parity.harness import MODEL
 from tests.parity.pool import CaseFailed, Pool
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
-from shardline.parallel import comm
-from shardline.parallel.compression import LowRankExchange, is_worthwhile
-from shardline.parallel.mesh import Mesh
+from shardline.parallel.data.compression import LowRankExchange, is_worthwhile
 from tests.parity.harness import Harness
 from tests.unit.test_data_parallel import ranks
 

@@ -10,18 +10,19 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from shardline.comm import collectives as comm
+from shardline.comm import exposed_time as waiting
+from shardline.comm.exposed_time import Exposed, StreamWaits, exposed
+from shardline.comm.mesh import Mesh
+from shardline.comm.spans import now, spans
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.parallel import comm, data
-from shardline.parallel import exposed as waiting
-from shardline.parallel.data import CountedGather, CountedScatter, TimedWork, set_gradient_sync
-from shardline.parallel.exposed import Exposed, StreamWaits, exposed
-from shardline.parallel.mesh import Mesh
-from shardline.parallel.spans import now, spans
+from shardline.parallel.data import fsdp as data
+from shardline.parallel.data.fsdp import CountedGather, CountedScatter, TimedWork, set_gradient_sync
 from shardline.precision.mixed import choose_precision
-from shardline.training.build import build_model
+from shardline.training.setup import build_model
 from tests.parity.harness import MODEL
 from tests.unit.test_data_parallel import ranks
 

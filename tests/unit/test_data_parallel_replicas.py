@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.errors import UserError
+from shardline.models.dtensor import local
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.models.local import local
-from shardline.parallel import comm
-from shardline.parallel.mesh import Mesh
 from shardline.parallel.replica_check import CHUNK, check_replicas, fingerprint
 from shardline.precision.mixed import choose_precision
-from shardline.training.build import build_model
+from shardline.training.setup import build_model
 from tests.parity.harness import MODEL
 from tests.unit.test_data_parallel import ranks
 

@@ -22,7 +22,7 @@ from shardline.data import chunks
 from shardline.data.chunks import Texts
 from shardline.data.prepare import command, prepare, store_for
 from shardline.data.sources import Source, open_source
-from shardline.data.store import TokenStore, is_store
+from shardline.data.token_store import TokenStore, is_store
 from shardline.data.tokenizer import ByteTokenizer, load_tokenizer
 from shardline.errors import UserError
 

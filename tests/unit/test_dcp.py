@@ -11,15 +11,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardline.cli import main
+from shardline.checkpoint.format import find_checkpoint
+from shardline.checkpoint.torchtitan import halves_from_pairs, open_dcp
+from shardline.cli.main import main
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import FLAVORS
-from shardline.models.fused import logical_shapes
+from shardline.models.fused_weights import logical_shapes
 from shardline.models.state import load_logical_state
-from shardline.training.checkpoint import find_checkpoint
-from shardline.training.dcp import halves_from_pairs, open_dcp
 from tests.unit import titan
 
 HEADS = ("--model.overrides.n_heads=6", "--model.overrides.rope_theta=7000.0", "--model.overrides.norm_eps=1e-4")

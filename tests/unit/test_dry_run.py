@@ -10,20 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardline.cli import main
+from shardline.cli.main import main
+from shardline.comm import collectives as comm
 from shardline.config.layout import KEYS, resolve_layout
 from shardline.config.load import load_config
 from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.models.flavors import resolve
-from shardline.models.fused import parameter_count
-from shardline.parallel import comm
-from shardline.parallel.fake import fake_group
+from shardline.models.fused_weights import parameter_count
 from shardline.precision.mixed import Precision
-from shardline.training import dry_step
-from shardline.training.dry_build import build_rank, chosen_ranks, held, same_shapes, shapes
-from shardline.training.dry_run import describe
-from shardline.training.dry_step import step_collectives
+from shardline.tools.dry_run import traffic as dry_step
+from shardline.tools.dry_run.dry_run import describe
+from shardline.tools.dry_run.fake import fake_group
+from shardline.tools.dry_run.shapes import build_rank, chosen_ranks, held, same_shapes, shapes
+from shardline.tools.dry_run.traffic import step_collectives
 
 FLOAT32 = Precision(torch.float32, torch.float32, torch.float32)
 TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 64, "vocab_size": 333}

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shardline.config.load import load_config
-from shardline.memory.early_step import EarlyStep, step_early
-from shardline.training.optimizer import build_optimizer, load_optimizer_state, optimizer_state
-from shardline.training.schedule import set_lr
+from shardline.optim.early_step import EarlyStep, step_early
+from shardline.optim.lr_schedule import set_lr
+from shardline.optim.optimizer import build_optimizer, load_optimizer_state, optimizer_state
 
 LAYERS = 8
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.parallel import comm, fused
-from shardline.parallel.tile_order import column_of_tiles, gathering_shard, row_of_tiles, scattering_shard
+from shardline.comm import collectives as comm
+from shardline.parallel.tensor import fused
+from shardline.parallel.tensor.tile_order import column_of_tiles, gathering_shard, row_of_tiles, scattering_shard
 
 ROOT = Path(__file__).parents[2]
 TRITON = Path(sys.prefix) / "triton"  # apart: torch's compiler must not find it on a machine without a GPU

@@ -10,16 +10,17 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from shardline.config.load import load_config
-from shardline.config.options import TrainOptions
 from shardline.errors import UserError
-from shardline.parallel.report import Report
-from shardline.training import attempt, leader, rounds
-from shardline.training.elastic import Recovery
-from shardline.training.failures import in_a_line
-from shardline.training.gathering import Gathering
-from shardline.training.launch import misfit
-from shardline.training.rounds import End, Memory, Terms
-from shardline.training.run_folder import open_run_folder
+from shardline.launch import leader, rounds
+from shardline.launch.elastic import Recovery
+from shardline.launch.failures import in_a_line
+from shardline.launch.gathering import Gathering
+from shardline.launch.launch import misfit
+from shardline.launch.rounds import End, Memory, Terms
+from shardline.report import Report
+from shardline.run import attempt
+from shardline.run.folder import open_run_folder
+from shardline.run.options import TrainOptions
 
 
 @pytest.fixture

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from shardline.parallel import choices as chosen_products
-from shardline.parallel import comm, hidden
-from shardline.parallel.choices import Choice, choices, product_of
-from shardline.parallel.hidden import Alone, DeviceClock
-from shardline.parallel.products import Needs
+from shardline.comm import collectives as comm
+from shardline.comm import hidden_time as hidden
+from shardline.comm.hidden_time import Alone, DeviceClock
+from shardline.parallel.tensor import backend_table as chosen_products
+from shardline.parallel.tensor.backend_table import Choice, choices, product_of
+from shardline.parallel.tensor.serial_and_ring import Needs
 
 ALONE = Alone(inputs=2.0, weights=1.0, comm=0.5)
 

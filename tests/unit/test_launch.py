@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from shardline.cli import main
+from shardline.cli.main import main
 from shardline.config.load import load_config
 from shardline.errors import ConfigError, UserError
-from shardline.parallel.report import Report, read_report, report_of, write_report
-from shardline.training import binding
-from shardline.training.binding import nccl_variables, numa_nodes, prepare_rank, share_cores
-from shardline.training.failures import choose_cause, show
-from shardline.training.rank_main import run
+from shardline.launch.failures import choose_cause, show
+from shardline.launch.rank_main import run
+from shardline.report import Report, read_report, report_of, write_report
+from shardline.run import numa as binding
+from shardline.run.numa import nccl_variables, numa_nodes, prepare_rank, share_cores
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def no_rank(monkeypatch):
     ],
 )
 def test_what_cannot_start_is_refused_before_anything_starts(words, said, capsys, monkeypatch):
-    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: pytest.fail("ranks were started"))
+    monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: pytest.fail("ranks were started"))
     assert main(["train", *words]) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -51,7 +51,7 @@ def test_what_cannot_start_is_refused_before_anything_starts(words, said, capsys
 
 def test_every_rank_gets_the_same_command_line(monkeypatch):
     seen = []
-    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: seen.append(launch) or 0)
+    monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: seen.append(launch) or 0)
     words = ["train", "--nproc", "2", "--nnodes", "2", "--rdzv-endpoint", "h:1", "--comm.stop_timeout_seconds", "7"]
     assert main(words) == 0
     (launch,) = seen
@@ -63,8 +63,8 @@ def test_a_rank_does_not_start_ranks(monkeypatch):
     """Under torchrun, too, where the number of processes is given to torchrun."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: pytest.fail("ranks were started"))
-    monkeypatch.setattr("shardline.training.launch._run", lambda config, options: 42)
+    monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: pytest.fail("ranks were started"))
+    monkeypatch.setattr("shardline.launch.launch._run", lambda config, options: 42)
     assert main(["train", "--nproc", "4"]) == 42
 
 
@@ -137,7 +137,7 @@ def test_what_a_rank_printed_is_kept_in_the_log_folder(tmp_path):
     output, kept = tmp_path / "rank-1.out", tmp_path / "log" / "rank-1.out.log"
     kept.parent.mkdir()
     code = (
-        "import os; from pathlib import Path; from shardline.training.rank_main import keep_output;"
+        "import os; from pathlib import Path; from shardline.run.output import keep_output;"
         f"print('before'); keep_output(Path({str(kept.parent)!r})); print('after'); os.system('echo child')"
     )
     environment = {**os.environ, "RANK": "1", "SHARDLINE_OUTPUT": str(output)}

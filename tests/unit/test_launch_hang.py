@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardline.parallel import watchdog
-from shardline.parallel.hang import Status, View, Wait, decode_status, ranks
-from shardline.parallel.rendezvous import backend_timeout, gather_ranks
-from shardline.parallel.watchdog import Watchdog
+from shardline.comm import watchdog
+from shardline.comm.hang import Status, View, Wait, decode_status, ranks
+from shardline.comm.store import backend_timeout, gather_ranks
+from shardline.comm.watchdog import Watchdog
 
 GATHER, SUM = "all_gather over tp of (4,)", "all_reduce over tp of (4,)"
 

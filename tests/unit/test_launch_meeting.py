@@ -7,11 +7,12 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from shardline.cli import main
+from shardline.cli.main import main
 from shardline.errors import UserError
-from shardline.training import launch, meeting
-from shardline.training.failures import explain
-from shardline.training.meeting import Machine, Meeting, interface_towards
+from shardline.launch import launch
+from shardline.launch import rendezvous as meeting
+from shardline.launch.failures import explain
+from shardline.launch.rendezvous import Machine, Meeting, interface_towards
 
 
 @pytest.fixture
@@ -206,9 +207,9 @@ def test_a_name_may_become_known_a_little_later(variables, monkeypatch):
 
 
 def test_the_time_to_wait_for_a_lost_machine_needs_restarts(variables, monkeypatch, capsys):
-    monkeypatch.setattr("shardline.training.launch._run", lambda config, options: 0)
-    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: 0)
-    monkeypatch.setattr("shardline.training.launch.start", lambda *given: 0)
+    monkeypatch.setattr("shardline.launch.launch._run", lambda config, options: 0)
+    monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: 0)
+    monkeypatch.setattr("shardline.launch.launch.start", lambda *given: 0)
     note = "note: comm.lost_machine_seconds has no effect: neither --max-restarts nor --nnodes MIN:MAX is given\n"
     words, restarts = ["train", "--comm.lost_machine_seconds", "20", "--checkpoint.enable"], ["--max-restarts", "1"]
     variables()
@@ -223,7 +224,7 @@ def test_the_time_to_wait_for_a_lost_machine_needs_restarts(variables, monkeypat
 
 
 def test_options_of_the_start_that_have_no_effect_are_named_once(variables, monkeypatch, capsys):
-    monkeypatch.setattr("shardline.training.launch._run", lambda config, options: 0)
+    monkeypatch.setattr("shardline.launch.launch._run", lambda config, options: 0)
     words = ["train", "--nproc", "4", "--nnodes", "2", "--rdzv-endpoint", "a:1", "--node-rank", "1"]
     variables(**RANK | {"RANK": "0"})
     assert main(words) == 0
@@ -233,7 +234,7 @@ def test_options_of_the_start_that_have_no_effect_are_named_once(variables, monk
         variables(**values)
         assert main(words) == 0
         assert capsys.readouterr().err == ""
-    monkeypatch.setattr("shardline.training.ranks.start_ranks", lambda launch: 0)
+    monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: 0)
     variables()
     assert main([*words, "--rdzv-backend", "c10d"]) == 0
     assert capsys.readouterr().err.endswith("where machines are numbered as they come: --node-rank\n")

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline.comm.mesh import crossing_lines, sharing_lines, world_size
 from shardline.config.layout import AXES, EXPERT_AXES, KEYS, Layout, resolve_layout, suggestions
 from shardline.config.load import load_config
 from shardline.config.schema import Parallelism
 from shardline.errors import ConfigError, UserError
-from shardline.parallel.mesh import crossing_lines, sharing_lines, world_size
-from shardline.parallel.tensor import TensorParallel, check_rows, nearest_lengths
+from shardline.parallel.tensor.tensor import TensorParallel, check_rows, nearest_lengths
 
 small = st.integers(1, 6)
 layouts = st.builds(Layout, pp=small, dp_replicate=small, dp_shard=small, cp=small, tp=small)

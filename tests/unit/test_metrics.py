@@ -12,8 +12,8 @@ import torch
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
-from shardline.training.metrics import KEYS, Meter, Metrics, move_rows_after
-from shardline.training.run_folder import RunFolder
+from shardline.run.folder import RunFolder
+from shardline.telemetry.metrics import KEYS, Meter, Metrics, move_rows_after
 
 
 def make_row(step: int, **changes):
@@ -197,7 +197,7 @@ def test_crash_while_moving_loses_no_row(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("shardline.training.metrics.write_atomically", crash)
+        patch.setattr("shardline.telemetry.metrics.write_atomically", crash)
         with pytest.raises(KeyboardInterrupt):
             move_rows_after(folder, 1)
     assert steps_in(folder.metrics_path) == [1, 2, 3]
@@ -416,8 +416,8 @@ def test_pause_that_fails_is_still_not_counted():
 
 
 def test_mfu_is_model_flops_over_peak(monkeypatch):
-    monkeypatch.setattr("shardline.training.metrics.peak_flops", lambda device, dtype: 1e6)
-    monkeypatch.setattr("shardline.training.metrics.flops_per_token", lambda arch, seq_len: 5e3)
+    monkeypatch.setattr("shardline.telemetry.metrics.peak_flops", lambda device, dtype: 1e6)
+    monkeypatch.setattr("shardline.telemetry.metrics.flops_per_token", lambda arch, seq_len: 5e3)
     clock = Clock()
     meter = Meter(ARCH, 16, torch.device("cpu"), torch.bfloat16, devices=2, clock=clock)
     clock.now += 1.0

@@ -10,13 +10,13 @@ from typing import Any
 import fsspec
 import pytest
 
-from shardline.cli import main
+from shardline.checkpoint.fetch import fetch_to_resume, local_path
+from shardline.checkpoint.folders import describe, find, manifest_checksum, steps_in
+from shardline.checkpoint.format import find_checkpoint
+from shardline.checkpoint.mirror import Mirror, check_free
+from shardline.cli.main import main
 from shardline.errors import UserError
-from shardline.training.checkpoint import find_checkpoint
-from shardline.training.fetching import fetch_to_resume, local_path
-from shardline.training.folders import describe, find, manifest_checksum, steps_in
-from shardline.training.location import locate
-from shardline.training.mirror import Mirror, check_free
+from shardline.storage.location import locate
 from tests.e2e.tiny import run
 from tests.unit import faulty_storage
 from tests.unit.faulty_storage import faults

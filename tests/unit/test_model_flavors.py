@@ -14,7 +14,7 @@ from shardline.config.rules import NOT_BUILT
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import FLAVORS, resolve
-from shardline.models.fused import parameter_count
+from shardline.models.fused_weights import parameter_count
 
 PUBLISHED = {
     ("llama3", "1B"): 1_235_814_400,

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.models.fused import fuse, gate_block, logical_names, logical_shapes, parameter_count, unfuse
+from shardline.models.fused_weights import fuse, gate_block, logical_names, logical_shapes, parameter_count, unfuse
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state, logical_state
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardline.config.architecture import Architecture
 from shardline.models import init
 from shardline.models.decoder import Decoder
-from shardline.models.fused import fuse
+from shardline.models.fused_weights import fuse
 from shardline.models.init import BLOCK_ROWS, draw_rows, init_weights, initial_std
 from shardline.models.state import logical_state
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from shardline import registry
 from shardline.errors import ConfigError, UserError
-from shardline.training import optimizer as module
-from shardline.training.optimizer import build_optimizer, load_optimizer_state, optimizer_state, scaled_lr
+from shardline.optim import optimizer as module
+from shardline.optim.optimizer import build_optimizer, load_optimizer_state, optimizer_state, scaled_lr
 
 DEFAULTS = {
     "name": "AdamW",

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardline.errors import ConfigError
-from shardline.training import narrow_adam
-from shardline.training.narrow_adam import NarrowAdam
-from shardline.training.optimizer import build_optimizer, load_optimizer_state, optimizer_state
+from shardline.optim import bfloat16_moments as narrow_adam
+from shardline.optim.bfloat16_moments import NarrowAdam
+from shardline.optim.optimizer import build_optimizer, load_optimizer_state, optimizer_state
 from tests.unit.test_optimizer import Tiny, config, train
 
 

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardline.memory.early_step import EarlyStep, step_early
-from shardline.models.local import local, local_slices
-from shardline.training.lamb import whole_norms
-from shardline.training.optimizer import build_optimizer, load_optimizer_state, optimizer_state
+from shardline.models.dtensor import local, local_slices
+from shardline.optim.early_step import EarlyStep, step_early
+from shardline.optim.lamb import whole_norms
+from shardline.optim.optimizer import build_optimizer, load_optimizer_state, optimizer_state
 from tests.unit.test_early_step import one_rank
 from tests.unit.test_lamb import config, decoder, norm, set_gradients
 

@@ -8,10 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.config.architecture import Architecture
-from shardline.errors import UserError
-from shardline.models.fused import fuse, logical_names, logical_shapes, unfuse
-from shardline.training.pieces import (
+from shardline.checkpoint.shards import (
     Part,
     Piece,
     Place,
@@ -23,6 +20,9 @@ from shardline.training.pieces import (
     take,
     whole_place,
 )
+from shardline.config.architecture import Architecture
+from shardline.errors import UserError
+from shardline.models.fused_weights import fuse, logical_names, logical_shapes, unfuse
 
 NAMES = (
     "layers.0.attention.wqkv.weight",

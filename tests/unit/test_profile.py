@@ -9,8 +9,8 @@ import torch
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
-from shardline.training import profile
-from shardline.training.profile import Profiler
+from shardline.telemetry import profile
+from shardline.telemetry.profile import Profiler
 
 CPU = torch.device("cpu")
 

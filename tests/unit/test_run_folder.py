@@ -20,9 +20,10 @@ import pytest
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
-from shardline.training import folder_lock, run_folder
-from shardline.training.attempt import Attempt
-from shardline.training.run_folder import CONFIG_HEADER, RunFolder, open_run_folder
+from shardline.run import folder as run_folder
+from shardline.run import lock as folder_lock
+from shardline.run.attempt import Attempt
+from shardline.run.folder import CONFIG_HEADER, RunFolder, open_run_folder
 
 
 def make_config(folder: Path | str | None, **sections: dict[str, Any]) -> Config:
@@ -439,7 +440,7 @@ def test_file_system_without_locks_has_the_heartbeat(tmp_path, monkeypatch):
 
 ELSEWHERE = """
 import fcntl, socket, sys, time
-from shardline.training import folder_lock
+from shardline.run import lock as folder_lock
 from tests.unit.test_run_folder import start
 
 folder_lock.BEAT_SECONDS = 0.1

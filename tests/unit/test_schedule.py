@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.training.schedule import lr_factor, schedule_notes, set_lr
+from shardline.optim.lr_schedule import lr_factor, schedule_notes, set_lr
 
 
 def config(steps=10, warmup=0, total=None, ratio=None, decay="linear", floor=0.0):

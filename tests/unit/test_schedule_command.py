@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from shardline.bench.schedule import drawing
-from shardline.cli import main
-from shardline.parallel.schedules import build_schedule, in_flight, names, simulate
+from shardline.cli.main import main
+from shardline.parallel.pipeline.schedules import build_schedule, in_flight, names, simulate
+from shardline.tools.schedule import drawing
 
 DOCS = Path(__file__).parents[2] / "docs" / "parallelism.md"
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
@@ -177,7 +177,8 @@ def test_refused_in_one_line(capsys, words, message):
 
 def test_torch_is_not_imported():
     code = (
-        "import sys; from shardline.cli import main; main('schedule --pp 2 --microbatches 2 --svg /dev/null'.split()); "
+        "import sys; from shardline.cli.main import main;"
+        " main('schedule --pp 2 --microbatches 2 --svg /dev/null'.split()); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from shardline.errors import ConfigError
-from shardline.parallel.schedules import (
+from shardline.parallel.pipeline.schedules import (
     Action,
     Schedule,
     build_schedule,

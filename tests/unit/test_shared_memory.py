@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardline.parallel import comm, shared_memory, watchdog
+from shardline.comm import collectives as comm
+from shardline.comm import symmetric_memory as shared_memory
+from shardline.comm import watchdog
 
 
 class Dog:

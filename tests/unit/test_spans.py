@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardline.comm import collectives as comm
+from shardline.comm import spans as module
+from shardline.comm.mesh import Mesh
+from shardline.comm.spans import Running, Span, Spans, labelled, now, spans
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
-from shardline.parallel import comm
-from shardline.parallel import spans as module
-from shardline.parallel.mesh import Mesh
-from shardline.parallel.spans import Running, Span, Spans, labelled, now, spans
-from shardline.training.profile import Profiler
-from shardline.training.trace_file import add_spans, span_events
+from shardline.telemetry.profile import Profiler
+from shardline.telemetry.trace_file import add_spans, span_events
 from tests.parity.pool import Pool
 
 CPU = torch.device("cpu")

@@ -13,9 +13,9 @@ from shardline.config.load import load_config
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder, Stage
 from shardline.models.flavors import resolve
-from shardline.parallel.channels import messages_of
-from shardline.parallel.schedules import Action, build_schedule, names
-from shardline.parallel.stages import (
+from shardline.parallel.pipeline.channels import messages_of
+from shardline.parallel.pipeline.schedules import Action, build_schedule, names
+from shardline.parallel.pipeline.stages import (
     balanced_layers,
     counted_layers,
     cut_stages,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from shardline.config.load import load_config
 from shardline.config.types import seconds_of
 from shardline.errors import ConfigError
-from shardline.training import stopping
-from shardline.training.stopping import TIME_LIMIT, Asked, Requests, TimeLimit, agreed, exit_code, find_limit, reserve
+from shardline.run import stop as stopping
+from shardline.run.stop import TIME_LIMIT, Asked, Requests, TimeLimit, agreed, exit_code, find_limit, reserve
 from tests.e2e.tiny import tiny_config
 
 # ---- durations -------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_nohup_has_sighup_ignored():
 
 RANK = """
 import os, signal
-from shardline.training.stopping import Requests, listening, starting_job
+from shardline.run.stop import Requests, listening, starting_job
 
 with starting_job(started_by_launcher=True):
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -292,7 +292,7 @@ with starting_job(started_by_launcher=True):
 """
 WAITING = f"""
 import os, signal, subprocess, sys, threading
-from shardline.training.stopping import Requests, listening, starting_job
+from shardline.run.stop import Requests, listening, starting_job
 
 end = threading.Event()
 with starting_job(started_by_launcher=False):

@@ -3,8 +3,8 @@ import torch
 from safetensors.torch import load_file
 
 from shardline.errors import UserError
-from shardline.training import tensor_file
-from shardline.training.tensor_file import Entry, verify_file, write_tensors
+from shardline.storage import safetensors as tensor_file
+from shardline.storage.safetensors import Entry, verify_file, write_tensors
 
 
 def entries(tensors):

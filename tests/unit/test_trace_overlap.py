@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.bench.intervals import length, union, within, without
-from shardline.bench.trace import rows_of
-from shardline.bench.trace_events import read
-from shardline.cli import main
+from shardline.cli.main import main
+from shardline.comm.spans import labelled, now, spans
 from shardline.config.schema import Config
-from shardline.parallel.spans import labelled, now, spans
-from shardline.training.profile import Profiler
+from shardline.telemetry.profile import Profiler
+from shardline.tools.intervals import length, union, within, without
+from shardline.tools.trace import rows_of
+from shardline.tools.trace_events import read
 from tests.e2e.tiny import command, flags, rows
 
 # ---- intervals, against one that looks at every moment ---------------------------------------------------------------

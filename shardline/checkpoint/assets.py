@@ -1,0 +1,53 @@
+"""What goes with weights beside their tensors: where the tokenizer is, and which tokens begin and end a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardline.checkpoint.format import Saved
+from shardline.config.schema import Config
+from shardline.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_file
+from shardline.models.hf_config import read_config
+
+
+def tokenizer_of_run(config: Config) -> str:
+    """The tokenizer a run uses, as its checkpoints record it: "bytes" or an absolute path."""
+    given = config.model.tokenizer_path or config.model.hf_assets_path
+    return BYTES if given == BYTES or tokenizer_file(Path(given)) is None else str(Path(given).resolve())
+
+
+def tokenizer_of_checkpoint(saved: Saved) -> str:
+    """The tokenizer beside the weights, so that a moved checkpoint finds it, or the one of the run; "" if none."""
+    return str(saved.path) if (saved.path / "tokenizer.json").is_file() else saved.trainer.get("tokenizer", "")
+
+
+def assets_of_checkpoint(saved: Saved) -> Path | None:
+    """What goes along with an export: the files beside the weights, or those of the run's tokenizer."""
+    beside = any((saved.path / name).is_file() for name in ("tokenizer.json", "config.json"))
+    return saved.path if beside else assets_at(tokenizer_of_checkpoint(saved))
+
+
+def assets_at(location: str) -> Path | None:
+    """The folder of a tokenizer.json, or the file where it has another name; None where there is no tokenizer file."""
+    file = None if location in ("", BYTES) else tokenizer_file(Path(location))
+    return file.parent if file is not None and file.name == "tokenizer.json" else file
+
+
+def special_tokens(location: str) -> dict[str, Any]:
+    """`bos_token_id` and `eos_token_id` of the tokenizer, for a config.json."""
+    if location != BYTES and assets_at(location) is None:
+        return {}
+    tokenizer = load_tokenizer(location)
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+
+
+def end_tokens(tokenizer: Tokenizer, location: str) -> list[int]:
+    """Every token that ends a text: the tokenizer's, and those that the model's own files name besides."""
+    found = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    folder = assets_at(location)
+    for name in ("generation_config.json", "config.json"):
+        if folder is not None and (folder / name).is_file():
+            given = read_config(folder, name).get("eos_token_id")
+            found += given if isinstance(given, list) else [] if given is None else [given]
+    return sorted(set(found))

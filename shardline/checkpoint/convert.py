@@ -1,0 +1,206 @@
+"""`shardline import` and `shardline export`: Hugging Face folders to checkpoints and back, bit by bit; TorchTitan's in.
+
+Tensors are read and written one at a time; what is written appears under its name when all of it is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardline.checkpoint import format as files
+from shardline.checkpoint.assets import (
+    assets_at,
+    assets_of_checkpoint,
+    special_tokens,
+    tokenizer_of_checkpoint,
+    tokenizer_of_run,
+)
+from shardline.checkpoint.fetch import local_path
+from shardline.config.schema import Config
+from shardline.errors import UserError
+from shardline.models.fused_weights import logical_shapes, parameter_count
+from shardline.models.hf import HFTensors, copy_assets, read_hf, write_hf
+from shardline.models.hf_config import architecture_from_hf
+from shardline.precision.mixed import DTYPES
+from shardline.storage.safetensors import Entry, write_tensors
+
+if TYPE_CHECKING:
+    from shardline.checkpoint.torchtitan import DCPTensors
+
+CONSOLIDATED = "consolidated.safetensors"
+METADATA = ".metadata"  # of torch.distributed.checkpoint
+
+
+def import_model(
+    folder: str | Path,
+    out: str | Path,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    trust_pickle: bool = False,
+    config: Config | None = None,
+) -> int:
+    """Write weights as a model-only checkpoint; types are kept unless `dtype` is given.
+
+    `folder` is Hugging Face's, whose config.json and tokenizer files go along: the checkpoint needs nothing else to be
+    trained, sampled or exported. Or it is TorchTitan's, whose model `config` names where shapes alone do not tell it.
+    """
+    folder, out, wanted = Path(folder), Path(out).resolve(), _dtype(dtype)
+    tensors: DCPTensors | HFTensors
+    assets: Path | None
+    if is_dcp_folder(folder):
+        tensors, assets = _open_dcp(folder, trust_pickle, config)
+    else:
+        tensors, assets = _open_hf(folder, trust_pickle, config), folder
+    architecture = tensors.arch
+    assert architecture is not None
+    with _new_folder(out, overwrite, source=folder) as partial:
+        partial.mkdir()
+        entries = _entries(tensors, logical_shapes(architecture), wanted, "model/")
+        recorded, tensors_table = files.write_whole(partial, entries)
+        if assets is not None:
+            copy_assets(assets, partial)
+        if (folder / "config.json").is_file():
+            shutil.copyfile(folder / "config.json", partial / "config.json")
+        trainer = {"step": 0, "samples": 0, "tokens": 0, "tokenizer": ""}  # its tokenizer, if any, lies beside it
+        files.publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded, tensors_table))
+    print(f"imported {len(entries)} tensors, {parameter_count(architecture):,} parameters, to {out}")
+    return 0
+
+
+def is_dcp_folder(folder: Path) -> bool:
+    """TorchTitan's; the folder of several steps is met with a word about which to name."""
+    steps = [path.parent.name for path in folder.glob(f"step-*/{METADATA}")]
+    if steps and not (folder / METADATA).is_file():
+        newest = max(steps, key=lambda name: int("".join(filter(str.isdigit, name)) or -1))
+        raise UserError(f"{folder} holds several steps: name one of them, such as {folder / newest}")
+    return (folder / METADATA).is_file()
+
+
+def _open_dcp(folder: Path, trusted: bool, config: Config | None) -> tuple[DCPTensors, Path | None]:
+    if not trusted:
+        raise UserError(
+            f"{folder} was written by torch.distributed.checkpoint: its {METADATA} is a Python pickle, which can run"
+            " any code when it is read\ngive --trust-pickle if you know who wrote it"
+        )
+    from shardline.checkpoint.torchtitan import open_dcp
+
+    return open_dcp(folder, config), None if config is None else assets_at(tokenizer_of_run(config))
+
+
+def _open_hf(folder: Path, trusted: bool, config: Config | None) -> HFTensors:
+    if trusted:
+        raise UserError(f"--trust-pickle is for folders of torch.distributed.checkpoint: {folder} has no {METADATA}")
+    if config is not None:
+        raise UserError(f"{folder}: its config.json says which model it is; leave out --config and --section.key flags")
+    return read_hf(folder, architecture_from_hf(folder))
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    format: str = "hf",
+    dtype: str | None = None,
+    overwrite: bool = False,
+    max_shard_size: str | None = None,
+) -> int:
+    """Write a checkpoint's weights as a Hugging Face folder or as one consolidated safetensors file."""
+    if format not in ("hf", "consolidated"):
+        raise UserError(f"--format {format}: expected hf or consolidated")
+    if max_shard_size is not None and format != "hf":
+        raise UserError("--max-shard-size is for --format hf: a consolidated export is one file")
+    limit = size_of(max_shard_size or "5GB")
+    saved, out, wanted = _find(local_path(checkpoint)), Path(out).resolve(), _dtype(dtype)
+    if saved.is_hf:  # others are verified as they are read
+        saved.verify()
+    tensors = saved.weights()
+    with _new_folder(out, overwrite, source=saved.path) as partial:
+        if format == "hf":
+            write_hf(
+                ((name, tensors[name]) for name in logical_shapes(saved.architecture)),
+                saved.architecture,
+                partial,
+                dtype=wanted,
+                max_shard_bytes=limit,
+                assets_from=assets_of_checkpoint(saved),
+                special_tokens=special_tokens(tokenizer_of_checkpoint(saved)),
+            )
+        else:
+            partial.mkdir()
+            entries = _entries(tensors, logical_shapes(saved.architecture), wanted)
+            write_tensors(partial / CONSOLIDATED, entries)
+            architecture = json.dumps(saved.architecture.model_dump(mode="json"), indent=1)
+            (partial / "architecture.json").write_text(architecture + "\n")
+        files.put_in_place(partial, out)
+    print(f"exported step {saved.step} ({parameter_count(saved.architecture):,} parameters) to {out}")
+    return 0
+
+
+def size_of(text: str) -> int:
+    """Bytes of `5GB`, `500MB`, `2GiB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", text.strip().upper())
+    size = 0 if match is None else int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+    if size < 1:
+        raise UserError(f"--max-shard-size {text}: expected a size such as 5GB, 500MB or 2GiB")
+    return size
+
+
+def _find(path: Path) -> files.Saved:
+    if (path / "config.json").is_file() and not (path / "manifest.json").is_file():
+        raise UserError(f"{path} is a Hugging Face folder already; `shardline import` makes a checkpoint of it")
+    return files.find_checkpoint(path)
+
+
+def _entries(
+    tensors: files.TensorView | HFTensors | DCPTensors,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype | None,
+    prefix: str = "",
+) -> list[Entry]:
+    return [
+        Entry(prefix + name, shape, dtype or tensors.dtype(name), lambda name=name: tensors[name])  # type: ignore[misc]
+        for name, shape in shapes.items()
+    ]
+
+
+@contextlib.contextmanager
+def _new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
+    """A free name beside `out` to write under; nothing is left there, whatever happens."""
+    _check_place(out, overwrite, source)
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        yield partial
+    except OSError as error:
+        at = f" ({error.filename})" if error.filename else ""
+        raise UserError(f"{out} was not written: {error.strerror or error}{at}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_place(out: Path, overwrite: bool, source: Path) -> None:
+    """What is there is replaced when asked for, and only if it is a model: --overwrite never empties a home folder."""
+    here = source.resolve()
+    if here == out or here in out.parents or out in here.parents:
+        raise UserError(f"{out} and {source} overlap: name a folder apart from what is read")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise UserError(f"{out} exists and is not empty: name another folder, or give --overwrite")
+    if not any((out / name).is_file() for name in ("manifest.json", "config.json", CONSOLIDATED)):
+        raise UserError(f"{out} is no checkpoint and no exported model: --overwrite does not replace it")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is not None and name not in DTYPES:
+        raise UserError(f"--dtype {name}: expected one of {', '.join(DTYPES)}")
+    return DTYPES[name] if name is not None else None

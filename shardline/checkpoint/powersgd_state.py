@@ -1,0 +1,115 @@
+"""What replicas remember of gradients they have not yet exchanged (PowerSGD), as parts of a checkpoint.
+
+    compression/error/<parameter>   (replicas x rows, columns)  what each replica has left out so far; each of its
+                                                                tensor-parallel ranks, where those add up gradients
+    compression/q/<parameter>       (tp x columns, rank)        where each tensor-parallel part's power method stands
+
+On the layout that saved them a resumed run goes on bit by bit. For another number of them errors are added up and
+shared out evenly, so that what is to be made good stays the same; Q are drawn again where they do not fit. Where an
+embedding is tied to the output on another pipeline rank, that rank's error is kept as `output.weight`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shardline.checkpoint.reader import Shards
+from shardline.checkpoint.shards import Part, Piece, Place, part_key, place_of
+from shardline.comm.mesh import Mesh
+from shardline.models.decoder import Decoder
+from shardline.parallel.data.ddp import Remembered, Replicas
+
+log = logging.getLogger("shardline")
+ERROR, Q = "compression/error/", "compression/q/"
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
+
+
+class Memory:
+    """Of this rank; empty where nothing is compressed."""
+
+    def __init__(
+        self, replicas: Replicas | None, model: Decoder, mesh: Mesh, summed_over_tp: Iterable[nn.Parameter] = ()
+    ) -> None:
+        self.replicas, self.mesh = replicas, mesh
+        self.summed_over_tp = {id(parameter) for parameter in summed_over_tp}
+        self.names = {name for name, _ in model.named_parameters()}
+        self.first = any(stage.first for stage in model.stages)
+        self.last = any(stage.last for stage in model.stages)
+
+    def parts(self) -> list[Part]:
+        found = []
+        for name, one in self._held().items():
+            rows, columns = one.parameter.shape
+            found.append(_part(ERROR + name, one.error, (self._holders(one) * rows, columns), self._error_place(one)))
+            found.append(_part(Q + name, one.q, self._q_shape(one), self._q_place(one)))
+        return found
+
+    def load(self, shards: Shards) -> None:
+        """What is not there begins as in a new run."""
+        held = self._held()
+        for name, one in held.items():
+            one.error.zero_()  # an attempt before may have found its checkpoint damaged halfway
+            tied_here = name == EMBEDDING and self.first and self.last and OUTPUT not in self.names
+            sources = [name, OUTPUT] if tied_here else [name]
+            for key in (ERROR + source for source in sources if ERROR + source in shards):
+                self._add_errors(shards, key, one)
+            if Q + name in shards and shards.stored(Q + name).shape == self._q_shape(one):
+                _add(one.q.zero_(), shards, Q + name, self._q_place(one), 1.0)
+        saved = {name.removeprefix(ERROR) for name in shards if name.startswith(ERROR)}
+        fresh = {one.name for name, one in held.items() if name not in saved} - saved if saved else set()
+        lost = (saved & self.names) - {one.name for one in held.values()}
+        if lost or fresh:
+            log.warning(
+                "what PowerSGD had left out so far is not taken over for %d parameters of this rank: they are fused,"
+                " cut or sent otherwise now",
+                len(lost | fresh),
+            )
+
+    def _held(self) -> dict[str, Remembered]:
+        """By the names in files."""
+        found = () if self.replicas is None else self.replicas.remembered()
+        return {OUTPUT if one.name == EMBEDDING and not self.first else one.name: one for one in found}
+
+    def _add_errors(self, shards: Shards, key: str, one: Remembered) -> None:
+        holders, rows, own = self._holders(one), one.parameter.shape[0], self._error_place(one)
+        saved = shards.stored(key).shape[0] // rows
+        if saved == holders:
+            _add(one.error, shards, key, own, 1.0)
+            return
+        first = own.start[0] % rows
+        for holder in range(saved):
+            place = Place((holder * rows + first, own.start[1]), own.size)
+            _add(one.error, shards, key, place, 1.0 / holders)
+
+    def _holders(self, one: Remembered) -> int:
+        """How many errors there are of each element."""
+        return self.mesh.size("dp_replicate") * (
+            self.mesh.size("tp") if id(one.parameter) in self.summed_over_tp else 1
+        )
+
+    def _error_place(self, one: Remembered) -> Place:
+        held, holder = place_of(one.parameter), self.mesh.coordinates["dp_replicate"]
+        if id(one.parameter) in self.summed_over_tp:
+            holder = holder * self.mesh.size("tp") + self.mesh.coordinates["tp"]
+        return Place((holder * one.parameter.shape[0] + held.start[0], held.start[1]), held.size)
+
+    def _q_shape(self, one: Remembered) -> tuple[int, int]:
+        columns, rank = one.q.shape
+        return self.mesh.size("tp") * columns, rank
+
+    def _q_place(self, one: Remembered) -> Place:
+        columns, rank = one.q.shape
+        return Place((self.mesh.coordinates["tp"] * columns, 0), (columns, rank))
+
+
+def _part(name: str, tensor: torch.Tensor, shape: tuple[int, int], place: Place) -> Part:
+    return Part(part_key(name, place), tensor, tensor.dtype, (Piece(name, shape, place, None),), in_backward=True)
+
+
+def _add(tensor: torch.Tensor, shards: Shards, key: str, wanted: Place, share: float) -> None:
+    for place, block in shards.blocks(key, wanted):
+        tensor[place.within(wanted).slices].add_(block.to(tensor.device), alpha=share)

@@ -1,0 +1,240 @@
+"""Reading a checkpoint's tensors, whole or in part: only the blocks of the files that are needed, each one verified.
+
+    wanted block of a tensor -> pieces that meet it -> rows of each piece -> bytes of its file -> checksum blocks
+
+Columns are cut out of the rows that hold them: bytes in between are read too, since a checksum covers 4 MiB.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardline.checkpoint.shards import Place, place_key, whole_place
+from shardline.storage.safetensors import TYPES, Damaged, check_block, check_size, helpers
+
+CHUNK_BYTES = 32 << 20  # read at a time, so that filling a large tensor takes little memory beside it
+MOST_OPEN = 64  # files
+MOST_KEPT = 16  # blocks that were needed in part: a neighbour may need the rest
+
+
+class Stored(NamedTuple):
+    """A tensor in a checkpoint; `pieces` are file numbers and places, and together all of it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[int, Place], ...]
+
+
+class Kept:
+    """The last blocks that were needed in part."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[Path, int], memoryview] = {}  # the oldest first
+
+    def get(self, path: Path, index: int, fetch: Callable[[], memoryview]) -> memoryview:
+        block = self._blocks.pop((path, index), None)
+        if block is None:
+            if len(self._blocks) >= MOST_KEPT:
+                del self._blocks[next(iter(self._blocks))]
+            block = fetch()
+        self._blocks[path, index] = block
+        return block
+
+
+class VerifiedFile:
+    """Bytes of a safetensors file, read in whole blocks that are compared with their checksums."""
+
+    def __init__(self, path: Path, recorded: Mapping[str, Any], kept: Kept | None = None) -> None:
+        check_size(path, recorded)
+        self.path, self.recorded, self.bytes_read = path, recorded, 0
+        self._kept = kept or Kept()
+        self._descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    @functools.cached_property
+    def header(self) -> dict[str, Any]:
+        """Name -> dtype, shape and where its bytes begin and end in the file."""
+        length = int.from_bytes(self.read(0, 8), "little")
+        entries = json.loads(bytes(self.read(8, 8 + length)))
+        entries.pop("__metadata__", None)
+        return {
+            name: {**entry, "start": 8 + length + entry["data_offsets"][0]}  # and so it ends by shape and type
+            for name, entry in entries.items()
+        }
+
+    def read(self, start: int, end: int, into: memoryview | None = None) -> memoryview:
+        """Bytes of the file, in memory of their own unless there is some."""
+        out = np.empty(end - start, dtype=np.uint8).data if into is None else into
+        size = self.recorded["block_bytes"]
+        whole: list[Future[None]] = []
+        for index in range(start // size, -(-end // size)):
+            first, last = index * size, min((index + 1) * size, self.recorded["size"])
+            low, high = max(first, start), min(last, end)
+            target = out[low - start : high - start]
+            if (low, high) == (first, last):
+                whole.append(helpers().submit(self._fetch, index, target))
+            else:
+                block = self._kept.get(self.path, index, functools.partial(self._block, index, last - first))
+                target[:] = block[low - first : high - first]
+        wait(whole)  # all of them, also where one fails: they write into this memory
+        for one in whole:
+            one.result()
+            self.bytes_read += size
+        return out
+
+    def _block(self, index: int, length: int) -> memoryview:
+        block = np.empty(length, dtype=np.uint8).data
+        self._fetch(index, block)
+        self.bytes_read += length
+        return block
+
+    def _fetch(self, index: int, into: memoryview) -> None:
+        position, rest = index * self.recorded["block_bytes"], into
+        while rest:
+            count = os.preadv(self._descriptor, [rest], position)
+            if not count:
+                raise Damaged(f"{self.path} ends at byte {position}, {self.recorded['size']} were written: it is torn")
+            position, rest = position + count, rest[count:]
+        check_block(self.path, self.recorded, index, into)
+
+
+class Shards:
+    """The tensors in a checkpoint's files by their names there (`model/...`, `optimizer/<kind>/...`)."""
+
+    def __init__(self, folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any] | None) -> None:
+        """`tensors` is the manifest's table; None: one file has all of them whole."""
+        self.folder, self.files = folder, files
+        self._names = list(files)
+        self._open: dict[int, VerifiedFile] = {}
+        self._kept, self._closed_bytes = Kept(), 0
+        self._chunk = np.empty(0, dtype=np.uint8)
+        self._table = tensors if tensors is not None else self._whole_tensors()
+
+    def _whole_tensors(self) -> dict[str, Any]:
+        return {
+            name: {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": [[0, *_numbers(entry["shape"])]]}
+            for name, entry in self._file(0).header.items()
+        }
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def stored(self, name: str) -> Stored:
+        entry = self._table[name]
+        shape = tuple(entry["shape"])
+        places = (
+            (row[0], Place(tuple(row[1 : 1 + len(shape)]), tuple(row[1 + len(shape) :]))) for row in entry["pieces"]
+        )
+        return Stored(TYPES[entry["dtype"]], shape, tuple(places))
+
+    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
+        """A tensor, or a block of it, in memory of its own."""
+        stored = self.stored(name)
+        wanted = whole_place(stored.shape)
+        if slices is not None:
+            ranges = [s.indices(length)[:2] for s, length in zip(slices, stored.shape, strict=False)]
+            ranges += [(0, length) for length in stored.shape[len(ranges) :]]
+            wanted = Place(tuple(a for a, _ in ranges), tuple(max(0, b - a) for a, b in ranges))
+        out = torch.empty(wanted.size, dtype=stored.dtype)
+        for place, block in self.blocks(name, wanted):
+            out[place.within(wanted).slices] = block
+        return out
+
+    def blocks(self, name: str, wanted: Place) -> Iterator[tuple[Place, torch.Tensor]]:
+        """What `wanted` consists of, some rows at a time, in no order; each with its place in the whole tensor.
+
+        Rows are in memory that the next ones are read into.
+        """
+        stored, found = self.stored(name), 0
+        for file, held in stored.pieces:
+            shared = held.meet(wanted)
+            if shared.elements:
+                found += shared.elements
+                yield from self._rows(name, stored, file, held, shared)
+        if found != wanted.elements:
+            raise Damaged(f"{self.folder}/manifest.json: the pieces of {name} are not all of it")
+
+    def _rows(
+        self, name: str, stored: Stored, number: int, held: Place, shared: Place
+    ) -> Iterator[tuple[Place, torch.Tensor]]:
+        file, key = self._file(number), place_key(name, stored.shape, held)
+        entry = file.header.get(key)
+        if entry is None or tuple(entry["shape"]) != held.size or TYPES.get(entry["dtype"]) != stored.dtype:
+            raise Damaged(f"{file.path} does not hold {key} as {self.folder}/manifest.json says")
+        if not stored.shape:
+            data = file.read(entry["start"], entry["start"] + stored.dtype.itemsize)
+            yield shared, torch.frombuffer(data, dtype=stored.dtype).reshape(())
+            return
+        row_bytes = stored.dtype.itemsize * held.elements // held.size[0]
+        inside, step = shared.within(held), max(1, CHUNK_BYTES // row_bytes)
+        first, last = inside.start[0], inside.start[0] + inside.size[0]
+        for row in range(first, last, step):
+            count = min(step, last - row)
+            begin, memory = entry["start"] + row * row_bytes, self._memory(count * row_bytes)
+            data = file.read(begin, begin + count * row_bytes, memory)
+            rows = torch.frombuffer(data, dtype=stored.dtype).reshape(count, *held.size[1:])
+            place = Place((held.start[0] + row, *shared.start[1:]), (count, *shared.size[1:]))
+            yield place, rows[(slice(None), *inside.slices[1:])]
+
+    def _memory(self, size: int) -> memoryview:
+        if len(self._chunk) < size:
+            self._chunk = np.empty(max(size, min(CHUNK_BYTES, 2 * len(self._chunk))), dtype=np.uint8)
+        return self._chunk[:size].data
+
+    def _file(self, number: int) -> VerifiedFile:
+        if number not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                oldest = next(iter(self._open))
+                self._closed_bytes += self._open.pop(oldest).bytes_read
+            name = self._names[number]
+            self._open[number] = VerifiedFile(self.folder / name, self.files[name], self._kept)
+        return self._open[number]
+
+    @property
+    def bytes_read(self) -> int:
+        return self._closed_bytes + sum(file.bytes_read for file in self._open.values())
+
+
+class TensorView(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint whose names start with `prefix`, each read and verified when it is asked for."""
+
+    def __init__(self, shards: Shards, prefix: str) -> None:
+        self.shards, self.prefix = shards, prefix
+        self._names = dict.fromkeys(name.removeprefix(prefix) for name in shards if name.startswith(prefix))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self.shards.read(self.prefix + name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type a tensor is stored in, without reading it."""
+        return self.shards.stored(self.prefix + name).dtype
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _numbers(shape: list[int]) -> list[int]:
+    return [*(0 for _ in shape), *shape]

@@ -1,0 +1,97 @@
+"""The global batch of a resumed run stays what it was, however many ranks there are now; accumulation adapts.
+
+4 ranks, local batch 2      | r0 | r1 | r2 | r3 |          global batch 8: one micro-batch a rank
+2 ranks, local batch 2      | r0 | r1 | r0 | r1 |          the same 8 samples: two micro-batches a rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardline.checkpoint import format as files
+from shardline.config.schema import Config
+from shardline.errors import UserError
+
+
+class SavedBatch(NamedTuple):
+    """The global batch that a checkpoint's data position counts in."""
+
+    size: int
+    path: Path
+
+
+def batch_to_keep(config: Config) -> SavedBatch | None:
+    """The batch of the checkpoint that this run continues from, where the config leaves it open."""
+    section = config.checkpoint
+    if config.training.global_batch_size > 0 or not section.enable:
+        return None
+    anew = "dataloader" in section.exclude_from_loading
+    for saved, own in _continued(config):
+        if anew and not (own and "dataloader" in saved.trainer.get("excluded", ())):
+            return None
+        size = saved.trainer.get("data", {}).get("global_batch_size")
+        if isinstance(size, int) and size > 0:
+            return SavedBatch(size, saved.path)
+    return None
+
+
+def _continued(config: Config) -> Iterator[tuple[files.Saved, bool]]:
+    """Checkpoints whose data position the run may take over, best first, and whether the run is their own."""
+    section = config.checkpoint
+    if config.job.dump_folder is not None:
+        folder = Path(config.job.dump_folder).expanduser() / section.folder
+        yield from (
+            (saved, True) for saved in reversed(files.list_checkpoints(folder)) if section.load_step in (-1, saved.step)
+        )
+    if section.initial_load_path is not None and not (section.initial_load_in_hf or section.initial_load_model_only):
+        with contextlib.suppress(UserError):  # said when it is loaded
+            yield files.find_checkpoint(Path(section.initial_load_path), section.load_step), False
+
+
+def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Config], Any]) -> Config:
+    """The config with the checkpoint's batch; refused where micro-batches of all `ranks` do not make it up.
+
+    `plan` raises a UserError for a local batch that the pipeline cannot cut.
+    """
+    local, size = config.training.local_batch_size, saved.size
+    if size % (local * ranks) == 0:
+        return config.replace({"training.global_batch_size": size})
+    remedies = []
+    each = size // ranks if size % ranks == 0 else 0  # samples per rank and step
+    sizes = [number for number in range(1, each + 1) if each % number == 0 and _can_run(config, number, plan)]
+    if sizes:
+        remedies.append(f"set training.local_batch_size to {_either(sizes)}")
+    counts = [number for number in range(1, size + 1) if size % (local * number) == 0]
+    if counts:
+        remedies.append(f"use {_either(counts)} data-parallel ranks")
+    remedies.append(
+        'begin the data anew with another training.global_batch_size: checkpoint.exclude_from_loading = ["dataloader"]'
+    )
+    raise UserError(
+        f"{saved.path} was trained with a global batch of {size}, which training.local_batch_size x data-parallel ranks"
+        f" = {local} x {ranks} = {local * ranks} does not divide: {', or '.join(remedies)}"
+    )
+
+
+def batch_line(config: Config, saved: SavedBatch, ranks: int) -> str:
+    """For the log: how the batch is made up now."""
+    local = config.training.local_batch_size
+    count = saved.size // (local * ranks)
+    made = f"{count} micro-batch{'es' if count > 1 else ''} of {local} on {'each of ' if ranks > 1 else ''}{ranks}"
+    return f"global batch {saved.size} as in {saved.path}: {made} data-parallel rank{'s' if ranks > 1 else ''}"
+
+
+def _can_run(config: Config, local: int, plan: Callable[[Config], Any]) -> bool:
+    try:
+        plan(config.replace({"training.local_batch_size": local}))
+    except UserError:
+        return False
+    return True
+
+
+def _either(numbers: list[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,219 @@
+"""What a rank holds of each logical tensor, and the way back from logical blocks to what it holds.
+
+A parameter may be fused, and a DTensor of which this rank has some rows and columns. Whatever the cut, it meets each
+logical tensor in one block, because fused rows keep the order of each part:
+
+    wqkv rows   | q0 q1 k0 v0 | q2 q3 k1 v1 |      held rows 2 to 6:  k0 v0 q2 q3
+                      ^---------------^            = rows 2:4 of wq, 0:1 of wk, 0:1 of wv
+
+So a rank's part of the model is a list of blocks, and no file needs to know of fused weights, meshes or placements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.config.architecture import Architecture
+from shardline.errors import UserError
+from shardline.models.decoder import Decoder
+from shardline.models.dtensor import local, local_slices
+from shardline.models.fused_weights import logical_names, unfuse
+from shardline.optim.optimizer import optimizer_state
+
+
+class Place(NamedTuple):
+    """A block of a tensor: its first element and its extent, dimension by dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
+
+    def within(self, outer: Place) -> Place:
+        """The same block, counted from the beginning of another."""
+        return Place(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
+
+    def meet(self, other: Place) -> Place:
+        """What two blocks share, perhaps nothing (a size of 0)."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        ends = zip(self.start, self.size, other.start, other.size, strict=True)
+        end = [min(a + n, b + m) for a, n, b, m in ends]
+        return Place(start, tuple(max(0, b - a) for a, b in zip(start, end, strict=True)))
+
+
+class Piece(NamedTuple):
+    """A block of the logical tensor `name`, whose whole shape is `shape`, in a tensor that this rank holds.
+
+    `rows` are the held tensor's rows that the block is, in the order of the logical tensor; None: all of them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: Place
+    rows: Tensor | None
+
+    @property
+    def key(self) -> str:
+        """The name in a file: `name` for all of the tensor, else with its place, as in `name[512:1024,0:64]`."""
+        return place_key(self.name, self.shape, self.place)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor that this rank holds, and the pieces it is. Ranks that hold the same one know it by the same `key`."""
+
+    key: int
+    tensor: Tensor  # local
+    dtype: torch.dtype  # it is written in
+    pieces: tuple[Piece, ...]
+    in_backward: bool = False  # changes there already, not only in the optimizer's step
+
+    @property
+    def bytes(self) -> int:
+        return self.dtype.itemsize * sum(piece.place.elements for piece in self.pieces)
+
+
+def place_key(name: str, shape: Sequence[int], place: Place) -> str:
+    if place == whole_place(shape):
+        return name
+    return f"{name}[{','.join(f'{a}:{a + n}' for a, n in zip(place.start, place.size, strict=True))}]"
+
+
+def whole_place(shape: Sequence[int]) -> Place:
+    return Place((0,) * len(shape), tuple(shape))
+
+
+def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> list[Piece]:
+    """The pieces of a parameter of whole shape `shape`, of which `place` is held; the ones that are not empty."""
+    names = logical_names(arch, name)
+    if names == [name]:
+        pieces = [Piece(name, tuple(shape), place, None)]
+    else:
+        pieces = []
+        ends = torch.tensor([place.start[0], place.start[0] + place.size[0]])
+        for part, order in unfuse(arch, name, torch.arange(shape[0])).items():  # the fused row of each logical row
+            first, last = torch.searchsorted(order.contiguous(), ends).tolist()
+            block = Place((first, *place.start[1:]), (last - first, *place.size[1:]))
+            pieces.append(Piece(part, (len(order), *shape[1:]), block, order[first:last] - place.start[0]))
+    return [piece for piece in pieces if piece.place.elements]
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Where in the whole tensor this rank's part lies."""
+    if not hasattr(tensor, "placements"):
+        return whole_place(tensor.shape)
+    slices = local_slices(tensor)
+    return Place(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))
+
+
+def model_parts(model: Decoder, dtype: torch.dtype | None = None) -> list[Part]:
+    """The model; tied weights are there once, under the embedding's name."""
+    return [
+        _part(model.arch, "model/", name, parameter.detach(), dtype) for name, parameter in model.named_parameters()
+    ]
+
+
+def optimizer_parts(model: Decoder, optimizer: torch.optim.Optimizer) -> list[Part]:
+    """Optimizer state under `optimizer/<kind>/<logical name>`; scalars are repeated under each name."""
+    parameters = dict(model.named_parameters())
+    parts = []
+    for key, tensor in optimizer_state(optimizer, model).items():
+        kind, name = key.split(".", 1)
+        if tensor.shape == parameters[name].shape:
+            parts.append(_part(model.arch, f"optimizer/{kind}/", name, tensor))
+        else:
+            _check_other_shape(key, tensor, parameters[name])
+            parts.append(_repeated(model.arch, f"optimizer/{kind}/", name, tensor))
+    return parts
+
+
+def _part(arch: Architecture, prefix: str, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Part:
+    place = place_of(tensor)
+    pieces = [piece._replace(name=prefix + piece.name) for piece in cut(arch, name, tensor.shape, place)]
+    return Part(part_key(prefix + name, place), local(tensor), dtype or tensor.dtype, tuple(pieces))
+
+
+def _repeated(arch: Architecture, prefix: str, name: str, tensor: Tensor) -> Part:
+    place, shape = place_of(tensor), tuple(tensor.shape)
+    pieces = tuple(Piece(prefix + part, shape, place, None) for part in logical_names(arch, name))
+    return Part(part_key(prefix + name, place), local(tensor), tensor.dtype, pieces)
+
+
+def _check_other_shape(key: str, state: Tensor, parameter: Tensor) -> None:
+    """Numbers per row or column are of the rows this rank holds, and nothing says so."""
+    cut_up = hasattr(parameter, "placements") and local(parameter).shape != parameter.shape
+    if state.ndim and cut_up and not hasattr(state, "placements"):
+        raise UserError(
+            f"the optimizer keeps {key} as a plain tensor of shape {tuple(state.shape)} beside a parameter that ranks"
+            " share; a checkpoint cannot tell which part it is: keep it as a DTensor, or as a 0-d tensor"
+        )
+
+
+def part_key(name: str, place: Place) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{name} {place}".encode(), digest_size=8).digest(), "little")
+
+
+class Scratch:
+    """Host memory through which pieces pass that cannot be written from where they are; used again and again."""
+
+    def __init__(self, size: int = 32 << 20) -> None:
+        self.size = size
+        self._memory: Tensor | None = None
+
+    def rows(self, count: int, like: Tensor) -> Tensor:
+        shape = (count, *like.shape[1:])
+        needed = math.prod(shape) * like.element_size()
+        if self._memory is None or self._memory.numel() < needed:
+            pinned = torch.cuda.is_available()
+            self._memory = torch.empty(max(needed, self.size), dtype=torch.uint8, pin_memory=pinned)
+        return self._memory[:needed].view(like.dtype).view(shape)
+
+
+def take(part: Part, piece: Piece, scratch: Scratch) -> Iterator[Tensor]:
+    """The piece's values on the host, some rows after the other; the next rows may take the place of the last."""
+    tensor, order = part.tensor, piece.rows
+    if not tensor.ndim:
+        yield tensor.to("cpu")
+    elif order is None and not tensor.is_cuda:
+        yield tensor
+    else:
+        step = max(1, scratch.size * piece.place.size[0] // max(1, piece.place.elements * tensor.element_size()))
+        for first in range(0, piece.place.size[0], step):
+            count = min(step, piece.place.size[0] - first)
+            rows = scratch.rows(count, tensor)
+            if order is None:
+                rows.copy_(tensor[first : first + count])
+            elif tensor.is_cuda:
+                rows.copy_(tensor.index_select(0, order[first : first + count].to(tensor.device)))
+            else:
+                torch.index_select(tensor, 0, order[first : first + count], out=rows)
+            yield rows
+
+
+def put(tensor: Tensor, piece: Piece, place: Place, block: Tensor) -> None:
+    """Fill the rows and columns of a held tensor that are `place` of the piece's logical tensor."""
+    here = place.within(piece.place).slices
+    with torch.no_grad():
+        if piece.rows is None:
+            tensor[here].copy_(block)
+        else:
+            rows = piece.rows[here[0]].to(tensor.device)
+            tensor[(slice(None), *here[1:])].index_copy_(0, rows, block.to(tensor.device, tensor.dtype))
+
+
+def moved(part: Part, tensor: Tensor) -> Part:
+    """The same part with its values elsewhere."""
+    return replace(part, tensor=tensor)

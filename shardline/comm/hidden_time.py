@@ -1,0 +1,176 @@
+"""How long tensor-parallel communication took in a step, and how much of that the rank stood still for.
+
+On a CPU both come from timestamps (`spans`): a transfer lasts from when it was issued until it was complete, which a
+thread of its own sees; what is exposed is the time spent waiting for it.
+
+On a GPU, events are recorded in the stream around every operation of the axis. A collective alone is exposed for all of
+that time; before or after a product that was timed at the start of the run, for no more than it took alone there: the
+rest is waiting for a slower rank. An overlapped product is exposed for what it took beyond the unsplit matrix products
+at the start, and again for no more than its communication alone. A GPU multiplies at another pace in a step than at the
+start: weight gradients, which nothing runs beside, tell it where the backend computes them by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from shardline.comm.spans import Span, spans
+
+
+class Times(NamedTuple):
+    """Seconds of one step."""
+
+    comm: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        """The share of communication that was hidden behind computation."""
+        return max(0.0, 1 - self.exposed / self.comm) if self.comm > 0 else 0.0
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of what the intervals cover together."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def host_times(recorded: Iterable[Span], axis: str) -> Times:
+    of_axis = [span for span in recorded if span.axis == axis]
+    comm = union((span.start, span.end) for span in of_axis if not span.waiting)
+    exposed = union((span.start, span.end) for span in of_axis if span.waiting)
+    return Times(comm / 1e9, exposed / 1e9)
+
+
+class Alone(NamedTuple):
+    """Seconds that the parts of a product took at the start of the run, each by itself."""
+
+    inputs: float  # matrix products with communication beside them
+    weights: float  # gradients of weights
+    comm: float
+
+
+@dataclass
+class Mark:
+    """An operation of a step: when it began and ended, and the weight gradients inside.
+
+    A product has what it took `alone`, a collective may have the `most` that it counts for.
+    """
+
+    span: tuple[Any, Any]
+    alone: Alone | None
+    with_weights: bool
+    most: float
+    weights: tuple[Any, Any] | None = None
+
+    def seconds(self) -> tuple[float, float]:
+        """Of all but the weight gradients that were told apart; of those."""
+        apart = 0.0 if self.weights is None else _elapsed(self.weights)
+        return _elapsed(self.span) - apart, apart
+
+
+def _elapsed(span: tuple[Any, Any]) -> float:
+    seconds: float = span[0].elapsed_time(span[1]) / 1e3
+    return seconds
+
+
+@dataclass
+class DeviceClock:
+    """Events around the operations of one axis; off but for sampled steps."""
+
+    axis: str | None = None
+    _most: float = math.inf
+    _inside: Mark | None = None
+    _marks: list[Mark] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def around(self, axis: str, alone: Alone | None = None, with_weights: bool = False) -> Iterator[None]:
+        """A collective, or a product that communicates: what it takes `alone` is known."""
+        if self.axis != axis or self._inside is not None:
+            yield
+            return
+        mark = self._inside = Mark(_events(), alone, with_weights, self._most)
+        mark.span[0].record()
+        try:
+            yield
+        finally:
+            mark.span[1].record()
+            self._inside = None
+            self._marks.append(mark)
+
+    @contextlib.contextmanager
+    def expecting(self, comm: float) -> Iterator[None]:
+        """Around products with a collective by itself, which takes so many seconds alone."""
+        self._most = comm
+        try:
+            yield
+        finally:
+            self._most = math.inf
+
+    @contextlib.contextmanager
+    def weight_gradients(self) -> Iterator[None]:
+        """Inside a product, after what communicates."""
+        if self._inside is None:
+            yield
+            return
+        mark, (began, ended) = self._inside, _events()
+        began.record()
+        yield
+        ended.record()
+        mark.weights = began, ended
+
+    def take(self) -> Times:
+        """After the device has finished the step."""
+        timed = [(mark, *mark.seconds()) for mark in self._marks]
+        self._marks = []
+        paces = [apart / mark.alone.weights for mark, _, apart in timed if mark.alone and apart and mark.alone.weights]
+        pace = statistics.median(paces) if paces else 1.0  # a median: one of them may have waited for memory
+        total = exposed = 0.0
+        for mark, seconds, apart in timed:
+            if mark.alone is None:
+                counted = min(seconds, mark.most)
+                total, exposed = total + counted, exposed + counted
+                continue
+            compute = mark.alone.inputs + (mark.alone.weights if mark.with_weights and not apart else 0.0)
+            total += mark.alone.comm
+            exposed += min(max(seconds - pace * compute, 0.0), mark.alone.comm)
+        return Times(total, exposed)
+
+
+def _events() -> tuple[Any, Any]:
+    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+
+clock = DeviceClock()
+
+
+class Sampler:
+    """Measures a step that is going to be logged: `begin` before it, `end` after."""
+
+    def __init__(self, device: torch.device, axis: str = "tp") -> None:
+        self.device, self.axis = device, axis
+
+    def begin(self) -> None:
+        if self.device.type == "cuda":
+            clock.axis = self.axis
+        else:
+            spans.record("step")
+
+    def end(self) -> Times:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            clock.axis = None
+            return clock.take()
+        found = host_times(spans.take("step"), self.axis)
+        spans.stop("step")
+        return found

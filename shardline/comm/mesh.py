@@ -1,0 +1,208 @@
+"""The mesh: one object that owns every process group and its named axes.
+
+    axes, outermost first    pp, dp_replicate, dp_shard, cp, tp
+    derived                  fsdp = dp_shard x cp, over which parameters are sharded
+                             loss = dp_replicate x dp_shard x cp, over which losses and targets are summed
+                             world = all ranks
+                             pp_down = pp once more: activations go up in groups of pp, gradients down in these
+                             ep, etp, expert_shard: another cut of dp_shard x cp x tp, for mixtures of experts
+
+TP is innermost, so its ranks are neighbours. An axis of degree 1 has no group and no DTensor dimension, except dp_shard
+with CPU offload: FSDP moves weights between host and device, and wants a mesh even where one rank holds them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardline.comm import collectives as comm
+from shardline.comm import symmetric_memory as shared_memory
+from shardline.comm import watchdog
+from shardline.comm.store import backend_timeout, start_groups, told_by_launcher
+from shardline.config.layout import AXES, EXPERT_AXES, Layout
+from shardline.errors import UserError
+
+Result = TypeVar("Result")
+
+
+class Mesh:
+    """Groups of one layout. Built on every rank, after `start_process_group`; both know of `offload`."""
+
+    def __init__(self, layout: Layout, device_type: str, offload: bool = False) -> None:
+        self.layout = layout
+        self.world_size = layout.world_size
+        self.rank = dist.get_rank() if self.world_size > 1 else 0
+        self.coordinates = layout.coordinates(self.rank)
+        self.root: DeviceMesh | None = None
+        self.experts: DeviceMesh | None = None
+        self._meshes: dict[str, DeviceMesh] = {}
+        if self.world_size > 1 or offload:
+            self._build(device_type, offload)
+        else:
+            comm.register_axes({})  # an earlier run in this process may have had some
+
+    def _build(self, device_type: str, offload: bool) -> None:
+        degrees = dict(zip(AXES, self.layout.degrees, strict=True))
+        used = tuple(axis for axis in AXES if degrees[axis] > 1 or (offload and axis == "dp_shard"))
+        self.root = init_device_mesh(device_type, tuple(degrees[axis] for axis in used), mesh_dim_names=used)
+        self._meshes = {axis: self.root[axis] for axis in used}
+        self._flatten("fsdp", [axis for axis in ("dp_shard", "cp") if axis in used])
+        self._flatten("loss", [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis in used])
+        self._build_experts(device_type)
+        axes = {name: _axis(name, mesh) for name, mesh in self._meshes.items()}
+        assert dist.group.WORLD is not None
+        if self.layout.pp > 1:
+            axes["pp_down"] = dataclasses.replace(axes["pp"], name="pp_down", group=_again(self.layout))
+        axes["world"] = comm.Axis("world", dist.group.WORLD, self.world_size, self.rank)
+        comm.register_axes(axes)
+
+    def _build_experts(self, device_type: str) -> None:
+        """The same ranks, cut as the experts need them: a mesh beside the first."""
+        layout = self.layout
+        if layout.ep == 1:
+            return
+        outer = (("stages", layout.pp), ("replicas", layout.dp_replicate))
+        sizes = {name: size for name, size in outer if size > 1}
+        sizes |= {axis: getattr(layout, axis) for axis in EXPERT_AXES if getattr(layout, axis) > 1}
+        self.experts = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        self._meshes |= {axis: self.experts[axis] for axis in EXPERT_AXES if axis in sizes}
+
+    def _flatten(self, name: str, parts: list[str]) -> None:
+        """One axis for several; where it is a single one, that one under both names."""
+        assert self.root is not None
+        if len(parts) == 1:
+            self._meshes[name] = self._meshes[parts[0]]
+        elif parts:
+            self._meshes[name] = self.root[tuple(parts)]._flatten("_".join(parts))
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """The one-dimensional mesh of an axis, None where there is none."""
+        return self._meshes.get(name)
+
+    def joined(self, *names: str) -> DeviceMesh | None:
+        """A mesh of those of the named axes that are there, in this order; None where none is."""
+        present = [name for name in names if name in self._meshes]
+        if not present:
+            return None
+        assert self.root is not None
+        if len(present) == 1:
+            return self._meshes[present[0]]
+        names_there = tuple(str(self._meshes[name].mesh_dim_names[0]) for name in present)  # type: ignore[index]
+        return self.root[names_there]
+
+    def size(self, name: str) -> int:
+        mesh = self._meshes.get(name)
+        return 1 if mesh is None else mesh.size()
+
+    def from_rank_0(self, decide: Callable[[], Result]) -> Result:
+        """What `decide` gives on rank 0, on every rank; where it is refused there (a UserError), every rank is."""
+        if self.world_size == 1:
+            return decide()
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = decide()
+            except UserError as error:
+                answer[1] = error
+        dist.broadcast_object_list(answer, src=0)
+        if answer[1] is not None:
+            raise answer[1]
+        result: Result = answer[0]
+        return result
+
+    def from_everyone(self, value: Result) -> list[Result]:
+        """The values of all ranks, by rank, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch this rank reads."""
+        return self.coordinates["dp_replicate"] * self.layout.dp_shard + self.coordinates["dp_shard"]
+
+    @property
+    def data_ranks(self) -> int:
+        return self.layout.data_ranks
+
+
+def _axis(name: str, mesh: DeviceMesh) -> comm.Axis:
+    return comm.Axis(name, mesh.get_group(), mesh.size(), mesh.get_local_rank())
+
+
+def _again(layout: Layout) -> dist.ProcessGroup:
+    """Other groups of the same ranks as those of pp, which is the outermost axis.
+
+    A rank that sends one way may have to wait for what comes the other way: NCCL would keep them in one line.
+    """
+    stride = layout.world_size // layout.pp
+    own, _ = dist.new_subgroups_by_enumeration(
+        [[first + place * stride for place in range(layout.pp)] for first in range(stride)]
+    )
+    assert own is not None
+    return own
+
+
+def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:
+    """A line where tensor-parallel ranks, whose collectives block every layer, do not share a node."""
+    groups = [range(first, first + layout.tp) for first in range(0, layout.world_size, layout.tp)]
+    crossing = [group for group in groups if group[0] // ranks_per_node != group[-1] // ranks_per_node]
+    if not crossing:
+        return []
+    of = f"{len(crossing)} of {len(groups)} groups" if len(groups) > 1 else "its only group"
+    return [
+        f"tp {layout.tp} crosses nodes of {ranks_per_node} ranks: {of}, first ranks {crossing[0][0]} to"
+        f" {crossing[0][-1]}; every layer waits for the network between them. A tensor_parallel_degree that divides"
+        f" {ranks_per_node} stays inside a node"
+    ]
+
+
+def sharing_lines(device: torch.device) -> list[str]:
+    """A line where ranks share GPUs, which is slow and may not be meant."""
+    if device.type != "cuda" or not shared_memory.share_a_gpu(1):
+        return []
+    ranks, seen = told_by_launcher("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
+    return [
+        f"{ranks} ranks of this machine share {seen} GPU{'s' if seen > 1 else ''}: gloo carries what they exchange,"
+        " through the memory of the host. If each rank has a GPU of its own and sees no other, let all see all of them"
+        " (CUDA_VISIBLE_DEVICES; srun --gpus-per-node, not --gpus-per-task)"
+    ]
+
+
+def world_size() -> int:
+    """Ranks of this job, as the launcher says."""
+    return told_by_launcher("WORLD_SIZE", 1)
+
+
+def start_process_group(device: torch.device, timeout_seconds: int, offload: bool = False) -> bool:
+    """Join the other ranks; True when this call made the group. NCCL where each rank has its own GPU, else gloo.
+
+    A single rank has no group, except with CPU offload: then one in which it is alone.
+    """
+    alone = world_size() == 1
+    if dist.is_initialized() or (alone and not offload):
+        return False
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared_memory.share_a_gpu(1) else "gloo"
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        start_groups(backend, backend_timeout(timeout_seconds))
+        watchdog.start_watchdog(timeout_seconds)
+    return True
+
+
+def stop_process_group() -> None:
+    """Leave the other ranks; quiet when they are gone already."""
+    shared_memory.release()  # waits for the device: where that hangs, the watchdog ends it
+    watchdog.stop_watchdog()
+    comm.register_axes({})
+    if dist.is_initialized():
+        dist.destroy_process_group()

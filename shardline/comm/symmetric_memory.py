@@ -1,0 +1,315 @@
+"""Memory of GPUs that the ranks of an axis share: each rank reads and writes the others' directly.
+
+Private APIs of torch (`torch.distributed._symmetric_memory`, `torch.ops.symm_mem`) are used here and in torch_fused.py
+alone; where they are missing or fail, `unusable` says so and other backends run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.comm import collectives as comm
+from shardline.comm import stream_ops, watchdog
+from shardline.comm.spans import labelled
+from shardline.comm.store import told_by_launcher
+
+SHARED_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+READY, READ = 0, 1  # signals: a rank's rows can be read; they have been read
+CHANNELS = 2
+ALIGNMENT = 1 << 20
+
+
+def unusable(device: torch.device, axis: str = "tp") -> str | None:
+    """Why symmetric memory cannot be used over an axis, None where it can; every rank gets the same answer."""
+    if device.type != "cuda":
+        return "it needs CUDA"
+    return agreed_reason(lambda: _try_out(axis))
+
+
+def agreed_reason(attempt: Callable[[], None], axis: str = "world") -> str | None:
+    """Why some rank of an axis could not do it, None where all could."""
+    reason = ""
+    try:
+        attempt()
+    except Exception as error:  # of torch, the driver or a compiler: all of them mean that it cannot be used
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    over = comm.axis(axis)
+    said: list[str] = [""] * over.size
+    dist.all_gather_object(said, reason, group=over.group)
+    return next((text for text in said if text), None)
+
+
+def share_a_gpu(ranks: int) -> bool:
+    """Whether a host has more ranks than GPUs: a way to try things out. `ranks` where no launcher tells them."""
+    return told_by_launcher("LOCAL_WORLD_SIZE", ranks) > torch.cuda.device_count()
+
+
+def _try_out(axis: str) -> None:
+    """Share a little memory with the peers of an axis; raises where that is not possible."""
+    hosts: list[str] = [""] * comm.axis_size(axis)
+    dist.all_gather_object(hosts, socket.gethostname(), group=comm.axis(axis).group)
+    if len(set(hosts)) > 1:
+        raise RuntimeError("ranks of a tensor-parallel group are on different hosts")
+    if share_a_gpu(comm.axis_size(axis)) and os.environ.get(SHARED_DEVICE) != "1":
+        raise RuntimeError(f"ranks share a GPU and {SHARED_DEVICE} is not 1")
+    region = Region(axis, ALIGNMENT, torch.device("cuda", torch.cuda.current_device()))
+    stream = torch.cuda.current_stream()
+    for peer in region.peers:
+        region.signal(peer, READY, stream)
+    for peer in region.peers:
+        region.wait(peer, READY, stream)
+    torch.cuda.synchronize()
+
+
+class Region:
+    """Bytes on every rank of an axis, as large on each, that all of them can reach; and signals between the ranks.
+
+    A signal is a word in the memory of the rank that waits: set by another's stream, put back by its own. It must have
+    been put back before it is set again, which is for the callers to see to.
+    """
+
+    def __init__(self, axis: str, size: int, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as memory
+
+        over = comm.axis(axis)
+        self.rank, self.ranks, self.size = over.rank, over.size, size
+
+        def take() -> None:
+            self.memory = memory.empty(size + CHANNELS * over.size * stream_ops.WORD, dtype=torch.uint8, device=device)
+            self.memory.zero_()
+
+        missing = agreed_reason(take, axis)  # before they meet: torch would wait for a rank that has none
+        if missing is not None:
+            raise RuntimeError(f"no {size / 2**20:.0f} MiB for ranks to share: {missing}")
+        torch.cuda.synchronize(device)
+        self.shared = memory.rendezvous(self.memory, over.group.group_name)
+        places = [self.shared.buffer_ptrs[rank] for rank in range(over.size)]
+        self.addresses = torch.tensor(places, device=device)
+        self.peers = [(over.rank - distance) % over.size for distance in range(1, over.size)]
+        self.signals = [place + size for place in places]
+        self._views: dict[Any, Tensor] = {}
+        dist.barrier(over.group)  # nobody signals before all is zero
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
+        """What a rank has there, `offset` bytes from the beginning."""
+        key = (rank, shape, dtype, offset)
+        view = self._views.get(key)
+        if view is None:
+            view = self.shared.get_buffer(rank, list(shape), dtype, offset // dtype.itemsize)
+            self._views[key] = view
+        return view
+
+    def signal(self, rank: int, channel: int, stream: torch.cuda.Stream) -> None:
+        stream_ops.write(stream, self._word(rank, channel, self.rank), 1)
+
+    def wait(self, rank: int, channel: int, stream: torch.cuda.Stream) -> None:
+        """Until that rank has signalled."""
+        word = self._word(self.rank, channel, rank)
+        stream_ops.wait(stream, word, 1)
+        stream_ops.write(stream, word, 0)
+
+    def _word(self, rank: int, channel: int, source: int) -> int:
+        place: int = self.signals[rank] + (channel * self.ranks + source) * stream_ops.WORD
+        return place
+
+
+class Space:
+    """The regions of one axis, which grow on demand, and a stream for what runs beside the products."""
+
+    def __init__(self, axis: str, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+        self.side = torch.cuda.Stream(device, priority=-1)  # for copies; its small kernels must not queue up
+        self.second = torch.cuda.Stream(device)  # for products
+        self._forked, self._ended = torch.cuda.Event(), torch.cuda.Event()
+        self.regions: dict[str, Region] = {}
+        self.state: Any = None  # of kernels that work there
+
+    def fork(self) -> None:
+        """The side stream waits for what the current one has to do so far."""
+        self._forked.record()
+        self.side.wait_event(self._forked)
+
+    def join(self) -> None:
+        """The current stream waits for the side stream."""
+        self._ended.record(self.side)
+        torch.cuda.current_stream(self.device).wait_event(self._ended)
+
+    @property
+    def bytes(self) -> int:
+        return sum(region.size for region in self.regions.values())
+
+    def region(self, purpose: str, size: int, credit: bool = False) -> Region:
+        """At least `size` bytes for a purpose; every rank must ask for as much.
+
+        With `credit` every rank may write for the first time without having heard that the last was read.
+        """
+        known = self.regions.get(purpose)
+        if known is not None and known.size >= size:
+            return known
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("shared memory cannot grow in a CUDA graph: run the products once before")
+        del known
+        self.keep(self.regions.keys() - {purpose})
+        made = Region(self.axis, math.ceil(size / ALIGNMENT) * ALIGNMENT, self.device)
+        if credit:
+            for peer in made.peers:
+                made.signal(peer, READ, torch.cuda.current_stream(self.device))
+        self.regions[purpose] = made
+        return made
+
+    def keep(self, purposes: Collection[str]) -> None:
+        unused = self.regions.keys() - set(purposes)
+        if unused:
+            torch.cuda.synchronize(self.device)
+            dist.barrier(comm.axis(self.axis).group)  # nobody reads there any more
+        for purpose in unused:
+            del self.regions[purpose]
+
+
+_spaces: dict[str, Space] = {}  # by the name of the group
+
+
+def space(axis: str, device: torch.device) -> Space:
+    name = comm.axis(axis).group.group_name
+    if name not in _spaces:
+        _spaces[name] = Space(axis, device)
+    return _spaces[name]
+
+
+_torch_bytes: dict[str, int] = {}  # of torch's own workspaces, by the name of the group
+
+
+def torch_workspace(axis: str, size: int) -> Any:
+    """The workspace of PyTorch's fused operations over an axis: at least `size` bytes a rank."""
+    import torch.distributed._symmetric_memory as memory
+
+    name = comm.axis(axis).group.group_name
+    _torch_bytes[name] = max(_torch_bytes.get(name, 0), size)
+    return memory.get_symm_mem_workspace(name, min_size=size)
+
+
+def shared_gib() -> float:
+    """Memory that is shared with peers: the allocator of ordinary tensors does not count it."""
+    return (sum(one.bytes for one in _spaces.values()) + sum(_torch_bytes.values())) / 2**30
+
+
+def keep(purposes: Collection[str]) -> None:
+    """Give all other regions back; every rank calls it together."""
+    for one in _spaces.values():
+        one.keep(purposes)
+
+
+def start_anew() -> None:
+    """Forget what ranks share, where something failed in the middle: a flag may be set that nobody puts back.
+
+    Every rank calls it together.
+    """
+    for one in _spaces.values():
+        one.keep(())
+        one.state = None
+
+
+def release() -> None:
+    """Give the shared memory back, at the end of a run."""
+    _spaces.clear()
+    if _torch_bytes:
+        import torch.distributed._symmetric_memory as memory
+
+        for name in _torch_bytes:
+            getattr(memory, "_group_name_to_workspace_tensor", {}).pop(name, None)
+    _torch_bytes.clear()
+
+
+def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -> None:
+    """Begin to bring the rows of all ranks into `full`, by copy engines on the side stream, in the order of use:
+    the rank before this one first, as parallel/tensor/tile_order.py multiplies them.
+
+    `arrived` is called, on that stream, behind the copy of each other rank's rows. The caller's stream has to wait for
+    the side stream before `full` is complete.
+    """
+    region = over.region("gather", x.numel() * x.element_size(), credit=True)
+    blocks, side = full.view(region.ranks, *x.shape), over.side
+    over.fork()
+    with torch.cuda.stream(side):
+        for peer in region.peers:
+            region.wait(peer, READ, side)
+        region.of(region.rank, x.shape, x.dtype).copy_(x)
+        for peer in region.peers:
+            region.signal(peer, READY, side)
+        for turn in range(1, region.ranks):
+            source = (region.rank - turn) % region.ranks
+            region.wait(source, READY, side)
+            blocks[source].copy_(region.of(source, x.shape, x.dtype))
+            arrived(source)
+            region.signal(source, READ, side)
+        blocks[region.rank].copy_(x)
+
+
+class Direct:
+    """Collectives by copies between GPUs' memories: for ranks that share a GPU, where NCCL does not run."""
+
+    regions = ("gather", "sum")
+
+    def gather_into(self, out: Tensor, x: Tensor, axis: str) -> None:
+        over = space(axis, x.device)
+        pull(x.contiguous(), out, over, lambda source: None)
+        over.join()
+
+    def scatter_sum_into(self, out: Tensor, x: Tensor, axis: str) -> None:
+        region = space(axis, x.device).region("sum", x.numel() * x.element_size())
+        region.of(region.rank, x.shape, x.dtype).copy_(x)
+        region.shared.barrier(channel=0)
+        first = region.rank * out.numel() * x.element_size()
+        add_up([region.of(rank, out.shape, x.dtype, first) for rank in range(region.ranks)], out)
+        region.shared.barrier(channel=0)  # nobody writes there again before everybody has read
+
+    def reduce_in_place(self, x: Tensor, axis: str, largest: bool) -> None:
+        """The sum over ranks, or the largest of each number; every rank adds in the same order."""
+        region = space(axis, x.device).region("sum", x.numel() * x.element_size())
+        region.of(region.rank, x.shape, x.dtype).copy_(x)
+        region.shared.barrier(channel=0)
+        parts = [region.of(rank, x.shape, x.dtype) for rank in range(region.ranks)]
+        if largest:
+            x.copy_(functools.reduce(torch.maximum, parts))
+        else:
+            add_up(parts, x)
+        region.shared.barrier(channel=0)
+
+
+def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
+    """The sum of parts, in float32 where they are narrower."""
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out)
+        return
+    wide = torch.promote_types(out.dtype, torch.float32) if out.is_floating_point() else out.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
+
+
+@contextlib.contextmanager
+def inside_product(axis: str, what: str, x: Tensor, elements: int) -> Iterator[None]:
+    """Around a product that communicates: `elements` of x's type for each other rank are counted, and the watchdog
+    knows where this rank is until its device has come through."""
+    comm.traffic.add(axis, (comm.axis_size(axis) - 1) * elements * x.element_size())
+    dog = watchdog.current
+    if dog is not None:
+        kind = str(x.dtype).removeprefix("torch.")
+        dog.enter(f"{what} over {axis}, inside a product of {tuple(x.shape)} {kind}", axis)
+    try:
+        with labelled(axis, what, copies_only=True):
+            yield
+    finally:
+        if dog is not None:
+            dog.leave(on_device=True)

@@ -1,0 +1,240 @@
+"""Blocks of rows that travel between ranks, point to point, while something else is computed.
+
+Every rank sends a block straight to each rank that needs it, nearest first and in both directions in turn:
+
+    3 ranks or more   distance  +1, -1, +2, -2, ...     what is sent at distance d comes in from distance -d
+    2 ranks           distance  +1
+
+Nothing is forwarded, so a transfer never waits for a rank that is busy computing. The blocks of one distance may be cut
+into pieces, so that work on the first can begin while the rest is on its way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.comm import collectives as comm
+from shardline.comm import watchdog
+from shardline.comm.spans import now, runs_on_host, spans
+
+_waiter: ThreadPoolExecutor | None = None
+
+
+def distances(ranks: int) -> list[int]:
+    """How far the blocks of each round go, nearest first, both directions in turn."""
+    return list(dict.fromkeys(d % ranks for near in range(1, ranks) for d in (near, -near)))[: ranks - 1]
+
+
+def pieces(rows: int, chunks: int) -> list[slice]:
+    """`rows` cut into at most `chunks` parts that differ by one row at most; none is empty."""
+    chunks = max(1, min(chunks, rows))
+    bounds = [rows * i // chunks for i in range(chunks + 1)]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+class Transfer:
+    """A block on its way in; `wait` returns when it may be used."""
+
+    def __init__(
+        self, exchange: Exchange, receiving: list[Any], into: Tensor | None, staged: Tensor | None, start: int
+    ) -> None:
+        self.exchange, self.receiving, self.into, self.staged, self.start = exchange, receiving, into, staged, start
+        self.done: Future[None] | None = None
+        if spans.enabled and exchange.on_host and not exchange.inside and receiving:
+            self.done = _waiting_thread().submit(self._note_end)
+
+    def wait(self) -> None:
+        if not self.receiving:
+            return
+        with self.exchange.waiting():
+            if self.done is not None:
+                self.done.result()
+            else:
+                for work in self.receiving:
+                    work.wait()
+        if self.staged is not None and self.into is not None:
+            self.into.copy_(self.staged, non_blocking=True)
+
+    def _note_end(self) -> None:
+        """On a thread of its own: a receiving work cannot tell when it was complete, only be waited for."""
+        for work in self.receiving:
+            work.wait()
+        spans.add(self.exchange.axis.name, self.exchange.what, self.start, now(), waiting=False)
+
+
+class Exchange:
+    """The transfers of one operation over one axis. `size` is what this rank sends in all, in bytes.
+
+    `inside` a collective that is counted, watched and timed as a whole, the transfers are not on top of it.
+    """
+
+    def __init__(self, name: str, what: str, like: Tensor, size: int, inside: bool = False) -> None:
+        self.axis, self.what, self.inside = comm.axis(name), what, inside
+        self.on_host = runs_on_host(self.axis.group, like.device)
+        self.stages = like.device.type == "cuda" and self.on_host  # gloo sends and receives host memory alone
+        self.tag = f"{what} over {name} of {tuple(like.shape)} {str(like.dtype).removeprefix('torch.')}"
+        self.sequence = 0
+        if not inside:
+            self.sequence = watchdog.current.issue(self.tag, name) if watchdog.current is not None else 0
+            comm.traffic.add(name, size)
+        self._sending: list[tuple[Any, Tensor]] = []  # a work that is dropped takes its transfer with it
+
+    def staged(self, x: Tensor) -> Tensor:
+        """x where it can be sent from: copied to the host once, where parts of it are sent at several times."""
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if self.stages else x
+
+    def swap(self, out: Tensor, into: Tensor, distance: int) -> Transfer:
+        """Send `out` that far, and receive what comes from as far behind."""
+        return self.pass_on(out, into, distance)
+
+    def pass_on(self, out: Tensor | None, into: Tensor | None, distance: int) -> Transfer:
+        """The same where one of the two, or both, may be missing; the rank at the other end knows of it."""
+        axis = self.axis
+        to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
+        start = now() if spans.enabled else 0
+        if not self.on_host:
+            ends = ((dist.isend, out, to), (dist.irecv, into, source))
+            batch = [
+                dist.P2POp(kind, tensor, group=axis.group, group_peer=peer)
+                for kind, tensor, peer in ends
+                if tensor is not None
+            ]
+            works = dist.batch_isend_irecv(batch) if batch else []
+            if into is None:
+                self._sending += [(work, out) for work in works if out is not None]
+                works = []
+            return Transfer(self, works, into, None, start)
+        staged = None
+        if self.stages:
+            out = None if out is None else out.to("cpu")
+            staged = None if into is None else torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
+        receiving = []
+        if into is not None:
+            receiving = [dist.irecv(into if staged is None else staged, group=axis.group, group_src=source)]
+        if out is not None:
+            self._sending.append((dist.isend(out, group=axis.group, group_dst=to), out))
+        return Transfer(self, receiving, into, staged, start)
+
+    def finish(self) -> None:
+        """Return when everything was sent, and its memory may be used for something else."""
+        with self.waiting():
+            for work, _ in self._sending:
+                work.wait()
+        self._sending.clear()
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.inside else _Waiting(self)
+
+
+class _Waiting(contextlib.AbstractContextManager[None]):
+    """While this rank stands still for a transfer: known to the watchdog and to whoever measures."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, self.start = exchange, 0
+
+    def __enter__(self) -> None:
+        if watchdog.current is not None:
+            watchdog.current.wait(self.exchange.sequence, self.exchange.tag, self.exchange.axis.name)
+        self.start = now() if spans.enabled else 0
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if self.start and self.exchange.on_host:
+            spans.add(self.exchange.axis.name, self.exchange.what, self.start, now(), waiting=True)
+        if kind is None and watchdog.current is not None:
+            watchdog.current.leave(on_device=not self.exchange.on_host)
+
+
+def _waiting_thread() -> ThreadPoolExecutor:
+    global _waiter
+    if _waiter is None:
+        _waiter = ThreadPoolExecutor(1, thread_name_prefix="shardline-transfers")
+    return _waiter
+
+
+def arriving(x: Tensor, full: Tensor, name: str, chunks: int) -> Iterator[slice]:
+    """Fill `full` (n t, ...) with the rows x (t, ...) of all ranks; yields rows of it as they are there, own first."""
+    axis, t = comm.axis(name), x.shape[0]
+    exchange = Exchange(name, "all_gather", x, (axis.size - 1) * x.numel() * x.element_size())
+    own = slice(axis.rank * t, (axis.rank + 1) * t)
+    coming = []
+    for distance in distances(axis.size):
+        first = (axis.rank - distance) % axis.size * t
+        for piece in pieces(t, chunks):
+            rows = slice(first + piece.start, first + piece.stop)
+            coming.append((rows, exchange.swap(x[piece], full[rows], distance)))
+    full[own] = x
+    yield own
+    for rows, transfer in coming:
+        transfer.wait()
+        yield rows
+    exchange.finish()
+
+
+class Scattering:
+    """Sums over ranks of blocks that are computed one by one, each rank keeping its own rows.
+
+    `compute(rows, out)` fills `out` with this rank's summand for those rows. Others' rows come first, so that they
+    travel while the own ones are computed, and whatever the caller does before `result`.
+    """
+
+    def __init__(self, compute: Any, rows: int, width: int, like: Tensor, name: str, chunks: int) -> None:
+        axis = comm.axis(name)
+        self.t, n = rows // axis.size, axis.size
+        self.mine = like.new_empty(self.t, width)
+        outgoing, self.received = (like.new_empty(n - 1, self.t, width) for _ in range(2))
+        size = outgoing.numel() * outgoing.element_size()
+        self.exchange = Exchange(name, "reduce_scatter", self.mine, size)
+        self.coming: list[list[Transfer]] = []
+        for at, distance in enumerate(distances(n)):
+            first = (axis.rank + distance) % n * self.t
+            self.coming.append([])
+            for piece in pieces(self.t, chunks):
+                compute(slice(first + piece.start, first + piece.stop), outgoing[at, piece])
+                transfer = self.exchange.swap(outgoing[at, piece], self.received[at, piece], distance)
+                self.coming[-1].append(transfer)
+        compute(slice(axis.rank * self.t, (axis.rank + 1) * self.t), self.mine)
+
+    def result(self) -> Tensor:
+        """This rank's rows of the sum, added up in the order of distances; narrow types in float32."""
+        total = _summed(self.mine, self.received, self.coming)
+        self.exchange.finish()
+        return total
+
+
+def _summed(mine: Tensor, received: Tensor, coming: Sequence[Sequence[Transfer]]) -> Tensor:
+    """mine (t, ...) and what comes into received (n - 1, t, ...), changed in place where no wider type is needed."""
+    wide = len(coming) > 1 and mine.dtype in (torch.bfloat16, torch.float16)
+    total = mine.float() if wide else mine
+    for at, transfers in enumerate(coming):
+        for transfer in transfers:
+            transfer.wait()
+        total += received[at]
+    return total.to(mine.dtype)
+
+
+def scatter_sum(out: Tensor, x: Tensor, name: str) -> None:
+    """out (t, ...) = this rank's rows of the sum of x (n t, ...). Each row travels once; gloo's own sends it twice."""
+    axis = comm.axis(name)
+    blocks, order = x.view(axis.size, *out.shape), distances(axis.size)
+    received = x.new_empty(len(order), *out.shape)
+    exchange = Exchange(name, "reduce_scatter", out, 0, inside=True)
+    coming = [
+        [exchange.swap(blocks[(axis.rank + distance) % axis.size], received[at], distance)]
+        for at, distance in enumerate(order)
+    ]
+    out.copy_(blocks[axis.rank])
+    total = _summed(out, received, coming)
+    if total is not out:
+        out.copy_(total)
+    exchange.finish()
+
+
+comm.host_scatter = scatter_sum

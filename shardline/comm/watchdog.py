@@ -1,0 +1,359 @@
+"""Ends a job that hangs, on every rank, with the names of those that did not arrive.
+
+Collectives tell the watchdog where this rank is (`enter`, `leave`). A thread publishes that once a second:
+
+    sequence number and tag of the last collective on each axis, what the rank waits in and since when, step, place
+
+A rank that waits longer than the limit looks at what the others published. Whoever belongs to the same collective and
+has not come to its sequence number, came with another tag, or has stopped publishing, is missing. Only progress of
+ranks is compared, so that what takes long on all of them alike (compilation, start-up) is no hang.
+
+Collectives of NCCL run on the device while the rank goes on. An event after each says when it is over; the first that
+is not over is where the rank is.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardline.comm.hang import Status, View, Wait, decode_status
+from shardline.comm.store import backend_timeout, connect_store, set_group_timeouts
+from shardline.report import HANG_CODE, this_report, write_report
+
+log = logging.getLogger("shardline")
+
+PERIOD = 1.0
+SILENT_PERIODS = 4  # a rank that published nothing for so long while others wait is stopped or cut off
+MANY_RANKS = 64  # above this, ranks take turns at looking at all others
+TURN_SECONDS = 30.0
+A_DAY = 86400.0
+
+current: Watchdog | None = None
+_members: dict[str, tuple[int, ...]] = {}
+
+
+def set_members(members: Mapping[str, Iterable[int]]) -> None:
+    """The ranks of each axis that this rank talks to; an axis that is not named stands for all ranks."""
+    _members.clear()
+    _members.update({axis: tuple(ranks) for axis, ranks in members.items()})
+
+
+def add_members(axis: str, ranks: Iterable[int]) -> None:
+    """Beside the axes of the mesh: the ranks of something that is counted on its own, such as a channel of two."""
+    _members[axis] = tuple(ranks)
+
+
+class Launched(NamedTuple):
+    """A collective that runs on the device, and what tells that it is over."""
+
+    axis: str
+    sequence: int
+    tag: object
+    since: float
+    event: torch.cuda.Event
+
+
+class Watchdog:
+    """One per rank. `store` is a connection that nothing else uses."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float, period: float = PERIOD
+    ) -> None:
+        self.store = dist.PrefixStore("watchdog", store)
+        self.rank, self.world_size, self.timeout_seconds, self.period = rank, world_size, timeout_seconds, period
+        self.host, self.pid = socket.gethostname(), os.getpid()
+        self.step_number, self.busy_with = 0, ""
+        self._counts: dict[str, tuple[int, object]] = {}
+        self._waits: list[tuple[str, int, object, float]] = []
+        self._issued: tuple[str, int, object, float] | None = None  # the last thing that happened, if it was `issue`
+        self._launched: collections.deque[Launched] = collections.deque()
+        self._changed = self._reached = self._first_since = time.monotonic()
+        self._asking_since: float | None = None  # when the device was asked, while it has not answered
+        self._beat = 0
+        self._seen: dict[int, tuple[int, float]] = {}  # rank -> beat, and when it was first seen
+        self._looking_since: float | None = None
+        self._turn = ""
+        self._main = threading.main_thread().ident
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Begin to publish, and become `current`."""
+        global current
+        self._publish()
+        for work in (self._watch, self._guard, self._follow):
+            self._threads.append(threading.Thread(target=work, name="shardline-watchdog", daemon=True))
+            self._threads[-1].start()
+        current = self
+
+    def close(self) -> None:
+        """Stop publishing. A thread that came back from the store while Python shuts down would abort the process."""
+        global current
+        self._closed.set()
+        if current is self:
+            current = None
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2 * self.period)
+
+    # ---- what the rank tells -----------------------------------------------------------------------------------------
+
+    def issue(self, tag: object, axis: str = "world") -> int:
+        """A collective was issued that is waited for later, or never; its sequence number on this axis.
+
+        A rank that is not heard of again is presumed to wait in it.
+        """
+        sequence = self.post(tag, axis)
+        self._issued = (axis, sequence, tag, self._changed)
+        return sequence
+
+    def post(self, tag: object, axis: str) -> int:
+        """The same for what goes on by itself while the rank does other work."""
+        sequence = self._counts[axis][0] + 1 if axis in self._counts else 1
+        self._counts[axis] = (sequence, tag)
+        self._moved()
+        return sequence
+
+    def wait(self, sequence: int, tag: object, axis: str = "world") -> None:
+        """From here to `leave` the rank waits for a collective that it has issued."""
+        self._moved()
+        self._waits.append((axis, sequence, tag, self._changed))
+
+    def enter(self, tag: object, axis: str = "world") -> int:
+        """`issue` and `wait` in one: for collectives that return when they are done."""
+        sequence = self.issue(tag, axis)
+        self.wait(sequence, tag, axis)
+        return sequence
+
+    def leave(self, on_device: bool = False) -> None:
+        """The rank goes on; `on_device`: with the collective in the current stream, where it may yet take long."""
+        self._moved()
+        if not self._waits:
+            return
+        axis, sequence, tag, _ = self._waits.pop()
+        if on_device and not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self._launched.append(Launched(axis, sequence, tag, self._changed, event))
+
+    def step(self, number: int) -> None:
+        """Step `number` begins."""
+        self.step_number = number
+        self._moved()
+
+    def _moved(self) -> None:
+        self._changed = time.monotonic()
+        self._issued = None
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """While this rank does something that others may have to wait for, however long, it is not missing."""
+        self.busy_with = what
+        try:
+            yield
+        finally:
+            self.busy_with = ""
+            self._moved()
+
+    # ---- publishing and looking --------------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        now = time.monotonic()
+        counts = {axis: (sequence, str(tag)) for axis, (sequence, tag) in list(self._counts.items())}
+        running = self._running()
+        for one in reversed(running):  # the host is ahead of its device: that one has come to the first of each axis
+            counts[one.axis] = (one.sequence, str(one.tag))
+        wait, waits, issued = None, list(self._waits), self._issued
+        if running and not waits:
+            waits = [(running[0].axis, running[0].sequence, running[0].tag, self._since(running[0]))]
+        if waits or issued:
+            axis, sequence, tag, since = waits[0] if waits else issued  # type: ignore[misc]
+            long = now - since > self.timeout_seconds / 2  # the members of a large axis are many: said when needed
+            wait = Wait(axis, sequence, str(tag), now - since, _members.get(axis) if long else (), presumed=not waits)
+        where = _place(self._main)
+        idle = now - self._changed
+        return Status(
+            self.rank, self.host, self.pid, self._beat, self.step_number, idle, where, self.busy_with, counts, wait
+        )
+
+    def _follow(self) -> None:
+        """See what the device has done. In a thread of its own: the driver may hold it up as long as the device."""
+        while not self._closed.wait(self.period / 4):
+            self._asking_since = time.monotonic()
+            while self._launched and self._launched[0].event.query():
+                self._launched.popleft()
+                self._first_since = time.monotonic()
+            self._asking_since = None
+
+    def _running(self) -> list[Launched]:
+        """What the device has not done yet, oldest first; nothing where that cannot be told."""
+        asking_since = self._asking_since
+        unanswered = asking_since is not None and time.monotonic() - asking_since > self.period
+        return [] if unanswered else list(self._launched)
+
+    def _since(self, first: Launched) -> float:
+        return max(first.since, self._first_since)
+
+    def _publish(self) -> None:
+        self._beat += 1
+        self.store.set(f"status/{self.rank}", json.dumps(asdict(self.status())))
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self.period):
+            try:
+                self._publish()
+                if self.store.check(["hang"]):
+                    self._end(self.store.get("hang").decode())
+                self._look()
+                self._reached = time.monotonic()
+            except (RuntimeError, ValueError):  # the store is gone or slow: `_guard` decides how long that may last
+                continue
+
+    def _look(self) -> None:
+        """Begin to look before the limit is reached, so that who has fallen silent is known by then."""
+        stuck, silence = self._stuck_seconds(), SILENT_PERIODS * self.period
+        if stuck <= max(self.timeout_seconds / 2, self.timeout_seconds - silence) or not self._has_turn(stuck):
+            self._seen.clear()
+            self._looking_since = None
+            return
+        self._looking_since = self._looking_since or time.monotonic()
+        statuses = self._statuses()
+        if stuck <= self.timeout_seconds or time.monotonic() - self._looking_since < silence:
+            return
+        found = View(statuses, self._silent(), self.world_size, self.timeout_seconds, silence).hang()
+        if found is not None:
+            first = self.store.compare_set("hang", "", found).decode()
+            self._end(first, shown=first == found)
+
+    def _guard(self) -> None:
+        """The store itself may be out of reach; then nobody can be asked."""
+        ticked = time.monotonic()
+        while not self._closed.wait(self.period):
+            now = time.monotonic()
+            if now - ticked > SILENT_PERIODS * self.period:  # this process itself was stopped for a while
+                self._reached = now
+            ticked, silent = now, now - self._reached
+            allowed = max(self.timeout_seconds, 2 * SILENT_PERIODS * self.period)
+            if silent > allowed and self._stuck_seconds() > self.timeout_seconds:
+                self._end(_unreachable(self.status(), silent), shown=True)
+
+    def _stuck_seconds(self) -> float:
+        """How long this rank has not moved, if it waits for others; else how long nothing was heard of it."""
+        waits, launched = list(self._waits), self._running()
+        since = waits[0][3] if waits else self._since(launched[0]) if launched else self._changed
+        return 0.0 if self.busy_with else time.monotonic() - since
+
+    def _has_turn(self, stuck: float) -> bool:
+        """In a large job one rank looks, and another one after a while if that one brought no result."""
+        if self.world_size <= MANY_RANKS:
+            return True
+        waits = list(self._waits)
+        where = f"{waits[0][0]}/{waits[0][1]}" if waits else "outside"
+        turn = f"turn/{where}/{int((stuck - self.timeout_seconds) // TURN_SECONDS)}"
+        if turn != self._turn and self.store.add(turn, 1) == 1:
+            self._turn = turn
+        return turn == self._turn
+
+    def _statuses(self) -> dict[int, Status]:
+        keys = [f"status/{rank}" for rank in range(self.world_size)]
+        if not self.store.check(keys):
+            keys = [key for key in keys if self.store.check([key])]
+        found = [decode_status(text) for text in self.store.multi_get(keys)]
+        now = time.monotonic()
+        for status in found:
+            beat, since = self._seen.get(status.rank, (-1, now))
+            self._seen[status.rank] = (status.beat, since if beat == status.beat else now)
+        return {status.rank: status for status in found}
+
+    def _silent(self) -> dict[int, float]:
+        """Seconds since each rank was last heard of, as far as this rank has been looking."""
+        now = time.monotonic()
+        return {rank: now - since for rank, (_, since) in self._seen.items()}
+
+    def _end(self, message: str, shown: bool = False) -> None:
+        """End this process, whatever its main thread is stuck in; the launcher shows the message."""
+        if self._closed.is_set():
+            return
+        reported = write_report(this_report("hang", message))
+        if log.handlers:  # in a thread: the main thread may be stuck with the lock of a handler
+            options = {"extra": {"file_only": True}}
+            writer = threading.Thread(target=log.critical, args=("%s", message), kwargs=options, daemon=True)
+            writer.start()
+            writer.join(1.0)
+        if shown and not reported:
+            os.write(2, f"error: {message}\n".encode())
+        os._exit(HANG_CODE)
+
+
+def start_watchdog(timeout_seconds: float) -> None:
+    """Watch this rank, where it is one of several that found each other through the job's store."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        Watchdog(connect_store(), dist.get_rank(), dist.get_world_size(), timeout_seconds).start()
+
+
+def stop_watchdog() -> None:
+    if current is not None:
+        current.close()
+
+
+def set_timeouts(seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
+    """The longest wait for a collective from now on; the backends' own limit lies a little above the watchdog's."""
+    if current is not None:
+        current.timeout_seconds = seconds
+    set_group_timeouts(groups, backend_timeout(seconds))
+
+
+@contextlib.contextmanager
+def patiently(what: str, groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
+    """For work of some ranks that others wait for, such as saving: no time-out counts until all have ended it."""
+    if current is None:
+        yield
+        return
+    groups, seconds = list(groups), current.timeout_seconds
+    set_timeouts(A_DAY, groups)
+    try:
+        with current.busy(what):
+            yield
+        current.enter(f"end of {what}")
+        dist.barrier()
+        current.leave()
+    finally:
+        set_timeouts(seconds, groups)
+
+
+def _place(thread: int | None) -> str:
+    """Where the main thread is: the innermost line that is not of torch or of the wrappers around its collectives."""
+    frame = innermost = sys._current_frames().get(thread or 0)
+    while frame is not None and _is_wrapper(frame.f_code.co_filename):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _is_wrapper(file: str) -> bool:
+    ours = ("comm/watchdog.py", "comm/collectives.py", "comm/transfers.py", "pipeline/channels.py")
+    return f"{os.sep}torch{os.sep}" in file or file.endswith((*ours, "threading.py", "concurrent/futures/_base.py"))
+
+
+def _unreachable(status: Status, silent: float) -> str:
+    address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+    return (
+        f"{status.who} is {status.doing()}, and has not reached the store of the job at {address} for {silent:.0f} s:"
+        " that host is down, or the network is cut"
+    )

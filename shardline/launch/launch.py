@@ -1,0 +1,197 @@
+"""`shardline train`: refuse what cannot run, describe it (`--dry-run`), start ranks, or be one of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+import time
+
+from shardline.config.layout import resolve_layout, with_degrees
+from shardline.config.rules import check
+from shardline.config.schema import Config, leaves
+from shardline.errors import UserError
+from shardline.launch.rank_main import LAUNCHER_VARIABLE
+from shardline.run.options import TrainOptions, node_range
+from shardline.run.stop import exit_code, starting_job
+
+BACKENDS = ("static", "c10d")
+NAME_SECONDS = 10.0  # where machines start together, the name of the first may become known a little later
+
+
+def train(config: Config, options: TrainOptions) -> int:
+    """Exit code: 0 finished, 130 at Ctrl-C, checkpoint.preempted_exit_code at SIGTERM or before a time limit."""
+    least, nodes = node_range(options.nnodes)
+    started = started_ranks()
+    is_elastic = least < nodes or options.max_restarts > 0
+    if started or not is_elastic:
+        check(with_degrees(config, resolve_layout(config.parallelism, started or nodes * options.nproc)))
+    else:
+        _check_layouts(config, options, least, nodes)
+    _note_idle(options, nodes, bool(started))
+    _note_lost_machine(config, is_elastic and not started)
+    if is_elastic and not started and not config.checkpoint.enable:
+        print("warning: checkpoint.enable is false: every restart begins at step 0", file=sys.stderr)
+    starts = not started and (is_elastic or nodes * options.nproc > 1)
+    if starts or started > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
+    with starting_job(LAUNCHER_VARIABLE in os.environ):
+        return start("train", config, options) if starts else _run(config, options)
+
+
+def _check_layouts(config: Config, options: TrainOptions, least: int, nodes: int) -> None:
+    """Of a range of machines, one number must fit; which of the others do is seen when so many are there."""
+    reasons = [misfit(config, number * options.nproc) for number in range(least, nodes + 1)]
+    if all(reasons):
+        raise UserError(reasons[-1])
+
+
+def misfit(config: Config, ranks: int) -> str:
+    """Why layout or batch cannot be had with so many ranks; nothing where they can."""
+    from shardline.data.order import resolve_global_batch
+
+    section = config.training
+    try:
+        layout = resolve_layout(config.parallelism, ranks)
+        check(with_degrees(config, layout))
+        resolve_global_batch(section.global_batch_size, section.local_batch_size, layout.data_ranks)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def started_ranks() -> int:
+    """How many ranks this process is one of, by us, torchrun or another launcher; 0 where it is to start them."""
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
+    if not given:
+        return 0
+    if len(given) == 1 or not all(text.isdecimal() for text in given.values()):
+        shown = ", ".join(f"{name}={text}" for name, text in given.items())
+        raise UserError(f"a launcher sets RANK and WORLD_SIZE, whole numbers: found {shown}")
+    rank, ranks = int(given["RANK"]), int(given["WORLD_SIZE"])
+    if rank >= ranks:
+        raise UserError(f"RANK={rank}: with WORLD_SIZE={ranks} it is below {ranks}")
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if ranks > 1 and missing:
+        raise UserError(f"{ranks} ranks meet at MASTER_ADDR and MASTER_PORT, of rank 0: set {' and '.join(missing)}")
+    if ranks > 1:
+        _check_address(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    return ranks
+
+
+def _check_address(host: str, port: str) -> None:
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(f"MASTER_PORT={port}: expected a port of rank 0's machine, 1 to 65535")
+    problem = _name_problem(host)
+    if problem:
+        raise UserError(f"MASTER_ADDR={host} has no address: {problem}; set it to that of rank 0's machine")
+
+
+@functools.cache
+def _name_problem(host: str) -> str:
+    """Why a name leads to no machine, "" where it does; asked once."""
+    deadline = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            return ""
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
+            if isinstance(error, UnicodeError) or time.monotonic() >= deadline:
+                return str(getattr(error, "strerror", None) or error)
+        time.sleep(0.5)
+
+
+def _run(config: Config, options: TrainOptions) -> int:
+    from shardline.training.trainer import Trainer
+
+    try:
+        result = Trainer(config, options).train()
+    except RuntimeError as error:
+        if started_ranks() < 2 or LAUNCHER_VARIABLE in os.environ or options.debug:
+            raise
+        from shardline.launch.failures import explain
+
+        explanation = explain(error)
+        if explanation is None:
+            raise
+        print(f"error: {explanation}", file=sys.stderr)
+        return 1
+    return exit_code(result.stopped_by, config)
+
+
+def start(command: str, config: Config, options: TrainOptions) -> int:
+    """Start this machine's ranks, each with the same command line; the exit code."""
+    least, nodes = node_range(options.nnodes)
+    if nodes > 1:
+        _check_meeting(options, nodes)
+    if least < nodes and options.rdzv_backend != "c10d":
+        raise UserError(f"--nnodes {options.nnodes}: machines that come and go need --rdzv-backend c10d")
+    from shardline.launch.agent import Launch, start_ranks
+
+    return start_ranks(
+        Launch(
+            entry="shardline.cli.main:dispatch",
+            words=(*command.split(), *options.words),
+            nproc=options.nproc,
+            nnodes=nodes,
+            node_rank=options.node_rank,
+            rdzv_id=options.rdzv_id,
+            rdzv_backend=options.rdzv_backend,
+            rdzv_endpoint=options.rdzv_endpoint,
+            stop_timeout_seconds=config.comm.stop_timeout_seconds,
+            preempted_exit_code=exit_code("SIGTERM", config),
+            debug=options.debug,
+            least_nodes=least,
+            max_restarts=options.max_restarts,
+            lost_machine_seconds=config.comm.lost_machine_seconds,
+            saves=config.checkpoint.enable,
+            misfit=functools.partial(misfit, config),
+        )
+    )
+
+
+def nodes_of(text: str) -> int:
+    """`2`, or `2:2`, for commands whose machines are all there from the start."""
+    least, most = node_range(text)
+    if least < most:
+        raise UserError(f"--nnodes {text}: a range of machines is for training: give one number")
+    return most
+
+
+def _check_meeting(options: TrainOptions, nodes: int) -> None:
+    host, _, port = options.rdzv_endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UserError(
+            f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, an address of the first machine,"
+            f" got {options.rdzv_endpoint!r}"
+        )
+    if options.rdzv_backend not in BACKENDS:
+        raise UserError(f"--rdzv-backend: expected one of {', '.join(BACKENDS)}, got {options.rdzv_backend!r}")
+    if options.node_rank >= nodes:
+        raise UserError(f"--node-rank {options.node_rank}: with --nnodes {nodes} it is below {nodes}")
+
+
+def _note_lost_machine(config: Config, restarts: bool) -> None:
+    """Say where no machine is given up, so that there is no time after which."""
+    key = "comm.lost_machine_seconds"
+    if restarts or config.value(key) == leaves()[key].default:
+        return
+    if LAUNCHER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # our own launcher has said it
+        print(f"note: {key} has no effect: neither --max-restarts nor --nnodes MIN:MAX is given", file=sys.stderr)
+
+
+def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
+    """Say which options of the start have no effect."""
+    names, why = ["node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint"], "on one machine"
+    if is_rank and (LAUNCHER_VARIABLE in os.environ or os.environ["RANK"] != "0"):
+        return  # our own launcher gives its ranks its own command line, and has said it
+    if is_rank:
+        names, why = ["nproc", "nnodes", *names, "max_restarts"], "under another launcher"
+    elif nodes > 1:
+        names, why = ["node_rank"], "with --rdzv-backend c10d, where machines are numbered as they come"
+        if options.rdzv_backend != "c10d":
+            return
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != getattr(TrainOptions, name)]
+    if given:
+        print(f"note: no effect {why}: {', '.join(given)}", file=sys.stderr)

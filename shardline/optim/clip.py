@@ -1,0 +1,90 @@
+"""Gradient norm and clipping, over all parameters on all ranks.
+
+Each rank adds up the squares of what it holds, divided by how many ranks hold the same; the sum over all ranks is then
+the square of the norm, whatever the layout. `squared_norm` is that local sum: its all-reduce travels with other numbers
+of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardline.comm import collectives as comm
+from shardline.models.dtensor import local
+
+
+def squared_norm(
+    parameters: Iterable[nn.Parameter], ranks: int = 1, twice: Collection[nn.Parameter] = frozenset()
+) -> Tensor:
+    """This rank's share of the squared norm of all gradients, a 0-d float32 tensor; does not wait for the device.
+
+    `ranks` share each parameter's work: all of them, or those of a pipeline stage; those in `twice` are on two stages.
+    """
+    held = [(local(p.grad), (1 + (p in twice)) * ranks / shards(p)) for p in parameters if p.grad is not None]
+    if not held:
+        return torch.zeros(())
+    squares = squared_sums([gradient for gradient, _ in held])
+    if ranks == 1 and not twice:
+        return squares.sum()
+    copies = torch.tensor([copies for _, copies in held], dtype=squares.dtype)
+    return (squares / copies.to(squares.device, non_blocking=True)).sum()
+
+
+def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """L2 norm of all gradients of a model that lives on one rank."""
+    return squared_norm(parameters).sqrt()
+
+
+def squared_sums(gradients: list[Tensor]) -> Tensor:
+    """(number of gradients,) float32: the sum of squares of each, whatever the gradients' dtype."""
+    if not gradients:
+        return torch.zeros(0)
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    return torch.stack([norm.to(gradients[0].device) for norm in norms]).square()
+
+
+def shards(parameter: Tensor) -> int:
+    """Into how many different parts a parameter is cut."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    cut = [isinstance(placement, Shard | _StridedShard) for placement in parameter.placements]
+    return math.prod(size for size, is_cut in zip(parameter.device_mesh.shape, cut, strict=True) if is_cut)
+
+
+def clip_(parameters: Iterable[nn.Parameter], norm: Tensor | float, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most max_norm; `max_norm` 0 or less, or inf, leaves them alone.
+
+    With a norm that is already a number the pass over the gradients is left out when there is nothing to do.
+    """
+    if max_norm <= 0 or math.isinf(max_norm):
+        return
+    if isinstance(norm, float) and norm + 1e-6 <= max_norm:
+        return
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    factor = max_norm / (norm + 1e-6)
+    if isinstance(factor, Tensor):
+        factor = factor.clamp(max=1.0)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def nonfinite_parameters(model: nn.Module, of_gradients: bool = True) -> list[str]:
+    """Names of the parameters whose gradient (or value) holds an inf or nan on any rank; waits for the device.
+
+    Every rank must call it: only after a bad norm, which all of them see.
+    """
+    tensors = {name: p.grad if of_gradients else p for name, p in model.named_parameters()}
+    held = {name: local(tensor) for name, tensor in tensors.items() if tensor is not None}
+    names = [name for name, tensor in held.items() if not torch.isfinite(tensor).all()]
+    if comm.axis_size("world") == 1:
+        return names
+    everyone: list[list[str]] = [[] for _ in range(comm.axis_size("world"))]
+    dist.all_gather_object(everyone, names)  # ranks of a pipeline hold other parameters
+    return list(dict.fromkeys(name for names in everyone for name in names))

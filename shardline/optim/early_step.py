@@ -1,0 +1,182 @@
+"""The optimizer's step inside backward: a parameter is updated as soon as its gradient is there, which is then freed.
+
+    backward:  ... grad of layer 3 -> step layer 3 -> free | grad of layer 2 -> step layer 2 -> free | ...
+
+Instead of all gradients, only those of the layer being worked on exist. With accumulation the gradients have to wait
+for the last micro-batch, so the saving is there without accumulation only.
+
+Clipping needs the norm of all gradients before the first step. `two_pass` gets it exactly: forward and backward run
+once to measure, discarding the gradients, and once more to step with the clipping factor. It costs a second forward and
+backward, and keeps the promise that a step whose norm is not finite changes nothing. In one pass that promise cannot be
+kept: the norm is known when the weights have changed already. It is measured all the same, so a run still stops, but
+from weights that are spoilt: it goes on from its last checkpoint, and `training.nonfinite = "skip"` needs two passes.
+
+One optimizer holds all state, and steps one parameter at a time: what is saved and loaded does not differ from an
+ordinary run. An optimizer that keeps state in its groups rather than per parameter does not work this way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from shardline.models.dtensor import local
+
+Result = TypeVar("Result", bound="Outcome")
+
+
+class EarlyStep:
+    """Steps `optimizer` from gradient hooks, inside `stepping()` or measures inside `measuring()`; outside neither.
+
+    `enabled` is set to False for all micro-batches but the last. Parameters in `late` have no hook: their gradients
+    are complete only after backward, and `finish` sees to them. `share` is the part of a local squared sum that counts
+    in the sum over all ranks: 1 / (ranks that hold the same shard).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        late: Iterable[nn.Parameter] = (),
+        share: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
+    ) -> None:
+        self.enabled = True
+        self.optimizer = optimizer
+        self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        self._order = {parameter: index for index, parameter in enumerate(self._groups)}
+        self._shares = [share(parameter) for parameter in self._groups]
+        # One place per parameter: the sum does not depend on the order in which gradients arrive, and memory of this
+        # stream is written by the one that reduces gradients, never the other way round.
+        device = next(iter(self._groups)).device
+        self._squares = torch.zeros(len(self._groups), dtype=torch.float32, device=device)
+        self._steps = self._measures = False
+        self._scale = 1.0
+        waiting = set(late)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self.use)
+            for parameter in self._groups
+            if parameter not in waiting
+        ]
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measure gradients and free them; nothing is stepped."""
+        with self._doing(steps=False, measures=True, scale=1.0):
+            yield
+
+    @contextlib.contextmanager
+    def stepping(self, scale: float | None = None) -> Iterator[None]:
+        """Step with gradients and free them. With a `scale` (of a second pass) they are multiplied, not measured."""
+        with self._doing(steps=True, measures=scale is None, scale=1.0 if scale is None else scale):
+            yield
+
+    @contextlib.contextmanager
+    def _doing(self, *, steps: bool, measures: bool, scale: float) -> Iterator[None]:
+        if measures:
+            self._squares.zero_()
+        self._steps, self._measures, self._scale = steps, measures, scale
+        try:
+            yield
+        finally:
+            self._steps = self._measures = False
+
+    def use(self, parameter: Tensor) -> None:
+        """The gradient of `parameter` is complete: measure it, step with it, free it.
+
+        The hook calls it; whoever completes gradients otherwise may call it too.
+        """
+        if not self.enabled or not (self._steps or self._measures) or parameter.grad is None:
+            return
+        with torch.no_grad():
+            gradient = local(parameter.grad)
+            _wait_for_copy(gradient)
+            if self._measures:
+                self._measure(parameter, gradient)
+            if self._steps:
+                if self._scale != 1.0:
+                    gradient.mul_(self._scale)
+                self._step([parameter])
+        parameter.grad = None
+
+    def finish(self) -> None:
+        """See to the gradients that are left after backward: those of `late` parameters, stepped together."""
+        left = [parameter for parameter in self._groups if parameter.grad is not None]
+        if not left or not (self._steps or self._measures):
+            return
+        with torch.no_grad():
+            gradients = [local(parameter.grad) for parameter in left]
+            if self._measures:
+                for parameter, gradient in zip(left, gradients, strict=True):
+                    self._measure(parameter, gradient)
+            if self._steps:
+                if self._scale != 1.0:
+                    torch._foreach_mul_(gradients, self._scale)
+                self._step(left)
+        for parameter in left:
+            parameter.grad = None
+
+    def norm_squared(self) -> Tensor:
+        """What this rank adds to the squared norm of all gradients, 0-d: the sum over ranks is the whole."""
+        return self._squares.sum()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _measure(self, parameter: Tensor, gradient: Tensor) -> None:
+        index = self._order[parameter]
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        self._squares[index].copy_(norm.square() * self._shares[index])
+
+    def _step(self, parameters: list[Any]) -> None:
+        """One step of the optimizer as if it had these parameters only, with the options their groups have now."""
+        every = self.optimizer.param_groups
+        groups = [{**group, "params": [p for p in parameters if self._groups[p] is group]} for group in every]
+        self.optimizer.param_groups = [group for group in groups if group["params"]]
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = every
+
+
+class Outcome(Protocol):
+    """Numbers of the whole job: every rank has the same."""
+
+    @property
+    def loss(self) -> float: ...
+
+    @property
+    def grad_norm(self) -> float: ...
+
+
+def step_early(
+    early: EarlyStep, backward: Callable[[], Tensor], agree: Callable[[Tensor, Tensor], Result], max_norm: float
+) -> tuple[Result, bool]:
+    """One optimizer step; returns its outcome, and whether the weights were changed.
+
+    `backward` runs forward and backward over all micro-batches and returns the loss: once, or, where `max_norm` (above
+    0) clips, twice. `agree` makes the outcome of all ranks from this rank's loss and its part of the squared norm.
+    """
+    clips = 0 < max_norm < math.inf
+    with early.measuring() if clips else early.stepping():
+        loss = backward()
+        early.finish()
+    result = agree(loss, early.norm_squared())
+    if not clips:
+        return result, True
+    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        return result, False
+    with early.stepping(min(1.0, max_norm / (result.grad_norm + 1e-6))):
+        backward()
+        early.finish()
+    return result, True
+
+
+def _wait_for_copy(gradient: Tensor) -> None:
+    """With CPU offload a gradient may still be on its way from the device, into memory that looks ready."""
+    if gradient.device.type == "cpu" and torch.cuda.is_available() and gradient.is_pinned():
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,277 @@
+"""LAMB and LARS: Adam and SGD whose step has, for each layer, a length in proportion to the layer's weights.
+
+    LAMB  u = m / (sqrt(v) + eps) + decay w        w -= lr |w| / |u| u                 (You et al. 2020, algorithm 2)
+    LARS  b = momentum b + lr r (g + decay w)      w -= b                              (You et al. 2017, algorithm 1)
+          r = c |w| / (|g| + decay |w|)
+
+m and v are Adam's bias-corrected moments; c is `optimizer.trust_coefficient`, momentum is `optimizer.beta1`. Where a
+norm is 0 the ratio is 1. Norm weights and biases (1-D) take the plain step, without decay, as published.
+
+A layer is a logical weight: wq, wk and wv have a ratio each although they are rows of one fused parameter. Norms are
+over the whole weight, however it is sharded: all of them together cost one small all-reduce per step.
+
+The gradients are used up: they become the update, so that no second copy of the model's size is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from shardline.models.dtensor import local, local_slices
+from shardline.models.fused_weights import logical_names, unfuse
+
+# Sums a small tensor over a process group (None: all ranks), in place or not.
+Reduce = Callable[[Tensor, "dist.ProcessGroup | None"], Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which logical weight each local row of a fused one belongs to."""
+
+    member: Tensor  # (parts, local rows) float32: 1 where the row is of the part
+
+    @property
+    def count(self) -> int:
+        return self.member.shape[0]
+
+    def sum(self, rows: Tensor) -> Tensor:
+        """(local rows,) -> (parts,)"""
+        return (self.member * rows).sum(1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(parts,) -> (local rows, 1); a product with 0 and 1 has no rounding."""
+        return (self.member * values[:, None]).sum(0)[:, None]
+
+
+def fused_parts(model: nn.Module) -> dict[nn.Parameter, Parts]:
+    """The parts of every fused matrix of a `Decoder`, for the rows this rank holds; any cut of the rows will do."""
+    found: dict[nn.Parameter, Parts] = {}
+    arch: Any = getattr(model, "arch", None)
+    for name, parameter in model.named_parameters() if arch is not None else ():
+        if parameter.ndim > 1 and len(logical_names(arch, name)) > 1:
+            rows = local_slices(parameter)[0] if isinstance(parameter, DTensor) else slice(None)
+            pieces = unfuse(arch, name, torch.arange(parameter.shape[0], device="cpu")).values()
+            member = torch.zeros(len(pieces), parameter.shape[0], device="cpu")
+            for index, piece in enumerate(pieces):
+                member[index, piece] = 1
+            found[parameter] = Parts(member[:, rows].to(parameter.device))
+    return found
+
+
+def whole_norms(
+    tensors: Sequence[Tensor], parts: Sequence[Parts | None] | None = None, reduce: Reduce | None = None
+) -> Tensor:
+    """L2 norms, float32, one per tensor (one per part where `parts` has an entry), over the whole of sharded ones.
+
+    Plain tensors are whole. Every rank of a DTensor's mesh calls this with the same list. All tensors whose mesh holds
+    every rank share one all-reduce; others take one per mesh dimension that shards any of them.
+    """
+    parts = parts or [None] * len(tensors)
+    sums = _local_squared_sums([local(tensor) for tensor in tensors], parts)
+    sharded = [index for index, tensor in enumerate(tensors) if _copies(tensor) < _mesh_size(tensor)]
+    ranks = dist.get_world_size() if sharded else 1
+    everywhere = [index for index in sharded if _mesh_size(tensors[index]) == ranks]
+    if everywhere:
+        scales = [1 / _copies(tensors[index]) for index in everywhere]
+        _sum_over(None, _mesh(tensors[everywhere[0]]), sums, everywhere, scales, reduce)
+    for mesh in dict.fromkeys(_mesh(tensors[index]) for index in sharded if index not in set(everywhere)):
+        of_mesh = [index for index in sharded if _mesh(tensors[index]) == mesh]
+        for dimension in range(mesh.ndim):
+            cut = [_is_cut(tensors[index].placements[dimension]) for index in of_mesh]  # type: ignore[attr-defined]
+            if any(cut):
+                scales = [1.0 if is_cut else 1 / mesh.size(dimension) for is_cut in cut]
+                _sum_over(mesh.get_group(dimension), mesh, sums, of_mesh, scales, reduce)
+    return torch.cat(sums).sqrt() if sums else torch.zeros(0)
+
+
+def _local_squared_sums(tensors: list[Tensor], parts: Sequence[Parts | None]) -> list[Tensor]:
+    """One vector per tensor: (1,), or (parts,) for a fused weight."""
+    simple = [tensor for tensor, part in zip(tensors, parts, strict=True) if part is None]
+    norms = list(torch._foreach_norm(simple, 2, dtype=torch.float32)) if simple else []
+    squares = iter(torch._foreach_pow(norms, 2) if norms else ())
+    sums = []
+    for tensor, part in zip(tensors, parts, strict=True):
+        if part is None:
+            sums.append(next(squares).reshape(1))
+        else:
+            rows = torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float32)
+            sums.append(part.sum(rows.square()))
+    return sums
+
+
+def _sum_over(
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh,
+    sums: list[Tensor],
+    chosen: list[int],
+    scales: list[float],
+    reduce: Reduce | None,
+) -> None:
+    """Replace the chosen sums by those over the group, in one collective; copies count once through their scale."""
+    scaled = torch._foreach_mul([sums[index] for index in chosen], scales)
+    flat = torch.cat(scaled).to(mesh.device_type)  # a process group carries its own device's tensors
+    flat = (reduce or _all_reduce)(flat, group).to(sums[chosen[0]].device)
+    for index, values in zip(chosen, flat.split([len(part) for part in scaled]), strict=True):
+        sums[index] = values
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def _is_cut(placement: Placement) -> bool:
+    """Whether the ranks of a mesh dimension hold different parts, rather than copies."""
+    if placement.is_partial():
+        raise ValueError(f"{placement}: a sum that is not finished has no norm")
+    return not placement.is_replicate()
+
+
+def _copies(tensor: Tensor) -> int:
+    """How many ranks of the tensor's mesh hold the same part of it."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not _is_cut(placement))
+
+
+def _mesh(tensor: Tensor) -> DeviceMesh:
+    assert isinstance(tensor, DTensor)
+    return tensor.device_mesh
+
+
+def _mesh_size(tensor: Tensor) -> int:
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+
+
+class _Layerwise(torch.optim.Optimizer):
+    """What LAMB and LARS share: lists of local tensors per group, and one round of norms for all of them."""
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        options: dict[str, Any],
+        parts: Mapping[nn.Parameter, Parts] | None = None,
+        reduce: Reduce | None = None,
+    ) -> None:
+        super().__init__(groups, options)
+        self.parts, self.reduce = parts or {}, reduce
+
+    def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def _local_lists(self, group: dict[str, Any]) -> tuple[list[nn.Parameter], list[Tensor], list[Tensor]]:
+        """Parameters that have a gradient, and the local parts of both; their state exists from here on."""
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter] = self.initial_state(parameter)
+        return parameters, [local(p.detach()) for p in parameters], [local(p.grad) for p in parameters]
+
+    def _states(self, parameters: list[nn.Parameter], kind: str) -> list[Tensor]:
+        return [local(self.state[parameter][kind]) for parameter in parameters]
+
+    def _norms(self, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
+        """Norms of the weights and of what stands in their gradients, one per logical weight."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        parts = [self.parts.get(parameter) for parameter in parameters]
+        weights, updates = whole_norms([*parameters, *gradients], parts * 2, self.reduce).chunk(2)
+        return weights, updates
+
+    def _multiply(self, parameters: list[nn.Parameter], ratios: Tensor) -> None:
+        """Multiply each gradient by its ratio, each part of a fused one by its own."""
+        parts = [self.parts.get(parameter) for parameter in parameters]
+        pieces = ratios.split([1 if part is None else part.count for part in parts])
+        factors = [piece if part is None else part.spread(piece) for piece, part in zip(pieces, parts, strict=True)]
+        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factors)
+
+
+class Lamb(_Layerwise):
+    """Groups with `adapt` take trust ratios; the others step as Adam does."""
+
+    def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return {
+            "step": torch.zeros((), dtype=torch.float32, device="cpu"),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        adapted: list[nn.Parameter] = []
+        for group in self.param_groups:
+            parameters = self._write_updates(group)
+            adapted += parameters if group["adapt"] else []
+        if adapted:
+            weights, updates = self._norms(adapted)
+            one = torch.ones_like(weights)
+            self._multiply(adapted, torch.where((weights > 0) & (updates > 0), weights / updates, one))
+        for group in self.param_groups:
+            _, weights_, updates_ = self._local_lists(group)
+            if weights_:
+                torch._foreach_add_(weights_, updates_, alpha=-group["lr"])
+
+    def _write_updates(self, group: dict[str, Any]) -> list[nn.Parameter]:
+        """Advance the moments, and put m / (sqrt(v) + eps) + decay w where the gradients were."""
+        parameters, weights, gradients = self._local_lists(group)
+        if not parameters:
+            return parameters
+        first, second = self._states(parameters, "exp_avg"), self._states(parameters, "exp_avg_sq")
+        (beta1, beta2), steps = group["betas"], self._states(parameters, "step")
+        torch._foreach_add_(steps, 1)
+        counts = [int(step.item()) for step in steps]  # on the CPU: no wait
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+        torch._foreach_copy_(gradients, second)
+        torch._foreach_sqrt_(gradients)
+        torch._foreach_div_(gradients, [(1 - beta2**count) ** 0.5 for count in counts])
+        torch._foreach_add_(gradients, group["eps"])
+        torch._foreach_reciprocal_(gradients)
+        torch._foreach_mul_(gradients, first)
+        torch._foreach_div_(gradients, [1 - beta1**count for count in counts])
+        if group["weight_decay"]:
+            torch._foreach_add_(gradients, weights, alpha=group["weight_decay"])
+        return parameters
+
+
+class Lars(_Layerwise):
+    """Groups with `adapt` take trust ratios; the others step as SGD with momentum does."""
+
+    def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            parameters, weights, updates = self._local_lists(group)
+            if not parameters:
+                continue
+            if group["adapt"]:
+                self._adapt(group, parameters, weights, updates)
+            momentum = self._states(parameters, "momentum_buffer")
+            torch._foreach_mul_(momentum, group["momentum"])
+            torch._foreach_add_(momentum, updates, alpha=group["lr"])
+            torch._foreach_sub_(weights, momentum)
+
+    def _adapt(
+        self, group: dict[str, Any], parameters: list[nn.Parameter], weights: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        """Put r (g + decay w) where the gradients were."""
+        decay = group["weight_decay"]
+        of_weights, of_gradients = self._norms(parameters)
+        ratios = group["trust_coefficient"] * of_weights / (of_gradients + decay * of_weights)
+        if decay:
+            torch._foreach_add_(gradients, weights, alpha=decay)
+        one = torch.ones_like(ratios)
+        self._multiply(parameters, torch.where((of_weights > 0) & (of_gradients > 0), ratios, one))

@@ -1,0 +1,242 @@
+"""Attention of queries that stay where they are over keys and values that travel.
+
+    rank 0   own keys     keys of 3    keys of 1    keys of 2       each block is computed while the next one is on its
+    rank 1   own keys     keys of 0    keys of 2    keys of 3       way; sent straight to whoever needs it (`exchange`)
+    rank 2   ...
+
+`ring` sends a rank only the slices that it will use, point to point, two blocks in memory at a time; `allgather`
+gathers all of them first. Either way the softmax is put together from the parts (`models.attention_parts`). Blocks call
+this through the ops in `ring_ops`.
+
+Backward does not keep what came from others: keys and values travel again. A rank computes what its queries add to the
+gradients of a block, which goes back to the block's owner, who adds up in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.comm import collectives as comm
+from shardline.comm.transfers import Exchange, Transfer, distances
+from shardline.models.partial_attention import merge_, part, part_backward
+from shardline.parallel.context.slices import CAUSAL, MASKED, Call, Plan, Span
+
+AXIS = "cp"
+
+
+class Seen(NamedTuple):
+    """Builds the mask of a pair of slices from positions and documents."""
+
+    documents: Tensor | None  # (B, S)
+    window: int
+    length: int  # tokens of a slice
+
+    def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """(B or 1, 1, length, length) of bool for two slices, by their numbers in the sequence."""
+        places = torch.arange(self.length, device=device)
+        distance = (queries - keys) * self.length + places[:, None] - places[None, :]
+        allowed = distance >= 0
+        if self.window:
+            allowed = allowed & (distance < self.window)
+        if self.documents is None:
+            return allowed[None, None]
+        parts = self.documents.unflatten(1, (-1, self.length))
+        same = parts[:, queries, :, None] == parts[:, keys, None, :]
+        return (allowed & same)[:, None]
+
+
+# Blocks: slices of keys and values as they travel, (slices, 2, B, length, KV, D)
+
+
+def pack(k: Tensor, v: Tensor, each: int) -> Tensor:
+    """This rank's keys and values (B, T, KV, D) as a block: any of its slices is one piece of memory."""
+    return torch.stack((k, v)).unflatten(2, (each, -1)).movedim(2, 0).contiguous()
+
+
+def together(block: Tensor) -> Tensor:
+    """Keys and values (2, B, tokens, KV, D) of the slices of a block; a copy where they are several."""
+    return block.movedim(0, 2).flatten(2, 3)
+
+
+class Attending:
+    """The queries of one rank, over blocks that come one after the other."""
+
+    def __init__(self, q: Tensor, plan: Plan, seen: Seen) -> None:
+        self.q, self.plan, self.seen = q.transpose(1, 2), plan, seen  # (B, H, T, D)
+        self.wide = torch.promote_types(q.dtype, torch.float32)
+        self.out = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
+        self.lse = torch.full(self.q.shape[:3], float("-inf"), dtype=self.wide, device=q.device)
+        self.begun = False
+
+    def add(self, source: int, span: Span, block: Tensor) -> None:
+        for call in self.plan.calls[source]:
+            rows = _rows(call.queries, self.plan.length)
+            k, v = _keys(call, span, block)
+            out, lse = part(self.q[:, :, rows], k, v, *_mask(call, source, self.plan, self.seen, self.q.device))
+            if self.begun or call.queries.size < self.plan.slices.each:
+                merge_(self.out[:, :, rows], self.lse[:, :, rows], out, lse)
+            else:  # nothing to merge with yet
+                self.out.copy_(out)
+                self.lse.copy_(lse)
+            self.begun = True
+
+    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(B, T, H, D) and (B, H, T)."""
+        return self.out.transpose(1, 2).to(dtype).contiguous(), self.lse
+
+
+class Differentiating:
+    """The same backward: `add` returns what the queries of this rank add to the gradients of a block by some calls."""
+
+    def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: Plan, seen: Seen) -> None:
+        self.gradient, self.q, self.out = (tensor.transpose(1, 2) for tensor in (gradient, q, out))
+        self.lse, self.plan, self.seen = lse, plan, seen
+        self.wide = torch.promote_types(q.dtype, torch.float32)
+        self.dq = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
+
+    def add(self, source: int, span: Span, block: Tensor, calls: tuple[Call, ...]) -> Tensor:
+        added = torch.zeros(block.shape, dtype=self.wide, device=block.device)
+        for call in calls:
+            rows = _rows(call.queries, self.plan.length)
+            k, v = _keys(call, span, block)
+            mask = _mask(call, source, self.plan, self.seen, self.q.device)
+            kept = (self.gradient[:, :, rows], self.q[:, :, rows], k, v, self.out[:, :, rows], self.lse[:, :, rows])
+            dq, dk, dv = part_backward(*kept, *mask)
+            self.dq[:, :, rows] += dq
+            added[_among(call.keys, span)] += pack(dk.transpose(1, 2), dv.transpose(1, 2), call.keys.size)
+        return added
+
+
+def _rows(span: Span, length: int) -> slice:
+    return slice(span.first * length, span.end * length)
+
+
+def _among(keys: Span, span: Span) -> slice:
+    return slice(keys.first - span.first, keys.end - span.first)
+
+
+def _keys(call: Call, span: Span, block: Tensor) -> tuple[Tensor, Tensor]:
+    k, v = together(block[_among(call.keys, span)]).transpose(2, 3).unbind(0)
+    return k, v
+
+
+def _mask(call: Call, source: int, plan: Plan, seen: Seen, device: torch.device) -> tuple[bool, Tensor | None]:
+    """(causal, allowed) for a kernel."""
+    if call.kind != MASKED:
+        return call.kind == CAUSAL, None
+    queries, keys = plan.slices.of(plan.rank)[call.queries.first], plan.slices.of(source)[call.keys.first]
+    return False, seen.allowed(queries, keys, device)
+
+
+# How blocks travel
+
+
+class Ring:
+    """Blocks of the other ranks, one at a time, and gradients on their way back to the owners of the blocks."""
+
+    def __init__(self, block: Tensor, plan: Plan, backward: bool) -> None:
+        self.block, self.plan = block, plan
+        comm.join_on_device(AXIS, block.device)  # with documents of their own, some ranks may have nothing to send
+        slices = plan.sent + (plan.received if backward else 0)
+        self.exchange = Exchange(AXIS, "ring", block, slices * block[0].numel() * block.element_size())
+        self.outgoing = self.exchange.staged(block)
+        self.steps = distances(plan.slices.ranks)
+        self.returning: list[tuple[Span, Tensor, Transfer]] = []
+
+    def blocks(self) -> Iterator[tuple[int, Span | None, Tensor]]:
+        """(owner, which of its slices, the block), own ones first; no slices where this rank needs none."""
+        coming = self._start(0)
+        yield self.plan.rank, Span(0, self.plan.slices.each), self.block
+        for step in range(len(self.steps)):
+            source, span, block, transfer = coming
+            if step + 1 < len(self.steps):
+                coming = self._start(step + 1)
+            transfer.wait()
+            yield source, span, block
+
+    def _start(self, step: int) -> tuple[int, Span | None, Tensor, Transfer]:
+        plan, distance = self.plan, self.steps[step]
+        to, source = self._at(distance), self._at(-distance)
+        span = plan.wanted[source]
+        into = self._empty(span)
+        transfer = self.exchange.pass_on(self._cut(plan.given[to]), into, distance)
+        return source, span, self.block if into is None else into, transfer
+
+    def give_back(self, source: int, added: Tensor | None, own: Tensor) -> None:
+        """Send the owner of a block what this rank adds to its gradients, and take what another adds to the own one's.
+
+        Also where there is nothing to send: ranks keep in step, or transfers would wait for each other in a circle.
+        """
+        distance = (self.plan.rank - source) % self.plan.slices.ranks
+        span = self.plan.given[self._at(distance)]
+        into = self._empty(span)
+        transfer = self.exchange.pass_on(None if added is None else added.to(self.block.dtype), into, -distance)
+        self._add_up(own)  # of the step before, while this one travels
+        if span is not None and into is not None:
+            self.returning.append((span, into, transfer))
+
+    def finish(self, own: Tensor | None = None) -> None:
+        if own is not None:
+            self._add_up(own)
+        self.exchange.finish()
+
+    def _add_up(self, own: Tensor) -> None:
+        for span, into, transfer in self.returning:
+            transfer.wait()
+            own[span.first : span.end] += into
+        self.returning.clear()
+
+    def _at(self, distance: int) -> int:
+        return (self.plan.rank + distance) % self.plan.slices.ranks
+
+    def _cut(self, span: Span | None) -> Tensor | None:
+        return None if span is None else self.outgoing[span.first : span.end]
+
+    def _empty(self, span: Span | None) -> Tensor | None:
+        return None if span is None else self.block.new_empty(span.size, *self.block.shape[1:])
+
+
+def ring(attending: Attending, block: Tensor, plan: Plan) -> None:
+    travelling = Ring(block, plan, backward=False)
+    for source, span, arrived in travelling.blocks():
+        if span is not None:
+            attending.add(source, span, arrived)
+    travelling.finish()
+
+
+def ring_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -> Tensor:
+    """Own keys come first, while others' travel, and last, while gradients do."""
+    travelling = Ring(block, plan, backward=True)
+    (first, last), blocks = plan.own_in_two(), travelling.blocks()
+    _, whole, _ = next(blocks)
+    assert whole is not None
+    own = differentiating.add(plan.rank, whole, block, first)
+    for source, span, arrived in blocks:
+        added = None if span is None else differentiating.add(source, span, arrived, plan.calls[source])
+        travelling.give_back(source, added, own)
+    own += differentiating.add(plan.rank, whole, block, last)
+    travelling.finish(own)
+    return own
+
+
+def _gathered(block: Tensor, plan: Plan) -> Tensor:
+    return comm.gather_rows(block, AXIS).unflatten(0, (plan.slices.ranks, -1))
+
+
+def allgather(attending: Attending, block: Tensor, plan: Plan) -> None:
+    blocks = _gathered(block, plan)
+    for source in range(plan.slices.ranks):
+        attending.add(source, Span(0, plan.slices.each), blocks[source])
+
+
+def allgather_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -> Tensor:
+    """What ranks add to a block's gradients goes to its owner as it is: a sum on the way would round every time."""
+    blocks = _gathered(block, plan)
+    added = torch.empty_like(blocks)
+    for source in range(plan.slices.ranks):
+        added[source] = differentiating.add(source, Span(0, plan.slices.each), blocks[source], plan.calls[source])
+    return comm.exchange_blocks(added, AXIS).sum(dim=0, dtype=differentiating.wide)

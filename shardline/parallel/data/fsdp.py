@@ -1,0 +1,254 @@
+"""Data parallelism: ranks read different samples and sum their gradients.
+
+    FSDP (dp_shard)            parameters, gradients and optimizer state cut over the ranks; a block's weights are
+                               gathered just before it runs, its gradients summed and scattered after its backward
+    DDP (dp_replicate alone)   every rank holds everything; gradients are summed in buckets while backward goes on
+                               (replicas.py)
+    HSDP (both)                FSDP inside a group, gradients also summed between groups
+
+Gradients are summed, never averaged: the loss is already divided by the targets of the global batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from shardline.comm import collectives as comm
+from shardline.comm import watchdog
+from shardline.comm.exposed_time import StreamWaits, can_watch_streams, exposed, mark
+from shardline.comm.mesh import Mesh
+from shardline.comm.spans import Running, now, runs_on_host, spans
+from shardline.config.schema import Config, Parallelism
+from shardline.models.decoder import Decoder
+from shardline.precision.mixed import Precision
+
+WAYS_IN = ("hidden", "stage")  # methods of the model that begin a forward
+
+
+def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision) -> None:
+    """Shard each block, then the rest of the model, over dp_shard x cp; replicate over dp_replicate."""
+    dp = mesh.joined("dp_replicate", "fsdp")
+    assert dp is not None
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute if precision.compute != precision.storage else None,
+        reduce_dtype=precision.reduce,
+        cast_forward_inputs=False,  # rotary tables stay float32
+    )
+    on_gpu = dp.device_type == "cuda"
+    # Page-locked memory lets copies to and from the GPU run beside the computation; without a GPU there is none.
+    offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.training.enable_cpu_offload else OffloadPolicy()
+    reshard = _reshard_after_forward(config)
+    options: dict[str, Any] = {"mesh": dp, "mp_policy": policy, "offload_policy": offload}
+    for block in model.blocks():
+        fully_shard(block, reshard_after_forward=reshard, **options)
+    # What the root holds (embedding, norm, head) is used first and last: gathering it twice would gain nothing.
+    fully_shard(model, reshard_after_forward=False, **options)
+    for name in WAYS_IN:
+        register_fsdp_forward_method(model, name)
+    waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() else None
+    exposed.measured = waits is not None or not on_gpu
+    count(model, waits, replicated=mesh.axis("dp_replicate") is not None)
+    _prefetch(model, config.parallelism.fsdp_prefetch)
+
+
+def count(model: Decoder, waits: StreamWaits | None, replicated: bool) -> None:
+    """Sum instead of average, and through our own collectives. None of these settings reaches inner modules."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # before the factor: other reductions are NCCL's alone
+            module.set_gradient_divide_factor(1.0)
+            scatter = CountedScatter(waits, is_last=module is model)
+            module.set_custom_all_gather(CountedGather(waits, module))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
+            if replicated:
+                module.set_all_reduce_hook(scatter.all_reduced)
+    if waits is not None:
+        waits.watch(model, model.blocks(), WAYS_IN)
+
+
+def _prefetch(model: Decoder, depth: int) -> None:
+    """Gather the weights of the next `depth` blocks while one computes; 0 leaves it to FSDP (backward alone).
+
+    Of several stages each is a chain of its own; the root, which begins all of them, then gathers nothing ahead.
+    """
+    if depth == 0:
+        return
+    for stage in model.stages:
+        blocks = [cast(FSDPModule, model.block(layer)) for layer in stage.layers]
+        chain = [cast(FSDPModule, model), *blocks] if len(model.stages) == 1 else blocks
+        for index, module in enumerate(chain):
+            module.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + depth])
+            is_root = module is chain[0] and len(model.stages) == 1
+            before = chain[1:] if is_root else chain[len(chain) - len(blocks) : index]  # backward begins with the root
+            module.set_modules_to_backward_prefetch(before[::-1][:depth])
+
+
+def _reshard_after_forward(config: Config) -> bool:
+    """`default` frees gathered weights after forward, except under a pipeline, which would gather them anew."""
+    choice = config.parallelism.fsdp_reshard_after_forward
+    if choice == "default":
+        return config.parallelism.pipeline_parallel_degree == 1
+    return choice == "always"
+
+
+class _Allocate:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedGather(_Allocate):
+    """On CPU the gather goes on in the background until FSDP needs the weights, whether it asks for that or not."""
+
+    def __init__(self, waits: StreamWaits | None = None, module: Any = None) -> None:
+        self.waits, self.module = waits, module
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        comm.traffic.add("dp_shard", _bytes(input_tensor) * (group.size() - 1))
+        on_cpu = input_tensor.device.type == "cpu"
+        issued, start = Issued("all_gather", input_tensor, group), now()
+        with contextlib.nullcontext() if on_cpu else issued:
+            work = comm._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
+        if self.waits is not None:
+            self.waits.gathered[self.module] = mark()
+        return TimedWork(work, issued, start) if on_cpu else work
+
+
+class CountedScatter(_Allocate):
+    """FSDP uses the result at once: on CPU the step waits here, on a GPU another stream does.
+
+    The last gradients of a backward are waited for at its end, where nothing is left to hide them behind.
+    """
+
+    def __init__(self, waits: StreamWaits | None = None, is_last: bool = False) -> None:
+        self.waits, self.is_last = waits, is_last
+        self.ended: Any = 0  # nanoseconds, or an event
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        comm.traffic.add("dp_shard", _bytes(output_tensor) * (group.size() - 1))
+        started = now() if self.waits is None else mark()
+        work = None
+        with Issued("reduce_scatter", input_tensor, group):
+            by_sum = op == dist.ReduceOp.SUM and not async_op
+            if not (by_sum and comm.scattered_by_host(output_tensor, input_tensor, "fsdp")):
+                work = comm._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        self._scattered(started, input_tensor.device)
+        return work
+
+    def _scattered(self, started: Any, device: torch.device) -> None:
+        if self.waits is None:
+            self.ended = _waited("dp_shard", "reduce_scatter", started, device)
+            return
+        self.ended = self.waits.scattered = mark()
+        if self._ends_step():
+            self.waits.scattered = None
+            exposed.between(started, self.ended)
+
+    def _ends_step(self) -> bool:
+        return self.is_last and exposed.last_backward
+
+    def all_reduced(self, reduced: Tensor) -> None:
+        """HSDP has summed a scattered gradient between replicas, which it does right after scattering it."""
+        size = comm.axis("dp_replicate").size
+        comm.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
+        if self.waits is None:
+            _waited("dp_replicate", "all_reduce", self.ended, reduced.device)
+        elif self._ends_step():
+            exposed.between(self.ended, mark())
+
+
+def _waited(axis: str, what: str, started: int, device: torch.device) -> int:
+    """The host has waited for a collective since `started`; the time now."""
+    ended = now()
+    exposed.add((ended - started) / 1e9)
+    if spans.enabled and device.type == "cpu":
+        spans.blocked(axis, what, started)
+    return ended
+
+
+class Issued:
+    """A collective of FSDP's, as the watchdog knows it; the rank, or its device, waits for it inside the context."""
+
+    def __init__(self, what: str, x: Tensor, group: dist.ProcessGroup) -> None:
+        self.dog = watchdog.current
+        self.on_device = x.device.type == "cuda" and not runs_on_host(group, x.device)
+        if self.dog is not None:
+            self.tag = f"{what} over dp_shard of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            self.sequence = self.dog.issue(self.tag, "dp_shard")
+
+    def __enter__(self) -> None:
+        if self.dog is not None:
+            self.dog.wait(self.sequence, self.tag, "dp_shard")
+
+    def __exit__(self, *error: object) -> None:
+        if self.dog is not None:
+            self.dog.leave(self.on_device)
+
+
+class TimedWork(dist.Work):
+    """A collective in the background; the time spent waiting for it counts as exposed."""
+
+    def __init__(self, work: dist.Work, issued: Issued, start: int) -> None:
+        super().__init__()
+        self.work, self.issued = work, issued
+        self.running = Running(work, "dp_shard", "all_gather", start) if spans.enabled else None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        with exposed.waiting(torch.device("cpu")), self.issued, spans.waiting("dp_shard", "all_gather"):
+            done = self.work.wait(timeout)
+        if self.running is not None:
+            self.running.end()
+        return done
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> None:
+    """Before a micro-batch: what FSDP does with its gradients, and with its weights after backward.
+
+    step: keep whole gradients, reduce with the last one; micro_batch: reduce every time; scatter: reduce-scatter every
+    time, all-reduce between replicas with the last one, and where there are none the same as step. Weights that are
+    never freed stay until the step's end.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    mode = accumulation_sync(section)
+    exposed.last_backward = last
+    model.set_requires_gradient_sync(last or mode != "step")
+    model.set_requires_all_reduce(last or mode != "scatter")
+    model.set_is_last_backward(last)
+    if section.fsdp_reshard_after_forward == "never":
+        model.set_reshard_after_backward(last)
+
+
+def accumulation_sync(section: Parallelism) -> str:
+    """When gradients are summed; `scatter` puts off sums between replicas of shards, and is `step` without them."""
+    is_hsdp = comm.axis_size("dp_replicate") > 1 and comm.axis_size("fsdp") > 1
+    return section.accumulation_sync if is_hsdp or section.accumulation_sync != "scatter" else "step"
+
+
+def free_gathered(model: nn.Module) -> None:
+    """After a forward without a backward: free the weights that FSDP keeps for it, so that the shards are the model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,107 @@
+"""When the gradients of pipeline stages are summed over data-parallel ranks.
+
+    rank 0, stages 0 and 2   ... 2B3 | sum of stage 2 ... 0B3 | sum of stage 0, and of what is outside of blocks
+
+Backward passes of the schedule sum nothing themselves; a stage is summed when its last gradient of the step is there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardline.comm.exposed_time import exposed
+from shardline.config.schema import Parallelism
+from shardline.models.decoder import Decoder, Stage
+from shardline.parallel.data.ddp import Replicas
+from shardline.parallel.data.fsdp import accumulation_sync
+
+
+class StageSums:
+    """Sums the gradients of pipeline stages over data ranks, each stage's as soon as it has its last one.
+
+    Nothing is summed while a schedule runs but this. What several stages use (a tied embedding, the modules outside of
+    blocks, which FSDP treats as one) is summed with the last of them.
+    """
+
+    def __init__(self, model: Decoder, section: Parallelism, stages: Mapping[int, Stage], replicas: Replicas | None):
+        self.model, self.section, self.replicas = model, section, replicas
+        self.summing = self.last = False
+        self.left: set[int] = set()
+        self.all = set(stages)
+        users = stage_users(model, stages)
+        self.units: list[tuple[set[int], Callable[[], None]]] = []
+        if replicas is not None:
+            for bucket in replicas.buckets:
+                of_bucket = {stage for parameter in bucket.parameters for stage in users[parameter]}
+                of_bucket = of_bucket if replicas.overlap else self.all
+                self.units.append((of_bucket, functools.partial(replicas.start, bucket)))
+        elif isinstance(model, FSDPModule):
+            for index, stage in stages.items():
+                for layer in reversed(stage.layers):
+                    self.units.append(({index}, functools.partial(self._reduce, model.block(layer))))
+            outside = {index for index, stage in stages.items() if stage.first or stage.last}
+            self.units.append((outside or self.all, functools.partial(self._reduce, model)))
+        self.waiting: list[tuple[set[int], Callable[[], None]]] = []
+
+    def begin(self, last: bool) -> None:
+        """Before a run of the schedule; `last` of the step."""
+        self.last, self.left = last, set(self.all)
+        self.summing = last or accumulation_sync(self.section) != "step"
+        self.waiting = list(self.units) if self.summing else []
+        if isinstance(self.model, FSDPModule):
+            exposed.last_backward = False
+            self.model.set_requires_gradient_sync(False)
+            self.model.set_is_last_backward(False)
+            self.model.set_reshard_after_backward(self.section.fsdp_reshard_after_forward == "always")
+
+    def done(self, stage: int) -> None:
+        """A stage has all its gradients of this run."""
+        self.left.discard(stage)
+        ready = [start for stages, start in self.waiting if not stages & self.left]
+        self.waiting = [(stages, start) for stages, start in self.waiting if stages & self.left]
+        for start in ready:
+            start()
+        if not self.left and self.last and isinstance(self.model, FSDPModule):
+            self.model.set_is_last_backward(True)
+            end_of_backward(self.model)
+
+    def _reduce(self, module: nn.Module) -> None:
+        assert isinstance(module, FSDPModule)
+        exposed.last_backward = self.last
+        module.set_requires_gradient_sync(True, recurse=False)
+        module.set_requires_all_reduce(self.last or accumulation_sync(self.section) != "scatter", recurse=False)
+        module.set_reshard_after_backward(self.last, recurse=False)
+        reduce_now(module)
+
+
+def stage_users(model: Decoder, stages: Mapping[int, Stage]) -> dict[nn.Parameter, frozenset[int]]:
+    """The stages of this rank that give each parameter gradients."""
+    layer_of = {layer: index for index, stage in stages.items() for layer in stage.layers}
+    first = [index for index, stage in stages.items() if stage.first]
+    last = [index for index, stage in stages.items() if stage.last]
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name.startswith("layers."):
+            users = [layer_of[int(name.split(".")[1])]]
+        elif name.startswith("tok_embeddings."):
+            users = first + (last if model.arch.tie_word_embeddings else [])
+        else:
+            users = last
+        found[parameter] = frozenset(users)
+    return found
+
+
+def reduce_now(module: FSDPModule) -> None:
+    """What FSDP does when backward has gone through a module; weight gradients may come later than that."""
+    group = module._get_fsdp_state()._fsdp_param_group  # private to torch, as below, and used in this file alone
+    if group is not None:
+        group.post_backward()
+
+
+def end_of_backward(model: FSDPModule) -> None:
+    """What FSDP does after the last backward: wait for the sums, forget the order of this step."""
+    model._get_fsdp_state()._root_post_backward_final_callback()

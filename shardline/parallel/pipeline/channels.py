@@ -1,0 +1,246 @@
+"""What pipeline stages send each other: activations one way, their gradients the other, point to point.
+
+There is a channel for every ordered pair of ranks that talk. Its messages travel in the order in which the sender makes
+them; the receiver knows that order from the schedule, and posts its receives in it, ahead of need:
+
+    rank 0   0F0 -a0-> 0F1 -a1-> 0F2 -a2->            0B0                channel 0 -> 1: a0 a1 a2 ...
+    rank 1            1F0       1F1       1B0 -g0->       1B1 -g1->      channel 1 -> 0: g0 g1 ...
+
+A sent tensor is kept until it is known to have arrived: the receiver has sent something that it made after using it.
+
+NCCL's receives are kernels that run until the message is there. Two things must not come to wait for one: a kernel that
+is launched for the first time (CUDA may want the device idle to load it), so the first walk's messages take the way
+through host memory; and a second receive in the same stream, which can hold up other streams, so one is posted ahead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.comm import collectives as comm
+from shardline.comm import watchdog
+from shardline.comm.spans import now, runs_on_host, spans
+from shardline.parallel.pipeline.timeline import Action
+
+AHEAD_ON_HOST, AHEAD_ON_DEVICE = 2, 1  # receives of one channel that are posted before they are needed
+
+
+class Key(NamedTuple):
+    """What is sent: the input ("activation") or the output's gradient ("gradient") of a stage, for a micro-batch."""
+
+    what: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.what} for stage {self.stage}, micro-batch {self.microbatch}"
+
+
+class Message(NamedTuple):
+    """`made` and `used` are places of actions: in the order of the rank that sends, and of the one that receives."""
+
+    key: Key
+    source: int
+    target: int
+    made: int
+    used: int
+
+
+def messages_of(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> list[Message]:
+    """All that ranks send each other, each rank's in its order; what stays on a rank is no message."""
+    places = {action: place for order in orders for place, action in enumerate(order)}
+    found = []
+    for rank, order in enumerate(orders):
+        for made, action in enumerate(order):
+            key = sent_by(action, len(placement))
+            if key is None or placement[key.stage] == rank:
+                continue
+            users = "F" if key.what == "activation" else "BI"
+            used = next(place for kind in users if (place := places.get(Action(kind, *key[1:]))) is not None)
+            found.append(Message(key, rank, placement[key.stage], made, used))
+    return found
+
+
+def sent_by(action: Action, stages: int) -> Key | None:
+    """What an action makes for another stage."""
+    if action.kind == "F" and action.stage + 1 < stages:
+        return Key("activation", action.stage + 1, action.microbatch)
+    if action.kind in "BI" and action.stage > 0:
+        return Key("gradient", action.stage - 1, action.microbatch)
+    return None
+
+
+class Channel:
+    """One direction between two ranks of the pp axis, of which this rank is one."""
+
+    def __init__(self, source: int, target: int, device: torch.device) -> None:
+        up = comm.axis("pp" if source < target else "pp_down")
+        self.group, self.peer = up.group, source if up.rank == target else target
+        ranks = dist.get_process_group_ranks(self.group)
+        self.name = f"pp, rank {ranks[source]} to rank {ranks[target]}"
+        watchdog.add_members(self.name, (ranks[source], ranks[target]))
+        self.device, self.always_on_host = device, runs_on_host(self.group, device)
+        self.on_host = self.always_on_host  # whether messages pass through host memory; both sides must agree
+
+    @property
+    def staged(self) -> bool:
+        """Gloo sends and receives host memory alone."""
+        return self.on_host and self.device.type == "cuda"
+
+    def open(self, sends: bool) -> None:
+        """Connect now, both sides together: later, each may be busy when the other one wants to."""
+        x = torch.zeros(1, device="cpu" if self.staged else self.device)
+        work = self._isend(x) if sends else self._irecv(x)
+        work.wait()
+
+    def send(self, x: Tensor, what: object) -> Transfer:
+        x = x.detach().contiguous()
+        comm.traffic.add("pp", x.numel() * x.element_size())
+        tag, sequence = self._issue(what, x.shape, x.dtype)
+        x = x.to("cpu") if self.staged else x
+        return Transfer(self, self._isend(x), x, tag, sequence, self.on_host)
+
+    def receive(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> Transfer:
+        """Post a receive."""
+        x = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self.staged else self.device, pin_memory=self.staged)
+        tag, sequence = self._issue(what, shape, dtype)
+        return Transfer(self, self._irecv(x), x, tag, sequence, self.on_host)
+
+    def _isend(self, x: Tensor) -> Any:
+        return dist.isend(x, group=self.group, group_dst=self.peer)
+
+    def _irecv(self, x: Tensor) -> Any:
+        return dist.irecv(x, group=self.group, group_src=self.peer)
+
+    def _issue(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> tuple[str, int]:
+        tag = f"{what} ({self.name}), {tuple(shape)} {str(dtype).removeprefix('torch.')}"
+        return tag, 0 if watchdog.current is None else watchdog.current.post(tag, self.name)
+
+
+class Transfer(NamedTuple):
+    """A message on its way."""
+
+    channel: Channel
+    work: Any
+    x: Tensor
+    tag: str
+    sequence: int
+    on_host: bool
+
+    def wait(self) -> Tensor:
+        """Stand still for it, known to the watchdog and to whoever measures; what was sent or has arrived."""
+        if watchdog.current is not None:
+            watchdog.current.wait(self.sequence, self.tag, self.channel.name)
+        start = now() if spans.enabled and self.on_host else 0
+        self.work.wait()
+        if start:
+            spans.blocked("pp", "send_receive", start)
+        if watchdog.current is not None:
+            watchdog.current.leave(on_device=not self.on_host)
+        return self.x
+
+    def arrive(self) -> Tensor:
+        """Wait for a message; it is on the channel's device."""
+        return self.wait().to(self.channel.device, non_blocking=True)
+
+
+class Channels:
+    """The channels of one rank, opened on all ranks of the axis in one order."""
+
+    def __init__(self, pairs: set[tuple[int, int]], device: torch.device) -> None:
+        self.rank = comm.axis("pp").rank
+        self.by_pair = {pair: Channel(*pair, device) for pair in sorted(pairs) if self.rank in pair}
+        for (source, _), channel in self.by_pair.items():
+            channel.open(sends=source == self.rank)
+
+    @contextlib.contextmanager
+    def through_host(self) -> Iterator[None]:
+        """Meanwhile messages pass through host memory."""
+        for channel in self.by_pair.values():
+            channel.on_host = True
+        try:
+            yield
+        finally:
+            for channel in self.by_pair.values():
+                channel.on_host = channel.always_on_host
+
+    def swap(self, x: Tensor, peer: int, what: str) -> Tensor:
+        """What the other rank gives for x, of the same shape."""
+        coming = self.by_pair[peer, self.rank].receive(what, x.shape, x.dtype)
+        sent = self.by_pair[self.rank, peer].send(x, what)
+        received = coming.arrive()
+        sent.wait()
+        return received
+
+
+class Transfers:
+    """The messages of one run of a schedule, as one rank sends and receives them.
+
+    `describe` gives shape and type of a micro-batch's activation, which its gradient has too.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        messages: Sequence[Message],
+        describe: Callable[[int], tuple[Sequence[int], torch.dtype]],
+    ) -> None:
+        self.channels, self.describe = channels, describe
+        rank = channels.rank
+        self.outgoing = {message.key: message for message in messages if message.source == rank}
+        self.incoming = {message.key: message for message in messages if message.target == rank}
+        self.to_post: dict[int, deque[Message]] = {}
+        for message in self.incoming.values():
+            self.to_post.setdefault(message.source, deque()).append(message)
+        self.posted: dict[int, dict[Key, Transfer]] = {source: {} for source in self.to_post}
+        self.sent: list[tuple[Message, Transfer]] = []
+        for source in self.to_post:
+            self._post_ahead(source)
+
+    def send(self, key: Key, x: Tensor) -> None:
+        message = self.outgoing[key]
+        channel = self.channels.by_pair[message.source, message.target]
+        self.sent.append((message, channel.send(x, key)))
+
+    def receive(self, key: Key) -> Tensor:
+        message = self.incoming[key]
+        posted = self.posted[message.source]
+        while key not in posted:
+            self._post(message.source)
+        received = posted.pop(key).arrive()
+        self._post_ahead(message.source)
+        self._release(message)
+        return received
+
+    def finish(self) -> None:
+        """Return when everything was sent, and its memory may be used for something else."""
+        for _, sent in self.sent:
+            sent.wait()
+        self.sent.clear()
+
+    def _post(self, source: int) -> None:
+        message = self.to_post[source].popleft()
+        channel = self.channels.by_pair[message.source, message.target]
+        self.posted[source][message.key] = channel.receive(message.key, *self.describe(message.key.microbatch))
+
+    def _post_ahead(self, source: int) -> None:
+        ahead = AHEAD_ON_HOST if self.channels.by_pair[source, self.channels.rank].on_host else AHEAD_ON_DEVICE
+        while self.to_post[source] and len(self.posted[source]) < ahead:
+            self._post(source)
+
+    def _release(self, received: Message) -> None:
+        """Give up what the sender of this message had used before it made it."""
+        kept = []
+        for message, sent in self.sent:
+            if message.target == received.source and message.used < received.made:
+                sent.wait()  # returns at once
+            else:
+                kept.append((message, sent))
+        self.sent = kept

@@ -1,0 +1,256 @@
+"""Pipeline parallelism: ranks hold consecutive layers, and micro-batches go through them one behind the other.
+
+    rank 0   0F0 0F1 0F2 0F3         0B0     0B1     0B2     0B3        stage, F forward or B backward, micro-batch
+    rank 1       1F0 1B0     1F1 1B1     1F2 1B2     1F3 1B3            blanks: the bubble
+
+A rank walks its actions in the order of its schedule. Forward keeps the input (a leaf) and the edge of the graph that
+leads to the output; backward starts from that edge with the gradient that comes from the next stage, and hands the
+input's on. Where the schedule splits backward, I leaves weight gradients in the queue of models/linear.py and takes
+along what belongs to this stage and micro-batch; W computes exactly that.
+
+Shapes are known from the tokens, which every rank of the pipeline reads: nothing runs before the first step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from shardline.comm import collectives as comm
+from shardline.models.decoder import Stage
+from shardline.models.linear import Waiting, accumulate, weight_queue
+from shardline.parallel.pipeline.channels import Channels, Key, Transfers, messages_of, sent_by
+from shardline.parallel.pipeline.stages import PipelinePlan
+from shardline.parallel.pipeline.timeline import Action
+
+
+class MicroBatch(NamedTuple):
+    tokens: Tensor  # (B, S)
+    labels: Tensor
+    documents: Tensor | None
+
+
+# (micro-batch, input or None, stage) -> output: hidden states, the loss from the last stage
+Forward = Callable[[MicroBatch, Tensor | None, Stage], Tensor]
+
+
+class Kept(NamedTuple):
+    """What backward needs of a forward."""
+
+    x: Tensor | None
+    output: Any  # an edge of the graph; the loss itself from the last stage
+
+
+class Pipeline:
+    """One rank's stages, and what they send to those of other ranks.
+
+    `describe` gives the shape and type of the residual stream for tokens (B, S).
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        device: torch.device,
+        describe: Callable[[Tensor], tuple[Sequence[int], torch.dtype]],
+    ) -> None:
+        self.plan, self.schedule, self.device, self.describe = plan, plan.schedule, device, describe
+        self.messages = messages_of(self.schedule.orders, self.schedule.placement)
+        pairs = {(message.source, message.target) for message in self.messages}
+        first, last = plan.ends
+        if first != last:
+            pairs |= {(first, last), (last, first)}
+        self.channels = Channels(pairs, device)
+        self.rank = self.channels.rank
+        self._walked: set[str] = set()  # kinds of walks that have loaded all their kernels
+        self.clock = ActionClock(device)
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def run(self, batches: Sequence[MicroBatch], forward: Forward, done: Callable[[int], None]) -> Tensor:
+        """Forward and backward of all micro-batches; the sum of their losses, 0 where the last stage is elsewhere.
+
+        `done(stage)` is called when a stage has all its gradients.
+        """
+        order = self.schedule.orders[self.rank]
+        left = Counter(action.stage for action in order if action.kind != "F")
+        with self._walk("training"), weight_queue.offering() if self.schedule.splits else contextlib.nullcontext():
+            run = _Run(self, batches, forward, self._transfers(batches, self.messages))
+            for action in order:
+                run.receive(action)
+                with self.clock.around():
+                    run.compute(action)
+                    if action.kind != "F":
+                        left[action.stage] -= 1
+                        if not left[action.stage]:
+                            done(action.stage)
+                run.send(action)
+            run.transfers.finish()
+        return run.total
+
+    # ---- validation --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def losses(self, batches: Sequence[MicroBatch], forward: Forward) -> Tensor:
+        """The sum of the micro-batches' losses, forward alone; 0 where the last stage is elsewhere."""
+        placement, count = self.schedule.placement, len(batches)
+        orders = [
+            [Action("F", stage, number) for stage in self.schedule.stages_of(rank) for number in range(count)]
+            for rank in range(self.schedule.ranks)
+        ]
+        with self._walk("validation"):
+            run = _Run(self, batches, forward, self._transfers(batches, messages_of(orders, placement)), keeps=False)
+            for action in orders[self.rank]:
+                run.receive(action)
+                run.compute(action)
+                run.send(action)
+            run.transfers.finish()
+        return run.total
+
+    def _walk(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """The first walk of a kind loads its kernels, and nothing on the device may wait meanwhile."""
+        first = kind not in self._walked
+        self._walked.add(kind)
+        return self.channels.through_host() if first else contextlib.nullcontext()
+
+    def _transfers(self, batches: Sequence[MicroBatch], messages: Sequence[Any]) -> Transfers:
+        shapes = [self.describe(batch.tokens) for batch in batches]
+        return Transfers(self.channels, messages, shapes.__getitem__)
+
+
+class _Run:
+    """One walk through the actions of this rank."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        batches: Sequence[MicroBatch],
+        forward: Forward,
+        transfers: Transfers,
+        keeps: bool = True,
+    ) -> None:
+        self.stages, self.placement = pipeline.plan.stages, pipeline.schedule.placement
+        self.rank, self.batches, self.forward, self.transfers = pipeline.rank, batches, forward, transfers
+        self.keeps = keeps
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self.waiting: dict[tuple[int, int], list[Waiting]] = {}
+        self.here: dict[Key, Tensor] = {}  # what came from another rank, or from another stage of this one
+        self.made: tuple[Key, Tensor] | None = None  # by the last action, for another stage
+        self.total = torch.zeros((), device=pipeline.device)
+
+    def receive(self, action: Action) -> None:
+        """Wait for what an action needs from another rank."""
+        key = self._needs(action)
+        if key is not None and key not in self.here:
+            self.here[key] = self.transfers.receive(key)
+
+    def _needs(self, action: Action) -> Key | None:
+        stage = self.stages[action.stage]
+        if action.kind == "F":
+            return None if stage.first else Key("activation", action.stage, action.microbatch)
+        return None if stage.last or action.kind == "W" else Key("gradient", action.stage, action.microbatch)
+
+    def send(self, action: Action) -> None:
+        """Hand on what an action made, to another rank or to another stage here."""
+        if self.made is None:
+            return
+        (key, x), self.made = self.made, None
+        if self.placement[key.stage] == self.rank:
+            self.here[key] = x
+        else:
+            self.transfers.send(key, x)
+
+    def compute(self, action: Action) -> None:
+        place = (action.stage, action.microbatch)
+        if action.kind == "F":
+            self._forward(action)
+        elif action.kind == "B":
+            self._backward(action)
+        elif action.kind == "I":
+            with weight_queue.deferring():
+                self._backward(action)
+            self.waiting[place] = weight_queue.take()
+        else:
+            accumulate(self.waiting.pop(place))
+
+    def _forward(self, action: Action) -> None:
+        stage, key = self.stages[action.stage], self._needs(action)
+        x = None if key is None else self.here.pop(key).detach().requires_grad_(self.keeps)
+        out = self.forward(self.batches[action.microbatch], x, stage)
+        if stage.last:
+            self.total += out.detach()
+        else:
+            self._make(action, out.detach())
+        if self.keeps:
+            # The edge alone: the output's memory is free once it is sent.
+            kept = Kept(x, out if stage.last else get_gradient_edge(out))
+            self.kept[action.stage, action.microbatch] = kept
+
+    def _backward(self, action: Action) -> None:
+        kept, key = self.kept.pop((action.stage, action.microbatch)), self._needs(action)
+        torch.autograd.backward([kept.output], None if key is None else [self.here.pop(key)])
+        if kept.x is not None:
+            assert kept.x.grad is not None
+            self._make(action, kept.x.grad)
+
+    def _make(self, action: Action, x: Tensor) -> None:
+        key = sent_by(action, len(self.stages))
+        assert key is not None
+        self.made = (key, x)
+
+
+# ---- the bubble ------------------------------------------------------------------------------------------------------
+
+
+def idle_share(busy: float, span: float, device: torch.device) -> float:
+    """What an `ActionClock` took, of all ranks together: the share of the time that they were idle, on average.
+
+    The longest time from a rank's first action to its last is that of the pipeline: the rank with the first stage
+    begins and ends it. Clocks of different hosts or devices are not compared.
+    """
+    numbers = torch.tensor([busy, span], dtype=torch.float64, device=device)
+    longest = comm.max_in_place(numbers[1:].clone(), "world")
+    working = comm.sum_in_place(numbers[:1].clone(), "world") / comm.axis_size("world")
+    return float((1 - working / longest).clamp(min=0)) if float(longest) > 0 else 0.0
+
+
+class ActionClock:
+    """How long the actions of a step took, and from the first to the last: by the clock, on a GPU by events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = device.type == "cuda"
+        self.enabled = False
+        self._marks: list[tuple[Any, Any]] = []
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        if not self.enabled:
+            yield
+            return
+        start = self._now()
+        yield
+        self._marks.append((start, self._now()))
+
+    def _now(self) -> Any:
+        if not self.on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def take(self) -> tuple[float, float]:
+        """(seconds in actions, seconds from the first one's start to the last one's end) since the last call."""
+        marks, self._marks = self._marks, []
+        if not marks:
+            return 0.0, 0.0
+        if not self.on_device:
+            return sum(end - start for start, end in marks), marks[-1][1] - marks[0][0]
+        marks[-1][1].synchronize()
+        busy = sum(start.elapsed_time(end) for start, end in marks)
+        return busy / 1e3, marks[0][0].elapsed_time(marks[-1][1]) / 1e3

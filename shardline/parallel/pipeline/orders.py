@@ -1,0 +1,191 @@
+"""Who computes what when: one function per schedule, from numbers to the order of each rank.
+
+Stages lie on ranks in loops (rank r has stages r, r + ranks, ...) or in a V (rank r has stages r and 2 ranks - 1 - r):
+
+    loops   rank 0: 0 4    V   rank 0: 0 7
+            rank 1: 1 5        rank 1: 1 6
+            rank 2: 2 6        rank 2: 2 5
+            rank 3: 3 7        rank 3: 3 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from shardline.parallel.pipeline.timeline import Action
+
+Orders = list[list[Action]]
+
+
+def loops(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    return tuple(range(ranks)) * stages_per_rank
+
+
+def v_shape(ranks: int, stages_per_rank: int = 2) -> tuple[int, ...]:
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
+    """All forward passes, then all backward; a stage runs all micro-batches before the rank's next stage starts.
+
+    With one stage per rank, this is GPipe.
+    """
+    stages = [range(rank, ranks * stages_per_rank, ranks) for rank in range(ranks)]
+    return [
+        [Action("F", stage, i) for stage in own for i in range(microbatches)]
+        + [Action("B", stage, i) for stage in reversed(own) for i in range(microbatches)]
+        for own in stages
+    ]
+
+
+def one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Orders:
+    """As many forward passes as there are ranks behind, then one forward and one backward in turn."""
+    return [
+        _in_turn(
+            [Action("F", rank, i) for i in range(microbatches)],
+            [Action("B", rank, i) for i in range(microbatches)],
+            ranks - 1 - rank,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
+    """Depth first: micro-batches go through all of a rank's stages in rounds of about as many as there are ranks.
+
+    2 ranks, 4 micro-batches, stages 0 and 2 on rank 0
+    forward   0F0 0F1  2F0 2F1  0F2 0F3  2F2 2F3     a round, another round
+    backward  2B0 2B1  0B0 0B1  2B2 2B3  0B2 0B3
+    """
+    return [_depth_first(rank, ranks, microbatches, stages_per_rank, "B", 2) for rank in range(ranks)]
+
+
+def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
+    """Interleaved with the backward passes cut in two: input gradients go on at once, weight gradients fill the gaps.
+
+    An input gradient takes half of a backward pass, so half the forward passes ahead do. A rank owes as many weight
+    gradients as there are ranks before it, and pays at the end, while gradients travel to rank 0: all hold the same.
+    """
+    return [
+        _pay_later(_depth_first(rank, ranks, microbatches, stages_per_rank, "I", 1), owed=rank) for rank in range(ranks)
+    ]
+
+
+def _depth_first(
+    rank: int, ranks: int, microbatches: int, stages_per_rank: int, backward: str, ahead: int
+) -> list[Action]:
+    """Rounds of micro-batches through all stages, `ahead` forward passes more for each rank behind this one."""
+    own, groups = range(rank, ranks * stages_per_rank, ranks), rounds(ranks, microbatches)
+    return _in_turn(
+        [Action("F", stage, i) for group in groups for stage in own for i in group],
+        [Action(backward, stage, i) for group in groups for stage in reversed(own) for i in group],
+        (stages_per_rank - 1) * len(groups[0]) + ahead * (ranks - 1 - rank),
+    )
+
+
+def rounds(ranks: int, microbatches: int) -> list[range]:
+    """Micro-batches in as many rounds as have a micro-batch for each rank; their sizes differ by one at most."""
+    count = max(1, microbatches // ranks)
+    edges = [-(-microbatches * i // count) for i in range(count + 1)]
+    return [range(low, high) for low, high in pairwise(edges)]
+
+
+def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then one forward and one backward in turn, then what is left of the backwards."""
+    warmup = min(warmup, len(forwards))
+    steady = len(forwards) - warmup
+    pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
+    return [*forwards[:warmup], *(action for pair in pairs for action in pair), *backwards[steady:]]
+
+
+def _pay_later(order: list[Action], owed: int) -> list[Action]:
+    """Add the weight gradients, each after its input gradient and `owed` further ones."""
+    paid: list[Action] = []
+    debts: list[Action] = []
+    for action in order:
+        paid.append(action)
+        if action.kind == "I":
+            debts.append(action._replace(kind="W"))
+            if len(debts) > owed:
+                paid.append(debts.pop(0))
+    return paid + debts
+
+
+# ---- the V -----------------------------------------------------------------------------------------------------------
+# Both are written as phases: how often, and which actions, where 0 is the rank's stage on the way down the V and 1 the
+# one on the way up. Micro-batches count up by themselves. The phases fit a full pipeline; with fewer micro-batches,
+# those that are not there are left out of the same order.
+
+
+def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orders:
+    """Rank 0 has the first stage and the last: it starts first, and no gradient waits at the end of the V.
+
+    Where F, I and W take the same time, a rank is idle only until its first input and after its last gradient.
+    """
+    count = max(microbatches, 2 * ranks - 1)
+    made = []
+    for rank in range(ranks):
+        behind = ranks - 1 - rank
+        phases = [
+            (2 * behind + 1, "F0"),
+            (rank, "F1 F0"),
+            (behind + 1, "F1 I1 W1"),
+            (count - 2 * ranks + 1 + rank, "F0 I0 W0 F1 I1 W1"),
+            (behind, "I0 W0 F1 I1 W1"),
+            (rank, "I0 I1"),
+            (behind + 1, "I0 W0"),
+            (rank, "W1"),
+            (rank, "W0"),
+        ]
+        made.append(_spelled(phases, (rank, 2 * ranks - 1 - rank), microbatches))
+    return made
+
+
+def dual_pipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orders:
+    """Forward passes of one arm of the V beside backward passes of the other; gradients are cut at the ends only.
+
+    In the middle each forward pass has a backward pass as its neighbour that does not wait for it.
+    """
+    count = max(microbatches, 2 * ranks)
+    made = []
+    for rank in range(ranks):
+        behind = ranks - 1 - rank
+        whole = (rank + 1) // 2  # of the last `rank + 1` pairs; the rest is cut, an odd one between its two stages
+        phases = [
+            (2 * behind, "F0"),
+            (rank + 1, "F0 F1"),
+            (behind, "I1 W F1"),
+            (count - 2 * ranks + rank + 1, "F0 B1 F1 B0"),
+            (behind, "B1 F1 B0"),
+            (whole, "B1 B0"),
+            (1 - rank % 2, "B1 I0"),
+            (rank - whole + rank % 2, "I1 I0"),
+            (behind, "W I0"),
+            (rank + 1, "W"),
+        ]
+        made.append(_spelled(phases, (rank, 2 * ranks - 1 - rank), microbatches))
+    return made
+
+
+def _spelled(phases: Sequence[tuple[int, str]], stages: tuple[int, int], microbatches: int) -> list[Action]:
+    """The actions of phases, without those of micro-batches that are not there."""
+    return [action for action in _all_of(phases, stages) if action.microbatch < microbatches]
+
+
+def _all_of(phases: Sequence[tuple[int, str]], stages: tuple[int, int]) -> Iterator[Action]:
+    counts = {"F": [0, 0], "B": [0, 0]}  # I and B count the same micro-batches
+    owed: list[Action] = []  # weight gradients; a W without a number is the oldest
+    for repeat, words in phases:
+        for word in words.split() * repeat:
+            kind, arm = word[0], int(word[1:] or -1)
+            if kind == "W":
+                action = next(one for one in owed if arm < 0 or one.stage == stages[arm])
+                owed.remove(action)
+            else:
+                count = counts["F" if kind == "F" else "B"]
+                action = Action(kind, stages[arm], count[arm])
+                count[arm] += 1
+            if kind == "I":
+                owed.append(action._replace(kind="W"))
+            yield action

@@ -1,0 +1,257 @@
+"""Pipeline schedules by name or from a file: what each can run with, and the order of every rank, checked to run.
+
+`build_schedule` is the way in. Orders are made in orders.py, times in timeline.py; nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import csv as comma_separated
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardline.errors import ConfigError
+from shardline.parallel.pipeline import orders
+from shardline.parallel.pipeline.timeline import Action, Schedule, Span, Timeline, in_flight, needs, simulate
+from shardline.registry import nearest
+
+__all__ = [
+    "Action",
+    "Schedule",
+    "Span",
+    "StageCounts",
+    "Timeline",
+    "build_schedule",
+    "in_flight",
+    "names",
+    "needs",
+    "read_csv",
+    "simulate",
+    "stages_per_rank_of",
+    "theoretical_bubble",
+    "validate",
+    "warnings",
+]
+
+
+@dataclass(frozen=True)
+class StageCounts:
+    """How many stages a rank can have; `high` is None where there is no end."""
+
+    low: int
+    high: int | None
+
+    def __contains__(self, count: int) -> bool:
+        return self.low <= count and (self.high is None or count <= self.high)
+
+    def __str__(self) -> str:
+        return f"{self.low} or more" if self.high is None else f"exactly {self.low}"
+
+
+ONE, TWO, SEVERAL, ANY = StageCounts(1, 1), StageCounts(2, 2), StageCounts(2, None), StageCounts(1, None)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table of schedules."""
+
+    stage_counts: StageCounts
+    placement: Callable[[int, int], tuple[int, ...]]  # ranks, stages per rank -> stage -> rank
+    orders: Callable[[int, int, int], orders.Orders]  # ranks, micro-batches, stages per rank
+
+
+KINDS: dict[str, Kind] = {
+    "GPipe": Kind(ONE, orders.loops, orders.looped_bfs),
+    "1F1B": Kind(ONE, orders.loops, orders.one_forward_one_backward),
+    "LoopedBFS": Kind(SEVERAL, orders.loops, orders.looped_bfs),
+    "Interleaved1F1B": Kind(SEVERAL, orders.loops, orders.interleaved),
+    "InterleavedZeroBubble": Kind(SEVERAL, orders.loops, orders.interleaved_zero_bubble),
+    "ZBVZeroBubble": Kind(TWO, orders.v_shape, orders.zero_bubble_v),
+    "DualPipeV": Kind(TWO, orders.v_shape, orders.dual_pipe_v),
+}
+FROM_FILE = ("PipelineScheduleSingle", "PipelineScheduleMulti")  # what TorchTitan calls a schedule that a file gives
+
+
+def names() -> tuple[str, ...]:
+    return tuple(KINDS)
+
+
+def stages_per_rank_of(name: str) -> StageCounts:
+    """Which numbers of stages per rank a schedule can run with; a file's may be any."""
+    known = _known(name)
+    return ANY if known in FROM_FILE else KINDS[known].stage_counts
+
+
+def build_schedule(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    csv: str | Path | None = None,
+) -> Schedule:
+    """The schedule of that name, or the one in the file `csv`, which then goes before the name.
+
+    Unset `stages_per_rank` takes the fewest that the schedule can run with. What cannot run is a ConfigError.
+    """
+    if ranks < 1 or microbatches < 1:
+        raise ConfigError(f"a pipeline needs 1 rank and 1 micro-batch at least, got {ranks} and {microbatches}")
+    if csv:
+        return _from_file(csv, ranks, microbatches, stages_per_rank)
+    known = _known(name)
+    if known in FROM_FILE:
+        raise ConfigError(f"{known} is what a file gives: name the file, or take one of {', '.join(KINDS)}")
+    kind = KINDS[known]
+    count = kind.stage_counts.low if stages_per_rank is None else stages_per_rank
+    if count not in kind.stage_counts:
+        raise ConfigError(_wrong_stages(known, ranks, count))
+    made = kind.orders(ranks, microbatches, count)
+    schedule = Schedule(known, kind.placement(ranks, count), microbatches, tuple(tuple(order) for order in made))
+    validate(schedule)
+    return schedule
+
+
+def _known(name: str) -> str:
+    """The name as it is written in the table; case does not matter."""
+    known = {one.lower(): one for one in (*KINDS, *FROM_FILE)}
+    if name.lower() not in known:
+        raise ConfigError(f"there is no schedule {name!r}{nearest(name, KINDS)} ({', '.join(KINDS)})")
+    return known[name.lower()]
+
+
+def _wrong_stages(name: str, ranks: int, count: int) -> str:
+    allowed = KINDS[name].stage_counts
+    others = [other for other, kind in KINDS.items() if count in kind.stage_counts]
+    remedy = f"; {count} per rank run with {', '.join(others)}" if others else ""
+    return f"{name} runs with {allowed} stage{'s' * (allowed != ONE)} per rank, got {count} on {ranks} ranks{remedy}"
+
+
+# ---- from a file -----------------------------------------------------------------------------------------------------
+
+
+def read_csv(path: str | Path) -> Schedule:
+    """A schedule from a file as torch.distributed.pipelining writes it: a row for each rank, an action in each cell.
+
+    Cells are like `0F0`, `1B0`, `1I0`, `1W0`, or empty. A pair `(0F4;7B0)OVERLAP_F_B` runs one after the other. Where a
+    stage lies is known from the row it is in.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            rows = [[cell.strip() for cell in row] for row in comma_separated.reader(file)]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, comma_separated.Error) as error:
+        raise ConfigError(f"{path}: cannot be read as CSV: {error}") from error
+    while rows and not any(rows[-1]):
+        rows.pop()
+    placement: dict[int, int] = {}
+    found: list[dict[Action, None]] = [{} for _ in rows]  # in order, and quick to look up
+    for rank, row in enumerate(rows):
+        for column, cell in enumerate(row):
+            place = f"{path}: row {rank + 1}, cell {column + 1}: {cell!r}"
+            for action in _actions_in(cell, place):
+                if placement.setdefault(action.stage, rank) != rank:
+                    raise ConfigError(f"{place}: stage {action.stage} is in row {placement[action.stage] + 1} already")
+                if action in found[rank]:
+                    raise ConfigError(f"{place}: {action} is there already")
+                found[rank][action] = None
+        if not found[rank]:
+            raise ConfigError(f"{path}: row {rank + 1} has no action: each rank needs a stage")
+    if not placement:
+        raise ConfigError(f"{path}: has no action: write a row for each rank, with cells such as 0F0, 0B0")
+    absent = next((stage for stage in range(max(placement)) if stage not in placement), None)
+    if absent is not None:
+        raise ConfigError(f"{path}: stage {absent} is missing, the file goes up to stage {max(placement)}")
+    schedule = Schedule(
+        f"file {Path(path).name}",
+        tuple(placement[stage] for stage in range(len(placement))),
+        1 + max(action.microbatch for order in found for action in order),
+        tuple(tuple(order) for order in found),
+    )
+    validate(schedule)
+    return schedule
+
+
+def _actions_in(cell: str, place: str) -> list[Action]:
+    pair = re.fullmatch(r"\((.*)\)OVERLAP_F_B", cell)
+    actions = []
+    for word in pair[1].split(";") if pair else [cell] if cell else []:
+        match = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", word.strip())
+        if match is None:
+            raise ConfigError(f"{place} is no action: stage, one of F B I W, micro-batch, such as 0F0")
+        actions.append(Action(match[2], int(match[1]), int(match[3])))
+    return actions
+
+
+def _from_file(path: str | Path, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
+    schedule = read_csv(path)
+    if schedule.ranks != ranks:
+        raise ConfigError(f"{path}: has rows for {schedule.ranks} ranks, the pipeline has {ranks}")
+    if schedule.microbatches != microbatches:
+        raise ConfigError(f"{path}: has {schedule.microbatches} micro-batches, a step has {microbatches}")
+    counts = {len(schedule.stages_of(rank)) for rank in range(ranks)}
+    if stages_per_rank is not None and counts != {stages_per_rank}:
+        has = " or ".join(map(str, sorted(counts)))
+        raise ConfigError(f"{path}: has {has} stages per rank, {stages_per_rank} were asked for")
+    return schedule
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def validate(schedule: Schedule) -> None:
+    """Each micro-batch goes once forward and once backward through each stage, in an order that can run."""
+    for rank, order in enumerate(schedule.orders):
+        seen: set[Action] = set()
+        for action in order:
+            if action in seen:
+                raise ConfigError(f"{schedule.name}: {action} is there twice on rank {rank}")
+            seen.add(action)
+        for stage in schedule.stages_of(rank):
+            for microbatch in range(schedule.microbatches):
+                _check_backward(schedule.name, rank, stage, microbatch, seen)
+    simulate(schedule)
+
+
+def _check_backward(name: str, rank: int, stage: int, microbatch: int, seen: set[Action]) -> None:
+    kinds = "".join(kind for kind in "FBIW" if Action(kind, stage, microbatch) in seen)
+    if kinds in ("FB", "FIW"):
+        return
+    here = f"{stage}{{}}{microbatch}".format
+    if "F" not in kinds:
+        problem = f"{here('F')} is missing"
+    elif "B" in kinds:
+        problem = f"{here('B')} is the whole backward pass, {here('I' if 'I' in kinds else 'W')} is there as well"
+    elif kinds == "F":
+        problem = f"{here('B')}, or {here('I')} and {here('W')}, is missing"
+    else:
+        problem = f"{here('W' if 'I' in kinds else 'I')} is missing"
+    raise ConfigError(f"{name}: {problem} on rank {rank}")
+
+
+CLOSED_FORMS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
+
+
+def theoretical_bubble(schedule: Schedule) -> float:
+    """The idle share where stages cost the same and backward twice forward: in closed form where there is one.
+
+    p ranks, v stages on each, m micro-batches: (p - 1) / (v m + p - 1). With m < p, a rank waits for its micro-batches
+    to come round, v times: the pass takes v p + m - 1 instead of v m + p - 1.
+    """
+    if schedule.name not in CLOSED_FORMS:
+        return simulate(schedule).bubble
+    ranks, microbatches, count = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
+    return 1 - count * microbatches / (count * max(microbatches, ranks) + min(microbatches, ranks) - 1)
+
+
+def warnings(schedule: Schedule) -> list[str]:
+    """What runs, but not well: fewer micro-batches than stages, with the idle share that it costs."""
+    given, stages, ranks = schedule.microbatches, schedule.stages, schedule.ranks
+    if given >= stages or ranks == 1:
+        return []
+    some = f"{given} micro-batch{'es' * (given > 1)} for {stages} stages"
+    remedy = f"cut the batch into {stages} or more"
+    if schedule.name in KINDS:
+        better = theoretical_bubble(build_schedule(schedule.name, ranks, stages, stages // ranks))
+        remedy += f", {stages} cost {better:.0%}"
+    return [f"{schedule.name}: {some} leave ranks idle for {theoretical_bubble(schedule):.0%} of a step: {remedy}"]

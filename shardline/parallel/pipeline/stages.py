@@ -1,0 +1,260 @@
+"""Which layers each pipeline stage has, and which stages each rank.
+
+    model     | embedding | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | norm, output |
+    stages    |        stage 0      |       stage 1     |           stage 2              |
+
+Stages hold consecutive modules. Unless the config says how many layers go where, the cut is the one whose heaviest
+stage is lightest; a module weighs the mean of its share of the model's FLOPs and its share of the parameters, so that
+the output layer, which is large and computes much, and the embedding, which is only large, count as what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout
+from shardline.config.schema import Config
+from shardline.errors import ConfigError, blame
+from shardline.models.decoder import Stage
+from shardline.models.fused_weights import logical_shapes
+from shardline.parallel.pipeline.schedules import Schedule, build_schedule, theoretical_bubble
+
+SECTION = "parallelism"
+COUNTED = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
+
+
+class PipelinePlan(NamedTuple):
+    """What each rank of the pp axis holds and does."""
+
+    schedule: Schedule
+    stages: tuple[Stage, ...]
+    microbatch_size: int
+
+    def held(self, rank: int) -> tuple[Stage, ...]:
+        """The stages of one rank of the pp axis, first to last."""
+        return tuple(self.stages[index] for index in self.schedule.stages_of(rank))
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The ranks of the pp axis that have the first and the last stage."""
+        return self.schedule.placement[0], self.schedule.placement[-1]
+
+    def lines(self) -> list[str]:
+        """For the log: what was cut where."""
+        schedule = self.schedule
+        cut = ", ".join(_words(stage) for stage in self.stages)
+        return [
+            f"pipeline of {schedule.ranks} ranks: {schedule.name}, {schedule.microbatches} micro-batches of"
+            f" {self.microbatch_size}, {schedule.stages} stages, theoretical bubble"
+            f" {theoretical_bubble(schedule):.1%}; layers of each stage: {cut}"
+        ]
+
+
+def _words(stage: Stage) -> str:
+    if not stage.layers:
+        return "none"
+    first, last = stage.layers[0], stage.layers[-1]
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def plan_pipeline(config: Config, arch: Architecture, layout: Layout) -> PipelinePlan | None:
+    """The plan of a run with pipeline stages, None without; a ConfigError where it cannot run."""
+    if layout.pp == 1:
+        return None
+    section = config.parallelism
+    size, batch = section.pipeline_parallel_microbatch_size, config.training.local_batch_size
+    if batch % size:
+        good = ", ".join(str(divisor) for divisor in range(1, batch + 1) if batch % divisor == 0)
+        raise ConfigError(
+            f"{SECTION}.pipeline_parallel_microbatch_size = {size} does not divide training.local_batch_size = {batch};"
+            f" sizes that do: {good}"
+        )
+    csv = section.pipeline_parallel_schedule_csv or None
+    stages = stages_asked_for(config, arch, layout.pp)
+    with blame(f"{SECTION}.pipeline_parallel_schedule{'_csv' if csv else ''}"):
+        schedule = build_schedule(section.pipeline_parallel_schedule, layout.pp, batch // size, stages, csv)
+    if schedule.splits and config.compile.enable and "model" in config.compile.components:
+        raise ConfigError(
+            f"{schedule.name} computes weight gradients apart from input gradients, which compiled blocks cannot do;"
+            ' set parallelism.pipeline_parallel_schedule = "Interleaved1F1B", or compile.enable = false'
+        )
+    return PipelinePlan(schedule, tuple(cut_stages(config, arch, schedule.stages)), size)
+
+
+def stages_asked_for(config: Config, arch: Architecture, ranks: int) -> int | None:
+    """Stages per rank, where a key says how the model is cut; None leaves it to the schedule."""
+    section = config.parallelism
+    if section.module_fqns_per_model_part is not None:
+        count, key = len(section.module_fqns_per_model_part), "module_fqns_per_model_part"
+        reason = f"names {count} stages"
+    elif section.pipeline_parallel_layers_per_stage is not None:
+        each, key = section.pipeline_parallel_layers_per_stage, "pipeline_parallel_layers_per_stage"
+        first, last = (getattr(section, name) for name in COUNTED)
+        count = math.ceil((arch.n_layers + first + last) / each)
+        reason = f"= {each} makes {count} stages of {arch.n_layers} layers (and {first} + {last} for embedding, output)"
+    else:
+        return None
+    if count % ranks:
+        raise ConfigError(f"{SECTION}.{key} {reason}, which {ranks} ranks cannot share evenly")
+    return count // ranks
+
+
+def cut_stages(config: Config, arch: Architecture, count: int) -> list[Stage]:
+    """The model in `count` stages."""
+    section = config.parallelism
+    if section.module_fqns_per_model_part is not None:
+        return named_stages(section.module_fqns_per_model_part, arch, count)
+    counted = section.pipeline_parallel_layers_per_stage is not None
+    if counted or any(config.is_set(f"{SECTION}.{key}") for key in COUNTED):
+        first, last = (getattr(section, key) for key in COUNTED)
+        return _stages(counted_layers(arch.n_layers, count, first, last))
+    return _stages(balanced_layers(arch, config.training.seq_len, count))
+
+
+def _stages(layers_of: Sequence[range]) -> list[Stage]:
+    end = len(layers_of) - 1
+    return [Stage(tuple(layers), index == 0, index == end) for index, layers in enumerate(layers_of)]
+
+
+# ---- by count --------------------------------------------------------------------------------------------------------
+
+
+def counted_layers(layers: int, count: int, first: int, last: int) -> list[range]:
+    """As many layers for each stage, the embedding counting as `first` and the output as `last` of them."""
+    total = layers + first + last
+    each, extra = divmod(total, count)
+    heavy = [f"{key} = {less}" for key, less in zip(COUNTED, (first, last), strict=True) if less > each]
+    if count > total or heavy:
+        asked = f" ({SECTION}.{', '.join(heavy)})" if heavy else ""
+        raise ConfigError(
+            f"{layers} layers, with {first} for the embedding and {last} for the output, give {count} stages {each}"
+            f" each: too few{asked}; take fewer stages, or smaller {' and '.join(COUNTED)}"
+        )
+    sizes = [each + (index < extra) for index in range(count)]
+    sizes[0] -= first
+    sizes[-1] -= last
+    return _ranges(sizes)
+
+
+def _ranges(sizes: Sequence[int]) -> list[range]:
+    found, start = [], 0
+    for size in sizes:
+        found.append(range(start, start + size))
+        start += size
+    return found
+
+
+# ---- by weight -------------------------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """Of the embedding, of one layer, of norm and output: shares of the whole model, which weighs 1."""
+
+    embedding: float
+    layer: float
+    output: float
+
+    def of(self, layers: int, first: bool, last: bool) -> float:
+        return first * self.embedding + layers * self.layer + last * self.output
+
+
+def module_weights(arch: Architecture, seq_len: int) -> Weights:
+    """The mean of the shares of FLOPs and of parameters; a tied output is held a second time."""
+    sizes = {name: math.prod(shape) for name, shape in logical_shapes(arch).items()}
+    table = sizes["tok_embeddings.weight"]
+    layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
+    head = sizes["norm.weight"] + table
+    held = table + arch.n_layers * layer + head
+    attention = arch.n_heads * arch.head_dim * seq_len  # FLOPs like those of as many parameters
+    computed = arch.n_layers * (layer + attention) + head
+    return Weights(
+        embedding=table / held / 2,
+        layer=(layer / held + (layer + attention) / computed) / 2,
+        output=(head / held + head / computed) / 2,
+    )
+
+
+def balanced_layers(arch: Architecture, seq_len: int, count: int) -> list[range]:
+    """The cut into consecutive layers, one at least in each stage, whose heaviest stage is lightest."""
+    layers = arch.n_layers
+    if layers < count:
+        raise ConfigError(
+            f"{layers} layers cannot make {count} pipeline stages: each needs one at least; take fewer"
+            f" {SECTION}.pipeline_parallel_degree, or a schedule with fewer stages per rank"
+        )
+    weights = module_weights(arch, seq_len)
+    if count == 1:
+        return [range(layers)]
+
+    def fits(limit: float) -> list[int] | None:
+        """Layers of each stage where none weighs more than the limit, as even as can be; None where some would."""
+        most = [
+            math.floor((limit - weights.of(0, i == 0, i == count - 1)) / weights.layer + 1e-9) for i in range(count)
+        ]
+        if min(most) < 1 or sum(most) < layers:
+            return None
+        return _level(most, layers)
+
+    loads = {weights.of(n, i == 0, i == count - 1) for i in (0, 1, count - 1) for n in range(1, layers + 1)}
+    sizes = next(found for limit in sorted(loads) if (found := fits(limit)) is not None)
+    return _ranges(sizes)
+
+
+def _level(most: Sequence[int], layers: int) -> list[int]:
+    """Numbers that add up to `layers`, none above its `most` or below 1, the largest as small as possible."""
+    sizes = [1] * len(most)
+    for _ in range(layers - len(most)):
+        room = [index for index, size in enumerate(sizes) if size < most[index]]
+        sizes[min(room, key=lambda index: (sizes[index], index))] += 1
+    return sizes
+
+
+# ---- by name ---------------------------------------------------------------------------------------------------------
+
+
+def named_stages(parts: Sequence[Sequence[str]], arch: Architecture, count: int) -> list[Stage]:
+    """Stages as `module_fqns_per_model_part` names their modules."""
+    key = f"{SECTION}.module_fqns_per_model_part"
+    if len(parts) != count:
+        raise ConfigError(f"{key} names {len(parts)} stages, the schedule has {count}")
+    ends = ["norm"] if arch.tie_word_embeddings else ["norm", "output"]
+    expected = ["tok_embeddings", *(f"layers.{layer}" for layer in range(arch.n_layers)), *ends]
+    named = [name for part in parts for name in part]
+    if arch.tie_word_embeddings:  # the output is the embedding then; files that name it mean that
+        named = [name for name in named if name != "output"]
+    if named != expected:
+        raise ConfigError(f"{key}: {_difference(named, expected)}")
+    stages = []
+    for index, part in enumerate(parts):
+        layers = tuple(int(name.removeprefix("layers.")) for name in part if name.startswith("layers."))
+        stages.append(Stage(layers, index == 0, index == count - 1))
+        outside = [name for name in part if not name.startswith("layers.")]
+        _check_ends(key, stages[-1], index, outside)
+    return stages
+
+
+def _check_ends(key: str, stage: Stage, index: int, outside: Sequence[str]) -> None:
+    allowed = {"tok_embeddings"} if stage.first else set[str]()
+    allowed |= {"norm", "output"} if stage.last else set()
+    wrong = [name for name in outside if name not in allowed]
+    if wrong:
+        raise ConfigError(
+            f"{key}: stage {index} has {', '.join(wrong)}; tok_embeddings belongs in the first stage,"
+            " norm and output in the last"
+        )
+
+
+def _difference(named: Sequence[str], expected: Sequence[str]) -> str:
+    for word, names in (
+        ("unknown", [name for name in named if name not in expected]),
+        ("missing", [name for name in expected if name not in named]),
+        ("named twice", [name for name in dict.fromkeys(named) if named.count(name) > 1]),
+    ):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            return f"{word}: {', '.join(names[:5])}{more}"
+    at = next(index for index, (a, b) in enumerate(zip(named, expected, strict=True)) if a != b)
+    return f"{named[at]} stands where {expected[at]} belongs: modules follow each other as in the model"

@@ -1,0 +1,190 @@
+"""Async tensor parallelism at the start of a run: which backends can be used here, what was chosen, and saying so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardline.comm import collectives as comm
+from shardline.comm import symmetric_memory as shared_memory
+from shardline.comm.mesh import Mesh
+from shardline.comm.spans import runs_on_host
+from shardline.config.architecture import Architecture
+from shardline.config.schema import Config
+from shardline.parallel.tensor import fused, symmetric
+from shardline.parallel.tensor.autotune import (
+    Measured,
+    Shape,
+    as_row,
+    block_shapes,
+    candidates,
+    failure,
+    fastest,
+    from_row,
+    measure,
+    remembered_file,
+    topology,
+)
+from shardline.parallel.tensor.backend_table import backends, choices
+from shardline.parallel.tensor.tensor import TensorParallel
+
+FILE = "async_tp.json"  # in the run's folder
+ENOUGH_COMPUTE = 2.0  # products should take this many times as long as their communication
+
+
+@dataclass
+class AsyncTensor:
+    """What was measured and chosen; `lines` are for the log."""
+
+    measured: list[Measured] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"product": str(one.product), **as_row(one)} for one in self.measured]
+
+    def missed(self) -> list[str]:
+        """A line for each product that ran since the last call without having been measured."""
+        found = sorted(map(str, choices.unmeasured)) if self.measured else []
+        choices.unmeasured.clear()
+        return [f"Async TP does not cover {product}, which was not measured at the start: serial" for product in found]
+
+
+def prepare(
+    config: Config,
+    arch: Architecture,
+    mesh: Mesh,
+    plan: TensorParallel | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache: Path,
+) -> AsyncTensor:
+    """Choose a backend for every product of this run; every rank calls it together."""
+    choices.reset()
+    section = config.parallelism
+    if not section.enable_async_tensor_parallel:
+        return AsyncTensor()
+    if plan is None:
+        return AsyncTensor(lines=["Async TP has nothing to do: parallelism.tensor_parallel_degree is 1"])
+    done = AsyncTensor()
+    checkpoint = config.activation_checkpoint
+    choices.visible = checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op"
+    allowed = usable_backends(section.async_tensor_parallel_backend, device, done.lines)
+    forced = allowed[-1] if section.async_tensor_parallel_backend != "auto" else None
+    place = topology(device)
+    file = remembered_file(cache, place)
+    known: dict[str, Any] = mesh.from_rank_0(lambda: _read(file))
+    fresh: dict[str, Any] = {}
+    for shape in run_shapes(config, arch, plan, dtype):
+        measured = _recall(shape, allowed, known)
+        if measured is None or failure(shape, _settled(measured, forced).chosen, device):
+            measured = measure(shape, candidates(shape.product, allowed), device)
+        if not measured.remembered:  # what is recalled may be a part of what is known
+            fresh[str(shape.product)] = as_row(measured)
+        measured = _settled(measured, forced)
+        choices.chosen[shape.product] = measured.chosen
+        choices.alone[shape.product] = measured.alone
+        done.measured.append(measured)
+        done.lines.append(f"Async TP is enabled: {measured.line()}")
+    done.lines += _ratio_lines(done.measured)
+    used = [backends[choice.backend] for choice in choices.chosen.values()]
+    shared_memory.keep({purpose for one in (*used, *comm.direct.values()) for purpose in one.regions})
+    if fresh and mesh.rank == 0:
+        _write(file, {**known, **fresh}, place)
+    return done
+
+
+def run_shapes(config: Config, arch: Architecture, plan: TensorParallel, dtype: torch.dtype) -> list[Shape]:
+    """Products of training, and those of validation where it has other sizes; of a rank's part of each sequence."""
+    section = config.parallelism
+    cp = section.context_parallel_degree
+    staged = section.pipeline_parallel_degree > 1
+    batch = section.pipeline_parallel_microbatch_size if staged else config.training.local_batch_size
+    training = batch * config.training.seq_len // cp
+    shapes = block_shapes(arch, plan.degree, training, dtype, sequence_parallel=plan.sequence_parallel)
+    if config.validation.enable:
+        rows = config.validation.local_batch_size * config.validation.seq_len // cp
+        shapes += block_shapes(arch, plan.degree, rows, dtype, sequence_parallel=plan.sequence_parallel, training=False)
+    return list({shape.product: shape for shape in shapes}.values())
+
+
+def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[str]:
+    """Backends that can be used here, serial first; with a forced one, that one last."""
+    if asked in ("serial", "ring"):
+        return list(dict.fromkeys(("serial", asked)))
+    reason = shared_memory.unusable(device)
+    if reason is not None:
+        if asked != "auto":
+            lines.append(f"Async TP: {asked} cannot be used here ({reason}); ring runs instead")
+        elif device.type == "cuda":
+            lines.append(f"Async TP: symmetric and fused cannot be used here ({reason}); serial and ring are left")
+        return ["serial", "ring"]
+    backends["symmetric"] = symmetric.Symmetric()
+    if runs_on_host(comm.axis("tp").group, device):
+        comm.direct["tp"] = shared_memory.Direct()
+    if asked == "symmetric":
+        return ["serial", "symmetric"]
+    reason = fused.unusable(device)
+    if reason is None:
+        backends["fused"] = fused.Fused()
+        return ["serial", "fused"] if asked == "fused" else ["serial", "ring", "symmetric", "fused"]
+    left = "symmetric runs instead" if asked == "fused" else "serial, ring and symmetric are left"
+    lines.append(f"Async TP: fused cannot be used here ({reason}); {left}")
+    return ["serial", "symmetric"] if asked == "fused" else ["serial", "ring", "symmetric"]
+
+
+def _settled(measured: Measured, forced: str | None) -> Measured:
+    """With the forced backend in place of the fastest, where there is one."""
+    if forced is None:
+        return measured
+    best = measured.best(forced)
+    if best is not None:
+        return replace(measured, chosen=best)
+    return replace(measured, refused={forced: "it has nothing for this operation", **measured.refused})
+
+
+def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Measured | None:
+    """What an earlier run measured, where it tried all that is allowed now."""
+    try:
+        measured = from_row(shape.product, known[str(shape.product)])
+    except (KeyError, TypeError, ValueError):  # not there, or not as this release writes it
+        return None
+    refused = {name: why for name, why in measured.refused.items() if name in allowed}
+    wanted = [choice for choice in candidates(shape.product, allowed) if choice.backend not in refused]
+    if not set(wanted) <= set(measured.times):
+        return None
+    times = {choice: measured.times[choice] for choice in wanted}
+    return replace(measured, times=times, chosen=fastest(times), refused=refused)
+
+
+def _ratio_lines(measured: Sequence[Measured]) -> list[str]:
+    compute, sent = sum(one.matmul for one in measured), sum(one.comm for one in measured)
+    if sent <= 0:
+        return []
+    ratio = compute / sent
+    line = f"Async TP: products take {ratio:.1f} times as long as their communication"
+    if ratio < ENOUGH_COMPUTE:
+        line += f"; below {ENOUGH_COMPUTE:g} not all of it can hide: fewer tensor-parallel ranks or a faster link help"
+    return [line]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        products = json.loads(file.read_text())["products"]
+        return products if isinstance(products, dict) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _write(file: Path, products: dict[str, Any], place: dict[str, Any]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{comm.axis('world').rank}.new")
+        new.write_text(json.dumps({"place": place, "products": products}, indent=1))
+        new.replace(file)
+    except OSError:
+        pass  # measured again next time

@@ -1,0 +1,401 @@
+"""Which backend carries a product: measured at the start on this machine, the same on every rank, and remembered.
+
+Every candidate runs in turn, several rounds, all ranks together; its time is the median of the slowest rank. `serial`
+is a candidate like the others, and stays where nothing is clearly faster. What does not give the numbers of `serial` is
+no candidate. Choices are kept in a file for the next run with the same device, versions and places of the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline import __version__
+from shardline.comm import collectives as comm
+from shardline.comm import symmetric_memory as shared_memory
+from shardline.comm.hidden_time import Alone
+from shardline.config.architecture import Architecture
+from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product, backends
+from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, input_gradient, multiply, weight_gradients
+
+CLEARLY = 0.01  # another backend must save this share of the time to be taken instead of serial
+LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as take a moment, by the slowest candidate
+IN_A_ROW = 6
+HOPELESS = 3.0
+NEAR, RUN_OFF = 1.15, 2.0  # those this near to the best run again, alone, for about so many seconds
+MATTERS = ("NCCL_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")  # in the environment
+OFF, FAR_OFF = 0.02, 0.25  # what rounding does not do: to all numbers together; to one, in terms of their usual size
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds for one product: of the matrix products alone, the communication alone, and each candidate."""
+
+    product: Product
+    matmul: float
+    comm: float
+    times: dict[Choice, float]
+    chosen: Choice
+    remembered: bool = False
+    refused: dict[str, str] = field(default_factory=dict)  # backend -> why it cannot carry this product
+    weights: float = 0.0  # of matmul, the gradients of weights; asked of GPUs alone
+
+    @property
+    def serial(self) -> float:
+        return self.times[SERIAL]
+
+    @property
+    def alone(self) -> Alone:
+        return Alone(max(self.matmul - self.weights, 0.0), self.weights, self.comm)
+
+    def efficiency(self, choice: Choice) -> float:
+        """1: all communication is hidden; 0: as with serial; below: slower."""
+        exposed = self.serial - self.matmul
+        return 1 - (self.times[choice] - self.matmul) / exposed if exposed > 0 else 0.0
+
+    def best(self, backend: str) -> Choice | None:
+        tried = [choice for choice in self.times if choice.backend == backend]
+        return min(tried, key=lambda choice: self.times[choice]) if tried else None
+
+    def line(self) -> str:
+        where = "".join(f", {backend} cannot be used here: {why}" for backend, why in self.refused.items())
+        where += ", remembered" if self.remembered else ""
+        return (
+            f"{self.product}: {self.chosen}, {self.times[self.chosen] * 1e3:.2f} ms against {self.serial * 1e3:.2f}"
+            f" serial and {self.matmul * 1e3:.2f} without communication{where}"
+        )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product and the widths of its weights."""
+
+    product: Product
+    widths: tuple[int, ...] = field(default=())
+
+
+def block_shapes(
+    arch: Architecture,
+    degree: int,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    sequence_parallel: bool = True,
+    training: bool = True,
+    axis: str = "tp",
+) -> list[Shape]:
+    """The products of a block with `rows` tokens, for one of `degree` ranks."""
+    heads = arch.n_heads * arch.head_dim // degree
+    kv = 2 * arch.head_dim * max(arch.n_kv_heads // degree, 1)
+    split = degree > arch.n_kv_heads  # keys and values have a weight of their own
+    column, row = (COLUMN, ROW) if sequence_parallel else ("copy_linear", "linear_all_reduce")
+    weights = [
+        (column, arch.dim, (heads, kv) if split else (heads + kv,)),
+        (row, heads, (arch.dim,)),
+        (column, arch.dim, (2 * arch.ffn_dim // degree,)),
+        (row, arch.ffn_dim // degree, (arch.dim,)),
+    ]
+    silent = {("copy_linear", "forward"), ("linear_all_reduce", "backward")}
+    return [
+        Shape(Product(operation, direction, rows, depth, sum(widths), dtype, axis), widths)
+        for direction in ("forward", "backward")[: 2 if training else 1]
+        for operation, depth, widths in weights
+        if (operation, direction) not in silent
+    ]
+
+
+def candidates(product: Product, allowed: Sequence[str]) -> list[Choice]:
+    """Every way to carry a product, serial first."""
+    rows = product.rows // comm.axis_size(product.axis)
+    found = [SERIAL]
+    for name in allowed:
+        if name != "serial":
+            counts = backends[name].counts(product.operation, product.direction)
+            found += [Choice(name, count) for count in counts if count <= rows]
+    return found
+
+
+class Trial:
+    """One product with its operands; runs as any choice says, and its parts alone."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.device, self.product = shape, device, shape.product
+        p, n = shape.product, comm.axis_size(shape.product.axis)
+        self.t = p.rows // n
+        # Other numbers on every rank; and the run's own must not depend on what is remembered.
+        source = torch.Generator(device).manual_seed(comm.axis(p.axis).rank)
+
+        def drawn(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, device=device, generator=source).mul_(0.05).to(p.dtype)
+
+        self.weights = [drawn(width, p.depth) for width in shape.widths]
+        gathers = p.operation == COLUMN
+        self.x = drawn(self.t if gathers and p.direction == "forward" else p.rows, p.depth)
+        scatters = p.operation == ROW
+        rows = self.t if scatters else p.rows
+        self.gradients = [drawn(rows, width) for width in shape.widths] if p.direction == "backward" else []
+        self.full = drawn(p.rows, p.depth) if gathers and p.direction == "forward" else self.x
+        self.all_gradients = [drawn(p.rows, w) for w in shape.widths] if self.gradients and scatters else self.gradients
+
+    def turn(self) -> None:
+        """Change the sign of what is sent, and with it of every result.
+
+        What lies in memory from a run before must not pass for what has come in this one.
+        """
+        for tensor in self.gradients or [self.x]:
+            tensor.neg_()
+
+    def run(self, choice: Choice) -> Any:
+        p, backend = self.product, backends[choice.backend]
+        if p.direction == "forward":
+            if p.operation == COLUMN:
+                return backend.gather_linear(self.x, self.weights, p.axis, choice.chunks)
+            method = backend.linear_scatter if p.operation == ROW else backend.linear_sum
+            return method(self.x, self.weights[0], p.axis, choice.chunks)
+        if p.operation == ROW:
+            return backend.linear_scatter_backward(
+                self.gradients[0], self.x, self.weights[0], p.axis, choice.chunks, Needs()
+            )
+        method = backend.gather_linear_backward if p.operation == COLUMN else backend.linear_copy_backward
+        return method(self.gradients, self.x, self.weights, p.axis, choice.chunks, Needs())
+
+    def multiply(self) -> Any:
+        """The matrix products alone, not cut."""
+        if self.product.direction == "forward":
+            return multiply(self.full, self.weights)
+        return input_gradient(self.all_gradients, self.weights), self.differentiate()
+
+    def differentiate(self) -> Any:
+        """The gradients of the weights alone."""
+        return weight_gradients(self.all_gradients, self.full)
+
+    def communicate(self) -> Any:
+        """The collective alone."""
+        p = self.product
+        if p.operation in ("linear_all_reduce", "copy_linear"):
+            width = p.width if p.direction == "forward" else p.depth
+            return comm.sum_in_place(self.full.new_empty(p.rows, width), p.axis)
+        width = p.depth if p.operation == COLUMN else p.width
+        if (p.operation == COLUMN) == (p.direction == "forward"):
+            return comm.gather_rows(self.full.new_empty(self.t, width), p.axis)
+        return comm.scatter_rows(self.full.new_empty(p.rows, width), p.axis)
+
+
+def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds: int | None = None) -> Measured:
+    """Time every choice; every rank of the job must call this together.
+
+    A backend that fails in one number of chunks is not used in any other. What is far slower than the best in its first
+    runs is not run again; what is near the best runs longer. On a GPU each sample is the mean of runs in a row after
+    one that is not timed, as in training, where the host runs ahead.
+    """
+    trial = Trial(shape, device)
+    runs: list[Callable[[], Any]] = [trial.multiply, trial.communicate]
+    if _tells_pace(trial):
+        runs.append(trial.differentiate)
+    parts = len(runs)
+    runs += [lambda choice=choice: trial.run(choice) for choice in tried]  # type: ignore[misc]
+    in_a_row = IN_A_ROW if device.type == "cuda" else 1
+    with comm.traffic.uncounted():
+        wanted = _tensors(trial.run(SERIAL))
+        failures = [_failure(run, device, *((trial, wanted) if at >= parts else ())) for at, run in enumerate(runs)]
+        del wanted
+        refused = {choice.backend: why for choice, why in zip(tried, failures[parts:], strict=True) if why}
+        works = [*range(parts), *(at for at, one in enumerate(tried, parts) if one.backend not in refused)]
+        timed = _agreed([_timed(runs[at], device, in_a_row) for at in works], device)
+        first = dict(zip(works, timed, strict=True))
+        enough = HOPELESS * min(first[at] for at in works if at >= parts)
+        kept = [at for at in works if at < parts or first[at] < enough or tried[at - parts] == SERIAL]
+        slowest = max(first[at] for at in kept) * in_a_row
+        count = rounds or min(max(int(MOMENT / slowest), LEAST_ROUNDS), MOST_ROUNDS)
+        medians = first | _medians(runs, kept, count, device, in_a_row)
+        best = min(medians[at] for at in kept if at >= parts)
+        near = [at for at in kept if at >= parts and medians[at] < NEAR * best]
+        more = min(int(RUN_OFF / (best * in_a_row * len(near))), MOST_ROUNDS)
+        if rounds is None and len(near) > 1 and more > count:
+            medians |= _medians(runs, near, more, device, in_a_row)
+    times = {choice: medians[at] for at, choice in enumerate(tried, parts) if at in medians}
+    weights = medians[2] if parts > 2 else 0.0
+    return Measured(shape.product, medians[0], medians[1], times, fastest(times), refused=refused, weights=weights)
+
+
+def _tells_pace(trial: Trial) -> bool:
+    """Whether weight gradients are timed by themselves: a step of a GPU is measured by them."""
+    return trial.device.type == "cuda" and bool(trial.gradients)
+
+
+def _medians(
+    runs: Sequence[Callable[[], Any]], who: Sequence[int], rounds: int, device: torch.device, in_a_row: int
+) -> dict[int, float]:
+    """Seconds of some of the runs, which take turns; nobody always follows the same one."""
+    samples: dict[int, list[float]] = {at: [] for at in who}
+    for turn in range(rounds):
+        first = turn % len(who)
+        for at in (*who[first:], *who[:first]):
+            samples[at].append(_timed(runs[at], device, in_a_row))
+    agreed = _agreed([seconds for at in who for seconds in samples[at]], device)
+    return {at: statistics.median(agreed[place * rounds : (place + 1) * rounds]) for place, at in enumerate(who)}
+
+
+def fastest(times: dict[Choice, float]) -> Choice:
+    """The fastest, but serial unless something is clearly faster."""
+    best = min(times, key=lambda choice: times[choice])
+    return best if SERIAL not in times or times[best] < times[SERIAL] * (1 - CLEARLY) else SERIAL
+
+
+def failure(shape: Shape, choice: Choice, device: torch.device) -> str:
+    """Why a choice cannot carry a product, empty where it gives the numbers of `serial` on every rank."""
+    trial = Trial(shape, device)
+    with comm.traffic.uncounted():
+        return _failure(lambda: trial.run(choice), device, trial, _tensors(trial.run(SERIAL)))
+
+
+def _failure(
+    run: Callable[[], Any], device: torch.device, trial: Trial | None = None, wanted: Sequence[Tensor] = ()
+) -> str:
+    """Why something cannot run with these shapes, empty where it can on every rank; warms up, too.
+
+    With a trial, whether it gives what is wanted: also with the signs turned, twice, as memory may be used in turn.
+    """
+
+    def attempt() -> None:
+        found = run()
+        _synchronize(device)
+        if trial is None:
+            return
+        told = _difference(_tensors(found), wanted)
+        trial.turn()
+        try:
+            for _ in range(2):
+                found = run()
+                _synchronize(device)
+                told = told or _difference([-one for one in _tensors(found)], wanted)
+        finally:
+            trial.turn()
+        if told:
+            raise RuntimeError(told)
+
+    said = shared_memory.agreed_reason(attempt)
+    if said is not None:
+        shared_memory.start_anew()
+    return said or ""
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [one for part in result for one in _tensors(part)] if isinstance(result, (tuple, list)) else []
+
+
+def _difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
+    for one, other in zip(found, wanted, strict=True):
+        apart, size = one - other, _norm(other)
+        off, worst = _norm(apart) / size, _norm(apart, float("inf")) / size * math.sqrt(other.numel())
+        if not (off < OFF and worst < FAR_OFF):
+            return (
+                f"its numbers are not those of serial: off by {off:.1%}, and one by {worst:.1f} times their usual size"
+            )
+    return ""
+
+
+def _norm(tensor: Tensor, order: float = 2) -> float:
+    return float(torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32)))
+
+
+def _timed(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:
+    dist.barrier()
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()  # the host is ahead from here on
+        begin.record()
+        for _ in range(in_a_row):
+            run()
+        end.record()
+        _synchronize(device)
+        return begin.elapsed_time(end) / 1e3 / in_a_row
+    start = time.perf_counter()
+    for _ in range(in_a_row):
+        run()
+    return (time.perf_counter() - start) / in_a_row
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _agreed(seconds: list[float], device: torch.device) -> list[float]:
+    """The slowest rank's of each: the same numbers, and so the same choices, on every rank."""
+    values = torch.tensor(seconds, dtype=torch.float64, device=device)
+    agreed: list[float] = comm.max_in_place(values, "world").tolist()
+    return agreed
+
+
+# Remembered choices
+
+
+def topology(device: torch.device) -> dict[str, Any]:
+    """What choices depend on beside the product itself: device, versions, and which ranks share a machine."""
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    axis = comm.axis("tp")
+    return {
+        "device": _device(device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "shardline": __version__,
+        "backend": str(dist.get_backend(axis.group)),
+        "tp": axis.size,
+        "hosts": [sorted(set(hosts)).index(host) for host in hosts],
+        "names": sorted(set(hosts)),
+        "network": {key: value for key, value in sorted(os.environ.items()) if key.startswith(MATTERS)},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _device(device: torch.device) -> str:
+    """With what it has of multiprocessors: a part of a GPU is another device."""
+    if device.type != "cuda":
+        return f"cpu, {os.cpu_count()} cores"
+    about = torch.cuda.get_device_properties(device)
+    return f"{about.name}, {about.multi_processor_count} multiprocessors"
+
+
+def remembered_file(folder: Path, place: dict[str, Any]) -> Path:
+    mark = hashlib.sha256(json.dumps(place, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / "overlap" / f"{mark}.json"
+
+
+def as_row(measured: Measured) -> dict[str, Any]:
+    times = [[choice.backend, choice.chunks, seconds] for choice, seconds in measured.times.items()]
+    alone = {"matmul": measured.matmul, "weights": measured.weights, "comm": measured.comm}
+    row = {**alone, "times": times, "chosen": list(measured.chosen)}
+    return {**row, "refused": measured.refused} if measured.refused else row
+
+
+def from_row(product: Product, row: dict[str, Any]) -> Measured:
+    times = {Choice(backend, chunks): float(seconds) for backend, chunks, seconds in row["times"]}
+    matmul, weights, sent = (float(row[part]) for part in ("matmul", "weights", "comm"))
+    refused = dict(row.get("refused", {}))
+    chosen = Choice(*row["chosen"])
+    return Measured(product, matmul, sent, times, chosen, remembered=True, refused=refused, weights=weights)

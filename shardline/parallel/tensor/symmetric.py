@@ -1,0 +1,129 @@
+"""Products on CUDA whose rows travel by copy engines, between memories that ranks share, while others are multiplied.
+
+    gathering    side stream   my rows -> shared | rank 3's rows -> here | rank 2's | ...
+                 multiplying   my rows           | rank 3's rows         | rank 2's ...       on two streams in turn
+    scattering   multiplying   rows for rank 1   | for rank 2            | ... | my own | + what the others sent
+                 side stream                     | to rank 1             | to rank 2 ...
+
+Products are cuBLAS's, one for each rank's rows; scattering, those of other ranks are cut further by `chunks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardline.comm import collectives as comm
+from shardline.comm.symmetric_memory import READ, READY, Space, add_up, inside_product, pull, space
+from shardline.comm.transfers import pieces
+from shardline.parallel.tensor.serial_and_ring import (
+    CHUNKS,
+    COLUMN,
+    ROW,
+    Needs,
+    Serial,
+    joined,
+    separate_weight_gradients,
+)
+from shardline.parallel.tensor.tile_order import gathering_shard, scattering_shard
+
+
+class Symmetric(Serial):
+    name = "symmetric"
+    regions = ("gather", "scatter")
+
+    def counts(self, operation: str, direction: str) -> tuple[int, ...]:
+        if operation not in (COLUMN, ROW):
+            return ()
+        return CHUNKS if (operation == ROW) == (direction == "forward") else (1,)  # only what is scattered is cut
+
+    def gather_linear(
+        self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int
+    ) -> tuple[list[Tensor], Tensor]:
+        return _gather(x, [weight.t() for weight in weights], axis)
+
+    def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
+        return _scatter(x, weight.t(), axis, chunks)
+
+    def gather_linear_backward(
+        self, gradients: Sequence[Tensor], full: Tensor, weights: Sequence[Tensor], axis: str, chunks: int, needs: Needs
+    ) -> tuple[Tensor | None, list[Tensor] | None]:
+        dx = _scatter(*joined(gradients, weights), axis, chunks) if needs.x else None
+        return dx, separate_weight_gradients(gradients, full) if needs.weights else None
+
+    def linear_scatter_backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        (dx,), full = _gather(gradient, [weight], axis)
+        return dx, separate_weight_gradients([full], x)[0] if needs.weights else None, full
+
+
+def _gather(x: Tensor, columns: Sequence[Tensor], axis: str) -> tuple[list[Tensor], Tensor]:
+    """The rows of all ranks times each of `columns` (K, N), and the rows."""
+    x, over, ranks = x.contiguous(), space(axis, x.device), comm.axis_size(axis)
+    own, t = comm.axis(axis).rank, x.shape[0]
+    full = x.new_empty(ranks * t, x.shape[1])
+    outs = [x.new_empty(ranks * t, one.shape[1]) for one in columns]
+    here = torch.cuda.current_stream(x.device)
+    with inside_product(axis, "all_gather", x, x.numel()):
+        events: dict[int, torch.cuda.Event] = {}
+
+        def arrived(source: int) -> None:
+            events[source] = torch.cuda.Event()
+            events[source].record()
+
+        pull(x, full, over, arrived)
+        streams = (here, over.second)
+        over.second.wait_stream(here)
+        for turn in range(ranks):
+            source = gathering_shard(turn, own, ranks)
+            rows = slice(source * t, (source + 1) * t)
+            with torch.cuda.stream(streams[turn % 2]):
+                if turn:
+                    streams[turn % 2].wait_event(events[source])
+                for out, one in zip(outs, columns, strict=True):
+                    torch.mm(full[rows] if turn else x, one, out=out[rows])
+        here.wait_stream(over.second)
+        over.join()
+    return outs, full
+
+
+def _scatter(x: Tensor, columns: Tensor, axis: str, chunks: int) -> Tensor:
+    """This rank's rows of x times `columns` (K, N), summed over ranks."""
+    over, ranks, own = space(axis, x.device), comm.axis_size(axis), comm.axis(axis).rank
+    t, width = x.shape[0] // ranks, columns.shape[1]
+    size = t * width * x.element_size()
+    region = over.region("scatter", ranks * size, credit=True)
+    computed = x.new_empty(ranks, t, width)
+    with inside_product(axis, "reduce_scatter", x, t * width):
+        for turn in range(ranks):
+            owner = scattering_shard(turn, own, ranks)
+            for rows in pieces(t, chunks if owner != own else 1):
+                torch.mm(x[owner * t + rows.start : owner * t + rows.stop], columns, out=computed[owner][rows])
+                if owner == own:
+                    continue
+                over.fork()
+                with torch.cuda.stream(over.side):
+                    if rows.start == 0:
+                        region.wait(owner, READ, over.side)
+                    theirs = region.of(owner, (t, width), x.dtype, own * size)
+                    theirs[rows].copy_(computed[owner][rows])
+            if owner != own:
+                region.signal(owner, READY, over.side)
+        return _sum(computed[own], over, own, ranks, size)
+
+
+def _sum(mine: Tensor, over: Space, own: int, ranks: int, size: int) -> Tensor:
+    region, here = over.regions["scatter"], torch.cuda.current_stream(mine.device)
+    sources = [(own - distance) % ranks for distance in range(1, ranks)]
+    for source in sources:
+        region.wait(source, READY, here)
+    parts = [region.of(own, mine.shape, mine.dtype, source * size) for source in sources]
+    out = torch.empty_like(mine)
+    add_up([mine, *parts], out)
+    for source in sources:
+        region.signal(source, READ, here)
+    over.join()
+    return out

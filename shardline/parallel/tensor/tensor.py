@@ -1,0 +1,261 @@
+"""Tensor parallelism: each rank holds some heads and some columns of the wide middle; the sequence is shared between.
+
+    residual stream            rows (tokens) cut over tp: rank r has rows [r T/tp, (r+1) T/tp) of the T = B x S tokens
+      | all-gather rows
+    wqkv, w13 (Shard(0))       column products: all tokens, this rank's heads or middle columns
+      | attention, SwiGLU      no communication
+    wo, w2 (Shard(1))          row products: all tokens, a summand of the result
+      | reduce-scatter rows
+    residual stream            norms and additions on T/tp rows only
+
+Without sequence parallelism every rank has all rows; the two collectives are an all-reduce after the row product, and
+one of the gradient before the column product. The embedding and the output layer are cut by rows of the vocabulary.
+
+Norm weights and biases of row products are whole on every rank. With sequence parallelism a rank's gradient for them
+covers its rows only: `sum_replicated_gradients` adds them up, once per step and in one piece.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import functional as F
+
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
+from shardline.config.architecture import Architecture
+from shardline.config.schema import Config, Training, Validation
+from shardline.errors import ConfigError
+from shardline.models.decoder import Decoder
+from shardline.models.feed_forward import Biases, Products, Weights, columns
+from shardline.models.fused_weights import gate_block
+from shardline.models.linear import linear
+from shardline.parallel.tensor import overlap
+
+# Ending of a parameter's name -> how tp cuts it; everything else is whole on every rank.
+PLAN: dict[str, Placement] = {
+    "attention.wqkv.weight": Shard(0),
+    "attention.wqkv.bias": Shard(0),
+    "attention.wq.weight": Shard(0),
+    "attention.wq.bias": Shard(0),
+    "attention.wo.weight": Shard(1),
+    "feed_forward.w13.weight": Shard(0),
+    "feed_forward.w13.bias": Shard(0),
+    "feed_forward.w2.weight": Shard(1),
+    "tok_embeddings.weight": Shard(0),
+    "output.weight": Shard(0),
+}
+
+
+class TensorParallel(NamedTuple):
+    """What the config asks for; `loss_parallel` cuts the vocabulary in the loss, `overlapped` is async TP."""
+
+    degree: int
+    sequence_parallel: bool
+    loss_parallel: bool
+    overlapped: bool = False
+
+
+def needs_split_kv(arch: Architecture, degree: int) -> bool:
+    """More ranks than KV heads: queries are cut, keys and values whole on every rank."""
+    return degree > arch.n_kv_heads
+
+
+def check_tensor_parallel(arch: Architecture, degree: int) -> None:
+    """Raise for sizes that cannot be cut into `degree` parts, with sizes that can."""
+    key = f"parallelism.tensor_parallel_degree = {degree}"
+    problems = []
+    if arch.n_heads % degree:
+        problems.append(f"{arch.n_heads} heads cannot be shared by {degree} ranks")
+    if max(degree, arch.n_kv_heads) % min(degree, arch.n_kv_heads):
+        problems.append(f"{arch.n_kv_heads} KV heads and {degree} ranks: one must be a multiple of the other")
+    block = gate_block(arch)
+    if not all(vocabulary_rows(arch.vocab_size, degree, rank) for rank in range(degree)):
+        problems.append(f"a vocabulary of {arch.vocab_size} leaves ranks without a row")
+    if arch.ffn_dim % (degree * block):
+        problems.append(f"ffn_dim {arch.ffn_dim} is not a multiple of {degree} x {block}")
+    if problems:
+        good = [d for d in range(1, 65) if _fits(arch, d)]
+        raise ConfigError(f"{key}: {'; '.join(problems)}. Degrees that fit: {', '.join(map(str, good))}")
+
+
+def _fits(arch: Architecture, degree: int) -> bool:
+    heads = arch.n_heads % degree == 0 and max(degree, arch.n_kv_heads) % min(degree, arch.n_kv_heads) == 0
+    return heads and arch.ffn_dim % (degree * gate_block(arch)) == 0
+
+
+def check_rows(config: Config, plan: TensorParallel) -> None:
+    """With sequence parallelism the rows of a micro-batch must be cut evenly; raise with lengths that can be."""
+    if not plan.sequence_parallel:
+        return
+    sections: list[tuple[str, Training | Validation]] = [("training", config.training)]
+    if config.validation.enable:
+        sections.append(("validation", config.validation))
+    for name, section in sections:
+        length, batch = section.seq_len, section.local_batch_size
+        if name == "training" and config.parallelism.pipeline_parallel_degree > 1:
+            batch = config.parallelism.pipeline_parallel_microbatch_size
+        if length * batch % plan.degree:
+            near = " and ".join(map(str, nearest_lengths(length, batch, plan.degree)))
+            raise ConfigError(
+                f"{name}.seq_len = {length}: {batch} x {length} = {batch * length} tokens cannot be shared evenly by"
+                f" {plan.degree} tensor-parallel ranks; nearest lengths: {near}"
+                " (or set parallelism.enable_sequence_parallel = false)"
+            )
+
+
+def nearest_lengths(length: int, batch: int, degree: int) -> list[int]:
+    """The nearest lengths below and above whose `batch` sequences `degree` ranks can share evenly."""
+    step = degree // math.gcd(degree, batch)
+    below = length - length % step
+    return [good for good in (below, below + step) if good > 0]
+
+
+def placement(name: str, plan: TensorParallel, tied: bool) -> Placement:
+    """How tp cuts the parameter `name`."""
+    head = "tok_embeddings.weight" if tied else "output.weight"
+    if name == head and not plan.loss_parallel:
+        return Replicate()
+    return next((cut for ending, cut in PLAN.items() if name.endswith(ending)), Replicate())
+
+
+def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> None:
+    """Cut the parameters (still without memory) and put the collectives beside the products."""
+    tp = mesh.axis("tp")
+    assert tp is not None
+    arch, rank = model.arch, mesh.coordinates["tp"]
+    for name, parameter in list(model.named_parameters()):
+        cut = distribute_tensor(
+            parameter.detach(), tp, [placement(name, plan, arch.tie_word_embeddings)], src_data_rank=None
+        )
+        replace_parameter(model, name, cut)
+    products = PRODUCTS[plan.sequence_parallel, plan.overlapped]
+    kv_heads = None
+    if needs_split_kv(arch, plan.degree):
+        kv_heads = (rank * arch.n_kv_heads // plan.degree, 1)
+    for block in model.blocks():
+        block.spec = block.spec._replace(products=products, kv_heads=kv_heads)
+    rows = vocabulary_rows(arch.vocab_size, plan.degree, rank)
+    whole = isinstance(placement("tok_embeddings.weight", plan, arch.tie_word_embeddings), Replicate)
+    if model.tok_embeddings is not None:
+        model.tok_embeddings.function = ParallelEmbedding(rows, plan.sequence_parallel, whole)
+
+
+def replace_parameter(model: nn.Module, name: str, value: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    setattr(module, last, nn.Parameter(value, requires_grad=getattr(module, last).requires_grad))
+
+
+def vocabulary_rows(vocab_size: int, degree: int, rank: int) -> range:
+    """The rows of the vocabulary a rank holds: equal parts, the last ones smaller where it does not divide."""
+    each = -(-vocab_size // degree)
+    return range(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
+
+
+# Products with their collectives
+
+
+def gather_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+    """One gather for all the weights that read x."""
+    return columns(comm.all_gather(x, "tp"), weights, biases)
+
+
+def row_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = comm.reduce_scatter(linear(x, weight, None), "tp")
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+def copy_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+    return columns(comm.copy(x, "tp"), weights, biases)
+
+
+def row_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out = comm.all_reduce(linear(x, weight, None), "tp")
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+# The same with the collective inside the product
+
+
+def overlapped_gather(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+    return _with_biases(overlap.all_gather_linear(x, weights, "tp"), biases)
+
+
+def overlapped_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _with_biases((overlap.linear_reduce_scatter(x, weight, "tp"),), (bias,))[0]
+
+
+def overlapped_copy(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+    return _with_biases(overlap.copy_linear(x, weights, "tp"), biases)
+
+
+def overlapped_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _with_biases((overlap.linear_all_reduce(x, weight, "tp"),), (bias,))[0]
+
+
+def _with_biases(products: tuple[Tensor, ...], biases: Biases) -> tuple[Tensor, ...]:
+    return tuple(y if bias is None else y + bias.to(y.dtype) for y, bias in zip(products, biases, strict=True))
+
+
+# (sequence parallel, overlapped) -> how a block multiplies
+PRODUCTS = {
+    (True, False): Products(gather_columns, row_scatter),
+    (False, False): Products(copy_columns, row_sum),
+    (True, True): Products(overlapped_gather, overlapped_scatter),
+    (False, True): Products(overlapped_copy, overlapped_sum),
+}
+
+
+class ParallelEmbedding(NamedTuple):
+    """Each rank looks up the tokens whose rows it holds; the sum over ranks has every row."""
+
+    rows: range
+    sequence_parallel: bool
+    whole: bool  # every rank holds all rows
+
+    def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        flat = tokens.reshape(-1)
+        if self.whole:
+            share = flat.chunk(comm.axis_size("tp"))[comm.axis("tp").rank] if self.sequence_parallel else flat
+            return F.embedding(share, weight)
+        here = (flat >= self.rows.start) & (flat < self.rows.stop)
+        found = F.embedding(torch.where(here, flat - self.rows.start, 0), weight).masked_fill(~here[:, None], 0)
+        return comm.reduce_scatter(found, "tp") if self.sequence_parallel else comm.all_reduce(found, "tp")
+
+
+# Gradients of what every rank holds whole
+
+
+def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Parameter]:
+    """Parameters whole on every tp rank whose gradients cover only a part of the work of the group."""
+    tied, found = model.arch.tie_word_embeddings, []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or not isinstance(placement(name, plan, tied), Replicate):
+            continue
+        of_heads = any(part in name for part in (".wkv.", ".q_norm.", ".k_norm."))
+        if plan.sequence_parallel or of_heads:
+            found.append(parameter)
+    return found
+
+
+def sum_replicated_gradients(parameters: list[nn.Parameter]) -> None:
+    """Add up over tp the gradients of parameters that every rank holds whole: one flat all-reduce."""
+    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
+    if not gradients:
+        return
+    for dtype in dict.fromkeys(g.dtype for g in gradients):
+        some = [g for g in gradients if g.dtype == dtype]
+        flat = torch.cat([g.reshape(-1) for g in some])
+        comm.sum_in_place(flat, "tp")
+        for gradient, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

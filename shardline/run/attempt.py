@@ -1,0 +1,78 @@
+"""What a rank knows of earlier attempts of its job, and what it tells its launcher for later ones.
+
+A launcher that restarts ranks gives them SHARDLINE_ATTEMPT. The first rank of each machine answers in a file: where the
+run's folder is, that the run has begun (its weights are there, `--overwrite` and `checkpoint.load_step` have done their
+work), and when it got how far, from which the time of a recovery is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardline.config.schema import Config
+    from shardline.run.options import TrainOptions
+
+VARIABLE = "SHARDLINE_ATTEMPT"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    notes: str = ""  # the file for the launcher; none where no launcher of ours restarts ranks
+    folder: str | None = None  # of the run, where an earlier attempt has opened it
+    begun: bool = False  # an earlier attempt has trained in it, or could have
+
+
+def this_attempt() -> Attempt:
+    text = os.environ.get(VARIABLE)
+    return Attempt(**json.loads(text)) if text else Attempt()
+
+
+def variable(attempt: Attempt) -> dict[str, str]:
+    return {VARIABLE: json.dumps(asdict(attempt))}
+
+
+def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptions]:
+    """For a later attempt: the folder is that of the first one, whose run is neither replaced nor begun again.
+
+    `checkpoint.load_step` was for the first one as well; now the newest checkpoint counts.
+    """
+    attempt = this_attempt()
+    if attempt.folder is None:
+        return config, options
+    changes: dict[str, Any] = {"job.dump_folder": attempt.folder}
+    if attempt.begun and any((Path(attempt.folder) / config.checkpoint.folder).glob("step-*")):
+        changes["checkpoint.load_step"] = -1
+    overwrite = options.overwrite and not attempt.begun
+    return config.replace(changes), dataclasses.replace(options, overwrite=overwrite)
+
+
+def tell(what: str, **facts: Any) -> None:
+    """Note that this rank has come so far, with the time; what was told before is not told again."""
+    attempt = this_attempt()
+    if not attempt.notes or os.environ.get("LOCAL_RANK") != "0" or (attempt.notes, what) in _told:
+        return
+    _told.add((attempt.notes, what))
+    known = read(Path(attempt.notes))
+    part = Path(f"{attempt.notes}.part")
+    with contextlib.suppress(OSError):
+        part.write_text(json.dumps({**known, what: time.time(), **facts}))
+        part.replace(attempt.notes)
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def read(notes: Path) -> dict[str, Any]:
+    """What was told; nothing where nothing was."""
+    try:
+        return dict(json.loads(notes.read_text()))
+    except (OSError, ValueError):
+        return {}

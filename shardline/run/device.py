@@ -1,0 +1,149 @@
+"""What the run computes on: the choice of device, its peak, its memory, and the arithmetic a token costs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardline.models.fused_weights import parameter_count
+
+if TYPE_CHECKING:
+    from shardline.config.architecture import Architecture
+
+GIB = 1024**3
+
+# Dense (not sparse) peak of bf16 products with float32 accumulation, in TFLOP/s, as the vendors state it.
+# The first pattern found in the device's name counts.
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    (r"\bGB[23]00\b", 2500.0),
+    (r"\bB[23]00\b", 2250.0),
+    (r"\bH200 NVL\b", 835.5),
+    (r"\bG?H200\b", 989.4),
+    (r"\bH100 PCIe\b", 756.0),
+    (r"\bH100 NVL\b", 835.5),
+    (r"\bH[18]00\b", 989.4),
+    (r"\bH20\b", 148.0),
+    (r"\bA[18]00\b", 312.0),
+    (r"\bA30\b", 165.0),
+    (r"\bA40\b", 149.7),
+    (r"\bA10\b", 125.0),
+    (r"\bRTX A6000\b", 154.8),
+    (r"\bL40S\b", 362.1),
+    (r"\bL40\b", 181.1),
+    (r"\bL4\b", 121.0),
+    (r"\bRTX 6000 Ada\b", 364.3),
+    (r"\bRTX 5090$", 209.5),
+    (r"\bRTX 4090$", 165.2),
+    (r"\bRTX 3090$", 71.2),
+    (r"\bMI355X\b", 2516.6),
+    (r"\bMI350X\b", 2306.9),
+    (r"\bMI3(00|25)X\b", 1307.4),
+    (r"\bMI250X?\b", 191.5),  # one of the two dies of the package: what torch sees as a device
+)
+# A slice of a card or a slower namesake has another peak than the card whose name it carries.
+NOT_THE_CARD = re.compile(r"\bMIG\b|Laptop|Max-Q")
+
+
+def device_identity(device: torch.device, rank: int) -> str:
+    """What tells this rank's device from those of other ranks, with which it may share one; on CPU each has its own."""
+    if device.type != "cuda":
+        return f"rank {rank}"
+    return f"{platform.node()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def choose_device() -> torch.device:
+    """`cuda:LOCAL_RANK` where CUDA is there, else the CPU; more ranks than GPUs share them in turn."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The device as its vendor calls it, such as `NVIDIA H200`; for a CPU its model name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = re.findall(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if names:
+            return names[0].strip()
+    return platform.processor() or platform.machine()
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float | None:
+    """Dense peak in FLOP/s for 16-bit products; None where the device or the type has no entry in the table."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return peak_by_name(device_name(device))
+
+
+def peak_by_name(name: str) -> float | None:
+    if NOT_THE_CARD.search(name):
+        return None
+    return next((tflops * 1e12 for pattern, tflops in PEAK_TFLOPS if re.search(pattern, name)), None)
+
+
+def supports_bf16(device: torch.device) -> bool:
+    """Whether bf16 runs in the hardware; a CPU always computes it right, if slowly."""
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """CUDA: most bytes allocated since `reset_peak`. CPU: most bytes resident, data workers not counted."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return _peak_resident() / GIB
+
+
+def reset_peak(device: torch.device) -> None:
+    """Count the peak anew from here; where the kernel does not allow it for resident memory, the old peak stays."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_resident() -> int:
+    """Bytes. `ru_maxrss` survives exec, so a rank started by a large process would report its parent's peak."""
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    kib = int(found.group(1)) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return kib * 1024
+
+
+def flops_per_token(arch: Architecture, seq_len: int) -> float:
+    """FLOPs of forward and backward for one token, by torchtitan's convention.
+
+    6 x parameters without the embedding + 12 x layers x heads x head_dim x sequence. The attention term counts the
+    whole square of scores, as if there were no causal mask; recomputation by activation checkpointing is not
+    counted. The output projection is a product and counts, also when it shares the embedding's weight.
+    """
+    embedding = 0 if arch.tie_word_embeddings else arch.vocab_size * arch.dim
+    multiplied = parameter_count(arch) - embedding
+    return 6.0 * multiplied + 12.0 * arch.n_layers * arch.n_heads * arch.head_dim * seq_len
+
+
+def read(numbers: Tensor) -> list[float]:
+    """Values of a device, waited for by an event: a plain read would keep the watchdog from asking that device."""
+    if numbers.device.type != "cuda":
+        return list(numbers.tolist())
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    done.synchronize()
+    return list(host.tolist())

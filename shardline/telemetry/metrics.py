@@ -1,0 +1,307 @@
+"""The record of a run: rates from wall time, metrics.jsonl, TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from shardline.errors import UserError
+from shardline.run.device import flops_per_token, peak_flops
+from shardline.run.folder import RunFolder, write_atomically
+
+if TYPE_CHECKING:
+    from shardline.config.architecture import Architecture
+    from shardline.config.schema import Config
+
+log = logging.getLogger("shardline")
+
+# One object per logged step has these keys, in this order.
+KEYS = (
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "step_seconds",
+    "data_seconds",
+    "memory_gib",
+    "mfu",
+    "comm_bytes",
+)
+# Keys of some layouts: seconds the step waited for data-parallel communication that nothing hid; seconds of
+# tensor-parallel communication in the logged step, those the ranks stood still for, and the share that was hidden;
+# the share of the logged step's pipeline in which the ranks were idle.
+OPTIONAL_KEYS = (
+    "dp_exposed_seconds",
+    "tp_comm_seconds",
+    "tp_exposed_seconds",
+    "tp_hidden_fraction",
+    "pp_bubble_fraction",
+)
+
+
+class Meter:
+    """Rates between logged steps. Time inside `paused()` (validation, saving) does not count.
+
+    `stepped` gets the tokens of the global batch, each once, however many ranks work on it.
+    """
+
+    def __init__(
+        self,
+        arch: Architecture,
+        seq_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        devices: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.flops, self.peak = flops_per_token(arch, seq_len), peak_flops(device, dtype)
+        self.devices, self.clock = devices, clock
+        self._restart()
+
+    def _restart(self) -> None:
+        self.started = self.clock()
+        self.steps = self.tokens = 0
+        self.data = 0.0
+
+    def fetched(self, seconds: float) -> None:
+        """Time the step waited for its data."""
+        self.data += seconds
+
+    def stepped(self, tokens: int) -> None:
+        self.steps += 1
+        self.tokens += tokens
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self.started += self.clock() - began
+
+    def rates(self) -> dict[str, float | None]:
+        """Means over the steps since the last call. MFU: model FLOPs by `flops_per_token` over the devices' peak."""
+        elapsed = max(self.clock() - self.started, 1e-9)
+        steps = max(self.steps, 1)
+        per_device = self.tokens / elapsed / self.devices
+        row = {
+            "tokens_per_second": self.tokens / elapsed,
+            "tokens_per_second_per_device": per_device,
+            "step_seconds": elapsed / steps,
+            "data_seconds": self.data / steps,
+            "mfu": None if self.peak is None else per_device * self.flops / self.peak,
+        }
+        self._restart()
+        return row
+
+
+class Sink(Protocol):
+    """Somewhere scalars go beside metrics.jsonl."""
+
+    def write(self, step: int, scalars: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Metrics:
+    """Writes a run's rows. metrics.jsonl is rank 0's; the other sinks are too, unless `metrics.save_for_all_ranks`."""
+
+    def __init__(self, config: Config, run_folder: RunFolder, start_step: int = 0, rank: int = 0) -> None:
+        self.path = run_folder.metrics_path
+        self.file = None
+        if rank == 0:
+            if run_folder.resume or run_folder.again:
+                move_rows_after(run_folder, start_step)
+            self.file = _open(self.path)
+        self.sinks: list[Sink] = []
+        if rank == 0 or config.metrics.save_for_all_ranks:
+            self.sinks = _open_sinks(config, run_folder, start_step, rank)
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Record a logged step. `row` has the keys of KEYS, and may have those of OPTIONAL_KEYS, no others."""
+        differing = set(row).difference(OPTIONAL_KEYS) ^ set(KEYS)
+        if differing:
+            raise ValueError(f"metrics row: keys that differ from the contract's: {sorted(differing)}")
+        self._write({key: row[key] for key in (*KEYS, *OPTIONAL_KEYS) if key in row})
+
+    def log_validation(self, step: int, loss: float, **more: Any) -> None:
+        self._write({"step": step, "validation_loss": loss, **more})
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+        for sink in self.sinks:
+            try:
+                sink.close()
+            except OSError as error:
+                log.warning("%s is incomplete: %s", type(sink).__name__, error)
+        self.sinks = []
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.file is not None:
+            try:
+                _append(self.file, to_line(row))
+            except OSError as error:
+                raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
+        scalars = dict(_scalars(row))
+        step = scalars.pop("step")
+        for sink in list(self.sinks):
+            try:
+                sink.write(int(step), scalars)
+            except OSError as error:  # metrics.jsonl has the row: the run goes on
+                log.warning("%s is not written any more: %s", type(sink).__name__, error)
+                self.sinks.remove(sink)
+
+
+def to_line(row: dict[str, Any]) -> bytes:
+    """One line of JSON that every parser takes: NaN and infinity, which JSON has no word for, become null."""
+    strange = {key: value for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    if strange:
+        values = ", ".join(f"{key} {value}" for key, value in strange.items())
+        log.warning("step %s: %s; null in metrics.jsonl", row["step"], values)
+    return json.dumps({**row, **dict.fromkeys(strange)}, allow_nan=False).encode() + b"\n"
+
+
+def read_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, row) of each whole line; a torn one, as a crash leaves it at the end, is left out and logged."""
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row["step"], int):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            log.warning("metrics.jsonl line %d is torn and left out: %.60r", number, line)
+            continue
+        yield line + "\n", row
+
+
+def move_rows_after(run_folder: RunFolder, step: int) -> None:
+    """Move rows of steps that will be trained again to metrics.before-resume.jsonl, behind what is there."""
+    path, moved_path = run_folder.metrics_path, run_folder.moved_metrics_path
+    if not path.exists():
+        return
+    rows = list(read_rows(path.read_text(encoding="utf-8", errors="replace")))
+    moved = [line for line, row in rows if row["step"] > step]
+    if moved:
+        # First the copy, durably, then the removal: a crash in between repeats rows and loses none.
+        try:
+            with moved_path.open("a", encoding="utf-8") as file:
+                file.writelines(moved)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {moved_path}: {error.strerror or error}") from error
+        log.info("%d metrics rows after step %d moved to %s", len(moved), step, moved_path.name)
+    write_atomically(path, "".join(line for line, row in rows if row["step"] <= step))
+
+
+def _append(file: Any, line: bytes) -> None:
+    """Write a line whole or not at all; unbuffered: it has left this process when the call returns."""
+    written = file.write(line)
+    if written < len(line):  # what a disk that is about to be full does
+        file.truncate(file.seek(0, os.SEEK_END) - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _open(path: Any) -> Any:
+    try:
+        return open(path, "ab", buffering=0)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a row, `comm_bytes` flattened to `comm_bytes/DIMENSION`."""
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}/{name}", inner) for name, inner in value.items())
+        elif value is not None:
+            yield key, value
+
+
+def _open_sinks(config: Config, run_folder: RunFolder, start_step: int, rank: int) -> list[Sink]:
+    sinks: list[Sink] = []
+    if config.metrics.enable_tensorboard:
+        sinks.append(TensorBoard(config, run_folder, start_step, rank))
+    if config.metrics.enable_wandb:
+        sinks.append(WandB(config, run_folder, rank))
+    return sinks
+
+
+class TensorBoard:
+    """Event files under `metrics.save_tb_folder`, in rank_N where every rank writes."""
+
+    def __init__(self, config: Config, run_folder: RunFolder, start_step: int, rank: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                "metrics.enable_tensorboard needs a package that is not installed: pip install 'shardline[tensorboard]'"
+            ) from error
+        folder = run_folder.path / config.metrics.save_tb_folder
+        if config.metrics.save_for_all_ranks:
+            folder = folder / f"rank_{rank}"
+        # After a resume TensorBoard hides what was logged for the steps that are trained again.
+        purge = start_step + 1 if run_folder.resume or run_folder.again else None
+        try:
+            self.writer = SummaryWriter(str(folder), purge_step=purge)
+        except OSError as error:
+            raise UserError(f"metrics.save_tb_folder: cannot write {folder}: {error.strerror or error}") from error
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """One W&B run per run folder; a resumed run continues it. W&B reads its own WANDB_* variables."""
+
+    def __init__(self, config: Config, run_folder: RunFolder, rank: int) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise UserError(
+                "metrics.enable_wandb needs a package that is not installed: pip install 'shardline[wandb]'"
+            ) from error
+        id_path = run_folder.path / "log" / f"wandb-{rank}.txt"
+        earlier = id_path.read_text().strip() if (run_folder.resume or run_folder.again) and id_path.exists() else None
+        name = os.environ.get("WANDB_NAME") or os.environ.get("WANDB_RUN_NAME") or run_folder.path.resolve().name
+        every_rank = config.metrics.save_for_all_ranks
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "shardline"),
+                entity=os.environ.get("WANDB_ENTITY") or os.environ.get("WANDB_TEAM"),
+                name=f"{name}-rank{rank}" if every_rank else name,
+                group=name if every_rank else os.environ.get("WANDB_RUN_GROUP"),
+                id=earlier or os.environ.get("WANDB_RUN_ID"),
+                resume="allow",
+                dir=str(run_folder.path / "log"),
+                config=config.model_dump(mode="json"),
+            )
+        except Exception as error:
+            raise UserError(f"W&B did not start: {error} (WANDB_MODE=offline needs no account or network)") from error
+        write_atomically(id_path, f"{self.run.id}\n")
+        # Rows are ordered by our step: W&B's own counter cannot go back when a run resumes from an earlier one.
+        self.run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        self.run.log({"step": step, **scalars})
+
+    def close(self) -> None:
+        self.run.finish()

@@ -1,0 +1,206 @@
+"""Traces, tables of the costliest ops and snapshots of the CUDA allocator, every `profiling.profile_freq` steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import DeviceType
+
+from shardline.comm import collectives as comm
+from shardline.comm.spans import spans
+from shardline.errors import UserError
+from shardline.telemetry.trace_file import add_spans
+
+if TYPE_CHECKING:
+    from shardline.config.schema import Config
+
+log = logging.getLogger("shardline")
+# Marks of the profiler itself and, where stacks are recorded, Python's own calls: `file.py(12): function`.
+NOT_AN_OP = re.compile(r"^ProfilerStep|\(\d+\): |^<built-in |^nn\.Module: ")
+SNAPSHOT_ENTRIES = 100_000  # allocations and frees the snapshot remembers
+
+
+class Profiler:
+    """Call `step()` after every training step. Costs nothing when neither traces nor snapshots are enabled.
+
+    With freq 10, warmup 3, active 1:   step  1 2 3 4 5 6 | 7 8 9 | 10 -> iteration_10
+                                              idle          warmup  recorded
+    """
+
+    def __init__(
+        self, config: Config, folder: Path, rank: int = 0, device: torch.device | None = None, start_step: int = 0
+    ) -> None:
+        self.options, self.folder, self.rank, self.at = config.profiling, folder, rank, start_step
+        self.device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.since, self.traces = start_step, 0
+        self.trace = self._new_trace() if self.options.enable_profiling else None
+        self._record_spans()
+        self.snapshots = self._start_snapshots()
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, torch.OutOfMemoryError):
+            self.out_of_memory()
+        self.close()
+
+    def writes_next(self) -> bool:
+        """Whether the next `step()` writes a trace or a snapshot, which takes time that is not training."""
+        return (self.trace is not None or self.snapshots) and (self.at + 1) % self.options.profile_freq == 0
+
+    def step(self) -> None:
+        self.at += 1
+        if self.trace is not None:
+            self.trace.step()
+            self._record_spans()
+        if self.snapshots and self.at % self.options.profile_freq == 0:
+            self._save_snapshot(f"iteration_{self.at}")
+
+    def out_of_memory(self) -> None:
+        """Keep what the allocator did before it ran out; the step in progress is the one that failed."""
+        if self.snapshots:
+            self._save_snapshot(f"iteration_{self.at + 1}_out_of_memory")
+
+    def close(self) -> None:
+        if self.trace is not None:
+            self.trace.stop()
+            self.trace = None
+            self._record_spans()
+            if self.traces == 0:
+                log.warning("no trace was recorded: the run ended before profile_freq=%d", self.options.profile_freq)
+        if self.snapshots:
+            self.snapshots = False
+            record_memory_history(False)
+
+    # ---- traces ------------------------------------------------------------------------------------------------------
+
+    def _new_trace(self) -> torch.profiler.profile:
+        options = self.options
+        idle = options.profile_freq - options.profiler_warmup - options.profiler_active
+        if idle < 0:
+            raise UserError(
+                f"profiling.profile_freq = {options.profile_freq} must be at least profiler_warmup + profiler_active"
+                f" = {options.profiler_warmup} + {options.profiler_active}"
+            )
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        # One trace per cycle is what is asked for; torch warns that it does not add them up.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+        trace = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(wait=idle, warmup=options.profiler_warmup, active=options.profiler_active),
+            on_trace_ready=self._save_trace,
+            record_shapes=options.record_shapes,
+            with_stack=options.with_stack,
+        )
+        trace.start()
+        return trace
+
+    def _recorded(self) -> bool:
+        """Whether the cycle in progress, or the one that just ended, has recorded a whole step."""
+        in_cycle = (self.at - self.since - 1) % self.options.profile_freq + 1
+        return self.at > self.since and in_cycle > self.options.profile_freq - self.options.profiler_active
+
+    def _record_spans(self) -> None:
+        """Keep the communication of the steps that the trace records."""
+        next_in_cycle = (self.at - self.since) % self.options.profile_freq + 1
+        if self.trace is not None and next_in_cycle > self.options.profile_freq - self.options.profiler_active:
+            spans.record("trace")
+        else:
+            spans.stop("trace")
+
+    def _save_trace(self, trace: torch.profiler.profile) -> None:
+        if not self._recorded():  # the run ends just when recording began
+            return
+        self.traces += 1
+        folder = self.folder / self.options.save_traces_folder / f"iteration_{self.at}"
+        path = folder / f"rank{self.rank}_trace.json"
+        table = folder / ("ops.txt" if self.rank == 0 else f"rank{self.rank}_ops.txt")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(path))
+            add_spans(path, self.rank, self.since + 1, comm.axes(), spans.take("trace"))
+            table.write_text(ops_table(list(trace.key_averages()), self.options.top_ops))
+        except (OSError, RuntimeError) as error:  # the run is worth more than its trace
+            log.warning("the trace of step %d was not saved: %s", self.at, error)
+            for left in (path, path.with_name(f"{path.name}.tmp"), table):  # the folder is shared with other ranks
+                with contextlib.suppress(OSError):
+                    left.unlink()
+            return
+        log.info("trace of step %d: %s", self.at, path)
+
+    # ---- memory snapshots --------------------------------------------------------------------------------------------
+
+    def _start_snapshots(self) -> bool:
+        if not self.options.enable_memory_snapshot:
+            return False
+        if self.device.type != "cuda":
+            log.warning("profiling.enable_memory_snapshot has no effect: memory snapshots need CUDA")
+            return False
+        return record_memory_history(True)
+
+    def _save_snapshot(self, name: str) -> None:
+        folder = self.folder / self.options.save_memory_snapshot_folder / name
+        path = folder / f"rank{self.rank}_memory_snapshot.pickle"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            dump_memory_snapshot(path)
+            log.info("memory snapshot of step %d: %s", self.at, path)
+        except (OSError, RuntimeError) as error:
+            log.warning("the memory snapshot of step %d was not saved: %s", self.at, error)
+
+
+def record_memory_history(on: bool) -> bool:
+    """Have the CUDA allocator remember what it does; False where this torch cannot. A private API of torch."""
+    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    if record is None:
+        log.warning("profiling.enable_memory_snapshot has no effect: torch %s cannot record it", torch.__version__)
+        return False
+    if on:
+        record(max_entries=SNAPSHOT_ENTRIES)
+    else:
+        record(enabled=None)
+    return True
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write torch's own snapshot format, for https://pytorch.org/memory_viz. A private API of torch."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+# ---- the table of ops ------------------------------------------------------------------------------------------------
+
+
+def ops_table(events: list[Any], rows: int) -> str:
+    """The costliest ops by their own time on the CPU and, where there is one, the costliest kernels of the GPU."""
+    events = [event for event in events if not event.is_user_annotation and not NOT_AN_OP.search(event.key)]
+    ops = [event for event in events if event.device_type == DeviceType.CPU]
+    kernels = [event for event in events if event.device_type != DeviceType.CPU]
+    text = _part("CPU ops", ops, "cpu_time_total", rows)
+    if kernels:
+        launched = [event for event in ops if event.self_device_time_total > 0]
+        text += "\n" + _part("GPU time of the ops that launch it", launched, "device_time_total", rows)
+        text += "\n" + _part("GPU kernels", kernels, "device_time_total", rows)
+    return text
+
+
+def _part(title: str, events: list[Any], measure: str, rows: int) -> str:
+    """One table, sorted by own time; `total` adds the ops called inside."""
+    whole = sum(getattr(event, f"self_{measure}") for event in events) or 1.0
+    events = sorted(events, key=lambda event: getattr(event, f"self_{measure}"), reverse=True)
+    lines = [title, f"{'self ms':>12}{'share':>8}{'total ms':>12}{'calls':>9}  name"]
+    for event in events[:rows]:
+        own, total = getattr(event, f"self_{measure}"), getattr(event, measure)
+        lines.append(f"{own / 1e3:>12.3f}{own / whole:>8.1%}{total / 1e3:>12.3f}{event.count:>9}  {event.key:.100}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,72 @@
+"""Writing this rank's communication into a trace that torch has written, so that one file holds all that it did."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardline.comm.collectives import Axis
+from shardline.comm.spans import Span
+
+log = logging.getLogger("shardline")
+# Where torch's file begins its list of events, which is never empty.
+EVENTS = re.compile(r'"traceEvents"\s*:\s*\[(?=\s*\{)')
+BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
+
+
+def add_spans(path: Path, rank: int, first_step: int, axes: Mapping[str, Axis], spans: Iterable[Span]) -> None:
+    """Add events for the spans, and `shardline`: this rank, and which process group is which axis.
+
+    `first_step` is the step of the run that the profiler's own count calls 0.
+
+    A trace may be large: the text is put in place, and the rest of the file stays as torch has written it.
+    """
+    text = path.read_text(encoding="utf-8")
+    found, base = EVENTS.search(text), BASE.search(text)
+    if found is None or base is None:
+        log.warning("communication is missing in %s: this torch writes traces in another form", path)
+        return
+    ranks = {name: dist.get_process_group_ranks(over.group) for name, over in axes.items()}
+    known = {name: {"ranks": ranks[name], "group": over.group.group_name} for name, over in axes.items()}
+    header = json.dumps({"rank": rank, "first_step": first_step, "axes": known})
+    events = "".join(f"{json.dumps(event)},\n" for event in span_events(spans, int(base[1]), ranks))
+    part = path.with_name(f"{path.name}.tmp")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(f'{text[: found.start()]}"shardline": {header},\n{found[0]}\n{events}')
+        file.write(text[found.end() :])
+    os.replace(part, path)
+
+
+def span_events(spans: Iterable[Span], base: int, ranks: Mapping[str, list[int]]) -> list[dict[str, Any]]:
+    """Events of the trace's clock, which is in microseconds since `base` nanoseconds of the unix clock.
+
+    Those of one track must not overlap, or viewers draw them wrong: what runs at the same time gets a track beside.
+    """
+    events: list[dict[str, Any]] = []
+    ends: dict[str, list[int]] = {}
+    for span in sorted(spans, key=lambda span: span.start):
+        kind = "communication_wait" if span.waiting else "communication"
+        name = f"{'waiting for' if span.waiting else 'communication'} {span.axis}"
+        tracks = ends.setdefault(name, [])
+        track = next((index for index, end in enumerate(tracks) if end <= span.start), len(tracks))
+        tracks[track : track + 1] = [span.end]
+        events.append(
+            {
+                "ph": "X",
+                "cat": kind,
+                "name": span.what,
+                "pid": os.getpid(),
+                "tid": name if track == 0 else f"{name} {track + 1}",
+                "ts": (span.start - base) / 1000,
+                "dur": (span.end - span.start) / 1000,
+                "args": {"axis": span.axis, "ranks": ranks.get(span.axis, [])},
+            }
+        )
+    return events

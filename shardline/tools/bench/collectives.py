@@ -1,0 +1,238 @@
+"""The collectives of a benchmark: buffers, calls that are timed, and results that are checked element by element."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.comm import collectives as comm
+from shardline.comm import watchdog
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
+WARM_UP = 3
+MOMENT = 0.5  # seconds of calls that are timed where no number of them was given
+LEAST, MOST = 5, 200
+TILE = 2**16  # periods of the pattern that are written or compared at once
+
+
+class WrongResult(RuntimeError):
+    """A collective gave other values than it should."""
+
+
+@dataclass(frozen=True)
+class Row:
+    op: str
+    size: int  # bytes
+    count: int  # elements that nccl-tests give: of one rank's part
+    iterations: int
+    seconds: float
+    algbw: float  # 1e9 bytes per second
+    busbw: float
+
+
+@dataclass
+class Case:
+    """One collective on buffers of one size.
+
+    `fill` writes the values of which `result`, cut into equal parts, is `expected` to hold a pattern in each.
+    """
+
+    op: str
+    run: Callable[[], Any]
+    fill: Callable[[], None]
+    result: Tensor
+    expected: list[Tensor]
+    size: int
+    count: int
+
+
+class Bench:
+    """Measures over one axis. Where gloo cannot carry a GPU's tensors they go through host memory, which is timed."""
+
+    def __init__(self, axis: comm.Axis, device: torch.device, dtype: torch.dtype, iterations: int | None) -> None:
+        self.axis, self.device, self.dtype, self.iterations = axis, device, dtype, iterations
+        backends = dict(part.split(":") for part in dist.get_backend_config(axis.group).split(","))
+        self.backend = backends[device.type]
+        self.of_host = self.backend == "gloo" and device.type == "cuda"
+        # Values are small enough for sums to be exact in every type up to 128 ranks.
+        self.period = max(2, min(13, 256 // axis.size))
+
+    def measure(self, op: str, size: int) -> Row:
+        case = self.case(op, size)
+        case.fill()
+        self._calls(case, 1)
+        self._check(case)
+        case.fill()
+        self._calls(case, WARM_UP)
+        iterations = self.iterations or self._fitting(self._timed(case, 1))
+        seconds = self._timed(case, iterations)
+        n, algbw = self.axis.size, case.size / seconds / 1e9
+        factor = {"all_reduce": 2 * (n - 1) / n, "p2p": 1.0}.get(op, (n - 1) / n)
+        return Row(op, case.size, case.count, iterations, seconds, algbw, algbw * factor)
+
+    def case(self, op: str, size: int) -> Case:
+        """Buffers of `size` bytes or a little less: a whole number of elements for every rank, at least one."""
+        made: Case = getattr(self, f"_{op}")(max(1, size // self.dtype.itemsize // self.axis.size))
+        return made
+
+    def _fitting(self, seconds: float) -> int:
+        return max(LEAST, min(MOST, int(MOMENT / max(seconds, 1e-9))))
+
+    def _timed(self, case: Case, iterations: int) -> float:
+        """Seconds of one call on the slowest of all ranks, which begin together."""
+        comm.max_in_place(torch.zeros(1, device=self.device), "world")
+        self._synchronize()
+        started = time.perf_counter()
+        self._calls(case, iterations)
+        seconds = torch.tensor([(time.perf_counter() - started) / iterations], device=self.device)
+        return comm.max_in_place(seconds, "world").item()
+
+    def _calls(self, case: Case, times: int) -> None:
+        if watchdog.current is not None:
+            watchdog.current.enter(f"{case.op} of {case.size} bytes", self.axis.name)
+        for _ in range(times):
+            case.run()
+        self._synchronize()
+        if watchdog.current is not None:
+            watchdog.current.leave()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # ---- the collectives; `count` is of one rank's part --------------------------------------------------------------
+
+    def _all_reduce(self, count: int) -> Case:
+        x = self._empty(count * self.axis.size)
+
+        def call() -> None:
+            dist.all_reduce(x, group=self.axis.group)
+
+        def fill() -> None:
+            self._write(x, self._pattern(self.axis.rank))
+
+        return Case("all_reduce", call, fill, x, [self._sum()], _bytes(x), len(x))
+
+    def _all_gather(self, count: int) -> Case:
+        x, out = self._empty(count), self._empty(count * self.axis.size)
+
+        def call() -> None:
+            comm._all_gather(out, x, group=self.axis.group)
+
+        def fill() -> None:
+            self._write(x, self._pattern(self.axis.rank))
+
+        expected = [self._pattern(rank) for rank in range(self.axis.size)]
+        return Case("all_gather", call, fill, out, expected, _bytes(out), count)
+
+    def _reduce_scatter(self, count: int) -> Case:
+        x, out = self._empty(count * self.axis.size), self._empty(count)
+
+        def call() -> None:
+            comm._reduce_scatter(out, x, group=self.axis.group)
+
+        def fill() -> None:
+            self._write_parts(x)
+
+        return Case("reduce_scatter", call, fill, out, [self._sum(self.axis.rank)], _bytes(x), count)
+
+    def _all_to_all(self, count: int) -> Case:
+        x, out = (self._empty(count * self.axis.size) for _ in range(2))
+        send, receive = self._through_host(x, out)
+
+        def call() -> None:
+            _stage(send, x)
+            dist.all_to_all_single(receive, send, group=self.axis.group)
+            _stage(out, receive)
+
+        def fill() -> None:
+            self._write_parts(x)
+
+        expected = [self._pattern(rank, self.axis.rank) for rank in range(self.axis.size)]
+        return Case("all_to_all", call, fill, out, expected, _bytes(x), count)
+
+    def _p2p(self, count: int) -> Case:
+        n, group, own = self.axis.size, self.axis.group, self.axis.rank
+        x, out = (self._empty(count * n) for _ in range(2))
+        send, receive = self._through_host(x, out)
+        after, before = (own + 1) % n, (own - 1) % n
+
+        def call() -> None:
+            _stage(send, x)
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.irecv, receive, group=group, group_peer=before),
+                    dist.P2POp(dist.isend, send, group=group, group_peer=after),
+                ]
+            )
+            for work in works:
+                work.wait()
+            _stage(out, receive)
+
+        def fill() -> None:
+            self._write(x, self._pattern(own))
+
+        return Case("p2p", call, fill, out, [self._pattern(before)], _bytes(x), len(x))
+
+    # ---- buffers -----------------------------------------------------------------------------------------------------
+
+    def _empty(self, count: int) -> Tensor:
+        return torch.full((count,), -1.0, dtype=self.dtype, device=self.device)
+
+    def _through_host(self, *tensors: Tensor) -> list[Tensor]:
+        """What is sent and received in their place: themselves where the backend can."""
+        if not self.of_host:
+            return list(tensors)
+        return [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
+
+    def _pattern(self, rank: int, to: int = 0) -> Tensor:
+        """Whole numbers that repeat along a tensor: others for each rank, and for each part that goes elsewhere."""
+        return (torch.arange(self.period) + 3 * rank + 5 * to) % self.period
+
+    def _sum(self, to: int = 0) -> Tensor:
+        return torch.stack([self._pattern(rank, to) for rank in range(self.axis.size)]).sum(0)
+
+    def _write_parts(self, x: Tensor) -> None:
+        """Into each part the pattern of the rank that it goes to."""
+        for to, part in enumerate(x.split(len(x) // self.axis.size)):
+            self._write(part, self._pattern(self.axis.rank, to))
+
+    def _write(self, x: Tensor, pattern: Tensor) -> None:
+        tile = self._tile(pattern)
+        for part in x.split(len(tile)):
+            part.copy_(tile[: len(part)])
+
+    def _tile(self, pattern: Tensor) -> Tensor:
+        return pattern.to(self.device, self.dtype).repeat(TILE)
+
+    def _check(self, case: Case) -> None:
+        for part, pattern in zip(case.result.split(len(case.result) // len(case.expected)), case.expected, strict=True):
+            self._compare(case.op, part, pattern)
+
+    def _compare(self, op: str, x: Tensor, pattern: Tensor) -> None:
+        tile, exact = self._tile(pattern), pattern.max() <= 256
+        for part in x.split(len(tile)):
+            expected = tile[: len(part)]
+            if torch.equal(part, expected) or (not exact and torch.allclose(part, expected, rtol=0.02)):
+                continue
+            at = int((part != expected).nonzero()[0])
+            raise WrongResult(
+                f"{op} over {self.axis.name} by {self.backend} gave {part[at].item():g}"
+                f" where {expected[at].item():g} is right"
+            )
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _stage(target: Tensor, source: Tensor) -> None:
+    """Copy, where the one stands in for the other."""
+    if target is not source:
+        target.copy_(source)

@@ -1,0 +1,169 @@
+"""`shardline bench comm`: how fast collectives run over one mesh dimension, by size.
+
+As nccl-tests count, for n ranks, `size` bytes and a time t:
+
+    size    all_reduce, p2p: of the tensor         all_gather, reduce_scatter, all_to_all: of all ranks' parts together
+    algbw = size / t
+    busbw = algbw x  2 (n - 1) / n  all_reduce     (n - 1) / n  all_gather, reduce_scatter, all_to_all     1  p2p
+
+so that busbw compares with the speed of a link whatever the operation and n. In p2p every rank sends to the next one
+and receives from the one before, both at once. t is the mean of many calls in a row, on the slowest rank. Every result
+is checked once, element by element.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from typing import Any
+
+import torch
+
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
+from shardline.config.layout import AXES, KEYS, Layout, resolve_layout
+from shardline.config.schema import Config
+from shardline.errors import UserError
+from shardline.registry import nearest
+from shardline.run.device import device_name
+from shardline.run.options import CommOptions
+from shardline.tools.bench.collectives import OPS, Bench, Row
+from shardline.tools.bench.on_ranks import on_ranks, rank_count
+
+DIMS = (*AXES, "fsdp", "loss", "world")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def run(options: CommOptions) -> int:
+    """Refuse what cannot be measured, then start the ranks or measure in this one; the exit code."""
+    sizes, ops = parse_sizes(options.sizes), parse_ops(options.ops)
+    if options.dim not in DIMS:
+        raise UserError(f"--dim: expected one of {', '.join(DIMS)}, got {options.dim!r}{nearest(options.dim, DIMS)}")
+    wanted = _wanted(options.config)
+    ranks = rank_count(options.start, wanted)
+    if ranks == 1:
+        raise UserError("one rank has nobody to talk to: --nproc 2 starts two")
+    config = _with_dim(options.config, options.dim, ranks)
+    layout = resolve_layout(config.parallelism, ranks)
+    if _degree(layout, options.dim) == 1:
+        raise UserError(f"--dim {options.dim}: it has one rank in the layout {layout}")
+
+    def work(mesh: Mesh, device: torch.device) -> int:
+        bench = Bench(comm.axis(options.dim), device, DTYPES[options.dtype], options.iterations)
+        report = Report(bench, options, mesh.rank == 0)
+        for op in ops:
+            report.begin(op)
+            for size in sizes:
+                report.row(bench.measure(op, size))
+            report.end()
+        return 0
+
+    return on_ranks("bench comm", config, options.start, wanted, work)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """`1M`, `1M:64M` in doubling steps, or several of these with commas between; bytes."""
+    sizes = []
+    for part in text.split(","):
+        low, colon, high = part.partition(":")
+        first, last = _size(low, text), _size(high if colon else low, text)
+        if last < first:
+            raise UserError(f"--sizes {text}: {high} is less than {low}")
+        sizes += [first << doublings for doublings in range((last // first).bit_length())]
+    return sizes
+
+
+def _size(text: str, whole: str) -> int:
+    found = re.fullmatch(r"(\d+)([kmg]?)(i?b)?", text.strip().lower())
+    size = int(found[1]) * UNITS[found[2]] if found else 0
+    if size == 0:
+        raise UserError(f"--sizes {whole}: expected sizes such as 512K, 1M or 1M:2G, above 0, got {text!r}")
+    return size
+
+
+def parse_ops(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in OPS:
+            raise UserError(f"--ops: expected some of {', '.join(OPS)}, got {name!r}{nearest(name, OPS)}")
+    return names
+
+
+def _wanted(config: Config) -> int:
+    """Ranks of the layout; where it names none, one per GPU of this machine, and two where there are not so many."""
+    degrees = [getattr(config.parallelism, key) for key in KEYS.values()]
+    named = math.prod(degree for degree in degrees if degree != -1)
+    return named if named > 1 else max(2, torch.cuda.device_count())
+
+
+def _with_dim(config: Config, dim: str, ranks: int) -> Config:
+    """Where no layout was given, the dimension that is measured has all ranks."""
+    if dim not in KEYS or any(config.is_set(f"parallelism.{key}") for key in KEYS.values()):
+        return config
+    return config.replace({f"parallelism.{KEYS[dim]}": ranks})
+
+
+def _degree(layout: Layout, dim: str) -> int:
+    parts = {"fsdp": ("dp_shard", "cp"), "loss": ("dp_replicate", "dp_shard", "cp"), "world": AXES}
+    return math.prod(getattr(layout, axis) for axis in parts.get(dim, (dim,)))
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """Rows as nccl-tests print them, or JSON; one rank tells."""
+
+    def __init__(self, bench: Bench, options: CommOptions, tells: bool) -> None:
+        self.bench, self.options, self.tells = bench, options, tells
+        self.rows: list[Row] = []
+        self.device = device_name(bench.device)
+        if tells and bench.of_host:
+            staged = ", all_to_all and p2p through host memory"
+            print(f"note: ranks share a GPU: these are numbers of gloo, not of NCCL{staged}", file=sys.stderr)
+
+    def begin(self, op: str) -> None:
+        self.rows = []
+        if self.tells and not self.options.json:
+            bench = self.bench
+            print(f"# {op} over {bench.axis.name}: {bench.axis.size} ranks, {bench.backend}, {self.device}")
+            print(f"# {'size':>12}  {'count':>12}  {'type':>8}  {'time':>12}  {'algbw':>8}  {'busbw':>8}")
+            print(f"# {'(B)':>12}  {'(elements)':>12}  {'':>8}  {'(us)':>12}  {'(GB/s)':>8}  {'(GB/s)':>8}", flush=True)
+
+    def row(self, row: Row) -> None:
+        self.rows.append(row)
+        if not self.tells:
+            return
+        if self.options.json:
+            print(json.dumps(self._json(row)), flush=True)
+            return
+        time_us, dtype = row.seconds * 1e6, self.options.dtype
+        print(
+            f"  {row.size:>12}  {row.count:>12}  {dtype:>8}  {time_us:>12.1f}  {row.algbw:>8.3f}  {row.busbw:>8.3f}",
+            flush=True,
+        )
+
+    def end(self) -> None:
+        if self.tells and not self.options.json:
+            mean = sum(row.busbw for row in self.rows) / len(self.rows)
+            print(f"# average bus bandwidth: {mean:.3f} GB/s\n", flush=True)
+
+    def _json(self, row: Row) -> dict[str, Any]:
+        return {
+            "benchmark": "comm",
+            "op": row.op,
+            "dim": self.bench.axis.name,
+            "world": self.bench.axis.size,
+            "bytes": row.size,
+            "dtype": self.options.dtype,
+            "iterations": row.iterations,
+            "milliseconds": row.seconds * 1e3,
+            "algbw_gbs": row.algbw,
+            "busbw_gbs": row.busbw,
+            "device": self.device,
+            "backend": self.bench.backend,
+            "torch": torch.__version__,
+        }

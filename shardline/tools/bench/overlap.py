@@ -1,0 +1,154 @@
+"""`shardline bench overlap`: the products of a tensor-parallel block with their communication, by every backend.
+
+Times are medians over rounds in which all candidates take turns, of the slowest rank.
+
+    matmul       the matrix products alone, not cut            comm    the collective alone
+    exposed    = time - matmul                                 efficiency = 1 - exposed / serial's exposed
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import Mesh
+from shardline.errors import UserError
+from shardline.models.flavors import resolve
+from shardline.parallel.tensor.async_tp import usable_backends
+from shardline.parallel.tensor.autotune import Measured, block_shapes, candidates, fastest, measure
+from shardline.parallel.tensor.backend_table import Choice, backends
+from shardline.parallel.tensor.tensor import TensorParallel, check_tensor_parallel
+from shardline.registry import nearest
+from shardline.run.device import device_name
+from shardline.run.options import OverlapOptions
+from shardline.tools.bench import torch_fused
+from shardline.tools.bench.on_ranks import on_ranks, rank_count
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES = ("serial", "ring", "symmetric", "fused", "auto")
+
+
+def run(options: OverlapOptions) -> int:
+    """Refuse what cannot be measured, then start the ranks or measure in this one; the exit code."""
+    degree, arch = options.config.parallelism.tensor_parallel_degree, resolve(options.config.model)
+    if options.backend is not None and options.backend not in NAMES:
+        close = nearest(options.backend, NAMES)
+        raise UserError(f"--backend: expected one of {', '.join(NAMES)}, got {options.backend!r}{close}")
+    if degree < 2:
+        raise UserError("one rank has nothing to overlap: --tp 2 measures two")
+    if rank_count(options.start, degree) != degree:
+        raise UserError(f"--tp {degree} needs {degree} ranks, and {rank_count(options.start, degree)} were asked for")
+    check_tensor_parallel(arch, degree)
+    rows = options.seq * options.batch
+    if rows % degree:
+        raise UserError(f"{options.batch} x {options.seq} = {rows} tokens cannot be shared evenly by {degree} ranks")
+
+    def work(mesh: Mesh, device: torch.device) -> int:
+        dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
+        lines: list[str] = []
+        allowed = usable_backends(options.backend or "auto", device, lines)
+        plan = TensorParallel(degree, options.config.parallelism.enable_sequence_parallel, True)
+        shapes = block_shapes(arch, degree, rows, dtype, sequence_parallel=plan.sequence_parallel)
+        speaks, shown = mesh.rank == 0, []
+        for line in lines if speaks else ():
+            print(f"note: {line}", file=sys.stderr)
+        for number, shape in enumerate(shapes, start=1):
+            if speaks:
+                print(f"{number} of {len(shapes)}: {shape.product}", file=sys.stderr, flush=True)
+            measured = measure_all(shape, allowed, device, options.iterations)
+            for backend, why in measured.refused.items() if speaks else ():
+                print(f"note: {measured.product}: {backend} cannot be used here: {why}", file=sys.stderr)
+            shown.append(measure_row(measured, device))
+            if speaks and options.json:
+                print(json.dumps(shown[-1]), flush=True)
+        if speaks and not options.json:
+            _show(shown, device)
+        return 0
+
+    return on_ranks("bench overlap", options.config, options.start, degree, work)
+
+
+def measure_all(shape: Any, allowed: list[str], device: torch.device, rounds: int | None) -> Measured:
+    """Every candidate, and PyTorch's own fused op beside them, which is never chosen."""
+    tried = candidates(shape.product, allowed)
+    theirs: list[Choice] = []
+    if "symmetric" in backends:
+        backends["torch"] = torch_fused.TorchFused()
+        theirs = [choice for choice in candidates(shape.product, ["torch"]) if choice not in tried]
+    measured = measure(shape, [*tried, *theirs], device, rounds)
+    ours = {choice: measured.times[choice] for choice in tried if choice in measured.times}
+    return replace(measured, chosen=fastest(ours))
+
+
+def measure_row(measured: Measured, device: torch.device) -> dict[str, Any]:
+    p = measured.product
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(choice.backend for choice in measured.times):
+        best = measured.best(name)
+        if name != "serial" and best is not None:
+            milliseconds = round(measured.times[best] * 1e3, 4)
+            found[name] = {"ms": milliseconds, "chunks": best.chunks, "efficiency": round(measured.efficiency(best), 3)}
+    return {
+        "op": p.operation,
+        "direction": p.direction,
+        "M": p.rows,
+        "K": p.depth,
+        "N": p.width,
+        "dtype": str(p.dtype).removeprefix("torch."),
+        "world": comm.axis_size(p.axis),
+        "matmul_ms": round(measured.matmul * 1e3, 4),
+        "comm_ms": round(measured.comm * 1e3, 4),
+        "serial_ms": round(measured.serial * 1e3, 4),
+        "backends": found,
+        "chosen": measured.chosen.backend,
+        "chosen_chunks": measured.chosen.chunks,
+        "chosen_ms": round(measured.times[measured.chosen] * 1e3, 4),
+        "efficiency": round(measured.efficiency(measured.chosen), 3),
+        "device": device_name(device),
+        "torch": torch.__version__,
+    }
+
+
+def _show(rows: list[dict[str, Any]], device: torch.device) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row["backends"]))
+    table = Table("operation", "direction", "M x K x N", "matmul", "comm", "serial", *names, "chosen", "efficiency")
+    for row in rows:
+        cells = [_cell(row["backends"].get(name)) for name in names]
+        sizes = f"{row['M']} x {row['K']} x {row['N']}"
+        times = [f"{row[key]:.3f}" for key in ("matmul_ms", "comm_ms", "serial_ms")]
+        chosen = str(Choice(row["chosen"], row["chosen_chunks"]))
+        table.add_row(row["op"], row["direction"], sizes, *times, *cells, chosen, f"{row['efficiency']:.2f}")
+    console = Console(width=max(160, Console().width))
+    console.print(table)
+    console.print(f"milliseconds (chunks), {rows[0]['world']} ranks, {rows[0]['dtype']}, {device_name(device)}")
+    for line in together(rows):
+        console.print(line)
+
+
+def together(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each operation: what the chosen backends, and each by itself, hide of the exposed milliseconds."""
+    lines = []
+    for operation in dict.fromkeys(row["op"] for row in rows):
+        of_it = [row for row in rows if row["op"] == operation]
+        alone = sum(row["matmul_ms"] for row in of_it)
+        exposed = sum(row["serial_ms"] for row in of_it) - alone
+        if exposed <= 0:
+            continue
+        taken = {"chosen": [row["chosen_ms"] for row in of_it]}
+        for name in dict.fromkeys(name for row in of_it for name in row["backends"]):
+            if all(name in row["backends"] for row in of_it):
+                taken[name] = [row["backends"][name]["ms"] for row in of_it]
+        parts = [f"{name} {1 - (sum(times) - alone) / exposed:.0%}" for name, times in taken.items()]
+        lines.append(f"{operation}: {exposed:.2f} ms exposed, of which are hidden: {', '.join(parts)}")
+    return lines
+
+
+def _cell(entry: dict[str, Any] | None) -> str:
+    return "" if entry is None else f"{entry['ms']:.3f} ({entry['chunks']})"

@@ -1,0 +1,226 @@
+"""`--dry-run`: what a run would build and send, from the config alone, without memory and without other ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from shardline import registry
+from shardline.comm.mesh import crossing_lines
+from shardline.config.architecture import Architecture
+from shardline.config.layout import AXES, KEYS, Layout, resolve_layout, with_degrees
+from shardline.config.rules import check, notes, pending
+from shardline.config.schema import Config
+from shardline.data.order import resolve_global_batch
+from shardline.models.flavors import resolve
+from shardline.models.fused_weights import parameter_count
+from shardline.parallel.context.context import context_plan, slices_line
+from shardline.parallel.pipeline.schedules import warnings
+from shardline.parallel.pipeline.stages import plan_pipeline
+from shardline.precision.mixed import Precision, choose_precision
+from shardline.tools.dry_run.shapes import (
+    Built,
+    Kind,
+    build_rank,
+    chosen_ranks,
+    differing,
+    held,
+    same_shapes,
+    shapes,
+    stage_ranks,
+)
+from shardline.tools.dry_run.traffic import step_collectives
+
+MOST_BUILT = 4  # ranks that are built; the others' shards follow from the placements
+# Moments that an optimizer keeps for each parameter
+MOMENTS = {"AdamW": 2, "Adam": 2, "LAMB": 2, "LARS": 1}
+
+
+def describe(config: Config, world_size: int | None = None, ranks_per_node: int | None = None) -> str:
+    """Mesh, parameters and collectives of a run; keys whose feature is not built yet are marked.
+
+    `world_size` None takes as many ranks as the degrees ask for.
+    """
+    registry.import_custom(config.experimental.custom_import)
+    check(config)
+    missing = pending(config)
+    layout = resolve_layout(config.parallelism, world_size or _asked_for(config))
+    with_numbers = with_degrees(config, layout)
+    check(with_numbers)
+    ranks = f"{layout.world_size} ranks: {layout}" if layout.world_size > 1 else "1 rank"
+    lines = [f"{config.model.name} {config.model.flavor} on {ranks}"]
+    lines += _mesh_lines(layout, ranks_per_node)
+    if not any(item.key in ("model.name", "model.flavor") for item in missing):
+        # As on GPUs: a CPU computes in float32 unless told otherwise.
+        precision = choose_precision(config, torch.device("cuda"), has_bfloat16=True)
+        arch = resolve(config.model)
+        lines += _model_lines(config, arch, layout, precision)
+        lines += _step_lines(config, layout, _pipeline_lines(config, arch, layout))
+        lines += _context_lines(config, layout)
+        lines += _collective_lines(config, arch, layout, precision)
+    else:
+        lines += _step_lines(config, layout)
+    lines += [f"not built yet: {item.key} = {item.value!r} ({item.feature})" for item in missing]
+    lines += [f"note: {line}" for line in (*config.alias_notes, *notes(with_numbers))]
+    return "\n".join(lines)
+
+
+def _asked_for(config: Config) -> int:
+    return math.prod(max(1, getattr(config.parallelism, key)) for key in KEYS.values())
+
+
+# ---- mesh ------------------------------------------------------------------------------------------------------------
+
+
+def _mesh_lines(layout: Layout, ranks_per_node: int | None) -> Iterator[str]:
+    if layout.world_size == 1:
+        return
+    yield "mesh, ranks of the last axis are neighbours:"
+    stride = layout.world_size
+    for axis, degree in zip(AXES, layout.degrees, strict=True):
+        stride //= degree
+        if degree > 1:
+            yield f"  {axis:<12} {degree:>5} ranks, the first group: {_ranks(range(0, degree * stride, stride))}"
+    if ranks_per_node is not None:
+        yield from (f"  {line}" for line in crossing_lines(layout, ranks_per_node))
+
+
+def _ranks(ranks: range) -> str:
+    if len(ranks) <= 4:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]}, {ranks[2]}, ... {ranks[-1]}"
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: Precision) -> Iterator[str]:
+    """One line for each kind of parameter, those of the layers together; then what differs on other ranks."""
+    first = build_rank(arch, config, layout, precision, 0)
+    if layout.world_size == 1:
+        yield from _whole_lines(config, first, precision)
+        return
+    kinds, alike = list(first.counts), same_shapes(first, layout)
+    yield "parameters on rank 0 (how many x whole shape, placement, shard, elements):"
+    yield from (_row(first, kind) for kind in kinds)
+    yield f"rank 0 holds {_sizes(config, first.elements, precision)}"
+    chosen = chosen_ranks(alike, MOST_BUILT)
+    for rank in chosen[1:]:
+        built = build_rank(arch, config, layout, precision, rank)
+        if shapes(kinds, layout, rank) != tuple(built.shards.values()):
+            raise RuntimeError(f"rank {rank} was built with other shards than its placements say")
+        yield from _other_rank(config, first, built, precision)
+    stages = [build_rank(arch, config, layout, precision, stage_ranks(layout, p)[0]) for p in range(1, layout.pp)]
+    for built in stages:
+        yield f"rank {built.rank}, {built.layers}, holds {_sizes(config, built.elements, precision)}"
+    yield from _total_lines(arch, config, [first, *stages], layout, len(chosen) + len(stages))
+
+
+def _row(built: Built, kind: Kind) -> str:
+    shard, count = built.shards[kind], built.counts[kind]
+    size = count * math.prod(shard)
+    return f"  {kind.name:<36} {count:>4} x {kind.whole!s:<18} {kind.placement:<36} {shard!s:<16} {size:>17,}"
+
+
+def _whole_lines(config: Config, built: Built, precision: Precision) -> Iterator[str]:
+    for kind, count in built.counts.items():
+        yield f"  {kind.name:<36} {count:>4} x {kind.whole!s:<18} {count * math.prod(kind.whole):>17,}"
+    yield _sizes(config, built.elements, precision)
+
+
+def _other_rank(config: Config, first: Built, built: Built, precision: Precision) -> Iterator[str]:
+    different = list(differing(first, built))
+    if not different:
+        yield f"rank {built.rank} holds the same"
+        return
+    yield f"rank {built.rank} holds {_sizes(config, built.elements, precision)}; other shards than rank 0:"
+    yield from (_row(built, kind) for kind in different)
+
+
+def _sizes(config: Config, elements: int, precision: Precision) -> str:
+    """Bytes of what training keeps for so many parameters; gradients have the type of their parameters."""
+    weights = elements * precision.storage.itemsize
+    words = f"{elements:,} parameters: weights {_bytes(weights)}, gradients {_bytes(weights)}"
+    name = config.optimizer.name
+    if name not in MOMENTS:
+        return f"{words}, and the state of {name}"
+    narrow = config.optimizer.state_dtype == "bfloat16"
+    size = torch.bfloat16.itemsize if narrow else precision.storage.itemsize
+    return f"{words}, {name} state {_bytes(MOMENTS[name] * elements * size)}"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"
+
+
+def _total_lines(arch: Architecture, config: Config, stages: list[Built], layout: Layout, built: int) -> Iterator[str]:
+    """`stages`: the first rank at each place of the pipeline, of which there is one without a pipeline."""
+    alike = [same_shapes(stage, layout) for stage in stages]
+    counted = [held(stage, layout, shards) for stage, shards in zip(stages, alike, strict=True)]
+    total, once = (sum(numbers) for numbers in zip(*counted, strict=True))
+    plan = plan_pipeline(config, arch, layout)
+    if plan is not None and arch.tie_word_embeddings and len(set(plan.ends)) > 1:
+        once -= arch.vocab_size * arch.dim  # with the first stage and with the last
+    if once != parameter_count(arch):
+        raise RuntimeError(f"the shards hold {once:,} parameters, the model has {parameter_count(arch):,}")
+    count = sum(map(len, alike))
+    sets = f"{count} different sets of shards" if count > 1 else "all the same shards"
+    yield f"{layout.world_size} ranks, {sets} ({built} ranks were built): {total:,} elements"
+    yield f"with copies counted once: {once:,}, the parameters of the model"
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def _pipeline_lines(config: Config, arch: Architecture, layout: Layout) -> Iterator[str]:
+    plan = plan_pipeline(config, arch, layout)
+    if plan is not None:
+        yield from (*plan.lines(), *(f"warning: {line}" for line in warnings(plan.schedule)))
+
+
+def _step_lines(config: Config, layout: Layout, pipeline: Iterable[str] = ()) -> Iterator[str]:
+    training = config.training
+    tokens = training.local_batch_size * training.seq_len
+    unit = "micro-batch" if layout.pp == 1 else "batch"  # the pipeline cuts it into micro-batches of its own
+    yield f"{unit}: {training.local_batch_size} x {training.seq_len} = {tokens:,} tokens"
+    yield from pipeline
+    whole = resolve_global_batch(training.global_batch_size, training.local_batch_size, layout.data_ranks)
+    ranks = f" x {layout.data_ranks} data ranks" if layout.data_ranks > 1 else ""
+    yield f"step: {_micro_batches(config, layout)} x {unit}{ranks} = {whole * training.seq_len:,} tokens"
+
+
+def _context_lines(config: Config, layout: Layout) -> Iterator[str]:
+    if layout.cp > 1:
+        plan = context_plan(config, layout.cp, 0)
+        yield slices_line(plan, config.training.seq_len)
+        share = layout.cp * (layout.tp if config.parallelism.enable_sequence_parallel else 1)
+        section = config.parallelism
+        rows = config.training.local_batch_size if layout.pp == 1 else section.pipeline_parallel_microbatch_size
+        tokens = rows * config.training.seq_len // share
+        yield f"a rank has {tokens:,} tokens of a micro-batch between its products"
+
+
+def _micro_batches(config: Config, layout: Layout) -> int:
+    local, ranks = config.training.local_batch_size, layout.data_ranks
+    return resolve_global_batch(config.training.global_batch_size, local, ranks) // (local * ranks)
+
+
+def _collective_lines(config: Config, arch: Architecture, layout: Layout, precision: Precision) -> Iterator[str]:
+    if layout.world_size == 1:
+        return
+    names = [str(kind).removeprefix("torch.") for kind in (precision.compute, precision.reduce)]
+    yield f"collectives of one step, bytes that rank 0 sends (computing in {names[0]}, summing in {names[1]}):"
+    counted = step_collectives(arch, config, layout, precision, _micro_batches(config, layout))
+    for (axis, kind), numbers in sorted(counted.items(), key=lambda item: -item[1]["bytes"]):
+        size = numbers["bytes"]
+        yield f"  {axis:<12} {kind:<14} {numbers['calls']:>8,} x {size:>22,} bytes  {_bytes(size):>12}"
+    if precision.compute != precision.storage and not config.is_set("training.mixed_precision_param"):
+        yield "  (on GPUs; on CPU training computes in the stored type unless training.mixed_precision_param is given)"
+    if config.optimizer.name not in ("AdamW", "Adam"):
+        yield f"  (without what {config.optimizer.name} sums over ranks in its update)"
+    if ("cp", "ring") in counted and (arch.attn_mask_type == "block_causal" or arch.sliding_window):
+        yield "  (the ring sends less: what lies outside of windows and documents stays where it is)"
+    if config.activation_checkpoint.mode == "memory_budget":
+        yield "  (without what the compiler computes again for activation_checkpoint.memory_budget)"

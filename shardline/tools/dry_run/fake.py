@@ -1,0 +1,114 @@
+"""Ranks that do not exist, and tensors without memory: a dry run builds and steps as one rank of many.
+
+PyTorch's fake process group, fake tensors and dispatch modes are private to it; they are used in this file alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardline.comm import collectives as comm
+from shardline.comm.mesh import stop_process_group
+from shardline.errors import UserError
+
+# Part of the name of torch's op -> our word for the collective
+KINDS = {
+    "allgather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+    "send": "send",
+}
+
+# (axis, kind) -> how many, and how many bytes this rank sends
+Collectives = dict[tuple[str, str], Counter[str]]
+
+
+@contextmanager
+def fake_group(rank: int, world_size: int) -> Iterator[None]:
+    """This process is `rank` of `world_size` ranks, whose collectives return at once and change nothing."""
+    if dist.is_initialized():
+        raise RuntimeError("a fake process group cannot stand beside a real one")
+    if world_size > 1:
+        dist.init_process_group("fake", store=_fake_store(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        stop_process_group()
+
+
+def _fake_store() -> Any:
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError as error:
+        raise UserError(
+            f"--dry-run for several ranks: PyTorch {torch.__version__} has no fake process group"
+        ) from error
+    return FakeStore()
+
+
+def fake_tensors() -> Any:
+    """A context in which tensors have shapes, types and devices, but no memory and no values."""
+    try:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    except ImportError as error:
+        raise UserError(f"--dry-run: PyTorch {torch.__version__} has no fake tensors") from error
+    return FakeTensorMode(allow_non_fake_inputs=True)  # parameters come from the meta device
+
+
+def count_collectives(step: Callable[[], object]) -> Collectives:
+    """What `step`, which runs on fake tensors up to the first value it wants to read, sends over which axis."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    counted, seen, plain = _Recorder(), _seen_operations(), comm.traffic
+    comm.traffic = counted
+    try:
+        with seen, suppress(DataDependentOutputException):
+            step()
+    finally:
+        comm.traffic = plain
+    found: Collectives = {}
+    # Every collective is counted once and issued once, in the same order.
+    for (axis, size), kind in zip(counted.events, seen.kinds, strict=True):
+        found.setdefault((axis, kind), Counter()).update(calls=1, bytes=size)
+    for axis, kind, size in counted.announced:
+        found.setdefault((axis, kind), Counter()).update(calls=1, bytes=size)
+    return found
+
+
+class _Recorder(comm.Traffic):
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, int]] = []
+        self.announced: list[tuple[str, str, int]] = []
+
+    def add(self, axis: str, size: float) -> None:
+        super().add(axis, size)
+        self.events.append((axis, int(size)))
+
+    def planned(self, axis: str, kind: str, size: float) -> None:
+        self.announced.append((axis, kind, int(size)))
+
+
+def _seen_operations() -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        """Writes down the kind of each collective that reaches PyTorch."""
+
+        kinds: list[str]
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d":
+                self.kinds += [word for part, word in KINDS.items() if part in func.__name__]
+            return func(*args, **(kwargs or {}))
+
+    seen = Seen()
+    seen.kinds = []
+    return seen

@@ -1,0 +1,154 @@
+"""The model of a dry run: built on the meta device as chosen ranks would build it, and what every rank holds of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardline.comm.hang import spans
+from shardline.comm.mesh import Mesh
+from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout
+from shardline.config.schema import Config
+from shardline.models.dtensor import local
+from shardline.parallel.apply import make_model
+from shardline.precision.mixed import Precision
+from shardline.tools.dry_run.fake import fake_group
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Parameters that differ in their layer only. `cuts` are (axis, dimension), in the order in which they are made."""
+
+    name: str
+    whole: Shape
+    cuts: tuple[tuple[str, int], ...]
+
+    def shard(self, layout: Layout, coordinates: dict[str, int]) -> Shape:
+        """What the rank at `coordinates` holds: equal parts, smaller or empty ones at the end."""
+        shape = list(self.whole)
+        for axis, dimension in self.cuts:
+            degree, place = _place(axis, layout, coordinates)
+            each = -(-shape[dimension] // degree)
+            shape[dimension] = max(0, min(each, shape[dimension] - place * each))
+        return tuple(shape)
+
+    def copies(self, layout: Layout) -> int:
+        """How many ranks of a pipeline stage hold the same part."""
+        degrees = [_place(axis, layout, layout.coordinates(0))[0] for axis, _ in self.cuts]
+        return layout.world_size // layout.pp // math.prod(degrees)
+
+    @property
+    def placement(self) -> str:
+        words = ("rows", "columns")
+        return ", ".join(f"{words[dimension]} over {axis}" for axis, dimension in self.cuts) or "whole"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What one rank built: how many parameters of each kind, and their shards."""
+
+    rank: int
+    counts: dict[Kind, int]
+    shards: dict[Kind, Shape]
+    indices: tuple[int, ...]  # of its layers
+
+    @property
+    def layers(self) -> str:
+        """`layers 0-3`, or those of several stages: `layers 0, 1, 4, 5`."""
+        return f"layers {spans(self.indices)}" if self.indices else "no layers"
+
+    @property
+    def elements(self) -> int:
+        return sum(count * math.prod(self.shards[kind]) for kind, count in self.counts.items())
+
+
+def build_rank(arch: Architecture, config: Config, layout: Layout, precision: Precision, rank: int) -> Built:
+    with fake_group(rank, layout.world_size):
+        model, _ = make_model(arch, config, Mesh(layout, "cpu"), precision)
+        counts: Counter[Kind] = Counter()
+        shards = {}
+        for name, parameter in model.named_parameters():
+            kind = Kind(re.sub(r"^layers\.\d+", "layers.*", name), tuple(parameter.shape), _cuts(parameter))
+            counts[kind] += 1
+            shards[kind] = tuple(local(parameter).shape)
+        indices = tuple(int(layer) for layer in model.layers)
+    return Built(rank, dict(counts), shards, indices)
+
+
+def _cuts(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
+    """Tensor parallelism cuts first; data parallelism cuts what that leaves."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    found = [
+        (axis, placement.dim)
+        for axis, placement in zip(names, parameter.placements, strict=True)
+        if hasattr(placement, "dim")
+    ]
+    return tuple(sorted(found, key=lambda cut: cut[0] != "tp"))
+
+
+def _place(axis: str, layout: Layout, coordinates: dict[str, int]) -> tuple[int, int]:
+    """Degree of an axis, and where on it a rank is; `dp_shard_cp` is the two of them as one."""
+    parts = ("dp_shard", "cp") if axis == "dp_shard_cp" else (axis,)
+    degree = place = 0
+    for part in parts:
+        size = getattr(layout, part)
+        place = place * size + coordinates[part]
+        degree = max(degree, 1) * size
+    return degree, place
+
+
+def shapes(kinds: list[Kind], layout: Layout, rank: int) -> tuple[Shape, ...]:
+    coordinates = layout.coordinates(rank)
+    return tuple(kind.shard(layout, coordinates) for kind in kinds)
+
+
+def stage_ranks(layout: Layout, place: int) -> range:
+    """The ranks at one place of the pipeline: they hold the same layers."""
+    count = layout.world_size // layout.pp
+    return range(place * count, (place + 1) * count)
+
+
+def same_shapes(first: Built, layout: Layout) -> dict[tuple[Shape, ...], list[int]]:
+    """Ranks by what they hold of each kind of parameter, of all with the same layers, in the order of the first."""
+    kinds = list(first.counts)
+    by_place: dict[tuple[int, int, int], tuple[Shape, ...]] = {}
+    found: dict[tuple[Shape, ...], list[int]] = {}
+    for rank in stage_ranks(layout, layout.coordinates(first.rank)["pp"]):
+        coordinates = layout.coordinates(rank)
+        place = (coordinates["dp_shard"], coordinates["cp"], coordinates["tp"])
+        if place not in by_place:
+            by_place[place] = shapes(kinds, layout, rank)
+        found.setdefault(by_place[place], []).append(rank)
+    return found
+
+
+def chosen_ranks(alike: dict[tuple[Shape, ...], list[int]], most: int) -> list[int]:
+    """The first rank, the last one, and the first of each set of shards, up to `most`."""
+    firsts = [ranks[0] for ranks in alike.values()]
+    last = max(ranks[-1] for ranks in alike.values())
+    return sorted(dict.fromkeys([min(firsts), last, *firsts][: max(most, 2)]))
+
+
+def held(built: Built, layout: Layout, alike: dict[tuple[Shape, ...], list[int]]) -> tuple[int, int]:
+    """Elements on all ranks with the same layers together, and the same with equal parts counted once."""
+    total, once = 0, 0
+    for position, (kind, count) in enumerate(built.counts.items()):
+        of_kind = count * sum(len(ranks) * math.prod(shards[position]) for shards, ranks in alike.items())
+        total += of_kind
+        once += of_kind // kind.copies(layout)
+    return total, once
+
+
+def differing(first: Built, other: Built) -> Iterator[Kind]:
+    return (kind for kind in first.counts if first.shards[kind] != other.shards[kind])

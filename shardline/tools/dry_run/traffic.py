@@ -1,0 +1,127 @@
+"""The collectives of one step of a dry run: the real step, as rank 0 of a fake group, on tensors without memory.
+
+What a step sends grows in proportion with the layers and with the micro-batches, so a deep model is stepped with a few
+layers, and many micro-batches with two; the rest is proportion.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from shardline.comm.mesh import Mesh
+from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout
+from shardline.config.schema import Config
+from shardline.data.loader import Batch
+from shardline.parallel.apply import make_model
+from shardline.parallel.tensor.tensor import vocabulary_rows
+from shardline.precision.mixed import Precision
+from shardline.tools.dry_run.fake import Collectives, count_collectives, fake_group, fake_tensors
+from shardline.training.loss import choose_chunk_tokens
+from shardline.training.step import Stepper
+
+FEW_LAYERS = 3  # the first, the last and one between
+
+
+def step_collectives(
+    arch: Architecture, config: Config, layout: Layout, precision: Precision, micro_batches: int
+) -> Collectives:
+    """What the first rank sends in one optimizer step."""
+    if layout.world_size == 1:
+        return {}
+    if layout.pp > 1:
+        return _staged(arch, config, layout, precision, micro_batches)
+    few, period = _layers(config, layout, arch.n_layers)
+    counted = _micro_batches(arch, config, layout, precision, few, micro_batches)
+    if few == arch.n_layers:
+        return counted
+    more = _micro_batches(arch, config, layout, precision, few + period, micro_batches)
+    return _extended(counted, more, (arch.n_layers - few) // period)
+
+
+def _staged(arch: Architecture, config: Config, layout: Layout, precision: Precision, batches: int) -> Collectives:
+    """With pipeline stages: all layers of the first rank. Every schedule runs with one micro-batch and with two."""
+    section = config.parallelism
+    size = section.pipeline_parallel_microbatch_size
+    count = config.training.local_batch_size // size
+    if section.pipeline_parallel_schedule_csv or count <= 2:
+        return _micro_batches(arch, config, layout, precision, arch.n_layers, batches)
+    one, two = (
+        _micro_batches(arch, _with_batch(config, few * size), layout, precision, arch.n_layers, batches)
+        for few in (1, 2)
+    )
+    return _extended(one, two, count - 1)
+
+
+def _with_batch(config: Config, size: int) -> Config:
+    return config.replace({"training.local_batch_size": size, "training.global_batch_size": -1})
+
+
+def _layers(config: Config, layout: Layout, layers: int) -> tuple[int, int]:
+    """(layers to step with, layers after which the pattern repeats); DDP's buckets may span layers: all of them."""
+    plain_replicas = layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1
+    section = config.activation_checkpoint
+    option = section.selective_ac_option
+    period = int(option) if section.mode == "selective" and option.isdecimal() and int(option) > 0 else 1
+    few = FEW_LAYERS * period + layers % period
+    return (layers, period) if plain_replicas or layers <= few + period else (few, period)
+
+
+def _micro_batches(
+    arch: Architecture, config: Config, layout: Layout, precision: Precision, layers: int, count: int
+) -> Collectives:
+    one = _step(arch, config, layout, precision, layers, 1)
+    if count == 1:
+        return one
+    return _extended(one, _step(arch, config, layout, precision, layers, 2), count - 1)
+
+
+def _extended(one: Collectives, two: Collectives, times: int) -> Collectives:
+    """one + times x (two - one)."""
+    found: Collectives = {}
+    for key, numbers in two.items():
+        before = one.get(key, Counter())
+        found[key] = Counter({name: before[name] + times * (numbers[name] - before[name]) for name in numbers})
+    return found
+
+
+def _step(
+    arch: Architecture, config: Config, layout: Layout, precision: Precision, layers: int, micro_batches: int
+) -> Collectives:
+    # Kernels, windows, compilation and offloading do not change what is sent (windows: but by a ring), and may not run
+    # without values.
+    plain = {"attn_backend": "auto", "sliding_window": None, "sliding_window_layers": None, "n_layers": layers}
+    arch = arch.with_overrides(plain)
+    config = _without_memory(config, arch, layout, precision)
+    training = config.training
+    with fake_group(0, layout.world_size):
+        mesh = Mesh(layout, "cpu")
+        model, applied = make_model(arch, config, mesh, precision)
+        with fake_tensors():
+            model.to_empty(device="cpu")
+            model.train()
+            stepper = Stepper(
+                config, model, torch.optim.SGD(model.parameters(), lr=0.0), mesh, applied, torch.device("cpu")
+            )
+            tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+            batch = Batch(tokens, tokens, None, torch.zeros(training.local_batch_size, dtype=torch.int64))
+            return count_collectives(lambda: stepper.step([batch] * micro_batches, 0.0, 1))
+
+
+def _without_memory(config: Config, arch: Architecture, layout: Layout, precision: Precision) -> Config:
+    changes = {
+        "compile.enable": False,
+        "training.enable_cpu_offload": False,
+        "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": [],  # may name layers left out here
+    }
+    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+        changes["activation_checkpoint.mode"] = "none"
+    if not config.training.loss_chunk_tokens:
+        tokens = config.training.local_batch_size * config.training.seq_len // layout.cp
+        rows = len(vocabulary_rows(arch.vocab_size, layout.tp, 0))
+        with fake_tensors():
+            hidden = torch.empty(tokens, arch.dim, dtype=precision.compute, device="cuda")
+            changes["training.loss_chunk_tokens"] = choose_chunk_tokens(hidden, rows)
+    return config.replace(changes)

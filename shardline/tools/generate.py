@@ -1,0 +1,156 @@
+"""`shardline generate`: text from a checkpoint or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from shardline.checkpoint.assets import end_tokens, tokenizer_of_checkpoint
+from shardline.checkpoint.fetch import local_path
+from shardline.checkpoint.format import find_checkpoint
+from shardline.config.architecture import Architecture
+from shardline.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_file
+from shardline.errors import UserError
+from shardline.models.decoder import Decoder
+from shardline.models.generate import generate
+from shardline.models.hf import read_hf
+from shardline.models.state import load_logical_state
+from shardline.precision.mixed import Precision
+from shardline.run.device import choose_device, supports_bf16
+from shardline.training.setup import build_model
+
+
+def command(
+    folder: str | Path,
+    *,
+    prompt: str,
+    max_new_tokens: int = 100,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    tokenizer: str | None = None,
+) -> int:
+    """Print the prompt and what the model adds to it, as it comes."""
+    where, folder = _device(device), local_path(folder)
+    architecture, read, location = _open(folder)
+    location = tokenizer or location
+    words = _tokenizer(folder, location, architecture)
+    ids = _with_start(words, words.encode(prompt))
+    if not ids:
+        raise UserError("--prompt is empty and the tokenizer has no start token: give at least one character")
+    model = _build(architecture, read(), where)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
+    sys.stdout.write(prompt)
+    stream = TextStream(words, ids)
+    try:
+        for token in generate(
+            model,
+            torch.tensor([ids], device=where),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            eos_id=end_tokens(words, location),
+            seed=seed,
+        ):
+            sys.stdout.write(stream.add(token))
+            sys.stdout.flush()
+    except UserError:
+        sys.stdout.write("\n")  # its message gets a line of its own
+        sys.stdout.flush()
+        raise
+    sys.stdout.write(stream.rest() + "\n")
+    return 0
+
+
+class TextStream:
+    """Text of tokens as they come; a character of several tokens is held back until it is complete.
+
+    Each token is decoded behind the piece before it: a tokenizer may drop the space at the beginning of a text.
+
+        ids  | long since shown | shown last | not shown yet |
+                                start        end
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self.tokenizer, self.ids = tokenizer, list(prompt)
+        self.start, self.end = 0, len(prompt)
+
+    def add(self, token: int) -> str:
+        """What can be shown after this token, often nothing or a word."""
+        self.ids.append(token)
+        text = self.rest()
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self.start, self.end = self.end, len(self.ids)
+        return text
+
+    def rest(self) -> str:
+        """What has not been shown; incomplete characters as replacement characters."""
+        shown = self.tokenizer.decode(self.ids[self.start : self.end])
+        return self.tokenizer.decode(self.ids[self.start :])[len(shown) :]
+
+
+Reader = Callable[[], Mapping[str, torch.Tensor]]
+
+
+def _open(folder: Path) -> tuple[Architecture, Reader, str]:
+    """The model in `folder` (checkpoint, run or Hugging Face), how to read its weights, and where its tokenizer is."""
+    if (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
+        tensors = read_hf(folder)
+        return tensors.arch, lambda: tensors, str(folder)
+    saved = find_checkpoint(folder)
+
+    def read() -> Mapping[str, torch.Tensor]:
+        if saved.is_hf:  # others are verified as they are read
+            saved.verify()
+        return saved.weights()
+
+    return saved.architecture, read, tokenizer_of_checkpoint(saved)
+
+
+def _build(architecture: Architecture, weights: Mapping[str, torch.Tensor], device: torch.device) -> Decoder:
+    """The model with its weights, in bfloat16 where the GPU has it."""
+    compute = torch.bfloat16 if device.type == "cuda" and supports_bf16(device) else torch.float32
+    model, _ = build_model(architecture, device, Precision(compute, compute, torch.float32))
+    load_logical_state(model, weights)
+    return model.eval()
+
+
+def _tokenizer(folder: Path, location: str, architecture: Architecture) -> Tokenizer:
+    if location != BYTES and (not location or tokenizer_file(Path(location)) is None):
+        place = f"no tokenizer.json at {location}" if location else f"{folder} has no tokenizer"
+        raise UserError(f"{place}: give --tokenizer=FOLDER with a tokenizer.json, or --tokenizer=bytes")
+    tokenizer = load_tokenizer(location)
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, the model {architecture.vocab_size}:"
+            " it is not the model's own; give that one as --tokenizer=FOLDER"
+        )
+    return tokenizer
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return choose_device()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"--device {name}: expected cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--device {name}: expected cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices here")
+    return device
+
+
+def _with_start(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """Training documents begin with the start token, so prompts do too."""
+    return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]

@@ -1,0 +1,172 @@
+"""`shardline trace overlap`: how much communication the traces of a run show, and how much of it computation hides.
+
+Per rank, step and mesh dimension, of unions of intervals, so that nothing counts twice:
+
+    communication   [ tp ----------------- ]        [ tp ---- ]
+    computation     [ ------------- ]  [ ------- ]
+    exposed                          ..             ...........      communication without computation
+    hidden           ................  .....                         the rest of it
+    idle                                         ...                 neither
+"""
+
+from __future__ import annotations
+
+import json as json_lines
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardline.errors import UserError
+from shardline.tools.intervals import Interval, length, union, within, without
+from shardline.tools.trace_events import Rank, read
+
+ALL = "all"  # the row of all dimensions together, where there are several
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of one step on one rank; `dim` is None where there was no communication."""
+
+    rank: int | None
+    step: int | None
+    dim: str | None
+    communication: float
+    exposed: float
+    compute: float
+    idle: float
+
+    @property
+    def hidden(self) -> float:
+        return self.communication - self.exposed
+
+    @property
+    def hidden_fraction(self) -> float | None:
+        return self.hidden / self.communication if self.communication else None
+
+
+def command(traces: Sequence[str], json: bool = False) -> int:
+    paths = [path for trace in traces for path in _traces(Path(trace))]
+    rows = [(path, row) for path in paths for row in rows_of(read(path))]
+    silent = [path for path in paths if all(row.dim is None for at, row in rows if at == path)]
+    if json:
+        for path, row in rows:
+            print(json_lines.dumps(_json(path, row)))
+    else:
+        print(table([row for _, row in rows]))
+    for path in silent:
+        print(f"note: {path} shows no communication", file=sys.stderr)
+    return 0
+
+
+def _traces(path: Path) -> list[Path]:
+    """A trace; of a folder, such as a run's, those of its last profile."""
+    if not path.is_dir():
+        return [path]
+    newest = max((found.parent for found in path.rglob("rank*_trace.json")), key=_number, default=None)
+    if newest is None:
+        raise UserError(f"{path} holds no traces; profiling.enable_profiling writes some into a run's folder")
+    return sorted(newest.glob("rank*_trace.json"), key=_number)
+
+
+def _number(path: Path) -> int:
+    digits = "".join(character for character in path.name if character.isdecimal())
+    return int(digits or 0)
+
+
+def rows_of(rank: Rank) -> list[Row]:
+    """A row for each step and dimension; one step where the trace marks none."""
+    computing = union((activity.start, activity.end) for activity in rank.computation)
+    if not rank.on_gpu:
+        computing = without(computing, union((wait.start, wait.end) for wait in rank.waits))
+    rows: list[Row] = []
+    for step, host_start, host_end, window in _windows(rank):
+        dims = {
+            dim: union((a.start, a.end) for a in activities if host_start <= a.asked < host_end)
+            for dim, activities in rank.communication.items()
+        }
+        dims = {dim: talking for dim, talking in sorted(dims.items()) if talking}
+        together = union(interval for talking in dims.values() for interval in talking)
+        compute = length(within(computing, *window))
+        idle = length(without(without([window], computing), together))
+        named: list[tuple[str | None, list[Interval]]] = [*dims.items()] or [(None, [])]
+        for dim, talking in [*named, (ALL, together)] if len(dims) > 1 else named:
+            all_of_it, exposed = length(talking), length(without(talking, computing))
+            rows.append(Row(rank.rank, step, dim, all_of_it / 1e3, exposed / 1e3, compute / 1e3, idle / 1e3))
+    return rows
+
+
+def _windows(rank: Rank) -> list[tuple[int | None, float, float, Interval]]:
+    """Number of each step, when the host was in it, and the time that counts as the step's.
+
+    A GPU runs behind the host: its step lasts from the end of the one before to the end of what was launched in it.
+    """
+    everything = [*rank.computation, *(activity for found in rank.communication.values() for activity in found)]
+    if not rank.steps:
+        if not everything:
+            return []
+        window = min(a.start for a in everything), max(a.end for a in everything)
+        return [(None, -float("inf"), float("inf"), window)]
+    windows: list[tuple[int | None, float, float, Interval]] = []
+    before = -float("inf")
+    for step, start, end in rank.steps:
+        window = start, end
+        if rank.on_gpu:
+            window = max(start, before), max((a.end for a in everything if start <= a.asked < end), default=end)
+            before = window[1]
+        windows.append((step, start, end, window))
+    return windows
+
+
+# ---- telling ---------------------------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[Row]) -> str:
+    """All rows, in milliseconds, and the mean of each dimension."""
+    names = ("communication", "exposed", "hidden", "hidden %", "compute", "idle")
+    lines = ["  ".join([f"{'rank':>4}  {'step':>6}  {'dim':<12}", *(f"{name:>13}" for name in names)])]
+    for row in rows:
+        lines.append("  ".join([f"{_or_dash(row.rank):>4}  {_or_dash(row.step):>6}", *_cells(row)]))
+    dims = [dim for dim in dict.fromkeys(row.dim for row in rows) if dim is not None]
+    if dims and len(rows) > len(dims):
+        lines.append(f"mean of {len({(row.rank, row.step) for row in rows})} steps on the ranks above")
+        for dim in dims:
+            lines.append("  ".join([f"{'':>4}  {'':>6}", *_cells(_mean([row for row in rows if row.dim == dim]))]))
+    return "\n".join(lines)
+
+
+def _cells(row: Row) -> list[str]:
+    fraction = "-" if row.hidden_fraction is None else f"{100 * row.hidden_fraction:.1f}"
+    numbers = [row.communication, row.exposed, row.hidden]
+    return [
+        f"{row.dim or '-':<12}",
+        *(f"{number:>13.3f}" for number in numbers),
+        f"{fraction:>13}",
+        f"{row.compute:>13.3f}",
+        f"{row.idle:>13.3f}",
+    ]
+
+
+def _mean(rows: Sequence[Row]) -> Row:
+    names = ("communication", "exposed", "compute", "idle")
+    return Row(None, None, rows[0].dim, *(sum(getattr(row, name) for row in rows) / len(rows) for name in names))
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
+def _json(path: Path, row: Row) -> dict[str, Any]:
+    return {
+        "trace": str(path),
+        "rank": row.rank,
+        "step": row.step,
+        "dim": row.dim,
+        "communication_ms": row.communication,
+        "exposed_ms": row.exposed,
+        "hidden_ms": row.hidden,
+        "hidden_fraction": row.hidden_fraction,
+        "compute_ms": row.compute,
+        "idle_ms": row.idle,
+    }

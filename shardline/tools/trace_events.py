@@ -1,0 +1,212 @@
+"""What a profiler's trace says of one rank: when it computed and when it communicated, over which mesh dimension.
+
+Communication is told by process group, never by the name of a kernel:
+
+- a kernel of NCCL carries its process group, or is linked to the call that does; the trace's own table (`shardline`)
+  says which mesh dimension that group is
+- a kernel or copy that was launched inside one of our labelled ranges belongs to the range's dimension
+- what gloo carries is in the trace as spans of the host, with their dimension
+
+Everything else that runs on the GPU is computation. In a trace without GPU, computation is what the threads of forward
+and backward spend in operations, without the time they wait for communication.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardline.comm.spans import COPIES, RANGE
+from shardline.errors import UserError
+
+GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+GROUP, DESCRIPTION, MEMBERS = "Process Group Name", "Process Group Description", "Process Group Ranks"
+BACKWARD = "autograd::engine::evaluate_function"
+STEP = re.compile(r"ProfilerStep#(\d+)")
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Microseconds. `asked`: when the host launched it, which tells the step that it belongs to."""
+
+    start: float
+    end: float
+    asked: float
+
+
+@dataclass
+class Rank:
+    """The trace of one rank. `steps`: number, start and end on the host, in order; empty where none is marked."""
+
+    rank: int | None
+    on_gpu: bool
+    steps: list[tuple[int, float, float]]
+    computation: list[Activity] = field(default_factory=list)
+    waits: list[Activity] = field(default_factory=list)
+    communication: dict[str, list[Activity]] = field(default_factory=lambda: defaultdict(list))
+
+
+def read(path: Path) -> Rank:
+    """One trace; what is no trace is a UserError."""
+    content = _load(path)
+    known = content if isinstance(content, dict) else {"traceEvents": content}
+    events = known.get("traceEvents")
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise UserError(f"{path}: not a profiler's trace: it has no list of traceEvents")
+    try:
+        return _Reader(known, [event for event in events if event.get("ph") == "X"]).rank()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: not a trace that torch wrote: {type(error).__name__}: {error}") from error
+
+
+def _load(path: Path) -> Any:
+    try:
+        with gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb") as file:
+            return json.load(file)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except (OSError, EOFError) as error:  # a gzip file that is damaged, too
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: damaged, or not JSON: {error}") from error
+
+
+class _Reader:
+    def __init__(self, content: dict[str, Any], events: list[dict[str, Any]]) -> None:
+        self.header: dict[str, Any] = content.get("shardline", {})
+        self.axes: dict[str, Any] = self.header.get("axes", {})
+        self.distributed: dict[str, Any] = content.get("distributedInfo", {})
+        self.by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for event in events:
+            self.by_kind[str(event.get("cat"))].append(event)
+        self.launches = {
+            event["args"]["correlation"]: event
+            for event in self._of(*LAUNCHES)
+            if "correlation" in event.get("args", {})
+        }
+        called = [event.get("args", {}) for event in self._of("cpu_op")]
+        self.calls = {args["External id"]: args for args in called if GROUP in args and "External id" in args}
+        self.ranges = Ranges(event for event in self._of("user_annotation") if event["name"].startswith(RANGE))
+        self.waiting = Ranges(self._of("communication_wait"))
+        marks = [event for event in self._of("user_annotation") if STEP.fullmatch(event["name"])]
+        self.main = marks[0]["tid"] if marks else None
+        self.steps = sorted((self._step(event), event["ts"], event["ts"] + event["dur"]) for event in marks)
+
+    def _of(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for kind in kinds for event in self.by_kind[kind]]
+
+    def _step(self, event: dict[str, Any]) -> int:
+        """The profiler counts its own steps, from 0; the table says at which step of the run it began."""
+        return int(STEP.fullmatch(event["name"])[1]) + int(self.header.get("first_step", 0))  # type: ignore[index]
+
+    def rank(self) -> Rank:
+        number = self.header.get("rank", self.distributed.get("rank"))
+        gpu = self._of(*GPU)
+        found = Rank(number, bool(gpu), self.steps)
+        for event in self._of("communication"):
+            found.communication[event["args"]["axis"]].append(_host(event))
+        for event in self._of("communication_wait"):  # standing still for it is communication that nothing hides
+            found.communication[event["args"]["axis"]].append(_host(event))
+            found.waits.append(_host(event))
+        for event in gpu:
+            self._place(event, found)
+        if not gpu:
+            found.computation = [_host(event) for event in self._of("cpu_op") if event["tid"] in self.threads]
+        return found
+
+    @functools.cached_property
+    def threads(self) -> set[Any]:
+        """The threads of forward and backward; those of a backend have operations, too."""
+        backward = {event["tid"] for event in self._of("cpu_op") if event["name"].startswith(BACKWARD)}
+        return backward | {self.main} if self.main is not None else {event["tid"] for event in self._of("cpu_op")}
+
+    def _place(self, event: dict[str, Any], found: Rank) -> None:
+        args = event.get("args", {})
+        launch = self.launches.get(args.get("correlation"))
+        asked = launch["ts"] if launch is not None else event["ts"]
+        activity = Activity(event["ts"], event["ts"] + event["dur"], asked)
+        axis = self._axis(event, args, launch)
+        if axis is not None:
+            found.communication[axis].append(activity)
+        elif not self._is_staging(event, launch):
+            found.computation.append(activity)
+
+    def _axis(self, event: dict[str, Any], args: dict[str, Any], launch: dict[str, Any] | None) -> str | None:
+        """The mesh dimension of something that ran on the GPU; None for computation."""
+        call = args if GROUP in args else self.calls.get(args.get("External id"))
+        if call is not None:
+            return self._axis_of_group(call)
+        label = self.ranges.around(launch["tid"], launch["ts"]) if launch is not None else None
+        if label is None:
+            return None
+        axis = label["name"].removeprefix(RANGE).partition(":")[0]
+        if axis.endswith(COPIES):
+            return axis.removesuffix(COPIES) if event["cat"] == "gpu_memcpy" else None
+        return str(axis)
+
+    def _axis_of_group(self, call: dict[str, Any]) -> str:
+        name, members = str(call[GROUP]), _ranks(call.get(MEMBERS))
+        by_name = [axis for axis, known in self.axes.items() if str(known["group"]) == name]
+        by_members = [axis for axis, known in self.axes.items() if known["ranks"] == members]
+        if by_name or by_members:
+            return (by_name or by_members)[0]  # the table names the axes of the mesh before those derived from them
+        described = str(call.get(DESCRIPTION) or "").removeprefix("mesh_")
+        return described if described not in ("", "undefined") else f"group {name}"
+
+    def _is_staging(self, event: dict[str, Any], launch: dict[str, Any] | None) -> bool:
+        """A copy by which gloo moves a tensor to or from the host: its span is there already."""
+        if event["cat"] != "gpu_memcpy" or launch is None or not self.by_kind["communication"]:
+            return False
+        by_backend = self.main is not None and launch["tid"] not in self.threads
+        return by_backend or self.waiting.around(None, launch["ts"]) is not None
+
+
+class Ranges:
+    """Finds the innermost event of a thread at a moment; `None` as thread stands for all threads together."""
+
+    def __init__(self, events: Iterable[dict[str, Any]]) -> None:
+        self.events: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+        for event in sorted(events, key=lambda event: event["ts"]):
+            for thread in (event["tid"], None):
+                self.events[thread].append(event)
+        self.starts = {thread: [event["ts"] for event in found] for thread, found in self.events.items()}
+        self.latest: dict[Any, list[float]] = {}  # the latest end of an event and of all before it
+        for thread, found in self.events.items():
+            ends: list[float] = []
+            for event in found:
+                ends.append(max(event["ts"] + event["dur"], ends[-1] if ends else 0.0))
+            self.latest[thread] = ends
+
+    def around(self, thread: Any, moment: float) -> dict[str, Any] | None:
+        if thread not in self.events:
+            return None
+        at = bisect.bisect_right(self.starts[thread], moment) - 1
+        while at >= 0 and self.latest[thread][at] > moment:
+            event = self.events[thread][at]
+            if event["ts"] + event["dur"] > moment:
+                return event
+            at -= 1
+        return None
+
+
+def _host(event: dict[str, Any]) -> Activity:
+    return Activity(event["ts"], event["ts"] + event["dur"], event["ts"])
+
+
+def _ranks(given: Any) -> list[int] | None:
+    """Torch writes them as a list, or as the text of one; where there are many, with dots in between."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError:
+            return None
+    return given if isinstance(given, list) else None

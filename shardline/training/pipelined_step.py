@@ -1,0 +1,117 @@
+"""A step through pipeline stages: batches cut into micro-batches, the loss of the last stage, gradients of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardline.comm.mesh import Mesh
+from shardline.config.schema import Config
+from shardline.data.loader import Batch
+from shardline.models.decoder import Decoder, Stage
+from shardline.models.dtensor import local
+from shardline.parallel.data.ddp import Replicas
+from shardline.parallel.data.stage_reduction import StageSums, stage_users
+from shardline.parallel.pipeline.executor import MicroBatch, Pipeline, idle_share
+from shardline.parallel.pipeline.schedules import theoretical_bubble
+from shardline.parallel.pipeline.stages import PipelinePlan
+from shardline.training.head import Head
+
+
+class Pipelined:
+    """The stages of this rank; `replicas` are built here, since their buckets must not span stages."""
+
+    def __init__(
+        self, config: Config, model: Decoder, mesh: Mesh, plan: PipelinePlan, head: Head, device: torch.device
+    ) -> None:
+        self.plan, self.model, self.head, self.device = plan, model, head, device
+        self.rank = mesh.coordinates["pp"]
+        self.stages = {index: plan.stages[index] for index in plan.schedule.stages_of(self.rank)}
+        plain_replicas = mesh.axis("dp_replicate") is not None and mesh.axis("fsdp") is None
+        self.replicas = Replicas(model, config, stage_users(model, self.stages)) if plain_replicas else None
+        self.sums = StageSums(model, config.parallelism, self.stages, self.replicas)
+        self.pipeline = Pipeline(plan, device, self._describe)
+
+    def _describe(self, tokens: Tensor) -> tuple[Sequence[int], torch.dtype]:
+        """Shape and type of the residual stream: (B, S, dim), or flat rows where tensor-parallel ranks share them."""
+        arch, tensor = self.model.arch, self.head.tensor
+        dtype = self.model.compute_dtype or torch.get_default_dtype()
+        if tensor is None:
+            return (*tokens.shape, arch.dim), dtype
+        return (tokens.numel() // (tensor.degree if tensor.sequence_parallel else 1), arch.dim), dtype
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
+        """One run of the schedule; this rank's part of the loss. `last` of the step: gradients are summed meanwhile."""
+
+        def forward(micro_batch: MicroBatch, x: Tensor | None, stage: Stage) -> Tensor:
+            return self._forward(micro_batch, x, stage, scale)
+
+        self.sums.begin(last)
+        return self.pipeline.run(self._cut(batch), forward, self.sums.done)
+
+    def finish(self) -> None:
+        """After the last run: wait for the sums of replicas."""
+        if self.replicas is not None:
+            self.replicas.finish()
+
+    def _cut(self, batch: Batch) -> list[MicroBatch]:
+        size = self.plan.microbatch_size
+        count = batch.tokens.shape[0] // size
+        documents = [None] * count if batch.documents is None else batch.documents.split(size)
+        return [
+            MicroBatch(*parts)
+            for parts in zip(batch.tokens.split(size), batch.labels.split(size), documents, strict=True)
+        ]
+
+    def _forward(self, batch: MicroBatch, x: Tensor | None, stage: Stage, scale: Tensor | float) -> Tensor:
+        out = self.model.stage(x, batch.tokens, batch.documents, stage)
+        return self.head.loss(self.model, out, batch.labels, scale) if stage.last else out
+
+    # ---- tied embeddings ---------------------------------------------------------------------------------------------
+
+    @property
+    def on_two_stages(self) -> frozenset[nn.Parameter]:
+        """The embedding, where it is tied to the output on another rank: one parameter with two holders."""
+        first, last = self.plan.ends
+        if not self.model.arch.tie_word_embeddings or first == last or self.rank not in (first, last):
+            return frozenset()
+        assert self.model.tok_embeddings is not None
+        return frozenset({self.model.tok_embeddings.weight})
+
+    def sum_tied(self) -> None:
+        """Add up the two holders' gradients; the sum of two numbers is the same bits in either order."""
+        first, last = self.plan.ends
+        for parameter in self.on_two_stages:
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                peer = last if self.rank == first else first
+                gradient += self.pipeline.channels.swap(gradient, peer, "tied embedding's gradient")
+
+    # ---- validation --------------------------------------------------------------------------------------------------
+
+    def losses(self, batches: Sequence[Batch]) -> Tensor:
+        """The sum of token losses of some batches, forward alone; 0 where the last stage is elsewhere."""
+
+        def forward(micro_batch: MicroBatch, x: Tensor | None, stage: Stage) -> Tensor:
+            return self._forward(micro_batch, x, stage, 1.0)
+
+        return self.pipeline.losses([MicroBatch(b.tokens, b.labels, b.documents) for b in batches], forward)
+
+    # ---- the bubble --------------------------------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        """The next step's actions are timed."""
+        self.pipeline.clock.enabled = True
+
+    def bubble(self) -> float:
+        """The idle share of the measured step; every rank calls it."""
+        self.pipeline.clock.enabled = False
+        return idle_share(*self.pipeline.clock.take(), self.device)
+
+    @property
+    def theoretical_bubble(self) -> float:
+        return theoretical_bubble(self.plan.schedule)

@@ -1,0 +1,41 @@
+"""How messages write lists, plurals, ranges and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
+    """`a, b and 3 more`."""
+    rest = len(names) - most
+    return between.join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def numbered(noun: str, numbers: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-6, 8`."""
+    numbers = sorted(numbers)
+    return f"{noun if len(numbers) == 1 else f'{noun}s'} {ranges(numbers)}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-6, 8`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def sized(size: float) -> str:
+    """`1.50 GiB`."""
+    for unit, bytes_of_it in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= bytes_of_it:
+            return f"{size / bytes_of_it:.2f} {unit}"
+    return f"{size:.0f} bytes"
