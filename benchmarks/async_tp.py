@@ -61,13 +61,13 @@ def silence() -> Any:
     """What serial products take for communication in silent steps: others' rows are this rank's own."""
     from torch import Tensor
 
-    from shardline.comm import collectives as comm
+    from shardline.comm import collectives
 
     def gather_rows(x: Tensor, axis: str) -> Tensor:
-        return x.repeat(comm.axis_size(axis), *[1] * (x.ndim - 1))
+        return x.repeat(collectives.axis_size(axis), *[1] * (x.ndim - 1))
 
     def scatter_rows(x: Tensor, axis: str) -> Tensor:
-        return x.unflatten(0, (comm.axis_size(axis), -1)).sum(0)
+        return x.unflatten(0, (collectives.axis_size(axis), -1)).sum(0)
 
     return SimpleNamespace(gather_rows=gather_rows, scatter_rows=scatter_rows, sum_in_place=lambda x, axis: x)
 
@@ -80,21 +80,21 @@ def use_torch_pass(fused: list[str]) -> None:
     from torch._inductor.fx_passes import post_grad
     from torch.distributed import _functional_collectives as functional
 
-    from shardline.comm import collectives as comm
+    from shardline.comm import collectives
     from shardline.parallel.tensor import overlap
 
     def gather(x: Tensor, weights: Any, axis: str) -> tuple[Tensor, ...]:
-        full = functional.all_gather_tensor_autograd(x, 0, comm.axis(axis).group)
+        full = functional.all_gather_tensor_autograd(x, 0, collectives.axis(axis).group)
         return tuple(full @ weight.to(x.dtype).t() for weight in weights)
 
     def scatter(x: Tensor, weight: Tensor, axis: str) -> Tensor:
         product = x @ weight.to(x.dtype).t()
-        return functional.reduce_scatter_tensor_autograd(product, "sum", 0, comm.axis(axis).group)
+        return functional.reduce_scatter_tensor_autograd(product, "sum", 0, collectives.axis(axis).group)
 
     plain = post_grad.micro_pipeline_tp_pass
 
     def counted(graph: Any) -> None:
-        memory.enable_symm_mem_for_group(comm.axis("tp").group.group_name)
+        memory.enable_symm_mem_for_group(collectives.axis("tp").group.group_name)
         plain(graph)
         fused.extend(str(node.target) for node in graph.nodes if "symm_mem.fused_" in str(node.target))
 
@@ -106,9 +106,9 @@ def use_torch_pass(fused: list[str]) -> None:
 def train(words: list[str]) -> None:
     """On a rank: a run that changes its way of multiplying between blocks."""
     from shardline import registry
-    from shardline.comm import collectives as comm
+    from shardline.comm import collectives
     from shardline.config.load import load_config
-    from shardline.parallel.tensor import serial_and_ring as products
+    from shardline.parallel.tensor import serial_and_ring
     from shardline.parallel.tensor.backend_table import SERIAL, choices
     from shardline.training.trainer import Trainer
 
@@ -125,7 +125,7 @@ def train(words: list[str]) -> None:
     def switch(step: int) -> None:
         now = kind(step, silent)
         choices.chosen = chosen if now == "overlapped" else dict.fromkeys(chosen, SERIAL)
-        products.comm = quiet if now == "silent" else comm
+        serial_and_ring.comm = quiet if now == "silent" else collectives
 
     switch(1)
     registry.register_hook("after_step")(lambda trainer, row: switch(row["step"] + 1))

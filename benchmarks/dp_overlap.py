@@ -119,7 +119,7 @@ def measure() -> None:
     import torch
     import torch.distributed as dist
 
-    from shardline.comm import collectives as comm
+    from shardline.comm import collectives
     from shardline.comm.mesh import Mesh
     from shardline.config.layout import Layout
 
@@ -129,8 +129,8 @@ def measure() -> None:
     whole, half = torch.ones(2**20), torch.ones(2**19)  # 4 MiB and 2
     calls: dict[str, tuple[Callable[[], Any], int]] = {
         "all_reduce": (lambda: dist.all_reduce(whole), 4),
-        "reduce_scatter": (lambda: comm.scatter_sum_into(half, whole, "dp_shard"), 2),
-        "all_gather": (lambda: comm.gather_into(whole, half, "dp_shard"), 2),
+        "reduce_scatter": (lambda: collectives.scatter_sum_into(half, whole, "dp_shard"), 2),
+        "all_gather": (lambda: collectives.gather_into(whole, half, "dp_shard"), 2),
     }
     rates = {}
     for name, (call, size) in calls.items():

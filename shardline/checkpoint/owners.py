@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from shardline.checkpoint.shards import Part
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 
 Held = list[tuple[int, int]]  # (key, bytes) of a rank's parts
 
@@ -45,7 +45,7 @@ class Owners:
         held = [(part.key, part.bytes) for part in parts]
         known, mine = self._known.get(kind, ([], set()))
         changed = torch.tensor([float(held != known or not known)])  # on the host: the device may be busy
-        comm.max_in_place(changed, "world")
+        collectives.max_in_place(changed, "world")
         if changed.item():
             everyone: list[Held] = [[] for _ in range(self.world_size)]
             dist.all_gather_object(everyone, held)

@@ -35,8 +35,7 @@ from shardline.checkpoint.resume import DataIdentity, Progress
 from shardline.checkpoint.shards import Part, Piece, Scratch, model_parts, optimizer_parts, take
 from shardline.checkpoint.staging import Staging
 from shardline.checkpoint.telling import Telling
-from shardline.comm import collectives as comm
-from shardline.comm import watchdog
+from shardline.comm import collectives, watchdog
 from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config
 from shardline.config.write import to_toml
@@ -176,7 +175,7 @@ class Saver:
         """At the end of the run: wait for the save under way, and for its copy in the mirror."""
         self.finish()
         if self.section.enable and self.section.mirror is not None:
-            with watchdog.patiently("copying checkpoints to the mirror", comm.groups()):
+            with watchdog.patiently("copying checkpoints to the mirror", collectives.groups()):
                 if self.mirror is not None:
                     self.mirror.finish()
 

@@ -69,9 +69,9 @@ class Traffic:
 
 
 traffic = Traffic()
-# Axis -> who gathers, scatters and sums tensors of a GPU there instead of the process group (see shared_memory.py)
+# Axis -> who gathers, scatters and sums tensors of a GPU there instead of the process group (see symmetric_memory.py)
 direct: dict[str, Any] = {}
-# Scatters sums of host memory (see exchange.py): gloo's own sends every row twice
+# Scatters sums of host memory (see transfers.py): gloo's own sends every row twice
 host_scatter: Callable[[Tensor, Tensor, str], None] | None = None
 _axes: dict[str, Axis] = {}
 _joined: set[str] = set()  # axes whose ranks have met in a collective on a device

@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardline.comm import collectives as comm
-from shardline.comm import symmetric_memory as shared_memory
-from shardline.comm import watchdog
+from shardline.comm import collectives, symmetric_memory, watchdog
 from shardline.comm.store import backend_timeout, start_groups, told_by_launcher
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from shardline.errors import UserError
@@ -45,7 +43,7 @@ class Mesh:
         if self.world_size > 1 or offload:
             self._build(device_type, offload)
         else:
-            comm.register_axes({})  # an earlier run in this process may have had some
+            collectives.register_axes({})  # an earlier run in this process may have had some
 
     def _build(self, device_type: str, offload: bool) -> None:
         degrees = dict(zip(AXES, self.layout.degrees, strict=True))
@@ -59,8 +57,8 @@ class Mesh:
         assert dist.group.WORLD is not None
         if self.layout.pp > 1:
             axes["pp_down"] = dataclasses.replace(axes["pp"], name="pp_down", group=_again(self.layout))
-        axes["world"] = comm.Axis("world", dist.group.WORLD, self.world_size, self.rank)
-        comm.register_axes(axes)
+        axes["world"] = collectives.Axis("world", dist.group.WORLD, self.world_size, self.rank)
+        collectives.register_axes(axes)
 
     def _build_experts(self, device_type: str) -> None:
         """The same ranks, cut as the experts need them: a mesh beside the first."""
@@ -134,8 +132,8 @@ class Mesh:
         return self.layout.data_ranks
 
 
-def _axis(name: str, mesh: DeviceMesh) -> comm.Axis:
-    return comm.Axis(name, mesh.get_group(), mesh.size(), mesh.get_local_rank())
+def _axis(name: str, mesh: DeviceMesh) -> collectives.Axis:
+    return collectives.Axis(name, mesh.get_group(), mesh.size(), mesh.get_local_rank())
 
 
 def _again(layout: Layout) -> dist.ProcessGroup:
@@ -167,7 +165,7 @@ def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:
 
 def sharing_lines(device: torch.device) -> list[str]:
     """A line where ranks share GPUs, which is slow and may not be meant."""
-    if device.type != "cuda" or not shared_memory.share_a_gpu(1):
+    if device.type != "cuda" or not symmetric_memory.share_a_gpu(1):
         return []
     ranks, seen = told_by_launcher("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     return [
@@ -190,7 +188,7 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
     alone = world_size() == 1
     if dist.is_initialized() or (alone and not offload):
         return False
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shared_memory.share_a_gpu(1) else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not symmetric_memory.share_a_gpu(1) else "gloo"
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
@@ -201,8 +199,8 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
 
 def stop_process_group() -> None:
     """Leave the other ranks; quiet when they are gone already."""
-    shared_memory.release()  # waits for the device: where that hangs, the watchdog ends it
+    symmetric_memory.release()  # waits for the device: where that hangs, the watchdog ends it
     watchdog.stop_watchdog()
-    comm.register_axes({})
+    collectives.register_axes({})
     if dist.is_initialized():
         dist.destroy_process_group()

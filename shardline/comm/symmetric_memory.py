@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives as comm
-from shardline.comm import stream_ops, watchdog
+from shardline.comm import collectives, stream_ops, watchdog
 from shardline.comm.spans import labelled
 from shardline.comm.store import told_by_launcher
 
@@ -43,7 +42,7 @@ def agreed_reason(attempt: Callable[[], None], axis: str = "world") -> str | Non
         attempt()
     except Exception as error:  # of torch, the driver or a compiler: all of them mean that it cannot be used
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    over = comm.axis(axis)
+    over = collectives.axis(axis)
     said: list[str] = [""] * over.size
     dist.all_gather_object(said, reason, group=over.group)
     return next((text for text in said if text), None)
@@ -56,11 +55,11 @@ def share_a_gpu(ranks: int) -> bool:
 
 def _try_out(axis: str) -> None:
     """Share a little memory with the peers of an axis; raises where that is not possible."""
-    hosts: list[str] = [""] * comm.axis_size(axis)
-    dist.all_gather_object(hosts, socket.gethostname(), group=comm.axis(axis).group)
+    hosts: list[str] = [""] * collectives.axis_size(axis)
+    dist.all_gather_object(hosts, socket.gethostname(), group=collectives.axis(axis).group)
     if len(set(hosts)) > 1:
         raise RuntimeError("ranks of a tensor-parallel group are on different hosts")
-    if share_a_gpu(comm.axis_size(axis)) and os.environ.get(SHARED_DEVICE) != "1":
+    if share_a_gpu(collectives.axis_size(axis)) and os.environ.get(SHARED_DEVICE) != "1":
         raise RuntimeError(f"ranks share a GPU and {SHARED_DEVICE} is not 1")
     region = Region(axis, ALIGNMENT, torch.device("cuda", torch.cuda.current_device()))
     stream = torch.cuda.current_stream()
@@ -81,7 +80,7 @@ class Region:
     def __init__(self, axis: str, size: int, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as memory
 
-        over = comm.axis(axis)
+        over = collectives.axis(axis)
         self.rank, self.ranks, self.size = over.rank, over.size, size
 
         def take() -> None:
@@ -171,7 +170,7 @@ class Space:
         unused = self.regions.keys() - set(purposes)
         if unused:
             torch.cuda.synchronize(self.device)
-            dist.barrier(comm.axis(self.axis).group)  # nobody reads there any more
+            dist.barrier(collectives.axis(self.axis).group)  # nobody reads there any more
         for purpose in unused:
             del self.regions[purpose]
 
@@ -180,7 +179,7 @@ _spaces: dict[str, Space] = {}  # by the name of the group
 
 
 def space(axis: str, device: torch.device) -> Space:
-    name = comm.axis(axis).group.group_name
+    name = collectives.axis(axis).group.group_name
     if name not in _spaces:
         _spaces[name] = Space(axis, device)
     return _spaces[name]
@@ -193,7 +192,7 @@ def torch_workspace(axis: str, size: int) -> Any:
     """The workspace of PyTorch's fused operations over an axis: at least `size` bytes a rank."""
     import torch.distributed._symmetric_memory as memory
 
-    name = comm.axis(axis).group.group_name
+    name = collectives.axis(axis).group.group_name
     _torch_bytes[name] = max(_torch_bytes.get(name, 0), size)
     return memory.get_symm_mem_workspace(name, min_size=size)
 
@@ -302,7 +301,7 @@ def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
 def inside_product(axis: str, what: str, x: Tensor, elements: int) -> Iterator[None]:
     """Around a product that communicates: `elements` of x's type for each other rank are counted, and the watchdog
     knows where this rank is until its device has come through."""
-    comm.traffic.add(axis, (comm.axis_size(axis) - 1) * elements * x.element_size())
+    collectives.traffic.add(axis, (collectives.axis_size(axis) - 1) * elements * x.element_size())
     dog = watchdog.current
     if dog is not None:
         kind = str(x.dtype).removeprefix("torch.")

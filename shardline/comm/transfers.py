@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives as comm
-from shardline.comm import watchdog
+from shardline.comm import collectives, watchdog
 from shardline.comm.spans import now, runs_on_host, spans
 
 _waiter: ThreadPoolExecutor | None = None
@@ -77,14 +76,14 @@ class Exchange:
     """
 
     def __init__(self, name: str, what: str, like: Tensor, size: int, inside: bool = False) -> None:
-        self.axis, self.what, self.inside = comm.axis(name), what, inside
+        self.axis, self.what, self.inside = collectives.axis(name), what, inside
         self.on_host = runs_on_host(self.axis.group, like.device)
         self.stages = like.device.type == "cuda" and self.on_host  # gloo sends and receives host memory alone
         self.tag = f"{what} over {name} of {tuple(like.shape)} {str(like.dtype).removeprefix('torch.')}"
         self.sequence = 0
         if not inside:
             self.sequence = watchdog.current.issue(self.tag, name) if watchdog.current is not None else 0
-            comm.traffic.add(name, size)
+            collectives.traffic.add(name, size)
         self._sending: list[tuple[Any, Tensor]] = []  # a work that is dropped takes its transfer with it
 
     def staged(self, x: Tensor) -> Tensor:
@@ -161,7 +160,7 @@ def _waiting_thread() -> ThreadPoolExecutor:
 
 def arriving(x: Tensor, full: Tensor, name: str, chunks: int) -> Iterator[slice]:
     """Fill `full` (n t, ...) with the rows x (t, ...) of all ranks; yields rows of it as they are there, own first."""
-    axis, t = comm.axis(name), x.shape[0]
+    axis, t = collectives.axis(name), x.shape[0]
     exchange = Exchange(name, "all_gather", x, (axis.size - 1) * x.numel() * x.element_size())
     own = slice(axis.rank * t, (axis.rank + 1) * t)
     coming = []
@@ -186,7 +185,7 @@ class Scattering:
     """
 
     def __init__(self, compute: Any, rows: int, width: int, like: Tensor, name: str, chunks: int) -> None:
-        axis = comm.axis(name)
+        axis = collectives.axis(name)
         self.t, n = rows // axis.size, axis.size
         self.mine = like.new_empty(self.t, width)
         outgoing, self.received = (like.new_empty(n - 1, self.t, width) for _ in range(2))
@@ -222,7 +221,7 @@ def _summed(mine: Tensor, received: Tensor, coming: Sequence[Sequence[Transfer]]
 
 def scatter_sum(out: Tensor, x: Tensor, name: str) -> None:
     """out (t, ...) = this rank's rows of the sum of x (n t, ...). Each row travels once; gloo's own sends it twice."""
-    axis = comm.axis(name)
+    axis = collectives.axis(name)
     blocks, order = x.view(axis.size, *out.shape), distances(axis.size)
     received = x.new_empty(len(order), *out.shape)
     exchange = Exchange(name, "reduce_scatter", out, 0, inside=True)
@@ -237,4 +236,4 @@ def scatter_sum(out: Tensor, x: Tensor, name: str) -> None:
     exchange.finish()
 
 
-comm.host_scatter = scatter_sum
+collectives.host_scatter = scatter_sum

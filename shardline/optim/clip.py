@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.models.dtensor import local
 
 
@@ -83,8 +83,8 @@ def nonfinite_parameters(model: nn.Module, of_gradients: bool = True) -> list[st
     tensors = {name: p.grad if of_gradients else p for name, p in model.named_parameters()}
     held = {name: local(tensor) for name, tensor in tensors.items() if tensor is not None}
     names = [name for name, tensor in held.items() if not torch.isfinite(tensor).all()]
-    if comm.axis_size("world") == 1:
+    if collectives.axis_size("world") == 1:
         return names
-    everyone: list[list[str]] = [[] for _ in range(comm.axis_size("world"))]
+    everyone: list[list[str]] = [[] for _ in range(collectives.axis_size("world"))]
     dist.all_gather_object(everyone, names)  # ranks of a pipeline hold other parameters
     return list(dict.fromkeys(name for names in everyone for name in names))

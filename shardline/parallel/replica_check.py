@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
@@ -29,8 +29,8 @@ MOST_NAMED = 8
 
 def check_replicas(model: Decoder, step: int) -> None:
     """Raise UserError, on every rank, that names the parameters and ranks that differ. Every rank must call it."""
-    axes = [axis for axis in AXES if comm.axis_size(axis) > 1]
-    tied = comm.axis_size("pp") > 1 and model.arch.tie_word_embeddings
+    axes = [axis for axis in AXES if collectives.axis_size(axis) > 1]
+    tied = collectives.axis_size("pp") > 1 and model.arch.tie_word_embeddings
     if not axes and not tied:
         return
     shared = {axis: replicated(model, axis) for axis in axes}
@@ -42,7 +42,7 @@ def check_replicas(model: Decoder, step: int) -> None:
             differs |= _differ(torch.stack([hashes[name] for name in names]), axis)
     between_stages = _tied_differ(hashes.get(TIED), differs) if tied else torch.zeros_like(differs)
     differs |= between_stages
-    comm.max_in_place(differs, "world")
+    collectives.max_in_place(differs, "world")
     if differs.item():
         raise UserError(_report(hashes, shared, step, bool(between_stages.item())))
 
@@ -71,7 +71,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 def _differ(hashes: Tensor, axis: str) -> Tensor:
     """1 where not all ranks of the axis have the same; one all-reduce gives largest and smallest."""
-    extremes = comm.max_in_place(torch.stack([hashes, ~hashes]), axis)
+    extremes = collectives.max_in_place(torch.stack([hashes, ~hashes]), axis)
     return (extremes[0] != ~extremes[1]).any().to(torch.int64)
 
 
@@ -79,7 +79,7 @@ def _tied_differ(own: Tensor | None, like: Tensor) -> Tensor:
     """1 where the pipeline ranks with the first and the last stage hold different embeddings; others take no part."""
     smallest = torch.full((), torch.iinfo(torch.int64).min, dtype=torch.int64, device=like.device)
     extremes = torch.stack([smallest, smallest] if own is None else [own, ~own])
-    comm.max_in_place(extremes, "pp")
+    collectives.max_in_place(extremes, "pp")
     return (extremes[0] != ~extremes[1]).to(torch.int64).reshape(1)
 
 
@@ -87,7 +87,7 @@ def _report(hashes: dict[str, Tensor], shared: dict[str, list[str]], step: int, 
     """What any rank sees of its groups, said by all."""
     seen = [line for axis, names in shared.items() if names for line in _differences(hashes, names, axis)]
     if between_stages:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(comm.axis("pp").group)))
+        ranks = ", ".join(map(str, dist.get_process_group_ranks(collectives.axis("pp").group)))
         seen.append(f"{TIED} between the first and the last pipeline stage of ranks {ranks}")
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, seen)
@@ -102,9 +102,9 @@ def _report(hashes: dict[str, Tensor], shared: dict[str, list[str]], step: int, 
 def _differences(hashes: dict[str, Tensor], names: list[str], axis: str) -> Iterator[str]:
     """Which ranks differ from most of their group; without a majority, the whole group."""
     mine = torch.stack([hashes[name] for name in names])
-    gathered = mine.new_empty(comm.axis_size(axis) * len(names))
-    comm.gather_into(gathered, mine, axis)
-    ranks = dist.get_process_group_ranks(comm.axis(axis).group)
+    gathered = mine.new_empty(collectives.axis_size(axis) * len(names))
+    collectives.gather_into(gathered, mine, axis)
+    ranks = dist.get_process_group_ranks(collectives.axis(axis).group)
     for name, values in zip(names, gathered.view(-1, len(names)).T.tolist(), strict=True):
         usual, count = Counter(values).most_common(1)[0]
         odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.models.decoder import Decoder
 from shardline.parallel.tensor.tensor import TensorParallel, vocabulary_rows
 from shardline.training.loss import Losses, choose_chunk_tokens, chunked_cross_entropy
@@ -40,13 +40,13 @@ class Head:
         hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         losses, chunk_tokens = None, self.chunk_tokens
         if plan is not None and plan.loss_parallel:
-            hidden = comm.all_gather(hidden, "tp") if plan.sequence_parallel else comm.copy(hidden, "tp")
+            hidden = collectives.all_gather(hidden, "tp") if plan.sequence_parallel else collectives.copy(hidden, "tp")
             largest = len(vocabulary_rows(model.arch.vocab_size, plan.degree, 0))  # ranks add up the same chunks
             chunk_tokens = chunk_tokens or choose_chunk_tokens(hidden, largest)
-            first = vocabulary_rows(model.arch.vocab_size, plan.degree, comm.axis("tp").rank).start
+            first = vocabulary_rows(model.arch.vocab_size, plan.degree, collectives.axis("tp").rank).start
             losses = vocabulary_losses(first, self.backend if self.compiled else None)
         elif plan is not None and plan.sequence_parallel:
-            labels = labels.chunk(plan.degree)[comm.axis("tp").rank]
+            labels = labels.chunk(plan.degree)[collectives.axis("tp").rank]
         return chunked_cross_entropy(
             hidden,
             weight,
@@ -70,8 +70,8 @@ def vocabulary_losses(first: int, backend: str | None) -> Losses:
         place = target - first
         here = (place >= 0) & (place < logits.shape[1])
         place = torch.where(here, place, 0)[:, None]
-        peak = comm.max_in_place(logits.amax(1, keepdim=True).float(), "tp")
-        both = comm.sum_in_place(sums(logits, place, here[:, None], peak), "tp")  # (C, 2)
+        peak = collectives.max_in_place(logits.amax(1, keepdim=True).float(), "tp")
+        both = collectives.sum_in_place(sums(logits, place, here[:, None], peak), "tp")  # (C, 2)
         log_sum = both[:, :1].log()
         loss = log_sum - both[:, 1:]
         if scale is not None:

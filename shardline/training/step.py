@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config
 from shardline.data.loader import Batch
@@ -83,7 +83,7 @@ class Stepper:
         device = batches[0].labels.device
         targets = sum((count_targets(batch.labels) for batch in batches), torch.zeros((), device=device))
         if self.mesh.size("loss") > 1:
-            comm.sum_in_place(targets, "loss")
+            collectives.sum_in_place(targets, "loss")
         scale = 1.0 / targets.clamp(min=1)
         total = torch.zeros((), device=device)
         section = self.config.parallelism
@@ -146,7 +146,7 @@ class Stepper:
         asked = torch.tensor(wishes(), device=loss.device)
         numbers = torch.cat([torch.stack([loss * self.head.share, squares.to(loss.device)]), asked])
         if self.mesh.world_size > 1:
-            comm.sum_in_place(numbers, "world")
+            collectives.sum_in_place(numbers, "world")
         total, squared, *sums = read(numbers)
         return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, agreed(sums))
 

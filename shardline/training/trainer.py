@@ -21,9 +21,7 @@ from shardline.checkpoint.powersgd_state import Memory
 from shardline.checkpoint.resume import DataIdentity, Progress, Start, resumable_step
 from shardline.checkpoint.resume_batch import batch_line, batch_to_keep, keep_batch
 from shardline.checkpoint.saver import Saver
-from shardline.comm import collectives as comm
-from shardline.comm import symmetric_memory as shared_memory
-from shardline.comm import watchdog
+from shardline.comm import collectives, symmetric_memory, watchdog
 from shardline.comm.exposed_time import exposed
 from shardline.comm.hidden_time import Sampler, Times
 from shardline.comm.mesh import (
@@ -52,7 +50,7 @@ from shardline.parallel.context.context import attention_words
 from shardline.parallel.pipeline.schedules import warnings
 from shardline.parallel.pipeline.stages import plan_pipeline
 from shardline.parallel.replica_check import check_replicas
-from shardline.parallel.tensor import async_tp as async_tensor
+from shardline.parallel.tensor import async_tp
 from shardline.precision.mixed import choose_precision
 from shardline.run import attempt
 from shardline.run.device import (
@@ -183,7 +181,7 @@ class Trainer:
             return resumable_step(path, config, self.arch, self.total_steps)
 
         fetches = options.resume and config.checkpoint.mirror is not None
-        with watchdog.patiently("fetching a checkpoint", comm.groups()) if fetches else contextlib.nullcontext():
+        with watchdog.patiently("fetching a checkpoint", collectives.groups()) if fetches else contextlib.nullcontext():
             path, resume_step = self.mesh.from_rank_0(open_it)
         attempt.tell("opened", folder=str(path))
         return opened[0] if opened else RunFolder(path, config.checkpoint.folder, resume_step)
@@ -234,7 +232,7 @@ class Trainer:
         config = self.config
         registry.run_hooks("before_build", config)
         self.model, self.applied = build_model(self.arch, self.device, self.precision, self.mesh, config)
-        self.optimizer = build_optimizer(config, self.model, reduce=comm.sum_over_group)
+        self.optimizer = build_optimizer(config, self.model, reduce=collectives.sum_over_group)
         self.base_lr = scaled_lr(config, self.loader.global_batch_size)
         if config.optimizer.lr_scaling != "none":
             log.info("learning rate %g for a global batch of %d", self.base_lr, self.loader.global_batch_size)
@@ -245,7 +243,7 @@ class Trainer:
             global_batch_size=self.loader.global_batch_size,
             tokenizer=self.tokenizer.fingerprint,
         )
-        self.async_tensor = async_tensor.prepare(
+        self.async_tensor = async_tp.prepare(
             config,
             self.arch,
             self.mesh,
@@ -300,7 +298,7 @@ class Trainer:
         text = to_toml(self.config)
         self.folder.write_config(text)
         if self.async_tensor.measured:
-            write_atomically(self.folder.path / async_tensor.FILE, json.dumps(self.async_tensor.rows(), indent=1))
+            write_atomically(self.folder.path / async_tp.FILE, json.dumps(self.async_tensor.rows(), indent=1))
         if self.config.job.save_config_file:
             with blame("job.save_config_file"):
                 write_atomically(Path(self.config.job.save_config_file), text)
@@ -342,7 +340,7 @@ class Trainer:
                 first_step = self.progress.step
                 compilations = CompileReport()
                 while self.progress.step < self.total_steps and asked.stop is None:
-                    comm.traffic.take()
+                    collectives.traffic.take()
                     exposed.reset()
                     fetch_started = time.perf_counter()
                     batches = self.loader.step()
@@ -357,7 +355,7 @@ class Trainer:
                     result, lr = self.train_step(batches, self._wishes)
                     times = self.sampler.end() if self.sampler is not None and sampled else None
                     if self.progress.step == first_step and self.mesh.world_size > 1:
-                        watchdog.set_timeouts(config.comm.train_timeout_seconds, comm.groups())
+                        watchdog.set_timeouts(config.comm.train_timeout_seconds, collectives.groups())
                     asked = result.asked
                     self._advance(batches, meter)
                     attempt.tell("first_step")
@@ -427,12 +425,12 @@ class Trainer:
 
     def _row(self, result: StepResult, lr: float, meter: Meter, times: Times | None = None) -> dict[str, Any]:
         row: dict[str, Any] = {"step": self.progress.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
-        sent, waited = comm.traffic.take(), exposed.take()
+        sent, waited = collectives.traffic.take(), exposed.take()
         of_tp = times or Times(0.0, 0.0)
-        numbers = [peak_memory_gib(self.device) + shared_memory.shared_gib(), waited or 0.0, *of_tp]
+        numbers = [peak_memory_gib(self.device) + symmetric_memory.shared_gib(), waited or 0.0, *of_tp]
         highest = torch.tensor(numbers, device=self.device)
         if self.mesh.world_size > 1:
-            comm.max_in_place(highest, "world")
+            collectives.max_in_place(highest, "world")
         memory, waited_longest, *of_tp_longest = read(highest)
         row |= {"tokens": self.progress.tokens, "memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.size("loss") > 1:
@@ -458,7 +456,7 @@ class Trainer:
         if any(asked) and reason is not None:
             log.info("nothing is saved at %s: %s", asked.stop or "SIGUSR1", reason)
         elif due or any(asked):
-            with watchdog.patiently("saving a checkpoint", comm.groups()), self.requests.saving():
+            with watchdog.patiently("saving a checkpoint", collectives.groups()), self.requests.saving():
                 if due:
                     self.saver.save(self.progress, last=step == self.total_steps)
                 if any(asked):
@@ -504,7 +502,7 @@ class Trainer:
         """What ranks were asked for since the last step; all of them ask together."""
         wishes = torch.tensor(self.requests.wishes(self.saver.busy, between_steps=True), device=self.device)
         if self.mesh.world_size > 1:
-            comm.sum_in_place(wishes, "world")
+            collectives.sum_in_place(wishes, "world")
         return agreed(read(wishes))
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.data.loader import Loader
 from shardline.models.decoder import Decoder
@@ -52,6 +52,6 @@ def validation_loss(
     if stopped:
         return None
     if mesh.world_size > 1:
-        comm.sum_in_place(sums, "world")
+        collectives.sum_in_place(sums, "world")
     total, targets = read(sums)
     return total / max(targets, 1.0)

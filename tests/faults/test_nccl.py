@@ -23,9 +23,9 @@ MISMATCH = """
 def another_sum(trainer, row):
     if os.environ.get("FAULT") == "mismatch" and os.environ["RANK"] == "1" and row["step"] == 3:
         import torch
-        from shardline.comm import collectives as comm
+        from shardline.comm import collectives
         from shardline.run.device import read
-        read(comm.sum_in_place(torch.ones(7, device=trainer.device), "world"))
+        read(collectives.sum_in_place(torch.ones(7, device=trainer.device), "world"))
 """
 
 

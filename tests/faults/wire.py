@@ -45,40 +45,39 @@ def sent():
     return [int((folder / name).read_text()) for name in ("tx_bytes", "tx_packets")]
 
 
-def collectives():
+def each_collective():
     """Per kind: what was counted, and what left, for REPEATS of them."""
     import torch
     import torch.distributed as dist
 
-    from shardline.comm import collectives as comm
-    from shardline.comm import transfers as exchange
+    from shardline.comm import collectives, transfers
 
     def of_gloo():
-        with patch.object(comm, "host_scatter", None):
-            comm.scatter_sum_into(part, whole, "world")
+        with patch.object(collectives, "host_scatter", None):
+            collectives.scatter_sum_into(part, whole, "world")
 
-    assert comm.host_scatter is exchange.scatter_sum
+    assert collectives.host_scatter is transfers.scatter_sum
     dist.init_process_group("gloo")
-    comm.register_axes({"world": comm.Axis("world", dist.group.WORLD, 2, dist.get_rank())})
+    collectives.register_axes({"world": collectives.Axis("world", dist.group.WORLD, 2, dist.get_rank())})
     whole, part = torch.ones(SIZE // 4), torch.ones(SIZE // 8)
     kinds = {
-        "all_reduce": lambda: comm.sum_in_place(whole, "world"),
-        "all_reduce_in_background": lambda: comm.start_sum(whole, "world").wait(),
-        "all_gather": lambda: comm.gather_into(whole, part, "world"),
-        "reduce_scatter": lambda: comm.scatter_sum_into(part, whole, "world"),
+        "all_reduce": lambda: collectives.sum_in_place(whole, "world"),
+        "all_reduce_in_background": lambda: collectives.start_sum(whole, "world").wait(),
+        "all_gather": lambda: collectives.gather_into(whole, part, "world"),
+        "reduce_scatter": lambda: collectives.scatter_sum_into(part, whole, "world"),
         "reduce_scatter_of_gloo": of_gloo,
     }
     found = {}
     for name, run in kinds.items():
         run()  # connects
         dist.barrier()
-        comm.traffic.take()
+        collectives.traffic.take()
         before = sent()
         for _ in range(REPEATS):
             run()
         dist.barrier()
-        found[name] = {"counted": comm.traffic.take()["world"], "sent": difference(sent(), before)}
-    comm.register_axes({})
+        found[name] = {"counted": collectives.traffic.take()["world"], "sent": difference(sent(), before)}
+    collectives.register_axes({})
     dist.destroy_process_group()
     return found
 
@@ -121,5 +120,5 @@ def difference(after, before):
 if __name__ == "__main__":
     os.environ["FIRST_PORT"] = os.environ["MASTER_PORT"]
     place = Path(sys.argv[1])
-    answer = {"collectives": collectives(), "training": training(place)}
+    answer = {"collectives": each_collective(), "training": training(place)}
     (place / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(answer))

@@ -13,14 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh, world_size
 from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.parallel.apply import tensor_plan
-from shardline.parallel.tensor import async_tp as async_tensor
-from shardline.parallel.tensor import autotune as choosing
+from shardline.parallel.tensor import async_tp, autotune
 from shardline.parallel.tensor.autotune import from_row
 from shardline.parallel.tensor.backend_table import Choice, backends, choices
 from shardline.parallel.tensor.serial_and_ring import Ring
@@ -57,12 +56,12 @@ def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: 
     before = torch.get_rng_state()
     with contextlib.ExitStack() as changes:
         if real:
-            changes.enter_context(patch.object(choosing, "MOST_ROUNDS", 2))
+            changes.enter_context(patch.object(autotune, "MOST_ROUNDS", 2))
         else:
-            changes.enter_context(patch.object(choosing, "_timed", own_clock))
+            changes.enter_context(patch.object(autotune, "_timed", own_clock))
         if not measures:
-            changes.enter_context(patch.object(async_tensor, "measure", side_effect=AssertionError("it measured")))
-        done = async_tensor.prepare(config, arch, mesh, plan, torch.float32, device, cache)
+            changes.enter_context(patch.object(async_tp, "measure", side_effect=AssertionError("it measured")))
+        done = async_tp.prepare(config, arch, mesh, plan, torch.float32, device, cache)
     found = {str(product): choice for product, choice in choices.chosen.items()}
     choices.reset()
     return Decided(found, done.lines, sum(told), not torch.equal(before, torch.get_rng_state()))
@@ -135,7 +134,7 @@ class WrongOnOneRank(Ring):
 
     def gather_linear(self, x: Any, weights: Any, axis: str, chunks: int) -> Any:
         products, full = super().gather_linear(x, weights, axis, chunks)
-        if comm.axis(axis).rank == 1:
+        if collectives.axis(axis).rank == 1:
             products[0][2:4] = products[0][4:6]
         return products, full
 
@@ -148,7 +147,7 @@ class OldOnOneRank(Ring):
 
     def gather_linear(self, x: Any, weights: Any, axis: str, chunks: int) -> Any:
         found = super().gather_linear(x, weights, axis, chunks)
-        if comm.axis(axis).rank != 1:
+        if collectives.axis(axis).rank != 1:
             return found
         before = self.last.setdefault((weights[0].shape, chunks), [found, found])
         before.append(found)
@@ -243,7 +242,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(pool: Pool, tmp_path: Pat
 
 def trained(settings: dict[str, Any]) -> tuple[dict[str, Choice], set[str]]:
     """What was chosen for each product in a run, and what ran without a choice."""
-    with patch.object(choosing, "MOST_ROUNDS", 2):
+    with patch.object(autotune, "MOST_ROUNDS", 2):
         train(settings, None)
     found = {str(product): choice for product, choice in choices.chosen.items()}
     without = {str(product) for product in choices.told}
@@ -264,7 +263,7 @@ def test_a_run_keeps_what_was_chosen_and_measures_itself(harness: Harness, pool:
     chosen, _ = found[0]
     assert found == [(chosen, set())] * 2
     assert len(chosen) == 8 + 4
-    rows = json.loads((folder / async_tensor.FILE).read_text())
+    rows = json.loads((folder / async_tp.FILE).read_text())
     assert [row["product"] for row in rows] == list(chosen)
     for row in rows:
         assert from_row(None, row).chosen == chosen[row["product"]]

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.symmetric_memory import Direct
 from shardline.parallel.tensor import fused
 from shardline.parallel.tensor.async_tp import usable_backends
@@ -45,7 +45,7 @@ def trial(
     rows, depth, width = size
     several = operation == COLUMN
     widths = (width, width + 16) if several else (width,)
-    product = Product(operation, direction, rows * comm.axis_size("tp"), depth, sum(widths), dtype, "tp")
+    product = Product(operation, direction, rows * collectives.axis_size("tp"), depth, sum(widths), dtype, "tp")
     return Trial(Shape(product, widths), device)
 
 
@@ -182,7 +182,7 @@ def test_a_cuda_graph_can_be_replayed(pool: Pool, name: str) -> None:
 def sums_and_peaks() -> int:
     """Sums by copies between memories that ranks share, in turn with a scatter in the same memory, which grows."""
     rank, ranks, device = joined()
-    comm.direct["tp"] = Direct()
+    collectives.direct["tp"] = Direct()
     done = 0
     try:
         for number in range(20):
@@ -191,16 +191,16 @@ def sums_and_peaks() -> int:
             for dtype in (torch.float32, torch.bfloat16, torch.int64):
                 large = 2**40 if dtype == torch.int64 else 1
                 mine = drawn[rank].mul(large).to(dtype)
-                summed = comm.sum_in_place(mine.to(device), "tp").cpu()
-                part = comm.scatter_rows(mine.to(device), "tp").cpu()
-                peak = comm.max_in_place(mine.to(device), "tp").cpu()
+                summed = collectives.sum_in_place(mine.to(device), "tp").cpu()
+                part = collectives.scatter_rows(mine.to(device), "tp").cpu()
+                peak = collectives.max_in_place(mine.to(device), "tp").cpu()
                 wanted = drawn.sum(0).mul(large).to(dtype)
                 assert summed.equal(wanted), (dtype, number)
                 assert part.equal(wanted.chunk(ranks)[rank]), (dtype, number)
                 assert peak.equal(drawn.amax(0).mul(large).to(dtype)), (dtype, number)
                 done += 3
     finally:
-        del comm.direct["tp"]
+        del collectives.direct["tp"]
     return done
 
 

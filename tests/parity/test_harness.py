@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.models.dtensor import local
 from tests.parity.cases import BY_NAME
 from tests.parity.harness import Harness, Mutation, Result, compare
@@ -63,25 +63,25 @@ def scaled_gradients(trainer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def mean_of_means(trainer: Any) -> Iterator[None]:
     """Each rank divides by its own number of targets."""
-    total = comm.sum_in_place
+    total = collectives.sum_in_place
 
     def own(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x.mul_(comm.axis(name).size) if name == "loss" else total(x, name)
+        return x.mul_(collectives.axis(name).size) if name == "loss" else total(x, name)
 
-    with patch.object(comm, "sum_in_place", own):
+    with patch.object(collectives, "sum_in_place", own):
         yield
 
 
 @contextlib.contextmanager
 def dropped_bucket(trainer: Any) -> Iterator[None]:
     """In the first step, one bucket of gradients is not summed between replicas."""
-    start, calls = comm.start_sum, []
+    start, calls = collectives.start_sum, []
 
     def forgetful(x: torch.Tensor, name: str) -> Any:
         calls.append(name)
         return start(torch.zeros_like(x) if len(calls) == 1 else x, name)
 
-    with patch.object(comm, "start_sum", forgetful):
+    with patch.object(collectives, "start_sum", forgetful):
         yield
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from tests.parity.pool import Pool
@@ -23,9 +23,9 @@ def groups(layout: Layout) -> dict[str, list[int]]:
 
     Mesh(layout, "cpu")
     found = {}
-    for name, axis in comm.axes().items():
+    for name, axis in collectives.axes().items():
         found[name] = dist.get_process_group_ranks(axis.group)
-        assert comm.sum_in_place(torch.ones(1), name).item() == axis.size == len(found[name])
+        assert collectives.sum_in_place(torch.ones(1), name).item() == axis.size == len(found[name])
         assert found[name][axis.rank] == dist.get_rank()
     return found
 

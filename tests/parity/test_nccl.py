@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 
@@ -24,9 +24,9 @@ def nccl(tmp_path, monkeypatch):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     group = dist.group.WORLD
-    comm.register_axes({name: comm.Axis(name, group, 1, 0) for name in ("tp", "world", "dp_replicate")})
+    collectives.register_axes({name: collectives.Axis(name, group, 1, 0) for name in ("tp", "world", "dp_replicate")})
     yield
-    comm.register_axes({})
+    collectives.register_axes({})
     dist.destroy_process_group()
     os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
 
@@ -36,8 +36,8 @@ def nccl(tmp_path, monkeypatch):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_collectives_and_their_gradients(dtype, compiled):
     def function(x):
-        gathered = comm.all_gather(comm.copy(x, "tp"), "tp")
-        return comm.all_reduce(comm.reduce_scatter(gathered * 2, "tp"), "tp")
+        gathered = collectives.all_gather(collectives.copy(x, "tp"), "tp")
+        return collectives.all_reduce(collectives.reduce_scatter(gathered * 2, "tp"), "tp")
 
     run = torch.compile(function, fullgraph=True) if compiled else function
     x = torch.randn(64, 32, device="cuda", dtype=dtype, requires_grad=True)
@@ -50,10 +50,10 @@ def test_collectives_and_their_gradients(dtype, compiled):
 @pytest.mark.usefixtures("nccl")
 def test_sums_that_run_on():
     x = torch.ones(1000, device="cuda")
-    started = comm.start_sum(x, "dp_replicate")
+    started = collectives.start_sum(x, "dp_replicate")
     started.wait()
     assert torch.equal(x, torch.ones_like(x))
-    assert comm.max_in_place(torch.tensor([3.0], device="cuda"), "world").item() == 3.0
+    assert collectives.max_in_place(torch.tensor([3.0], device="cuda"), "world").item() == 3.0
 
 
 def test_a_mesh_of_one_rank_has_no_axes():

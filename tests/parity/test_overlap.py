@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.transfers import Exchange, distances, pieces
 from shardline.models.linear import accumulate, weight_queue
 from shardline.parallel.tensor import overlap
@@ -26,10 +26,10 @@ OPERATIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce",
 def join_tp() -> tuple[int, int]:
     """A tp axis of all ranks of this case, or of this process alone."""
     if not dist.is_initialized():
-        comm.register_axes({})
+        collectives.register_axes({})
         return 0, 1
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    comm.register_axes({name: comm.Axis(name, dist.group.WORLD, ranks, rank) for name in ("tp", "world")})
+    collectives.register_axes({name: collectives.Axis(name, dist.group.WORLD, ranks, rank) for name in ("tp", "world")})
     return rank, ranks
 
 
@@ -200,10 +200,10 @@ def counted() -> dict[str, dict[str, int]]:
     join_tp()
     sent = {}
     for backend, operation in product(("serial", "ring"), OPERATIONS):
-        comm.traffic.take()
+        collectives.traffic.take()
         with choices.forced(Choice(backend, 2)):
             computed(operation)
-        sent[f"{backend} {operation}"] = comm.traffic.take()
+        sent[f"{backend} {operation}"] = collectives.traffic.take()
     return sent
 
 

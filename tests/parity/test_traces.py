@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from shardline.cli.main import main
-from shardline.parallel.tensor import autotune as choosing
+from shardline.parallel.tensor import autotune
 from shardline.parallel.tensor.backend_table import Choice, choices
 from tests.parity.harness import DEVICE, MODEL, Harness, train
 
@@ -22,7 +22,7 @@ TP: dict[str, Any] = {"parallelism.tensor_parallel_degree": 2, "parallelism.enab
 
 
 def trained(settings: dict[str, Any]) -> list[Choice]:
-    with patch.object(choosing, "MOST_ROUNDS", 2):
+    with patch.object(autotune, "MOST_ROUNDS", 2):
         train(settings, None)
     chosen = list(choices.chosen.values())
     choices.reset()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "async_tp.py"
 
@@ -22,7 +22,7 @@ def benchmark(monkeypatch):
 
 
 def test_silent_collectives_have_the_shapes_of_others(benchmark, monkeypatch):
-    monkeypatch.setattr(comm, "axis_size", {"tp": 3}.get)
+    monkeypatch.setattr(collectives, "axis_size", {"tp": 3}.get)
     quiet, x = benchmark.silence(), torch.arange(12.0).view(6, 2)
     assert quiet.gather_rows(x, "tp").equal(torch.cat([x, x, x]))
     assert quiet.scatter_rows(x, "tp").equal(x[:2] + x[2:4] + x[4:])

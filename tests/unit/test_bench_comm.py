@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardline.cli.main import main
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.errors import UserError
@@ -108,7 +108,7 @@ def test_commands_of_two_words(capsys):
 
 def measured(layout, dim, size, dtype):
     Mesh(layout, "cpu")
-    tester = Bench(comm.axis(dim), torch.device("cpu"), dtype, iterations=2)
+    tester = Bench(collectives.axis(dim), torch.device("cpu"), dtype, iterations=2)
     return [tester.measure(op, size) for op in OPS]
 
 
@@ -133,7 +133,7 @@ def test_every_operation_is_right_and_counted_as_nccl_tests_do(pool, ranks, layo
 def spoiled(op):
     """What is said of a right result, and of one in which the last element is wrong."""
     Mesh(Layout(tp=2), "cpu")
-    tester = Bench(comm.axis("tp"), torch.device("cpu"), torch.float32, iterations=1)
+    tester = Bench(collectives.axis("tp"), torch.device("cpu"), torch.float32, iterations=1)
     case = tester.case(op, 4096)
     case.fill()
     case.run()
@@ -155,7 +155,7 @@ def test_one_wrong_element_is_found(pool, op):
 def test_sums_over_many_ranks_fit_the_narrowest_type():
     for n in (2, 8, 19, 64, 128):
         tester = Bench.__new__(Bench)
-        tester.axis, tester.period = comm.Axis("tp", None, n, 0), max(2, min(13, 256 // n))
+        tester.axis, tester.period = collectives.Axis("tp", None, n, 0), max(2, min(13, 256 // n))
         assert tester._sum().max() <= 256
 
 
@@ -206,7 +206,7 @@ def test_a_wrong_sum_ends_with_exit_code_1(tmp_path):
 
 def test_shared_gpus_are_told_to_be_numbers_of_gloo(monkeypatch, capsys):
     tester = Bench.__new__(Bench)
-    tester.axis, tester.device, tester.backend = comm.Axis("tp", None, 2, 0), torch.device("cuda"), "gloo"
+    tester.axis, tester.device, tester.backend = collectives.Axis("tp", None, 2, 0), torch.device("cuda"), "gloo"
     tester.of_host = True
     monkeypatch.setattr(bench, "device_name", lambda device: "a GPU")
     options = CommOptions(None, TrainOptions(), json=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardline.cli.main import main
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.parallel.tensor.autotune import CLEARLY, Measured, Shape
 from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product
 from shardline.tools.bench import overlap
@@ -89,7 +89,7 @@ def check(row):
 
 def known_row(monkeypatch):
     """PyTorch's own op is shown beside ours, and never chosen."""
-    monkeypatch.setattr(comm, "axis_size", lambda axis: 4)
+    monkeypatch.setattr(collectives, "axis_size", lambda axis: 4)
     product = Product("all_gather_linear", "backward", 64, 256, 384, torch.bfloat16, "tp")
     ring = {Choice("ring", 1): 0.005, Choice("ring", 4): 0.0025}
     times = {SERIAL: 0.004, **ring, Choice("torch"): 0.002}

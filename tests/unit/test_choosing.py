@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.hidden_time import Times, host_times, union
 from shardline.comm.mesh import Mesh
 from shardline.comm.spans import Span
@@ -21,9 +21,7 @@ from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.parallel.tensor import async_tp as async_tensor
-from shardline.parallel.tensor import autotune as choosing
-from shardline.parallel.tensor import backend_table as table
+from shardline.parallel.tensor import async_tp, autotune, backend_table
 from shardline.parallel.tensor.async_tp import _settled
 from shardline.parallel.tensor.autotune import (
     CLEARLY,
@@ -75,7 +73,7 @@ def test_without_serial_the_fastest_is_taken(times):
 
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_no_candidate_has_more_chunks_than_rows(rows, ranks):
-    with patch.object(comm, "axis_size", lambda axis: ranks), patch.dict(backends, torch=TorchFused()):
+    with patch.object(collectives, "axis_size", lambda axis: ranks), patch.dict(backends, torch=TorchFused()):
         found = candidates(PRODUCT._replace(rows=rows * ranks), ["serial", "ring", "torch"])
     assert found[0] == SERIAL
     assert len(set(found)) == len(found)
@@ -84,7 +82,7 @@ def test_no_candidate_has_more_chunks_than_rows(rows, ranks):
 
 
 def test_only_what_is_allowed_is_a_candidate():
-    with patch.object(comm, "axis_size", lambda axis: 2):
+    with patch.object(collectives, "axis_size", lambda axis: 2):
         assert candidates(PRODUCT, ["serial"]) == [SERIAL]
         assert {choice.backend for choice in candidates(PRODUCT, ["serial", "ring"])} == {"serial", "ring"}
 
@@ -100,7 +98,7 @@ OWN |= {("linear_reduce_scatter", "forward"): CHUNKS, ("linear_reduce_scatter", 
 def test_a_backend_is_a_candidate_only_where_it_does_something_of_its_own(operation, direction):
     ours = {"symmetric": Symmetric(), "fused": Fused(), "torch": TorchFused()}
     product = PRODUCT._replace(operation=operation, direction=direction)
-    with patch.object(comm, "axis_size", lambda axis: 2), patch.dict(backends, ours):
+    with patch.object(collectives, "axis_size", lambda axis: 2), patch.dict(backends, ours):
         found = candidates(product, ["serial", "ring", *ours])
     counts = {name: tuple(choice.chunks for choice in found if choice.backend == name) for name in backends | ours}
     alone = (1,) if (operation, direction) in OWN else ()
@@ -150,11 +148,11 @@ def run_measured(times, rounds, tells_pace=False):
         differentiate = lambda self: "weights"  # noqa: E731
 
     with (
-        patch.object(choosing, "_tells_pace", lambda trial: tells_pace),
-        patch.object(choosing, "Trial", FakeTrial),
-        patch.object(choosing, "_failure", failed),
-        patch.object(choosing, "_timed", timed),
-        patch.object(choosing, "_agreed", lambda found, device: found),
+        patch.object(autotune, "_tells_pace", lambda trial: tells_pace),
+        patch.object(autotune, "Trial", FakeTrial),
+        patch.object(autotune, "_failure", failed),
+        patch.object(autotune, "_timed", timed),
+        patch.object(autotune, "_agreed", lambda found, device: found),
     ):
         tried = [SERIAL, Choice("ring"), Choice("ring", 2)]
         return measure(Shape(PRODUCT), tried, CPU, rounds), runs
@@ -236,12 +234,12 @@ def changed(kind):
 def test_wrong_numbers_are_told_from_rounded_ones(dtype, kind):
     right = RIGHT.to(dtype)
     rounded = (right.double() * (1 + torch.finfo(dtype).eps)).to(dtype)
-    assert choosing._difference([right, rounded], [right, right]) == ""
-    said = choosing._difference([right, changed(kind).to(dtype)], [right, right])
+    assert autotune._difference([right, rounded], [right, right]) == ""
+    said = autotune._difference([right, changed(kind).to(dtype)], [right, right])
     assert said.startswith("its numbers are not those of serial: off by ")
 
 
-@pytest.mark.parametrize(("each", "rounds"), [(10.0, choosing.LEAST_ROUNDS), (1e-6, choosing.MOST_ROUNDS), (0.025, 10)])
+@pytest.mark.parametrize(("each", "rounds"), [(10.0, autotune.LEAST_ROUNDS), (1e-6, autotune.MOST_ROUNDS), (0.025, 10)])
 def test_as_many_rounds_as_take_a_moment(each, rounds):
     slower = {"serial": 0.5, "ring": 0.8, "ring in 2 chunks": 1.0}
     _, runs = run_measured(
@@ -261,7 +259,7 @@ def test_what_is_near_the_best_runs_again_alone_and_that_decides():
     }
     found, runs = run_measured(times, rounds=None)
     assert found.chosen == SERIAL
-    assert runs["serial"] == runs["ring"] == first + int(choosing.RUN_OFF / 0.2)
+    assert runs["serial"] == runs["ring"] == first + int(autotune.RUN_OFF / 0.2)
     assert runs["ring in 2 chunks"] == runs["matmul"] == first
 
 
@@ -274,14 +272,14 @@ def ran(degree, rank, sequence_parallel, training, **sizes):
     settings = {f"parallelism.{key}": value for key, value in keys.items()}
     settings |= {"parallelism.enable_async_tensor_parallel": True, "model.overrides": MODEL | sizes}
     config, seen = load_config(overrides=settings), {}
-    plain = table.product_of
+    plain = backend_table.product_of
 
     def watched(operation, direction, rows, weights, axis):
         found = plain(operation, direction, rows, weights, axis)
         seen[found] = tuple(weight.shape[0] for weight in weights)
         return found
 
-    with fake_group(rank, degree), patch.object(table, "product_of", watched):
+    with fake_group(rank, degree), patch.object(backend_table, "product_of", watched):
         precision = choose_precision(config, CPU, True)
         model, _ = build_model(resolve(config.model), CPU, precision, Mesh(Layout(tp=degree), "cpu"), config)
         init_weights(model, 0)
@@ -289,7 +287,7 @@ def ran(degree, rank, sequence_parallel, training, **sizes):
             out = model.hidden(torch.arange(32).view(2, 16))
             if training:
                 out.sum().backward()
-    table.choices.reset()
+    backend_table.choices.reset()
     return model.arch, seen
 
 
@@ -335,14 +333,14 @@ def test_a_row_comes_back_as_it_was(times, serial, matmul, sent, weights):
 
 
 def test_a_backend_that_was_refused_is_not_tried_again(monkeypatch):
-    monkeypatch.setattr(comm, "axis_size", lambda name: 2)
+    monkeypatch.setattr(collectives, "axis_size", lambda name: 2)
     before = Measured(PRODUCT, 1.0, 0.1, {SERIAL: 2.0}, SERIAL, refused={"ring": "it is broken"})
     known = {str(PRODUCT): json.loads(json.dumps(as_row(before)))}
-    recalled = async_tensor._recall(Shape(PRODUCT), ["serial", "ring"], known)
+    recalled = async_tp._recall(Shape(PRODUCT), ["serial", "ring"], known)
     assert recalled is not None
     assert (recalled.refused, recalled.chosen) == ({"ring": "it is broken"}, SERIAL)
     del known[str(PRODUCT)]["refused"]
-    assert async_tensor._recall(Shape(PRODUCT), ["serial", "ring"], known) is None
+    assert async_tp._recall(Shape(PRODUCT), ["serial", "ring"], known) is None
 
 
 class Place:
@@ -351,7 +349,7 @@ class Place:
     def __init__(self, monkeypatch):
         self.hosts, self.tp, self.carrier, self.device = ["a", "a", "b", "b"], 2, "gloo", CPU
         axis = lambda name: SimpleNamespace(size=self.tp, group=None)  # noqa: E731
-        monkeypatch.setattr(comm, "axis", axis)
+        monkeypatch.setattr(collectives, "axis", axis)
         monkeypatch.setattr(dist, "get_world_size", lambda: len(self.hosts))
         monkeypatch.setattr(dist, "get_backend", lambda group: self.carrier)
         monkeypatch.setattr(dist, "all_gather_object", self._gather)
@@ -387,9 +385,9 @@ def test_the_file_is_of_one_machine_with_one_torch_and_one_network(tmp_path, mon
         lambda context: context.setattr(place, "tp", 4),
         lambda context: context.setattr(place, "carrier", "nccl"),
         lambda context: context.setattr(torch, "__version__", "9.9"),
-        lambda context: context.setattr(choosing, "__version__", "9.9"),
+        lambda context: context.setattr(autotune, "__version__", "9.9"),
         lambda context: context.setattr(torch, "get_num_threads", lambda: 77),
-        lambda context: context.setattr(choosing.os, "cpu_count", lambda: 77),
+        lambda context: context.setattr(autotune.os, "cpu_count", lambda: 77),
         lambda context: context.setenv("NCCL_ALGO", "Ring"),
         lambda context: context.setenv("NCCL_ALGO", "Tree"),
         lambda context: context.setenv("GLOO_SOCKET_IFNAME", "lo"),

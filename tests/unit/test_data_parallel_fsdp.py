@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shardline.comm import collectives as comm
-from shardline.comm import exposed_time as waiting
+from shardline.comm import collectives, exposed_time
 from shardline.comm.exposed_time import Exposed, StreamWaits, exposed
 from shardline.comm.mesh import Mesh
 from shardline.comm.spans import now, spans
@@ -53,10 +52,10 @@ def backward(config, model, batches: int = 1) -> None:
 def sent(layout: Layout, batches: int, **overrides):
     """Bytes of a step, and the parameters of the blocks and of the rest."""
     config, model = build(layout, **overrides)
-    comm.traffic.take()
+    collectives.traffic.take()
     backward(config, model, batches)
     blocks = sum(p.numel() for p in model.layers.parameters())
-    return comm.traffic.take(), 4 * blocks, 4 * (sum(p.numel() for p in model.parameters()) - blocks)
+    return collectives.traffic.take(), 4 * blocks, 4 * (sum(p.numel() for p in model.parameters()) - blocks)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ def recorded(layout: Layout, **overrides):
     found = spans.take("test")
     spans.stop("test")
     assert all(start <= span.start <= span.end <= end for span in found)
-    talking, standing = ([span for span in found if span.waiting is waiting] for waiting in (False, True))
+    talking, standing = ([span for span in found if span.waiting is stands] for stands in (False, True))
     blocked = {(span.start, span.end) for span in talking} & {(span.start, span.end) for span in standing}
     return *(Counter((span.axis, span.what) for span in kind) for kind in (talking, standing)), len(blocked)
 
@@ -246,7 +245,7 @@ def marked(layout: Layout, batches: int):
         return lambda self, *arguments, **options: log.append(word(self)) or function(self, *arguments, **options)
 
     with (
-        patch.object(waiting, "mark", mark),
+        patch.object(exposed_time, "mark", mark),
         patch.object(data, "mark", mark),
         patch.object(exposed, "between", lambda ready, done: log.append(f"{ready.at}-{done.at}")),
         patch.object(CountedGather, "__call__", told(lambda self: f"gather {names[self.module]}", gather)),

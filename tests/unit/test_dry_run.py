@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardline.cli.main import main
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.config.layout import KEYS, resolve_layout
 from shardline.config.load import load_config
 from shardline.config.schema import Config
@@ -46,7 +46,7 @@ def tiny(overrides: dict | None = None, **settings) -> Config:
     return load_config(overrides=values)
 
 
-def collectives(ranks: int, config: Config, micro_batches: int = 1) -> dict[tuple[str, str], Counter]:
+def traffic_of(ranks: int, config: Config, micro_batches: int = 1) -> dict[tuple[str, str], Counter]:
     layout = resolve_layout(config.parallelism, ranks)
     return step_collectives(resolve(config.model), config, layout, FLOAT32, micro_batches)
 
@@ -116,9 +116,9 @@ def test_stages_of_all_ranks_add_up_to_the_model(schedule, tied):
 def test_stages_send_each_micro_batch_once_up_and_once_down():
     """Of two ranks with two stages each, the first sends activations of stages 0 and 2 and the gradient of stage 2."""
     keys = {"pp": 2, "training__local_batch_size": 6, "parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
-    counted = collectives(2, tiny({"n_layers": 4}, **keys))
+    counted = traffic_of(2, tiny({"n_layers": 4}, **keys))
     assert counted["pp", "send"] == {"calls": 3 * 6, "bytes": 3 * 6 * LENGTH * 32 * 4}
-    twice = collectives(2, tiny({"n_layers": 4}, **keys), micro_batches=2)
+    twice = traffic_of(2, tiny({"n_layers": 4}, **keys), micro_batches=2)
     assert twice["pp", "send"]["calls"] == 2 * 3 * 6
     assert set(counted) == {("pp", "send"), ("world", "all-reduce")}
 
@@ -133,7 +133,7 @@ def test_a_dry_run_tells_of_too_few_micro_batches():
 
 
 def test_tensor_parallel_sends_two_gathers_and_two_scatters_a_block_and_pass():
-    counted = collectives(2, tiny(tp=2))
+    counted = traffic_of(2, tiny(tp=2))
     activations = BATCH * LENGTH * 32 * 4 // 2  # (n - 1) / n of the tokens, float32
     # forward and backward of 2 blocks, and of the embedding and the head once each
     expected = {"calls": 2 * 4 + 2, "bytes": (2 * 4 + 2) * activations}
@@ -148,13 +148,13 @@ def test_tensor_parallel_sends_two_gathers_and_two_scatters_a_block_and_pass():
 
 
 def test_without_sequence_parallelism_everything_is_an_all_reduce():
-    counted = collectives(2, tiny(tp=2, parallelism__enable_sequence_parallel=False))
+    counted = traffic_of(2, tiny(tp=2, parallelism__enable_sequence_parallel=False))
     assert set(counted) == {("tp", "all-reduce"), ("world", "all-reduce")}
     assert counted["tp", "all-reduce"]["calls"] == 2 * 4 + 2 + 2
 
 
 def test_checkpointing_gathers_again():
-    plain, again = collectives(2, tiny(tp=2)), collectives(2, tiny(tp=2, activation_checkpoint__mode="full"))
+    plain, again = traffic_of(2, tiny(tp=2)), traffic_of(2, tiny(tp=2, activation_checkpoint__mode="full"))
     assert again["tp", "all-gather"]["calls"] == plain["tp", "all-gather"]["calls"] + 2 * 2
 
 
@@ -175,7 +175,7 @@ KEYS_AND_VALUES = 2 * BATCH * LENGTH * 2 * 8 * 4  # of all tokens of a layer
     ],
 )
 def test_context_parallel_sends_keys_or_heads(method, expected):
-    counted = collectives(4, tiny({"vocab_size": 320}, cp=4, parallelism__context_parallel_rotate_method=method))
+    counted = traffic_of(4, tiny({"vocab_size": 320}, cp=4, parallelism__context_parallel_rotate_method=method))
     found = {kind: (numbers["calls"], numbers["bytes"]) for (axis, kind), numbers in counted.items() if axis == "cp"}
     assert found == expected
     assert counted["dp_shard", "reduce-scatter"]["calls"] == 3, "parameters are sharded over the same ranks"
@@ -183,11 +183,11 @@ def test_context_parallel_sends_keys_or_heads(method, expected):
 
 def test_recomputed_attention_sends_again():
     ring = {"cp": 2, "parallelism__context_parallel_rotate_method": "ring"}
-    plain = collectives(2, tiny(**ring))["cp", "ring"]["bytes"]
-    assert collectives(2, tiny(activation_checkpoint__mode="full", **ring))["cp", "ring"]["bytes"] == plain * 5 // 4
-    assert collectives(2, tiny(activation_checkpoint__mode="selective", **ring))["cp", "ring"]["bytes"] > plain
+    plain = traffic_of(2, tiny(**ring))["cp", "ring"]["bytes"]
+    assert traffic_of(2, tiny(activation_checkpoint__mode="full", **ring))["cp", "ring"]["bytes"] == plain * 5 // 4
+    assert traffic_of(2, tiny(activation_checkpoint__mode="selective", **ring))["cp", "ring"]["bytes"] > plain
     by_op = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
-    assert collectives(2, tiny(**by_op, **ring))["cp", "ring"]["bytes"] == plain
+    assert traffic_of(2, tiny(**by_op, **ring))["cp", "ring"]["bytes"] == plain
 
 
 def test_a_ring_that_sends_less_is_said():
@@ -199,17 +199,17 @@ def test_a_ring_that_sends_less_is_said():
 
 def test_fsdp_gathers_twice_and_scatters_once():
     config = tiny({"vocab_size": 320}, dp_shard=4)
-    counted, size = collectives(4, config), 4 * parameter_count(resolve(config.model)) * 3 // 4
+    counted, size = traffic_of(4, config), 4 * parameter_count(resolve(config.model)) * 3 // 4
     root = 4 * (2 * 320 * 32 + 32) * 3 // 4  # the embedding, the last norm and the head stay gathered
     assert counted["dp_shard", "all-gather"] == {"calls": 2 * 2 + 1, "bytes": 2 * size - root}
     assert counted["dp_shard", "reduce-scatter"] == {"calls": 3, "bytes": size}
-    kept = collectives(4, tiny({"vocab_size": 320}, dp_shard=4, parallelism__fsdp_reshard_after_forward="never"))
+    kept = traffic_of(4, tiny({"vocab_size": 320}, dp_shard=4, parallelism__fsdp_reshard_after_forward="never"))
     assert kept["dp_shard", "all-gather"] == {"calls": 3, "bytes": size}
 
 
 def test_replicas_sum_their_gradients():
     config = tiny(dp_replicate=2)
-    counted = collectives(2, config)
+    counted = traffic_of(2, config)
     assert counted["dp_replicate", "all-reduce"] == {"calls": 1, "bytes": 4 * parameter_count(resolve(config.model))}
     assert counted["loss", "all-reduce"]["calls"] == 1
 
@@ -245,13 +245,13 @@ def test_every_mode_that_needs_a_device_is_stepped_without_one():
         training__enable_cpu_offload=True,
         training__loss_chunk_tokens=0,
     )
-    assert collectives(2, config) == collectives(2, tiny(tp=2))
+    assert traffic_of(2, config) == traffic_of(2, tiny(tp=2))
 
 
 def test_nothing_is_left_behind():
-    before = comm.traffic
+    before = collectives.traffic
     describe(tiny(tp=2), 2)
-    assert comm.traffic is before
+    assert collectives.traffic is before
     assert not dist.is_initialized()
     with pytest.raises(UserError, match="heads cannot be shared"):
         describe(tiny(tp=8), 8)

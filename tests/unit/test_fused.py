@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.parallel.tensor import fused
 from shardline.parallel.tensor.tile_order import column_of_tiles, gathering_shard, row_of_tiles, scattering_shard
 
@@ -53,7 +53,7 @@ def test_how_tiles_are_divided(monkeypatch, ranks, gpus, world, tiles, division)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(fused, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(comm, "axis_size", {"tp": ranks, "world": world}.get)
+    monkeypatch.setattr(collectives, "axis_size", {"tp": ranks, "world": world}.get)
     assert fused._division(torch.device("cuda"), ranks, tiles) == division
 
 
@@ -76,7 +76,7 @@ def test_tiles_must_fit_the_gpus_of_all_ranks(monkeypatch, here, there, found):
     monkeypatch.setattr(fused, "_fits", fits)
     monkeypatch.setattr(fused, "_gathering_alone", lambda rows, right, ranks: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(comm, "max_in_place", lambda refused, axis: refused | int(asked[-1] not in there))
+    monkeypatch.setattr(collectives, "max_in_place", lambda refused, axis: refused | int(asked[-1] not in there))
     x, right = torch.zeros(256, 64, dtype=torch.bfloat16), fused.Right(torch.zeros(128, 64), True)
     usable = fused._usable("gather", x, right, 256, 2, "tp")
     if found is None:
@@ -112,7 +112,7 @@ def test_the_slowest_rank_chooses_tiles_in_as_many_rounds_as_take_a_moment(monke
     monkeypatch.setattr(fused, "_usable", lambda *arguments: iter(fused.NARROW[:3]))
     monkeypatch.setattr(fused, "_seconds", seconds)
     monkeypatch.setattr(fused, "_gather", lambda x, rights, axis, tiles: first.extend(tiles))
-    monkeypatch.setattr(comm, "max_in_place", lambda times, axis: torch.maximum(times, elsewhere))
+    monkeypatch.setattr(collectives, "max_in_place", lambda times, axis: torch.maximum(times, elsewhere))
     x, right = torch.zeros(256, 64, dtype=torch.bfloat16), fused.Right(torch.zeros(128, 64), True)
     assert fused._tune("gather", x, right, 256, 2, "tp") == fused.NARROW[2]
     assert asked == [2, rounds]

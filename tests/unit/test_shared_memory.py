@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardline.comm import collectives as comm
-from shardline.comm import symmetric_memory as shared_memory
-from shardline.comm import watchdog
+from shardline.comm import collectives, symmetric_memory, watchdog
 
 
 class Dog:
@@ -24,8 +22,8 @@ class Dog:
 
 @pytest.fixture
 def dog(monkeypatch):
-    monkeypatch.setattr(comm, "axis_size", {"tp": 4}.get)
-    monkeypatch.setattr(comm, "traffic", comm.Traffic())
+    monkeypatch.setattr(collectives, "axis_size", {"tp": 4}.get)
+    monkeypatch.setattr(collectives, "traffic", collectives.Traffic())
     monkeypatch.setattr(watchdog, "current", Dog())
     return watchdog.current
 
@@ -34,20 +32,23 @@ TAG = "reduce_scatter over tp, inside a product of (8, 3) bfloat16"
 
 
 def test_a_product_counts_what_it_sends_and_is_watched_until_the_device_is_through(dog):
-    with shared_memory.inside_product("tp", "reduce_scatter", torch.zeros(8, 3, dtype=torch.bfloat16), 10):
+    with symmetric_memory.inside_product("tp", "reduce_scatter", torch.zeros(8, 3, dtype=torch.bfloat16), 10):
         assert dog.told == [("tp", TAG)]
     assert dog.told == [("tp", TAG), True]
-    assert comm.traffic.take() == {"tp": 3 * 10 * 2}
+    assert collectives.traffic.take() == {"tp": 3 * 10 * 2}
 
 
 def test_a_product_that_fails_is_left(dog):
-    with pytest.raises(ValueError, match="refused"), shared_memory.inside_product("tp", "all_gather", torch.ones(2), 2):
+    with (
+        pytest.raises(ValueError, match="refused"),
+        symmetric_memory.inside_product("tp", "all_gather", torch.ones(2), 2),
+    ):
         raise ValueError("refused")
     assert dog.told[-1] is True
 
 
 def test_without_cuda_it_says_so():
-    assert shared_memory.unusable(torch.device("cpu")) == "it needs CUDA"
+    assert symmetric_memory.unusable(torch.device("cpu")) == "it needs CUDA"
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, torch.float64])
@@ -55,7 +56,7 @@ def test_without_cuda_it_says_so():
 def test_parts_are_added_without_losing_what_their_type_holds(kind, count):
     parts = list(torch.randn(count, 64, generator=torch.Generator().manual_seed(count), dtype=torch.float64).to(kind))
     out, kept = torch.empty(64, dtype=kind), [part.clone() for part in parts]
-    shared_memory.add_up(parts, out)
+    symmetric_memory.add_up(parts, out)
     exact = torch.stack(parts).double().sum(0)
     torch.testing.assert_close(out.double(), exact, rtol=2 * torch.finfo(kind).eps, atol=4 * torch.finfo(kind).eps)
     assert all(torch.equal(a, b) for a, b in zip(parts, kept, strict=True))
@@ -65,7 +66,7 @@ def test_parts_are_added_without_losing_what_their_type_holds(kind, count):
 def test_whole_numbers_are_added_as_such(count):
     parts = [torch.tensor([2**40 + part, -part, 2**24 + 1]) for part in range(count)]
     out = torch.empty(3, dtype=torch.int64)
-    shared_memory.add_up(parts, out)
+    symmetric_memory.add_up(parts, out)
     assert out.equal(torch.stack(parts).sum(0))
 
 
@@ -82,9 +83,9 @@ def test_whatever_goes_wrong_in_a_try_is_a_reason_and_no_crash(monkeypatch, erro
         if error is not None:
             raise error
 
-    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2, group=None))
+    monkeypatch.setattr(collectives, "axis", lambda name: SimpleNamespace(size=2, group=None))
     monkeypatch.setattr(dist, "all_gather_object", lambda all_said, reason, group: all_said.__setitem__(1, reason))
-    assert shared_memory.agreed_reason(attempt) == said
+    assert symmetric_memory.agreed_reason(attempt) == said
 
 
 @pytest.mark.parametrize("who", ["this rank", "another"])
@@ -102,23 +103,23 @@ def test_no_rank_waits_for_one_that_has_no_memory_to_share(monkeypatch, who):
     monkeypatch.setattr(memory, "empty", empty)
     monkeypatch.setattr(memory, "rendezvous", lambda *arguments: pytest.fail("one is not there"))
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2, rank=0, group="ranks of tp"))
+    monkeypatch.setattr(collectives, "axis", lambda name: SimpleNamespace(size=2, rank=0, group="ranks of tp"))
     with pytest.raises(RuntimeError, match=r"^no 3 MiB for ranks to share: CUDA out of memory\.$"):
-        shared_memory.Region("tp", 3 << 20, torch.device("cuda"))
+        symmetric_memory.Region("tp", 3 << 20, torch.device("cuda"))
 
 
 def test_regions_that_are_not_used_are_given_back_when_all_ranks_are_through(monkeypatch):
     done = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("device"))
     monkeypatch.setattr(dist, "barrier", lambda group: done.append(group))
-    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(group="ranks of tp"))
-    one = shared_memory.Space.__new__(shared_memory.Space)
+    monkeypatch.setattr(collectives, "axis", lambda name: SimpleNamespace(group="ranks of tp"))
+    one = symmetric_memory.Space.__new__(symmetric_memory.Space)
     one.axis, one.device, one.regions = "tp", torch.device("cuda"), dict.fromkeys(("gather", "scatter", "parts"))
-    monkeypatch.setattr(shared_memory, "_spaces", {"group": one})
-    shared_memory.keep({"gather", "parts", "flags"})
+    monkeypatch.setattr(symmetric_memory, "_spaces", {"group": one})
+    symmetric_memory.keep({"gather", "parts", "flags"})
     assert list(one.regions) == ["gather", "parts"]
     assert done == ["device", "ranks of tp"]
-    shared_memory.keep({"gather", "parts"})
+    symmetric_memory.keep({"gather", "parts"})
     assert done == ["device", "ranks of tp"]  # nothing to do
 
 
@@ -127,9 +128,9 @@ def test_ranks_on_different_hosts_are_told_so(monkeypatch):
         answers[:] = [own, "elsewhere"] if group == "ranks of tp" else [own] * len(answers)
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    monkeypatch.setattr(comm, "axis_size", lambda name: 2)
-    monkeypatch.setattr(comm, "axis", lambda name: SimpleNamespace(size=2, group=f"ranks of {name}"))
-    assert shared_memory.unusable(torch.device("cuda")) == "ranks of a tensor-parallel group are on different hosts"
+    monkeypatch.setattr(collectives, "axis_size", lambda name: 2)
+    monkeypatch.setattr(collectives, "axis", lambda name: SimpleNamespace(size=2, group=f"ranks of {name}"))
+    assert symmetric_memory.unusable(torch.device("cuda")) == "ranks of a tensor-parallel group are on different hosts"
 
 
 @pytest.mark.parametrize(("local", "gpus", "shared"), [(8, 8, False), (2, 1, True), (4, 2, True), (None, 1, True)])
@@ -139,4 +140,4 @@ def test_more_ranks_than_gpus_on_a_host_share_them(monkeypatch, local, gpus, sha
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-    assert shared_memory.share_a_gpu(2 if local != 8 else 16) == shared
+    assert symmetric_memory.share_a_gpu(2 if local != 8 else 16) == shared

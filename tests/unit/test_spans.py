@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardline.comm import collectives as comm
-from shardline.comm import spans as module
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
-from shardline.comm.spans import Running, Span, Spans, labelled, now, spans
+from shardline.comm.spans import Running, Span, Spans, labelled, now, runs_on_host, spans
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
 from shardline.telemetry.profile import Profiler
@@ -123,19 +122,19 @@ def test_background_work_that_cannot_tell_ends_when_it_was_waited_for(recorded):
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def collectives():
+def each_collective():
     """What each collective leaves, and what is left when nobody reads."""
     mesh = Mesh(Layout(tp=2), "cpu")
     x = torch.ones(4, 2)
-    comm.sum_in_place(x.clone(), "tp")
+    collectives.sum_in_place(x.clone(), "tp")
     assert spans.take() == []
     began = now()
     spans.record()
-    comm.all_gather(x, "tp")
-    comm.reduce_scatter(x, "tp")
-    comm.max_in_place(x.clone(), "world")
+    collectives.all_gather(x, "tp")
+    collectives.reduce_scatter(x, "tp")
+    collectives.max_in_place(x.clone(), "world")
     found = spans.take()
-    started = comm.start_sum(x.clone(), "tp")
+    started = collectives.start_sum(x.clone(), "tp")
     while mesh.rank == 0 and len(found) == 6:  # on this rank the sum is complete before it is waited for
         time.sleep(0.01)
         found += spans.take()
@@ -147,7 +146,7 @@ def collectives():
 
 def test_collectives_leave_what_they_did_and_what_was_waited_for(pool):
     blocking = [("tp", "all_gather"), ("tp", "reduce_scatter"), ("world", "all_reduce")]
-    for rank, (began, found, ended) in enumerate(pool.run(2, collectives)):
+    for rank, (began, found, ended) in enumerate(pool.run(2, each_collective)):
         assert all(began <= span.start <= span.end <= ended for span in found)
         assert [(span.axis, span.what) for span in found[:6]] == [name for name in blocking for _ in range(2)]
         for talking, waiting in zip(found[0:6:2], found[1:6:2], strict=True):
@@ -161,7 +160,7 @@ def test_collectives_leave_what_they_did_and_what_was_waited_for(pool):
 
 def backends():
     group = dist.group.WORLD
-    return module.runs_on_host(group, CPU), module.runs_on_host(group, torch.device("cuda"))
+    return runs_on_host(group, CPU), runs_on_host(group, torch.device("cuda"))
 
 
 def test_gloo_runs_on_the_host_also_for_tensors_of_a_gpu(pool):
@@ -170,8 +169,8 @@ def test_gloo_runs_on_the_host_also_for_tensors_of_a_gpu(pool):
 
 def test_nccl_does_not(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    assert module.runs_on_host(None, CPU)
-    assert not module.runs_on_host(None, torch.device("cuda"))
+    assert runs_on_host(None, CPU)
+    assert not runs_on_host(None, torch.device("cuda"))
 
 
 # ---- in a trace ------------------------------------------------------------------------------------------------------
@@ -234,8 +233,8 @@ def axes_in_a_trace(folder):
     Mesh(Layout(dp_shard=2, tp=2), "cpu")
     path = folder / f"{dist.get_rank()}.json"
     path.write_text('{"baseTimeNanoseconds": 0, "traceEvents": [ {"ph": "M", "name": "kept"} ], "more": 1}')
-    add_spans(path, dist.get_rank(), 1, comm.axes(), [Span("tp", "sum", 1000, 3000, False)])
-    return json.loads(path.read_text()), {name: axis.group.group_name for name, axis in comm.axes().items()}
+    add_spans(path, dist.get_rank(), 1, collectives.axes(), [Span("tp", "sum", 1000, 3000, False)])
+    return json.loads(path.read_text()), {name: axis.group.group_name for name, axis in collectives.axes().items()}
 
 
 def test_a_trace_tells_which_group_is_which_axis(pool, tmp_path):

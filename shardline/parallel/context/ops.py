@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.models.attention import AttentionMask
 from shardline.parallel.context.ring import (
     AXIS,
@@ -34,7 +34,7 @@ def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Te
 
 
 def _prepared(q: Tensor, table: Tensor | None, documents: Tensor | None, window: int, each: int) -> tuple[Plan, Seen]:
-    axis = comm.axis(AXIS)
+    axis = collectives.axis(AXIS)
     slices, length = Slices(axis.size, each), q.shape[1] // each
     if table is None:
         plan = causal_plan(slices, axis.rank, length, window)
@@ -123,12 +123,12 @@ def _announce(q: Tensor, k: Tensor, window: int, each: int, method: str, backwar
     block = 2 * k.numel() * k.element_size()
     if method == "ring":
         slices = plan.sent + (plan.received if backward else 0)
-        comm.traffic.planned(AXIS, "ring", slices * block // each)
+        collectives.traffic.planned(AXIS, "ring", slices * block // each)
         return
     others = (plan.slices.ranks - 1) * block
-    comm.traffic.planned(AXIS, "all-gather", others)
+    collectives.traffic.planned(AXIS, "all-gather", others)
     if backward:
-        comm.traffic.planned(AXIS, "all-to-all", others)
+        collectives.traffic.planned(AXIS, "all-to-all", others)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

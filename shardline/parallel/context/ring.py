@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.transfers import Exchange, Transfer, distances
 from shardline.models.partial_attention import merge_, part, part_backward
 from shardline.parallel.context.slices import CAUSAL, MASKED, Call, Plan, Span
@@ -140,7 +140,8 @@ class Ring:
 
     def __init__(self, block: Tensor, plan: Plan, backward: bool) -> None:
         self.block, self.plan = block, plan
-        comm.join_on_device(AXIS, block.device)  # with documents of their own, some ranks may have nothing to send
+        # With documents of their own, some ranks may have nothing to send.
+        collectives.join_on_device(AXIS, block.device)
         slices = plan.sent + (plan.received if backward else 0)
         self.exchange = Exchange(AXIS, "ring", block, slices * block[0].numel() * block.element_size())
         self.outgoing = self.exchange.staged(block)
@@ -224,7 +225,7 @@ def ring_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -
 
 
 def _gathered(block: Tensor, plan: Plan) -> Tensor:
-    return comm.gather_rows(block, AXIS).unflatten(0, (plan.slices.ranks, -1))
+    return collectives.gather_rows(block, AXIS).unflatten(0, (plan.slices.ranks, -1))
 
 
 def allgather(attending: Attending, block: Tensor, plan: Plan) -> None:
@@ -239,4 +240,4 @@ def allgather_backward(differentiating: Differentiating, block: Tensor, plan: Pl
     added = torch.empty_like(blocks)
     for source in range(plan.slices.ranks):
         added[source] = differentiating.add(source, Span(0, plan.slices.each), blocks[source], plan.calls[source])
-    return comm.exchange_blocks(added, AXIS).sum(dim=0, dtype=differentiating.wide)
+    return collectives.exchange_blocks(added, AXIS).sum(dim=0, dtype=differentiating.wide)

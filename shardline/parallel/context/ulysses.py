@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.models.attention import AttentionMask, attention
 
 AXIS = "cp"
@@ -22,7 +22,7 @@ AXIS = "cp"
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """(B, S / cp, H, D): what this rank's queries see of the whole sequence."""
-    ranks = comm.axis_size(AXIS)
+    ranks = collectives.axis_size(AXIS)
     if k.shape[2] < ranks:
         k, v = (tensor.repeat_interleave(ranks // k.shape[2], dim=2) for tensor in (k, v))
     q, k, v = (_to_heads(tensor, ranks) for tensor in (q, k, v))
@@ -51,16 +51,16 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         ctx.name = name
-        return comm.exchange_blocks(x, name)
+        return collectives.exchange_blocks(x, name)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return comm.exchange_blocks(gradient, ctx.name), None
+        return collectives.exchange_blocks(gradient, ctx.name), None
 
 
 @torch.library.custom_op("shardline::all_to_all", mutates_args=())
 def _all_to_all_op(x: Tensor, name: str) -> Tensor:
-    return comm.exchange_blocks(x, name)
+    return collectives.exchange_blocks(x, name)
 
 
 @_all_to_all_op.register_fake

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.exposed_time import exposed
 
 
@@ -45,11 +45,11 @@ class WholeExchange:
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, axis: str, sent: torch.dtype) -> None:
         self.shapes, self.dtype, self.axis, self.sent = list(shapes), dtype, axis, sent
         self.flat: Tensor | None = None
-        self.work: comm.Started | None = None
+        self.work: collectives.Started | None = None
 
     def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None:
         self.flat = flatten(gradients, self.shapes, self.sent, device)
-        self.work = comm.start_sum(self.flat, self.axis)
+        self.work = collectives.start_sum(self.flat, self.axis)
 
     def advance(self) -> None:
         return
@@ -76,7 +76,7 @@ class LowRankExchange:
         self.p: dict[int, Tensor] = {}
         self.summed_rest: list[Tensor] = []
         self.flat: Tensor | None = None
-        self.work: comm.Started | None = None
+        self.work: collectives.Started | None = None
 
     def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None:
         products: list[Tensor | None] = []
@@ -88,7 +88,7 @@ class LowRankExchange:
             products.append(error @ q)
         parts = [*products, *(gradients[index] for index in self.rest)]
         self.flat = flatten(parts, self._first_shapes(), self.dtype, device)
-        self.work = comm.start_sum(self.flat, self.axis)
+        self.work = collectives.start_sum(self.flat, self.axis)
 
     def advance(self) -> None:
         """From the summed P on: each rank projects its own matrix, and the Q are summed."""
@@ -104,7 +104,7 @@ class LowRankExchange:
             self.errors[index].nan_to_num_(0.0, 0.0, 0.0)  # a gradient that was not finite must not stay for ever
         qs = [self.q[index] for index in self.matrices]
         self.flat = flatten(qs, [q.shape for q in qs], torch.float32, qs[0].device)
-        self.work = comm.start_sum(self.flat, self.axis)
+        self.work = collectives.start_sum(self.flat, self.axis)
 
     def finish(self) -> list[Tensor]:
         self.advance()
@@ -134,7 +134,7 @@ class LowRankExchange:
         return self.errors[index], self.q[index]
 
 
-def wait(work: comm.Started | None, flat: Tensor) -> None:
+def wait(work: collectives.Started | None, flat: Tensor) -> None:
     """Until `flat` holds the sum; this is the part of the communication that nothing hides."""
     assert work is not None
     with exposed.waiting(flat.device):

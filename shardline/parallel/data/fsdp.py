@@ -28,8 +28,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from shardline.comm import collectives as comm
-from shardline.comm import watchdog
+from shardline.comm import collectives, watchdog
 from shardline.comm.exposed_time import StreamWaits, can_watch_streams, exposed, mark
 from shardline.comm.mesh import Mesh
 from shardline.comm.spans import Running, now, runs_on_host, spans
@@ -120,11 +119,11 @@ class CountedGather(_Allocate):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        comm.traffic.add("dp_shard", _bytes(input_tensor) * (group.size() - 1))
+        collectives.traffic.add("dp_shard", _bytes(input_tensor) * (group.size() - 1))
         on_cpu = input_tensor.device.type == "cpu"
         issued, start = Issued("all_gather", input_tensor, group), now()
         with contextlib.nullcontext() if on_cpu else issued:
-            work = comm._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
+            work = collectives._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
         if self.waits is not None:
             self.waits.gathered[self.module] = mark()
         return TimedWork(work, issued, start) if on_cpu else work
@@ -143,13 +142,13 @@ class CountedScatter(_Allocate):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        comm.traffic.add("dp_shard", _bytes(output_tensor) * (group.size() - 1))
+        collectives.traffic.add("dp_shard", _bytes(output_tensor) * (group.size() - 1))
         started = now() if self.waits is None else mark()
         work = None
         with Issued("reduce_scatter", input_tensor, group):
             by_sum = op == dist.ReduceOp.SUM and not async_op
-            if not (by_sum and comm.scattered_by_host(output_tensor, input_tensor, "fsdp")):
-                work = comm._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+            if not (by_sum and collectives.scattered_by_host(output_tensor, input_tensor, "fsdp")):
+                work = collectives._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         self._scattered(started, input_tensor.device)
         return work
 
@@ -167,8 +166,8 @@ class CountedScatter(_Allocate):
 
     def all_reduced(self, reduced: Tensor) -> None:
         """HSDP has summed a scattered gradient between replicas, which it does right after scattering it."""
-        size = comm.axis("dp_replicate").size
-        comm.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
+        size = collectives.axis("dp_replicate").size
+        collectives.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
         if self.waits is None:
             _waited("dp_replicate", "all_reduce", self.ended, reduced.device)
         elif self._ends_step():
@@ -243,7 +242,7 @@ def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> Non
 
 def accumulation_sync(section: Parallelism) -> str:
     """When gradients are summed; `scatter` puts off sums between replicas of shards, and is `step` without them."""
-    is_hsdp = comm.axis_size("dp_replicate") > 1 and comm.axis_size("fsdp") > 1
+    is_hsdp = collectives.axis_size("dp_replicate") > 1 and collectives.axis_size("fsdp") > 1
     return section.accumulation_sync if is_hsdp or section.accumulation_sync != "scatter" else "step"
 
 

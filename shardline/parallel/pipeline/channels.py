@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives as comm
-from shardline.comm import watchdog
+from shardline.comm import collectives, watchdog
 from shardline.comm.spans import now, runs_on_host, spans
 from shardline.parallel.pipeline.timeline import Action
 
@@ -81,7 +80,7 @@ class Channel:
     """One direction between two ranks of the pp axis, of which this rank is one."""
 
     def __init__(self, source: int, target: int, device: torch.device) -> None:
-        up = comm.axis("pp" if source < target else "pp_down")
+        up = collectives.axis("pp" if source < target else "pp_down")
         self.group, self.peer = up.group, source if up.rank == target else target
         ranks = dist.get_process_group_ranks(self.group)
         self.name = f"pp, rank {ranks[source]} to rank {ranks[target]}"
@@ -102,7 +101,7 @@ class Channel:
 
     def send(self, x: Tensor, what: object) -> Transfer:
         x = x.detach().contiguous()
-        comm.traffic.add("pp", x.numel() * x.element_size())
+        collectives.traffic.add("pp", x.numel() * x.element_size())
         tag, sequence = self._issue(what, x.shape, x.dtype)
         x = x.to("cpu") if self.staged else x
         return Transfer(self, self._isend(x), x, tag, sequence, self.on_host)
@@ -155,7 +154,7 @@ class Channels:
     """The channels of one rank, opened on all ranks of the axis in one order."""
 
     def __init__(self, pairs: set[tuple[int, int]], device: torch.device) -> None:
-        self.rank = comm.axis("pp").rank
+        self.rank = collectives.axis("pp").rank
         self.by_pair = {pair: Channel(*pair, device) for pair in sorted(pairs) if self.rank in pair}
         for (source, _), channel in self.by_pair.items():
             channel.open(sends=source == self.rank)

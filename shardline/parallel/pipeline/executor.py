@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.models.decoder import Stage
 from shardline.models.linear import Waiting, accumulate, weight_queue
 from shardline.parallel.pipeline.channels import Channels, Key, Transfers, messages_of, sent_by
@@ -215,8 +215,8 @@ def idle_share(busy: float, span: float, device: torch.device) -> float:
     begins and ends it. Clocks of different hosts or devices are not compared.
     """
     numbers = torch.tensor([busy, span], dtype=torch.float64, device=device)
-    longest = comm.max_in_place(numbers[1:].clone(), "world")
-    working = comm.sum_in_place(numbers[:1].clone(), "world") / comm.axis_size("world")
+    longest = collectives.max_in_place(numbers[1:].clone(), "world")
+    working = collectives.sum_in_place(numbers[:1].clone(), "world") / collectives.axis_size("world")
     return float((1 - working / longest).clamp(min=0)) if float(longest) > 0 else 0.0
 
 

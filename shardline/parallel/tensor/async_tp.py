@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from shardline.comm import collectives as comm
-from shardline.comm import symmetric_memory as shared_memory
+from shardline.comm import collectives, symmetric_memory
 from shardline.comm.mesh import Mesh
 from shardline.comm.spans import runs_on_host
 from shardline.config.architecture import Architecture
@@ -92,7 +91,7 @@ def prepare(
         done.lines.append(f"Async TP is enabled: {measured.line()}")
     done.lines += _ratio_lines(done.measured)
     used = [backends[choice.backend] for choice in choices.chosen.values()]
-    shared_memory.keep({purpose for one in (*used, *comm.direct.values()) for purpose in one.regions})
+    symmetric_memory.keep({purpose for one in (*used, *collectives.direct.values()) for purpose in one.regions})
     if fresh and mesh.rank == 0:
         _write(file, {**known, **fresh}, place)
     return done
@@ -116,7 +115,7 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
     """Backends that can be used here, serial first; with a forced one, that one last."""
     if asked in ("serial", "ring"):
         return list(dict.fromkeys(("serial", asked)))
-    reason = shared_memory.unusable(device)
+    reason = symmetric_memory.unusable(device)
     if reason is not None:
         if asked != "auto":
             lines.append(f"Async TP: {asked} cannot be used here ({reason}); ring runs instead")
@@ -124,8 +123,8 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
             lines.append(f"Async TP: symmetric and fused cannot be used here ({reason}); serial and ring are left")
         return ["serial", "ring"]
     backends["symmetric"] = symmetric.Symmetric()
-    if runs_on_host(comm.axis("tp").group, device):
-        comm.direct["tp"] = shared_memory.Direct()
+    if runs_on_host(collectives.axis("tp").group, device):
+        collectives.direct["tp"] = symmetric_memory.Direct()
     if asked == "symmetric":
         return ["serial", "symmetric"]
     reason = fused.unusable(device)
@@ -183,7 +182,7 @@ def _read(file: Path) -> dict[str, Any]:
 def _write(file: Path, products: dict[str, Any], place: dict[str, Any]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{comm.axis('world').rank}.new")
+        new = file.with_suffix(f".{collectives.axis('world').rank}.new")
         new.write_text(json.dumps({"place": place, "products": products}, indent=1))
         new.replace(file)
     except OSError:

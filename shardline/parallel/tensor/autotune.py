@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardline import __version__
-from shardline.comm import collectives as comm
-from shardline.comm import symmetric_memory as shared_memory
+from shardline.comm import collectives, symmetric_memory
 from shardline.comm.hidden_time import Alone
 from shardline.config.architecture import Architecture
 from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product, backends
@@ -120,7 +119,7 @@ def block_shapes(
 
 def candidates(product: Product, allowed: Sequence[str]) -> list[Choice]:
     """Every way to carry a product, serial first."""
-    rows = product.rows // comm.axis_size(product.axis)
+    rows = product.rows // collectives.axis_size(product.axis)
     found = [SERIAL]
     for name in allowed:
         if name != "serial":
@@ -134,10 +133,10 @@ class Trial:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device, self.product = shape, device, shape.product
-        p, n = shape.product, comm.axis_size(shape.product.axis)
+        p, n = shape.product, collectives.axis_size(shape.product.axis)
         self.t = p.rows // n
         # Other numbers on every rank; and the run's own must not depend on what is remembered.
-        source = torch.Generator(device).manual_seed(comm.axis(p.axis).rank)
+        source = torch.Generator(device).manual_seed(collectives.axis(p.axis).rank)
 
         def drawn(*sizes: int) -> Tensor:
             return torch.randn(*sizes, device=device, generator=source).mul_(0.05).to(p.dtype)
@@ -188,11 +187,11 @@ class Trial:
         p = self.product
         if p.operation in ("linear_all_reduce", "copy_linear"):
             width = p.width if p.direction == "forward" else p.depth
-            return comm.sum_in_place(self.full.new_empty(p.rows, width), p.axis)
+            return collectives.sum_in_place(self.full.new_empty(p.rows, width), p.axis)
         width = p.depth if p.operation == COLUMN else p.width
         if (p.operation == COLUMN) == (p.direction == "forward"):
-            return comm.gather_rows(self.full.new_empty(self.t, width), p.axis)
-        return comm.scatter_rows(self.full.new_empty(p.rows, width), p.axis)
+            return collectives.gather_rows(self.full.new_empty(self.t, width), p.axis)
+        return collectives.scatter_rows(self.full.new_empty(p.rows, width), p.axis)
 
 
 def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds: int | None = None) -> Measured:
@@ -209,7 +208,7 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
     parts = len(runs)
     runs += [lambda choice=choice: trial.run(choice) for choice in tried]  # type: ignore[misc]
     in_a_row = IN_A_ROW if device.type == "cuda" else 1
-    with comm.traffic.uncounted():
+    with collectives.traffic.uncounted():
         wanted = _tensors(trial.run(SERIAL))
         failures = [_failure(run, device, *((trial, wanted) if at >= parts else ())) for at, run in enumerate(runs)]
         del wanted
@@ -259,7 +258,7 @@ def fastest(times: dict[Choice, float]) -> Choice:
 def failure(shape: Shape, choice: Choice, device: torch.device) -> str:
     """Why a choice cannot carry a product, empty where it gives the numbers of `serial` on every rank."""
     trial = Trial(shape, device)
-    with comm.traffic.uncounted():
+    with collectives.traffic.uncounted():
         return _failure(lambda: trial.run(choice), device, trial, _tensors(trial.run(SERIAL)))
 
 
@@ -288,9 +287,9 @@ def _failure(
         if told:
             raise RuntimeError(told)
 
-    said = shared_memory.agreed_reason(attempt)
+    said = symmetric_memory.agreed_reason(attempt)
     if said is not None:
-        shared_memory.start_anew()
+        symmetric_memory.start_anew()
     return said or ""
 
 
@@ -340,7 +339,7 @@ def _synchronize(device: torch.device) -> None:
 def _agreed(seconds: list[float], device: torch.device) -> list[float]:
     """The slowest rank's of each: the same numbers, and so the same choices, on every rank."""
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
-    agreed: list[float] = comm.max_in_place(values, "world").tolist()
+    agreed: list[float] = collectives.max_in_place(values, "world").tolist()
     return agreed
 
 
@@ -351,7 +350,7 @@ def topology(device: torch.device) -> dict[str, Any]:
     """What choices depend on beside the product itself: device, versions, and which ranks share a machine."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    axis = comm.axis("tp")
+    axis = collectives.axis("tp")
     return {
         "device": _device(device),
         "threads": torch.get_num_threads(),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.hidden_time import Alone, clock
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Ring, Serial
 
@@ -112,7 +112,7 @@ def product_of(operation: str, direction: str, rows: int, weights: Sequence[Tens
 
 
 def gather_linear(x: Tensor, weights: Sequence[Tensor], axis: str) -> tuple[list[Tensor], Tensor]:
-    rows = x.shape[0] * comm.axis_size(axis)
+    rows = x.shape[0] * collectives.axis_size(axis)
     with _running(COLUMN, "forward", rows, weights, axis) as (backend, chunks):
         found: tuple[list[Tensor], Tensor] = backend.gather_linear(x, weights, axis, chunks)
     return found

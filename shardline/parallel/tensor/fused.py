@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
-from shardline.comm import stream_ops
+from shardline.comm import collectives, stream_ops
 from shardline.comm.symmetric_memory import Space, agreed_reason, inside_product, pull, share_a_gpu, space
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Serial, joined, separate_weight_gradients
 
@@ -120,21 +119,22 @@ class Fused(Serial):
 
 
 def _gather(x: Tensor, rights: Sequence[Right], axis: str, tiles: Sequence[Tiles] = ()) -> tuple[list[Tensor], Tensor]:
-    x, over, ranks, t = x.contiguous(), space(axis, x.device), comm.axis_size(axis), x.shape[0]
+    x, over, ranks, t = x.contiguous(), space(axis, x.device), collectives.axis_size(axis), x.shape[0]
     tiles = tiles or [_tuned("gather", x, right, t, ranks, axis) for right in rights]
     full = x.new_empty(ranks * t, x.shape[1])
     outs = [x.new_empty(ranks * t, right.width) for right in rights]
     state = _state(over)
     with inside_product(axis, "all_gather", x, x.numel()):
         pull(x, full, over, lambda source: state.tell(source, over.side))
+        own = collectives.axis(axis).rank
         for number, (right, out, of) in enumerate(zip(rights, outs, tiles, strict=True), start=1):
-            _launch_gather(x, full, right, out, state, of, comm.axis(axis).rank, ranks, last=number == len(rights))
+            _launch_gather(x, full, right, out, state, of, own, ranks, last=number == len(rights))
         over.join()
     return outs, full
 
 
 def _scatter(x: Tensor, right: Right, axis: str, tiles: Tiles | None = None) -> Tensor:
-    x, over, ranks = x.contiguous(), space(axis, x.device), comm.axis_size(axis)
+    x, over, ranks = x.contiguous(), space(axis, x.device), collectives.axis_size(axis)
     t, width = x.shape[0] // ranks, right.width
     tiles = tiles or _tuned("scatter", x, right, t, ranks, axis)
     out = x.new_empty(t, width)
@@ -144,7 +144,7 @@ def _scatter(x: Tensor, right: Right, axis: str, tiles: Tiles | None = None) -> 
     elements = parts.size // slots // x.element_size() // ALIGNED * ALIGNED
     room = Room(parts.addresses, flags.addresses, elements, flags.size // slots // FLAG_BYTES)
     with inside_product(axis, "reduce_scatter", x, t * width):
-        _launch_scatter(x, right, out, room, _state(over), tiles, comm.axis(axis).rank, ranks)
+        _launch_scatter(x, right, out, room, _state(over), tiles, collectives.axis(axis).rank, ranks)
     return out
 
 
@@ -224,7 +224,7 @@ def _division(device: torch.device, ranks: int, tiles: int) -> Division:
     Beside other axes some multiprocessors are left: a kernel of NCCL must find a place beside this one, as another rank
     may wait for it before it comes to the product that this one waits in.
     """
-    others = comm.axis_size("world") > ranks
+    others = collectives.axis_size("world") > ranks
     most = _multiprocessors(device) - (FOR_OTHERS if others else 0)
     in_all = -(-tiles // most)
     abreast = -(-tiles // in_all)
@@ -256,7 +256,7 @@ class State:
 
 def _state(over: Space) -> State:
     if over.state is None:
-        over.state = State(over.device, comm.axis_size(over.axis))
+        over.state = State(over.device, collectives.axis_size(over.axis))
     state: State = over.state
     return state
 
@@ -288,10 +288,10 @@ def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> 
     def slowest(rounds: int) -> list[float]:
         """The slowest rank's seconds."""
         times = torch.tensor(_seconds(run, tried, rounds), dtype=torch.float64, device=x.device)
-        agreed: list[float] = comm.max_in_place(times, axis).tolist()
+        agreed: list[float] = collectives.max_in_place(times, axis).tolist()
         return agreed
 
-    with comm.traffic.uncounted():
+    with collectives.traffic.uncounted():
         for tiles in tried:  # the first of all makes room for what they share
             run(tiles)
         a_round = IN_A_ROW * sum(slowest(2))
@@ -320,7 +320,7 @@ def _usable(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -
         found = False
         for tiles in group:
             refused = torch.tensor([not _fits(alone, tiles, MOST_REGISTERS[kind])], dtype=torch.int32, device=x.device)
-            if not comm.max_in_place(refused, axis).item():
+            if not collectives.max_in_place(refused, axis).item():
                 found = True
                 yield tiles
         if found:
@@ -401,7 +401,7 @@ def unusable(device: torch.device, axis: str = "tp") -> str | None:
 def _try_out(device: torch.device, axis: str) -> None:
     if torch.cuda.get_device_capability(device) < (9, 0):
         raise RuntimeError("it needs a GPU of compute capability 9.0 or more")
-    ranks, own = comm.axis_size(axis), comm.axis(axis).rank
+    ranks, own = collectives.axis_size(axis), collectives.axis(axis).rank
     if share_a_gpu(ranks) and float(os.environ.get(PART, 100)) * ranks > 100:
         raise RuntimeError(f"ranks share a GPU, and {PART} does not give each a part of its own")
     source = torch.Generator(device).manual_seed(0)

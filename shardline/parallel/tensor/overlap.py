@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.models.linear import weight_queue
 from shardline.parallel.tensor.backend_table import (
     choices,
@@ -40,7 +40,7 @@ def _prepared(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _alone(axis: str) -> bool:
-    return comm.axis_size(axis) == 1
+    return collectives.axis_size(axis) == 1
 
 
 def _as_ops() -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.models.linear import weight_queue
 from shardline.parallel.tensor.backend_table import (
     gather_linear,
@@ -31,7 +31,7 @@ def gather_linear_op(x: Tensor, weights: list[Tensor], axis: str) -> list[Tensor
 
 @gather_linear_op.register_fake
 def _(x: Tensor, weights: list[Tensor], axis: str) -> list[Tensor]:
-    rows = comm.axis_size(axis) * x.shape[0]
+    rows = collectives.axis_size(axis) * x.shape[0]
     return [*(x.new_empty(rows, weight.shape[0]) for weight in weights), x.new_empty(rows, x.shape[1])]
 
 
@@ -47,7 +47,7 @@ def _gather_linear_backward_op(
 def _(
     gradients: list[Tensor], full: Tensor, weights: list[Tensor], axis: str, x_needed: bool, weights_needed: bool
 ) -> list[Tensor]:
-    dx = [full.new_empty(full.shape[0] // comm.axis_size(axis), full.shape[1])] if x_needed else []
+    dx = [full.new_empty(full.shape[0] // collectives.axis_size(axis), full.shape[1])] if x_needed else []
     return [*dx, *(weight.new_empty(weight.shape) for weight in (weights if weights_needed else []))]
 
 
@@ -90,7 +90,7 @@ def linear_scatter_op(x: Tensor, weight: Tensor, axis: str) -> Tensor:
 
 @linear_scatter_op.register_fake
 def _(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-    return x.new_empty(x.shape[0] // comm.axis_size(axis), weight.shape[0])
+    return x.new_empty(x.shape[0] // collectives.axis_size(axis), weight.shape[0])
 
 
 @torch.library.custom_op("shardline::linear_reduce_scatter_backward", mutates_args=())

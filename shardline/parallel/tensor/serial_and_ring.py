@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.hidden_time import clock
 from shardline.comm.transfers import Scattering, arriving, pieces
 
@@ -83,31 +83,31 @@ class Serial:
         return (1,)
 
     def gather_linear(self, x: Tensor, weights: Tensors, axis: str, chunks: int) -> tuple[list[Tensor], Tensor]:
-        full = comm.gather_rows(x, axis)
+        full = collectives.gather_rows(x, axis)
         return multiply(full, weights), full
 
     def gather_linear_backward(
         self, gradients: Tensors, full: Tensor, weights: Tensors, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
-        dx = comm.scatter_rows(input_gradient(gradients, weights), axis) if needs.x else None
+        dx = collectives.scatter_rows(input_gradient(gradients, weights), axis) if needs.x else None
         return dx, weight_gradients(gradients, full) if needs.weights else None
 
     def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        return comm.scatter_rows(x @ weight.t(), axis)
+        return collectives.scatter_rows(x @ weight.t(), axis)
 
     def linear_scatter_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        full = comm.gather_rows(gradient, axis)
+        full = collectives.gather_rows(gradient, axis)
         return full @ weight if needs.x else None, full.t() @ x if needs.weights else None, full
 
     def linear_sum(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        return comm.sum_in_place(x @ weight.t(), axis)
+        return collectives.sum_in_place(x @ weight.t(), axis)
 
     def linear_copy_backward(
         self, gradients: Tensors, x: Tensor, weights: Tensors, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
-        dx = comm.sum_in_place(input_gradient(gradients, weights), axis) if needs.x else None
+        dx = collectives.sum_in_place(input_gradient(gradients, weights), axis) if needs.x else None
         return dx, weight_gradients(gradients, x) if needs.weights else None
 
 
@@ -120,7 +120,7 @@ class Ring(Serial):
         return CHUNKS
 
     def gather_linear(self, x: Tensor, weights: Tensors, axis: str, chunks: int) -> tuple[list[Tensor], Tensor]:
-        x, total = x.contiguous(), comm.axis_size(axis) * x.shape[0]
+        x, total = x.contiguous(), collectives.axis_size(axis) * x.shape[0]
         full = x.new_empty(total, x.shape[1])
         products = [x.new_empty(total, weight.shape[0]) for weight in weights]
         for rows in arriving(x, full, axis, chunks):
@@ -200,7 +200,7 @@ def _sum_by_pieces(
     started = []
     for rows in pieces(out.shape[0], chunks):
         compute(rows, out[rows])
-        started.append(comm.start_sum(out[rows], axis))
+        started.append(collectives.start_sum(out[rows], axis))
     meanwhile()
     for sum_ in started:
         sum_.wait()

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.symmetric_memory import READ, READY, Space, add_up, inside_product, pull, space
 from shardline.comm.transfers import pieces
 from shardline.parallel.tensor.serial_and_ring import (
@@ -62,8 +62,8 @@ class Symmetric(Serial):
 
 def _gather(x: Tensor, columns: Sequence[Tensor], axis: str) -> tuple[list[Tensor], Tensor]:
     """The rows of all ranks times each of `columns` (K, N), and the rows."""
-    x, over, ranks = x.contiguous(), space(axis, x.device), comm.axis_size(axis)
-    own, t = comm.axis(axis).rank, x.shape[0]
+    x, over, ranks = x.contiguous(), space(axis, x.device), collectives.axis_size(axis)
+    own, t = collectives.axis(axis).rank, x.shape[0]
     full = x.new_empty(ranks * t, x.shape[1])
     outs = [x.new_empty(ranks * t, one.shape[1]) for one in columns]
     here = torch.cuda.current_stream(x.device)
@@ -92,7 +92,7 @@ def _gather(x: Tensor, columns: Sequence[Tensor], axis: str) -> tuple[list[Tenso
 
 def _scatter(x: Tensor, columns: Tensor, axis: str, chunks: int) -> Tensor:
     """This rank's rows of x times `columns` (K, N), summed over ranks."""
-    over, ranks, own = space(axis, x.device), comm.axis_size(axis), comm.axis(axis).rank
+    over, ranks, own = space(axis, x.device), collectives.axis_size(axis), collectives.axis(axis).rank
     t, width = x.shape[0] // ranks, columns.shape[1]
     size = t * width * x.element_size()
     region = over.region("scatter", ranks * size, credit=True)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config, Training, Validation
@@ -163,20 +163,20 @@ def vocabulary_rows(vocab_size: int, degree: int, rank: int) -> range:
 
 def gather_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
     """One gather for all the weights that read x."""
-    return columns(comm.all_gather(x, "tp"), weights, biases)
+    return columns(collectives.all_gather(x, "tp"), weights, biases)
 
 
 def row_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = comm.reduce_scatter(linear(x, weight, None), "tp")
+    out = collectives.reduce_scatter(linear(x, weight, None), "tp")
     return out if bias is None else out + bias.to(out.dtype)
 
 
 def copy_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-    return columns(comm.copy(x, "tp"), weights, biases)
+    return columns(collectives.copy(x, "tp"), weights, biases)
 
 
 def row_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = comm.all_reduce(linear(x, weight, None), "tp")
+    out = collectives.all_reduce(linear(x, weight, None), "tp")
     return out if bias is None else out + bias.to(out.dtype)
 
 
@@ -221,12 +221,15 @@ class ParallelEmbedding(NamedTuple):
 
     def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
         flat = tokens.reshape(-1)
+        if self.whole and self.sequence_parallel:
+            tp = collectives.axis("tp")
+            return F.embedding(flat.chunk(tp.size)[tp.rank], weight)
         if self.whole:
-            share = flat.chunk(comm.axis_size("tp"))[comm.axis("tp").rank] if self.sequence_parallel else flat
-            return F.embedding(share, weight)
+            return F.embedding(flat, weight)
         here = (flat >= self.rows.start) & (flat < self.rows.stop)
         found = F.embedding(torch.where(here, flat - self.rows.start, 0), weight).masked_fill(~here[:, None], 0)
-        return comm.reduce_scatter(found, "tp") if self.sequence_parallel else comm.all_reduce(found, "tp")
+        add_up = collectives.reduce_scatter if self.sequence_parallel else collectives.all_reduce
+        return add_up(found, "tp")
 
 
 # Gradients of what every rank holds whole
@@ -252,7 +255,7 @@ def sum_replicated_gradients(parameters: list[nn.Parameter]) -> None:
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         some = [g for g in gradients if g.dtype == dtype]
         flat = torch.cat([g.reshape(-1) for g in some])
-        comm.sum_in_place(flat, "tp")
+        collectives.sum_in_place(flat, "tp")
         for gradient, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
             gradient.copy_(part.view_as(gradient))
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives as comm
-from shardline.comm import watchdog
+from shardline.comm import collectives, watchdog
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 WARM_UP = 3
@@ -55,7 +54,9 @@ class Case:
 class Bench:
     """Measures over one axis. Where gloo cannot carry a GPU's tensors they go through host memory, which is timed."""
 
-    def __init__(self, axis: comm.Axis, device: torch.device, dtype: torch.dtype, iterations: int | None) -> None:
+    def __init__(
+        self, axis: collectives.Axis, device: torch.device, dtype: torch.dtype, iterations: int | None
+    ) -> None:
         self.axis, self.device, self.dtype, self.iterations = axis, device, dtype, iterations
         backends = dict(part.split(":") for part in dist.get_backend_config(axis.group).split(","))
         self.backend = backends[device.type]
@@ -86,12 +87,12 @@ class Bench:
 
     def _timed(self, case: Case, iterations: int) -> float:
         """Seconds of one call on the slowest of all ranks, which begin together."""
-        comm.max_in_place(torch.zeros(1, device=self.device), "world")
+        collectives.max_in_place(torch.zeros(1, device=self.device), "world")
         self._synchronize()
         started = time.perf_counter()
         self._calls(case, iterations)
         seconds = torch.tensor([(time.perf_counter() - started) / iterations], device=self.device)
-        return comm.max_in_place(seconds, "world").item()
+        return collectives.max_in_place(seconds, "world").item()
 
     def _calls(self, case: Case, times: int) -> None:
         if watchdog.current is not None:
@@ -123,7 +124,7 @@ class Bench:
         x, out = self._empty(count), self._empty(count * self.axis.size)
 
         def call() -> None:
-            comm._all_gather(out, x, group=self.axis.group)
+            collectives._all_gather(out, x, group=self.axis.group)
 
         def fill() -> None:
             self._write(x, self._pattern(self.axis.rank))
@@ -135,7 +136,7 @@ class Bench:
         x, out = self._empty(count * self.axis.size), self._empty(count)
 
         def call() -> None:
-            comm._reduce_scatter(out, x, group=self.axis.group)
+            collectives._reduce_scatter(out, x, group=self.axis.group)
 
         def fill() -> None:
             self._write_parts(x)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import AXES, KEYS, Layout, resolve_layout
 from shardline.config.schema import Config
@@ -52,7 +52,7 @@ def run(options: CommOptions) -> int:
         raise UserError(f"--dim {options.dim}: it has one rank in the layout {layout}")
 
     def work(mesh: Mesh, device: torch.device) -> int:
-        bench = Bench(comm.axis(options.dim), device, DTYPES[options.dtype], options.iterations)
+        bench = Bench(collectives.axis(options.dim), device, DTYPES[options.dtype], options.iterations)
         report = Report(bench, options, mesh.rank == 0)
         for op in ops:
             report.begin(op)

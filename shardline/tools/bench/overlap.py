@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.errors import UserError
 from shardline.models.flavors import resolve
@@ -102,7 +102,7 @@ def measure_row(measured: Measured, device: torch.device) -> dict[str, Any]:
         "K": p.depth,
         "N": p.width,
         "dtype": str(p.dtype).removeprefix("torch."),
-        "world": comm.axis_size(p.axis),
+        "world": collectives.axis_size(p.axis),
         "matmul_ms": round(measured.matmul * 1e3, 4),
         "comm_ms": round(measured.comm * 1e3, 4),
         "serial_ms": round(measured.serial * 1e3, 4),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives as comm
+from shardline.comm import collectives
 from shardline.comm.symmetric_memory import inside_product, torch_workspace
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Serial, joined, weight_gradients
 
@@ -24,7 +24,7 @@ class TorchFused(Serial):
         torch_workspace(axis, x.numel() * x.element_size())
         with inside_product(axis, "all_gather", x, x.numel()):
             full, products = torch.ops.symm_mem.fused_all_gather_matmul(
-                x.contiguous(), [weight.t() for weight in weights], 0, comm.axis(axis).group.group_name
+                x.contiguous(), [weight.t() for weight in weights], 0, collectives.axis(axis).group.group_name
             )
         return list(products), full
 
@@ -43,14 +43,14 @@ class TorchFused(Serial):
         torch_workspace(axis, gradient.numel() * gradient.element_size())
         with inside_product(axis, "all_gather", gradient, gradient.numel()):
             full, (dx,) = torch.ops.symm_mem.fused_all_gather_matmul(
-                gradient.contiguous(), [weight], 0, comm.axis(axis).group.group_name
+                gradient.contiguous(), [weight], 0, collectives.axis(axis).group.group_name
             )
         return dx, full.t() @ x if needs.weights else None, full
 
     def _scatter(self, x: Tensor, columns: Tensor, axis: str) -> Tensor:
         torch_workspace(axis, x.shape[0] * columns.shape[1] * x.element_size())
-        with inside_product(axis, "reduce_scatter", x, x.shape[0] // comm.axis_size(axis) * columns.shape[1]):
+        with inside_product(axis, "reduce_scatter", x, x.shape[0] // collectives.axis_size(axis) * columns.shape[1]):
             out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
-                x.contiguous(), columns, "sum", 0, comm.axis(axis).group.group_name
+                x.contiguous(), columns, "sum", 0, collectives.axis(axis).group.group_name
             )
         return out
