@@ -63,14 +63,6 @@ class Layout:
     def expert_shard(self) -> int:
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)
 
-    def expert_coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is among the experts' axes."""
-        rank %= self.dp_shard * self.cp * self.tp
-        found = {}
-        for axis in reversed(EXPERT_AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return found
-
     def __str__(self) -> str:
         named = [f"{axis} {degree}" for axis, degree in zip(AXES, self.degrees, strict=True) if degree > 1]
         experts = [f"{axis} {getattr(self, axis)}" for axis in ("ep", "etp") if getattr(self, axis) > 1]

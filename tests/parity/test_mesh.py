@@ -1,11 +1,14 @@
 """The groups of a mesh hold the ranks that its layout says."""
 
+import functools
+
 import pytest
 import torch.distributed as dist
 
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
+from tests.layouts import expert_coordinates
 from tests.parity.pool import Pool
 
 EXPERTS = [
@@ -33,7 +36,10 @@ def groups(layout: Layout) -> dict[str, list[int]]:
 @pytest.mark.parametrize("layout", EXPERTS, ids=str)
 def test_groups_hold_the_ranks_that_differ_on_their_axis_alone(pool: Pool, layout: Layout) -> None:
     for rank, found in enumerate(pool.run(layout.world_size, groups, layout)):
-        for names, coordinates in ((AXES, layout.coordinates), (EXPERT_AXES, layout.expert_coordinates)):
+        for names, coordinates in (
+            (AXES, layout.coordinates),
+            (EXPERT_AXES, functools.partial(expert_coordinates, layout)),
+        ):
             for name in names:
                 if getattr(layout, name) == 1:
                     assert name not in found
