@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
+from shardline.config.names import SPLIT_SCHEDULES, find_schedule
 from shardline.config.schema import Config
 
 
@@ -33,30 +34,27 @@ def _replicates(config: Config) -> bool:
     return config.parallelism.data_parallel_replicate_degree > 1
 
 
-def _context(config: Config) -> bool:
+def is_context_parallel(config: Config) -> bool:
     return config.parallelism.context_parallel_degree > 1
 
 
 def _travels(*methods: str) -> Callable[[Config], bool]:
-    return lambda config: _context(config) and config.parallelism.context_parallel_rotate_method in methods
+    return lambda config: is_context_parallel(config) and config.parallelism.context_parallel_rotate_method in methods
 
 
-def _tensor(config: Config) -> bool:
+def is_tensor_parallel(config: Config) -> bool:
     return config.parallelism.tensor_parallel_degree > 1
 
 
-def _pipeline(config: Config) -> bool:
+def is_pipelined(config: Config) -> bool:
     return config.parallelism.pipeline_parallel_degree > 1
 
 
-# Schedules that compute weight gradients apart from input gradients; a file's are known when it is read.
-SPLIT_SCHEDULES = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
-
 def _splits_backward(config: Config) -> bool:
+    """What a schedule from a file does is known only when the file is read."""
     section = config.parallelism
-    named = section.pipeline_parallel_schedule.lower() in (name.lower() for name in SPLIT_SCHEDULES)
-    return _pipeline(config) and named and not section.pipeline_parallel_schedule_csv
+    named = find_schedule(section.pipeline_parallel_schedule) in SPLIT_SCHEDULES
+    return is_pipelined(config) and named and not section.pipeline_parallel_schedule_csv
 
 
 def _mode(*names: str) -> Callable[[Config], bool]:
@@ -68,13 +66,13 @@ def _override(name: str, value: object) -> Callable[[Config], bool]:
 
 
 FEATURES: dict[str, Callable[[Config], bool]] = {
-    "DDP": lambda c: _replicates(c) and _shards_nothing(c) and not _context(c),
+    "DDP": lambda c: _replicates(c) and _shards_nothing(c) and not is_context_parallel(c),
     "FSDP": lambda c: _shards(c) and not _replicates(c),
-    "HSDP": lambda c: (_shards(c) or _context(c)) and _replicates(c),
-    "TP": _tensor,
-    "TP without sequence parallel": lambda c: _tensor(c) and not c.parallelism.enable_sequence_parallel,
-    "async TP": lambda c: _tensor(c) and c.parallelism.enable_async_tensor_parallel,
-    "whole loss on every TP rank": lambda c: _tensor(c) and c.parallelism.disable_loss_parallel,
+    "HSDP": lambda c: (_shards(c) or is_context_parallel(c)) and _replicates(c),
+    "TP": is_tensor_parallel,
+    "TP without sequence parallel": lambda c: is_tensor_parallel(c) and not c.parallelism.enable_sequence_parallel,
+    "async TP": lambda c: is_tensor_parallel(c) and c.parallelism.enable_async_tensor_parallel,
+    "whole loss on every TP rank": lambda c: is_tensor_parallel(c) and c.parallelism.disable_loss_parallel,
     "CP ring": _travels("ring", "alltoall"),
     "CP allgather": _travels("allgather"),
     "CP ulysses": _travels("ulysses"),
@@ -91,7 +89,7 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "tied embeddings": _override("tie_word_embeddings", True),
     "packed documents": _override("attn_mask_type", "block_causal"),
     "validation": lambda c: c.validation.enable,
-    "PP": _pipeline,
+    "PP": is_pipelined,
     "PP zero-bubble": _splits_backward,
 }
 
@@ -153,15 +151,6 @@ def refusals(config: Config) -> Iterator[tuple[str, str, Refusal]]:
         refusal = REFUSED.get(frozenset(pair))
         if refusal is not None:
             yield *pair, refusal
-
-
-def allowed_pairs() -> set[frozenset[str]]:
-    """Every pair that a config may have on together."""
-    return {
-        frozenset(pair)
-        for pair in combinations(FEATURES, 2)
-        if frozenset(pair) not in REFUSED and not any(set(pair) <= choice for choice in EXCLUSIVE)
-    }
 
 
 def _known_data_ranks(config: Config) -> int:

@@ -1,4 +1,4 @@
-"""What the data and model keys of a config name, as far as it can be told before anything is read."""
+"""Names that config values may have, and what a data or model section names. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,51 @@ from typing import Any
 
 from shardline import registry
 from shardline.config.schema import Config
+from shardline.registry import nearest
 
-# Files that data is read from, as data/files.py knows them; text and lines may also end in .gz.
+# ---- dtypes, optimizers, schedules, models ---------------------------------------------------------------------------
+
+DTYPES = ("float32", "bfloat16", "float16")  # of commands; the schema says what a key takes
+MOMENTS = {"AdamW": 2, "Adam": 2, "LAMB": 2, "LARS": 1}  # built-in optimizer -> tensors it keeps per parameter
+LAYERWISE = ("LAMB", "LARS")  # optimizers with a trust ratio per layer
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SPLIT_SCHEDULES = SCHEDULES[4:]  # compute weight gradients apart from input gradients
+SCHEDULES_FROM_FILE = ("PipelineScheduleSingle", "PipelineScheduleMulti")  # TorchTitan's names for a schedule in a file
+CONVERTERS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
+LOADABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")  # parts of a checkpoint
+# Models of TorchTitan 0.2 that are not built: (model, flavor) -> what they need
+NOT_BUILT: dict[tuple[str, str], str] = {
+    (model, flavor): feature
+    for model, feature, flavors in (
+        ("qwen3", "mixture of experts", "debugmodel_moe 30B-A3B 235B-A22B"),
+        (
+            "llama4",
+            "mixture of experts",
+            "debugmodel 17bx16e 17bx128e debugmodel_irope 17bx16e_irope 17bx128e_irope",
+        ),
+        ("deepseek_v3", "latent attention, mixture of experts", "debugmodel debugmodel_flex_attn 16B 236B 671B"),
+        ("gpt_oss", "attention sinks, mixture of experts", "debugmodel 20b 120b"),
+        ("flux", "image generation", "flux-debug flux-dev flux-schnell"),
+    )
+    for flavor in flavors.split()
+}
+
+
+def find_schedule(name: str) -> str | None:
+    """The schedule's name as the table writes it, None for an unknown one; case does not matter."""
+    return next((known for known in (*SCHEDULES, *SCHEDULES_FROM_FILE) if known.lower() == name.lower()), None)
+
+
+def unknown_schedule(name: str) -> str:
+    return f"there is no schedule {name!r}{nearest(name, SCHEDULES)} ({', '.join(SCHEDULES)})"
+
+
+# ---- data: a section is [training] or [validation] -------------------------------------------------------------------
+
+# Endings of the files that data is read from. All but Parquet may also end in .gz.
 TEXT_FILES = (".txt", ".text", ".md")
-DATA_FILES = (*TEXT_FILES, ".jsonl", ".json", ".ndjson", ".parquet")
-
-
-# ---- data: of the section [training] or [validation] -----------------------------------------------------------------
+LINE_FILES = (".jsonl", ".json", ".ndjson")
+DATA_FILES = (*TEXT_FILES, *LINE_FILES, ".parquet")
 
 
 def is_demo(section: Any) -> bool:
@@ -31,18 +69,18 @@ def is_registered(section: Any) -> bool:
 
 
 def names_files(section: Any) -> bool:
-    """Whether data is read from files and globs alone, no folder among them."""
-    return bool(_endings(section))
+    """Whether the section names only files and globs, no folder."""
+    return bool(_file_endings(section))
 
 
 def names_texts(section: Any) -> bool:
-    """Whether all of those are plain text."""
-    endings = _endings(section)
+    """Whether the section names only plain text files."""
+    endings = _file_endings(section)
     return bool(endings) and all(end in TEXT_FILES for end in endings)
 
 
-def _endings(section: Any) -> list[str]:
-    """Of the files and globs that are named; none where something else is."""
+def _file_endings(section: Any) -> list[str]:
+    """The endings of the named files and globs; an empty list when the section names anything else."""
     path = section.dataset_path or (section.dataset if os.path.isfile(section.dataset) else "")
     names = [os.path.expanduser(name.strip()) for name in path.split(",") if name.strip()]
     endings = [os.path.splitext(name.removesuffix(".gz"))[1] for name in names]
@@ -55,24 +93,23 @@ def _endings(section: Any) -> list[str]:
 
 
 def has_window(config: Config) -> bool:
-    """Whether the model has a sliding window, or may have one; of the named flavors none has."""
-    given = config.model.overrides
-    if "sliding_window" in given:
-        return given["sliding_window"] is not None
-    return config.model.name == "auto" or _of_flavor(config, "sliding_window") is not None
+    """Whether the model has, or may have, a sliding window. No named flavor has one."""
+    overrides = config.model.overrides
+    if "sliding_window" in overrides:
+        return overrides["sliding_window"] is not None
+    return config.model.name == "auto" or _flavor_field(config, "sliding_window") is not None
 
 
 def scaling_type(config: Config) -> str | None:
-    """How rotary frequencies are stretched, None where it is not known; named flavors that do it do it as llama3."""
-    given = config.model.overrides.get("rope_scaling")
-    for scaling in (given, _of_flavor(config, "rope_scaling")):
+    """How rotary frequencies are scaled, None if that is not known yet. Named flavors scale as llama3 does."""
+    for scaling in (config.model.overrides.get("rope_scaling"), _flavor_field(config, "rope_scaling")):
         found = scaling.get("type") if isinstance(scaling, Mapping) else getattr(scaling, "type", None)
         if found is not None:
             return str(found)
     return None if config.model.name == "auto" else "llama3"
 
 
-def _of_flavor(config: Config, field: str) -> Any:
-    """An architecture field as a registered flavor has it, None elsewhere."""
+def _flavor_field(config: Config, field: str) -> Any:
+    """An architecture field of a registered flavor; None for other flavors."""
     flavor = registry.flavors.get(config.model.name, {}).get(config.model.flavor)
     return flavor.get(field) if isinstance(flavor, Mapping) else getattr(flavor, field, None)

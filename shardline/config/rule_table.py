@@ -1,16 +1,22 @@
-"""One table of what goes together: refused combinations, keys whose feature is not built, keys without effect."""
+"""The table of rules: combinations that are refused, keys whose feature is not built, keys without effect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardline import registry
 from shardline.config.architecture import SCALING_FIELDS, RopeScaling
-from shardline.config.assemble import line
-from shardline.config.features import refusals
-from shardline.config.inputs import (
+from shardline.config.assemble import show
+from shardline.config.features import is_context_parallel, is_pipelined
+from shardline.config.names import (
+    CONVERTERS,
+    LAYERWISE,
+    LOADABLE,
+    MOMENTS,
+    NOT_BUILT,
+    find_schedule,
     has_window,
     is_demo,
     is_registered,
@@ -18,207 +24,175 @@ from shardline.config.inputs import (
     names_files,
     names_texts,
     scaling_type,
+    unknown_schedule,
 )
-from shardline.config.schema import Config, leaves
-from shardline.errors import ConfigError
+from shardline.config.schema import Config, LRScheduler, leaves
 
+Kind = Literal["refused", "pending", "idle", "note"]
 Test = Callable[[Config], bool]
 Words = str | Callable[[Config], str]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A row: when the test holds, `key` is refused, not built yet, or without effect.
+    """A row: where the test holds, its keys are refused, not built yet, without effect (idle), or worth a note.
 
-    `key` ending in `.` stands for every key below it that is given and differs from its default; the test is asked
-    once for each. `words` is the reason (refused, note) or the feature that is missing (pending).
+    A key that ends in `.` stands for every key below it. `words` is the reason, or the feature that is missing.
     """
 
-    kind: Literal["refused", "pending", "note"]
-    key: str
+    kind: Kind
+    keys: tuple[str, ...]
     when: Test
     words: Words
     remedy: str = ""
 
-
-@dataclass(frozen=True)
-class Pending:
-    """A key whose feature is not built yet."""
-
-    key: str
-    value: Any
-    feature: str
+    def sentence(self, config: Config) -> str:
+        words = self.words if isinstance(self.words, str) else self.words(config)
+        return words + (f"; {self.remedy}" if self.remedy else "")
 
 
-OPTIMIZERS = ("AdamW", "Adam", "LAMB", "LARS")
-CONVERTERS = (
-    "quantize.linear.float8",
-    "quantize.linear.mx",
-    "quantize.grouped_mm.float8",
-    "quantize.grouped_mm.mx",
-)
-SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-SCHEDULES_OF_FILES = ("PipelineScheduleSingle", "PipelineScheduleMulti")  # TorchTitan's names for what a file gives
-LOADABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")
-# Names TorchTitan 0.2 knows whose models are not built: (model, flavor) to what they need.
-NOT_BUILT: dict[tuple[str, str], str] = {
-    (model, flavor): feature
-    for model, feature, flavors in (
-        ("qwen3", "mixture of experts", "debugmodel_moe 30B-A3B 235B-A22B"),
-        (
-            "llama4",
-            "mixture of experts",
-            "debugmodel 17bx16e 17bx128e debugmodel_irope 17bx16e_irope 17bx128e_irope",
-        ),
-        ("deepseek_v3", "latent attention, mixture of experts", "debugmodel debugmodel_flex_attn 16B 236B 671B"),
-        ("gpt_oss", "attention sinks, mixture of experts", "debugmodel 20b 120b"),
-        ("flux", "image generation", "flux-debug flux-dev flux-schnell"),
-    )
-    for flavor in flavors.split()
-}
+def differs(config: Config, key: str) -> bool:
+    return bool(config.value(key) != leaves()[key].default)
 
 
-PIPELINE_KEYS = (
-    "parallelism.module_fqns_per_model_part",
-    "parallelism.pipeline_parallel_first_stage_less_layers",
-    "parallelism.pipeline_parallel_last_stage_less_layers",
-    "parallelism.pipeline_parallel_layers_per_stage",
-    "parallelism.pipeline_parallel_schedule",
-    "parallelism.pipeline_parallel_schedule_csv",
-    "parallelism.pipeline_parallel_microbatch_size",
-)
-CONTEXT_KEYS = ("parallelism.context_parallel_load_balancer", "parallelism.context_parallel_rotate_method")
-EXPERT_KEYS = (
-    "parallelism.expert_tensor_parallel_degree",
-    "parallelism.expert_parallel_comm_backend",
-    "parallelism.pipeline_parallel_expert_parallel_overlap",
-)
+# ---- kinds of rows ---------------------------------------------------------------------------------------------------
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError for combinations that cannot work, all of them at once.
-
-    What turns on the number of ranks is judged in a config that has it (`layout.with_degrees`); so it is with `notes`.
-    """
-    problems = [line(config.origin(key), key, _sentence(rule, config)) for rule, key in _matches(config, "refused")]
-    problems += [f"{a} with {b}: {refusal.reason}; {refusal.remedy}" for a, b, refusal in refusals(config)]
-    if problems:
-        raise ConfigError("\n".join(problems))
+def _refuse(key: str, when: Test, words: Words, remedy: str = "") -> Rule:
+    return Rule("refused", (key,), when, words, remedy)
 
 
-def pending(config: Config) -> list[Pending]:
-    """Keys that ask for a feature that is not built yet, each once."""
-    found: dict[str, Pending] = {}
-    for rule, key in _matches(config, "pending"):
-        found.setdefault(key, Pending(key, config.value(key), _text(rule.words, config)))
-    return list(found.values())
+def _not_built(feature: Words, *keys: str, when: Test = lambda config: True) -> Rule:
+    return Rule("pending", keys, when, feature)
 
 
-def refuse_pending(config: Config) -> None:
-    """What `train` does about keys that ask for a missing feature."""
-    rows = pending(config)
-    if rows:
-        raise ConfigError(
-            "\n".join(
-                line(config.origin(row.key), row.key, f"{row.value!r} is not built yet ({row.feature})") for row in rows
-            )
-        )
+def _idle(reason: str, when: Test, *keys: str) -> Rule:
+    """Keys that have no effect where the test holds."""
+    return Rule("idle", keys, when, f"has no effect: {reason}")
 
 
-def notes(config: Config) -> list[str]:
-    """Lines to log: keys that are given but change nothing here, or not all they say; one line per reason."""
-    found: dict[str, list[str]] = {}
-    for rule, key in _matches(config, "note"):
-        keys = found.setdefault(_sentence(rule, config), [])
-        if key not in keys:
-            keys.append(key)
-    return [_about(keys, sentence) for sentence, keys in found.items()]
+def _idle_without(switch: str, *keys: str) -> Rule:
+    """Keys that have no effect while a switch has its default: off, a degree of 1, no workers."""
+    return _idle(f"{switch} is {show(leaves()[switch].default)}", lambda config: not differs(config, switch), *keys)
 
 
-def _about(keys: list[str], sentence: str) -> str:
-    return f"{', '.join(keys)} {sentence if len(keys) == 1 else sentence.replace('has no', 'have no', 1)}"
+def _below(section: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names)
 
 
-def _matches(config: Config, kind: str) -> Iterator[tuple[Rule, str]]:
-    for rule in RULES:
-        if rule.kind != kind:
-            continue
-        keys = _given_below(config, rule.key) if rule.key.endswith(".") else [rule.key]
-        if keys and rule.when(config):
-            yield from ((rule, key) for key in keys)
+# ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _given_below(config: Config, prefix: str) -> list[str]:
-    return [key for key in leaves() if key.startswith(prefix) and config.is_set(key) and _differs(key)(config)]
+def _some_of(key: str, known: Sequence[str]) -> Rule:
+    """Every item of a list must be a known name."""
+
+    def unknown(config: Config) -> list[str]:
+        return [name for name in config.value(key) if name not in known]
+
+    def words(config: Config) -> str:
+        name = unknown(config)[0]
+        return f"expected some of {', '.join(known)}, got {name!r}{registry.nearest(name, known)}"
+
+    return _refuse(key, lambda config: bool(unknown(config)), words)
 
 
-def _text(words: Words, config: Config) -> str:
-    return words if isinstance(words, str) else words(config)
+def _optimizer_names() -> list[str]:
+    return [*MOMENTS, *registry.optimizers]
 
 
-def _sentence(rule: Rule, config: Config) -> str:
-    return _text(rule.words, config) + (f"; {rule.remedy}" if rule.remedy else "")
+def _optimizer_words(config: Config) -> str:
+    name, names = config.optimizer.name, _optimizer_names()
+    return f"expected one of {', '.join(names)}, got {name!r}{registry.nearest(name, names)}"
 
 
-def _differs(key: str) -> Test:
-    return lambda config: bool(config.value(key) != leaves()[key].default)
+def _unknown_schedule(config: Config) -> bool:
+    """A schedule from a file takes precedence over the name."""
+    section = config.parallelism
+    return not section.pipeline_parallel_schedule_csv and find_schedule(section.pipeline_parallel_schedule) is None
 
 
-def _given(config: Config, key: str) -> bool:
-    return config.is_set(key) and _differs(key)(config)
+def _flavors_not_built(config: Config) -> list[str]:
+    """Flavors of the named model that are not built, unless a custom module registered the model."""
+    name = config.model.name
+    return [] if name in registry.flavors else [flavor for model, flavor in NOT_BUILT if model == name]
 
 
-def _needs(need: str, test: Test, *keys: str) -> list[Rule]:
-    """Keys that do nothing unless the test holds."""
-
-    def idle(key: str) -> Test:
-        return lambda config: (key.endswith(".") or _given(config, key)) and not test(config)
-
-    return [Rule("note", key, idle(key), f"has no effect: {need}") for key in keys]
+def _model_not_built(config: Config) -> bool:
+    return config.model.name != "qwen3" and bool(_flavors_not_built(config))
 
 
-def _not_built(feature: Words, *keys: str, when: Test | None = None) -> list[Rule]:
-    """Keys that ask for a missing feature, by default as soon as they differ from the default."""
-    return [Rule("pending", key, when or _differs(key), feature) for key in keys]
+def _flavor_words(config: Config) -> str:
+    known, flavor = _flavors_not_built(config), config.model.flavor
+    return f"{config.model.name} has no flavor {flavor!r}{registry.nearest(flavor, known)} ({', '.join(known)})"
 
 
-def _degree_not_built(feature: str, degree: str, *keys: str) -> list[Rule]:
-    """A degree that is not built, and keys that speak of it: without effect where the degree is 1."""
+def _model_feature(config: Config) -> str:
+    return NOT_BUILT.get((config.model.name, config.model.flavor), "mixture of experts")
 
-    def asked(config: Config) -> bool:
-        return bool(config.value(degree) != 1)
 
-    def asked_and_differs(key: str) -> Test:
-        return lambda config: asked(config) and _differs(key)(config)
-
-    rows = _not_built(feature, degree)
-    for key in keys:
-        rows += _not_built(feature, key, when=asked_and_differs(key))
-    return [*rows, *_needs(f"{degree} is 1", asked, *keys)]
+# ---- ranks: a degree of -1 may come to any number --------------------------------------------------------------------
 
 
 def _one_rank(config: Config) -> bool:
     part = config.parallelism
     degrees = (
         part.data_parallel_replicate_degree,
+        part.data_parallel_shard_degree,
         part.tensor_parallel_degree,
         part.pipeline_parallel_degree,
         part.context_parallel_degree,
         part.expert_parallel_degree,
     )
-    return max(degrees) == 1 and part.data_parallel_shard_degree == 1
+    return set(degrees) == {1}
 
 
-def _schedule_length(config: Config) -> int | None:
-    """Steps of the learning-rate schedule, None when the data decides (epochs)."""
-    if config.lr_scheduler.total_steps is not None:
-        return config.lr_scheduler.total_steps
-    return None if config.training.epochs is not None else config.training.steps
+def _shards(config: Config) -> bool:
+    """Whether parameters are sharded over data-parallel or context-parallel ranks."""
+    return config.parallelism.data_parallel_shard_degree != 1 or is_context_parallel(config)
 
 
-def _warmup_too_long(config: Config) -> bool:
-    length = _schedule_length(config)
-    return length is not None and config.lr_scheduler.warmup_steps > length
+def _replicates(config: Config) -> bool:
+    return config.parallelism.data_parallel_replicate_degree > 1
+
+
+def _may_be_ddp(config: Config) -> bool:
+    """Replicas without sharding."""
+    alone = config.parallelism.data_parallel_shard_degree in (-1, 1) and not is_context_parallel(config)
+    return _replicates(config) and alone
+
+
+def _has_copies(config: Config) -> bool:
+    """Whether ranks may hold the same weights. The two ends of a pipeline share tied embeddings."""
+    may_be_tied = config.model.overrides.get("tie_word_embeddings") is not False
+    ties = is_pipelined(config) and may_be_tied
+    return _replicates(config) or config.parallelism.tensor_parallel_degree > 1 or ties
+
+
+# ---- the learning rate -----------------------------------------------------------------------------------------------
+
+
+def lr_notes(section: LRScheduler, total: int) -> dict[str, str]:
+    """The parts of a schedule of `total` steps that do not fit: key -> sentence."""
+    found, warmup = {}, min(section.warmup_steps, total)
+    if section.warmup_steps > total:
+        found["lr_scheduler.warmup_steps"] = f"= {section.warmup_steps} is longer than the schedule: cut to {total}"
+    decay = round(total * (section.decay_ratio or 0))
+    if decay > total - warmup:
+        found["lr_scheduler.decay_ratio"] = (
+            f"= {section.decay_ratio} is {decay} of {total} steps, which do not fit after {warmup} of warmup:"
+            f" the decay takes {total - warmup}"
+        )
+    return found
+
+
+def _lr_notes(config: Config) -> dict[str, str]:
+    """What is known before the data is: with `training.epochs`, the data decides the length."""
+    total = config.lr_scheduler.total_steps or (config.training.steps if config.training.epochs is None else None)
+    return lr_notes(config.lr_scheduler, total) if total is not None else {}
+
+
+def _lr_rule(key: str) -> Rule:
+    return Rule("note", (key,), lambda config: key in _lr_notes(config), lambda config: _lr_notes(config)[key])
 
 
 def _schedule_too_short(config: Config) -> bool:
@@ -226,70 +200,35 @@ def _schedule_too_short(config: Config) -> bool:
     return length is not None and section.epochs is None and length < section.steps
 
 
-def _rest_words(config: Config) -> str:
-    length = config.lr_scheduler.total_steps or 0
+def _too_short_words(config: Config) -> str:
+    section, length = config.lr_scheduler, config.lr_scheduler.total_steps or 0
+    decays = section.warmup_steps < length and (section.decay_ratio is None or round(length * section.decay_ratio) > 0)
     return (
         f"= {length} is shorter than training.steps = {config.training.steps}: from step {length + 1} on the learning"
-        f" rate stays at {_last_factor(config):g} of its peak"
+        f" rate stays at {section.min_lr_factor if decays else 1:g} of its peak"
     )
 
 
-def _last_factor(config: Config) -> float:
-    """Share of the peak learning rate once a schedule of a given length is over."""
-    section, length = config.lr_scheduler, config.lr_scheduler.total_steps or 0
-    decays = section.warmup_steps < length and (section.decay_ratio is None or round(length * section.decay_ratio) > 0)
-    return section.min_lr_factor if decays else 1.0
-
-
-def _decay_too_long(config: Config) -> bool:
-    length, ratio = _schedule_length(config), config.lr_scheduler.decay_ratio
-    if length is None or ratio is None or _warmup_too_long(config):
-        return False
-    return config.lr_scheduler.warmup_steps + round(length * ratio) > length
-
-
-def _shares_context(config: Config) -> bool:
-    return config.parallelism.context_parallel_degree > 1
-
-
-def _shards(config: Config) -> bool:
-    """Over data-parallel ranks, or those that share a sequence; with a degree of -1 it may be."""
-    return config.parallelism.data_parallel_shard_degree != 1 or _shares_context(config)
-
-
-def _data_parallel(config: Config) -> bool:
-    return config.parallelism.data_parallel_replicate_degree > 1 or _shards(config)
-
-
-def _is_hsdp(config: Config) -> bool:
-    """Replicas of shards; what shares a sequence shards the parameters too. With a degree of -1 it may be."""
-    return config.parallelism.data_parallel_replicate_degree > 1 and _shards(config)
-
-
-def _is_ddp(config: Config) -> bool:
-    """Replicas without sharding; with a degree of -1 it may be."""
-    part = config.parallelism
-    alone = part.data_parallel_shard_degree in (-1, 1) and not _shares_context(config)
-    return part.data_parallel_replicate_degree > 1 and alone
-
-
-def _steps_early(config: Config) -> bool:
-    return config.optimizer.early_step_in_backward
+# ---- data and model --------------------------------------------------------------------------------------------------
 
 
 def _source_rules(part: str) -> list[Rule]:
-    """Keys that not every kind of data reads, in [training] or [validation]."""
+    """Keys of [training] or [validation] that not every kind of data reads."""
 
-    def reads(is_without: Callable[[Any], bool]) -> Test:
-        return lambda c: not getattr(c.value(part), "enable", True) or not is_without(c.value(part))
+    def when(test: Callable[[Any], bool]) -> Test:
+        return lambda config: test(config.value(part))
 
     split, field = f"{part}.dataset_split", f"{part}.dataset_text_field"
     return [
-        *_needs(f"{part}.dataset is 'demo'", reads(is_demo), field, split),
-        *_needs(f"{part}.dataset_path is a prepared store", reads(is_store), field, split),
-        *_needs(f"{part}.dataset is a registered source, which gives whole texts", reads(is_registered), field, split),
-        *_needs("files that are named are all read", reads(names_files), split),
-        *_needs("plain text has no fields", reads(names_texts), field),
+        _idle(f"{part}.dataset is 'demo'", when(is_demo), field, split),
+        _idle(f"{part}.dataset_path is a prepared store", when(is_store), field, split),
+        _idle(f"{part}.dataset is a registered source, which gives whole texts", when(is_registered), field, split),
+        _idle("every named file is read", when(names_files), split),
+        _idle("plain text has no fields", when(names_texts), field),
+        _idle_without(
+            f"{part}.dataloader.num_workers",
+            *_below(f"{part}.dataloader", "persistent_workers", "prefetch_factor"),
+        ),
     ]
 
 
@@ -304,65 +243,38 @@ def _uses_assets(config: Config) -> bool:
     return config.model.tokenizer_path is None or config.model.name == "auto" or loads
 
 
-def _unknown_optimizer(config: Config) -> bool:
-    return config.optimizer.name not in (*OPTIMIZERS, *registry.optimizers)
+def _override_rules() -> list[Rule]:
+    """Architecture fields that are overridden although the model does not read them."""
 
+    def window_is_idle(config: Config) -> bool:
+        return config.model.overrides.get("sliding_window_layers") is not None and not has_window(config)
 
-def _optimizer_words(config: Config) -> str:
-    names = [*OPTIMIZERS, *registry.optimizers]
-    name = config.optimizer.name
-    same = [known for known in names if known.lower() == name.lower()]
-    close = f", did you mean {same[0]!r}?" if same else registry.nearest(name, names)
-    return f"expected one of {', '.join(names)}, got {name!r}{close}"
+    def scaling_is_idle(field: str) -> Test:
+        default = RopeScaling.model_fields[field].default
 
+        def test(config: Config) -> bool:
+            given, kind = config.model.overrides.get("rope_scaling"), scaling_type(config)
+            given_field = isinstance(given, Mapping) and given.get(field, default) != default
+            return given_field and kind in SCALING_FIELDS and field not in SCALING_FIELDS[kind]
 
-def _some_of(key: str, known: Sequence[str]) -> Rule:
-    """For a list of names."""
-
-    def unknown(config: Config) -> list[str]:
-        return [name for name in config.value(key) if name not in known]
+        return test
 
     def words(config: Config) -> str:
-        name = unknown(config)[0]
-        return f"expected some of {', '.join(known)}, got {name!r}{registry.nearest(name, known)}"
+        return f"has no effect: rope_scaling.type is {scaling_type(config)!r}"
 
-    return Rule("refused", key, lambda config: bool(unknown(config)), words)
-
-
-def _unknown_schedule(config: Config) -> bool:
-    """Case does not matter; a file goes before the name."""
-    section = config.parallelism
-    known = [name.lower() for name in (*SCHEDULES, *SCHEDULES_OF_FILES)]
-    return not section.pipeline_parallel_schedule_csv and section.pipeline_parallel_schedule.lower() not in known
+    layers, scaling = _below("model.overrides", "sliding_window_layers", "rope_scaling")
+    fields = dict.fromkeys(field for fields in SCALING_FIELDS.values() for field in fields)
+    return [
+        Rule("note", (layers,), window_is_idle, "has no effect: the model has no sliding_window"),
+        *(Rule("note", (f"{scaling}.{field}",), scaling_is_idle(field), words) for field in fields),
+    ]
 
 
-def _schedule_words(config: Config) -> str:
-    name = config.parallelism.pipeline_parallel_schedule
-    return f"there is no schedule {name!r}{registry.nearest(name, SCHEDULES)} ({', '.join(SCHEDULES)})"
+# ---- other tests -----------------------------------------------------------------------------------------------------
 
 
-def _flavors_not_built(config: Config) -> list[str]:
-    """Flavors of the named model that are not built, unless a custom module brought the model."""
-    name = config.model.name
-    return [] if name in registry.flavors else [flavor for model, flavor in NOT_BUILT if model == name]
-
-
-def _unknown_flavor(config: Config) -> bool:
-    known = _flavors_not_built(config)
-    return bool(known) and config.model.name != "qwen3" and config.model.flavor not in known
-
-
-def _flavor_words(config: Config) -> str:
-    known, flavor = _flavors_not_built(config), config.model.flavor
-    return f"{config.model.name} has no flavor {flavor!r}{registry.nearest(flavor, known)} ({', '.join(known)})"
-
-
-def _feature(config: Config) -> str:
-    return NOT_BUILT.get((config.model.name, config.model.flavor), "mixture of experts")
-
-
-def _model_not_built(config: Config) -> bool:
-    return config.model.name != "qwen3" and bool(_flavors_not_built(config))
+def _steps_early(config: Config) -> bool:
+    return config.optimizer.early_step_in_backward
 
 
 def _compiles_model(config: Config) -> bool:
@@ -373,65 +285,33 @@ def _recomputes(config: Config) -> bool:
     return config.activation_checkpoint.mode in ("full", "selective")
 
 
-def _has_converter(name: str) -> Test:
-    return lambda config: name in config.model.converters
-
-
-def _has_copies(config: Config) -> bool:
-    """Whether ranks hold the same weights; between the ends of a pipeline tied embeddings are, and may be there."""
-    part = config.parallelism
-    may_be_tied = config.model.overrides.get("tie_word_embeddings") is not False
-    ties = part.pipeline_parallel_degree > 1 and may_be_tied
-    return part.data_parallel_replicate_degree > 1 or part.tensor_parallel_degree > 1 or ties
-
-
-def _override_rules() -> list[Rule]:
-    """Architecture fields that are overridden and that the model does not read."""
-
-    def window_is_idle(config: Config) -> bool:
-        return config.model.overrides.get("sliding_window_layers") is not None and not has_window(config)
-
-    def scaling_is_idle(field: str) -> Test:
-        default = RopeScaling.model_fields[field].default
-
-        def test(config: Config) -> bool:
-            given, kind = config.model.overrides.get("rope_scaling"), scaling_type(config)
-            differs = isinstance(given, Mapping) and given.get(field, default) != default
-            return differs and kind in SCALING_FIELDS and field not in SCALING_FIELDS[kind]
-
-        return test
-
-    def words(config: Config) -> str:
-        return f"has no effect: rope_scaling.type is {scaling_type(config)!r}"
-
-    layers, scaling = (f"model.overrides.{name}" for name in ("sliding_window_layers", "rope_scaling"))
-    fields = dict.fromkeys(field for fields in SCALING_FIELDS.values() for field in fields)
-    return [
-        Rule("note", layers, window_is_idle, "has no effect: the model has no sliding_window"),
-        *(Rule("note", f"{scaling}.{field}", scaling_is_idle(field), words) for field in fields),
-    ]
-
-
-def _has_workers(section: str) -> Test:
-    return lambda config: bool(config.value(f"{section}.dataloader.num_workers"))
-
+EXPERT_DEGREE = "parallelism.expert_parallel_degree"
+EXPERT_KEYS = (
+    "parallelism.expert_tensor_parallel_degree",
+    "parallelism.expert_parallel_comm_backend",
+    "parallelism.pipeline_parallel_expert_parallel_overlap",
+)
 
 RULES: list[Rule] = [
-    # Refused: what cannot work together.
-    Rule("refused", "optimizer.name", _unknown_optimizer, _optimizer_words),
+    # Refused: values and combinations that cannot work.
+    _refuse("optimizer.name", lambda c: c.optimizer.name not in _optimizer_names(), _optimizer_words),
     _some_of("model.converters", CONVERTERS),
-    Rule("refused", "model.flavor", _unknown_flavor, _flavor_words),
-    Rule("refused", "parallelism.pipeline_parallel_schedule", _unknown_schedule, _schedule_words),
+    _refuse(
+        "model.flavor", lambda c: _model_not_built(c) and c.model.flavor not in _flavors_not_built(c), _flavor_words
+    ),
+    _refuse(
+        "parallelism.pipeline_parallel_schedule",
+        _unknown_schedule,
+        lambda c: unknown_schedule(c.parallelism.pipeline_parallel_schedule),
+    ),
     _some_of("checkpoint.exclude_from_loading", LOADABLE),
-    Rule(
-        "refused",
+    _refuse(
         "training.epochs",
         lambda c: c.training.epochs is not None and c.is_set("training.steps"),
         lambda c: f"given together with training.steps = {c.training.steps}",
         remedy="give one of them",
     ),
-    Rule(
-        "refused",
+    _refuse(
         "profiling.profile_freq",
         lambda c: (
             c.profiling.enable_profiling
@@ -441,306 +321,260 @@ RULES: list[Rule] = [
             f"{c.profiling.profile_freq} steps are fewer than profiler_warmup ({c.profiling.profiler_warmup})"
             f" and profiler_active ({c.profiling.profiler_active}) together"
         ),
-        remedy="raise it or lower those",
+        remedy="raise it, or lower those",
     ),
-    Rule(
-        "refused",
+    _refuse(
         "checkpoint.last_save_in_hf",
         lambda c: c.checkpoint.last_save_in_hf and not c.checkpoint.last_save_model_only,
         "a Hugging Face folder holds weights only",
         remedy="set checkpoint.last_save_model_only = true",
     ),
-    Rule(
-        "refused",
+    _refuse(
         "checkpoint.initial_load_in_hf",
         lambda c: c.checkpoint.initial_load_in_hf and not c.checkpoint.initial_load_model_only,
         "a Hugging Face folder holds weights only",
         remedy="set checkpoint.initial_load_model_only = true",
     ),
-    Rule(
-        "refused",
+    _refuse(
         "checkpoint.create_seed_checkpoint",
         lambda c: c.checkpoint.create_seed_checkpoint and (not c.checkpoint.enable or c.checkpoint.load_only),
-        "a run that saves nothing cannot save its first weights",
+        "a run that saves nothing cannot save its initial weights",
         remedy="set checkpoint.enable = true and checkpoint.load_only = false",
     ),
-    Rule(
-        "refused",
+    _refuse(
+        "checkpoint.initial_load_path",
+        lambda c: not c.checkpoint.enable and c.checkpoint.initial_load_path is not None,
+        "weights are loaded only with checkpoint.enable = true",
+        remedy="set that, or remove this key",
+    ),
+    _refuse(
+        "checkpoint.initial_load_in_hf",
+        lambda c: not c.checkpoint.enable and c.checkpoint.initial_load_in_hf,
+        "weights are loaded only with checkpoint.enable = true",
+        remedy="set that, or remove this key",
+    ),
+    _refuse(
         "activation_checkpoint.mode",
         lambda c: c.activation_checkpoint.mode == "memory_budget" and not _compiles_model(c),
         "memory_budget is a setting of the compiler",
-        remedy="set compile.enable = true with 'model' in compile.components",
+        remedy="set compile.enable = true with 'model' in compile.components, or choose 'selective'",
     ),
-    *(
-        Rule(
-            "refused",
-            f"checkpoint.{name}",
-            lambda c, name=name: not c.checkpoint.enable and _given(c, f"checkpoint.{name}"),  # type: ignore[misc]
-            "weights are loaded only with checkpoint.enable = true",
-            remedy="set that, or leave this out",
-        )
-        for name in ("initial_load_path", "initial_load_in_hf")
-    ),
-    Rule(
-        "refused",
+    _refuse(
         "validation.dataset",
         lambda c: c.validation.enable and is_demo(c.validation) and not is_demo(c.training),
         "'demo' is generated text, and the training data is not",
-        remedy="give validation.dataset_path, or set validation.enable = false",
+        remedy="set validation.dataset_path, or validation.enable = false",
     ),
-    Rule(
-        "refused",
+    _refuse(
         "optimizer.early_step_in_backward",
         lambda c: _steps_early(c) and c.training.max_norm > 0 and c.optimizer.early_step_clipping == "refuse",
         "clipping needs the norm of all gradients before the first step",
         remedy='set optimizer.early_step_clipping = "two_pass" (forward and backward twice) or training.max_norm = 0',
     ),
-    Rule(
-        "refused",
+    _refuse(
         "training.nonfinite",
         lambda c: _steps_early(c) and c.training.nonfinite == "skip" and c.training.max_norm == 0,
-        "a step in backward cannot be taken back",
+        "a step in backward cannot be undone",
         remedy='set training.nonfinite = "stop", or clip with optimizer.early_step_clipping = "two_pass"',
     ),
-    Rule(
-        "refused",
+    _refuse(
         "optimizer.state_dtype",
         lambda c: c.optimizer.state_dtype == "bfloat16" and c.optimizer.name not in ("AdamW", "Adam"),
-        "only AdamW and Adam keep narrow moments",
+        "only AdamW and Adam can keep their moments in bfloat16",
         remedy='set it to "parameter"',
     ),
-    Rule(
-        "refused",
+    _refuse(
         "parallelism.context_parallel_load_balancer",
-        lambda c: _shares_context(c) and c.parallelism.context_parallel_load_balancer not in (None, "headtail"),
+        lambda c: is_context_parallel(c) and c.parallelism.context_parallel_load_balancer not in (None, "headtail"),
         lambda c: f"expected 'headtail' or 'none', got {c.parallelism.context_parallel_load_balancer!r}",
         remedy="'headtail' balances causal masks",
     ),
     # Pending: features that are not built yet.
-    *_not_built(_feature, "model.name", when=_model_not_built),
-    *_not_built(
-        _feature, "model.flavor", when=lambda c: not _model_not_built(c) and c.model.flavor in _flavors_not_built(c)
+    _not_built(_model_feature, "model.name", when=_model_not_built),
+    _not_built(
+        _model_feature,
+        "model.flavor",
+        when=lambda c: not _model_not_built(c) and c.model.flavor in _flavors_not_built(c),
     ),
-    *_not_built("low precision", "model.converters"),
-    *_degree_not_built("expert parallel", "parallelism.expert_parallel_degree", *EXPERT_KEYS),
-    *_not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
-    *_not_built("simulated communication", "comm.mode"),
-    *_not_built("flight recorder", "comm.trace_buf_size", "comm.save_traces_folder", "comm.save_traces_file_prefix"),
-    *_not_built("memory estimation", "memory_estimation.enable"),
-    *_not_built("replica groups", "fault_tolerance.enable"),
-    *_not_built("mixture of experts", "debug.moe_force_load_balance"),
-    *_not_built("keys of one's own", "job.custom_config_module", "experimental.custom_args_module"),
-    # Notes: given, but without effect here.
-    *_needs(
-        "parallelism.pipeline_parallel_degree is 1",
-        lambda c: c.parallelism.pipeline_parallel_degree > 1,
-        *PIPELINE_KEYS,
+    _not_built("low precision", "model.converters"),
+    _not_built("expert parallel", EXPERT_DEGREE),
+    _not_built("expert parallel", *EXPERT_KEYS, when=lambda c: c.parallelism.expert_parallel_degree > 1),
+    _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
+    _not_built("simulated communication", "comm.mode"),
+    _not_built("flight recorder", *_below("comm", "trace_buf_size", "save_traces_folder", "save_traces_file_prefix")),
+    _not_built("memory estimation", "memory_estimation.enable"),
+    _not_built("replica groups", "fault_tolerance.enable"),
+    _not_built("mixture of experts", "debug.moe_force_load_balance"),
+    _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
+    # Idle: keys that are given and have no effect. Of several reasons the first is reported.
+    _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),
+    _idle_without(
+        "parallelism.pipeline_parallel_degree",
+        *_below(
+            "parallelism",
+            "module_fqns_per_model_part",
+            "pipeline_parallel_first_stage_less_layers",
+            "pipeline_parallel_last_stage_less_layers",
+            "pipeline_parallel_layers_per_stage",
+            "pipeline_parallel_schedule",
+            "pipeline_parallel_schedule_csv",
+            "pipeline_parallel_microbatch_size",
+        ),
     ),
-    *_needs(
+    _idle(
         "parallelism.module_fqns_per_model_part names the modules of each stage",
-        lambda c: c.parallelism.module_fqns_per_model_part is None or c.parallelism.pipeline_parallel_degree == 1,
+        lambda c: c.parallelism.module_fqns_per_model_part is not None,
         "parallelism.pipeline_parallel_first_stage_less_layers",
         "parallelism.pipeline_parallel_last_stage_less_layers",
         "parallelism.pipeline_parallel_layers_per_stage",
     ),
-    *_needs(
+    _idle(
         "parallelism.pipeline_parallel_schedule_csv gives the schedule",
-        lambda c: not c.parallelism.pipeline_parallel_schedule_csv or c.parallelism.pipeline_parallel_degree == 1,
+        lambda c: bool(c.parallelism.pipeline_parallel_schedule_csv),
         "parallelism.pipeline_parallel_schedule",
     ),
-    *_needs("checkpoint.enable is false", lambda c: c.checkpoint.enable, "checkpoint."),
-    *_needs(
+    _idle_without("checkpoint.enable", "checkpoint."),
+    _idle(
         "checkpoint.load_only is true",
-        lambda c: not c.checkpoint.load_only or not c.checkpoint.enable,
-        "checkpoint.interval",
-        "checkpoint.keep_latest_k",
-        "checkpoint.async_mode",
-        "checkpoint.save_timeout_seconds",
-        "checkpoint.last_save_model_only",
-        "checkpoint.last_save_in_hf",
-        "checkpoint.enable_first_step_checkpoint",
-        "checkpoint.preempted_exit_code",
-        "checkpoint.save_before",
+        lambda c: c.checkpoint.load_only,
+        *_below(
+            "checkpoint", "interval", "keep_latest_k", "async_mode", "save_timeout_seconds", "last_save_model_only"
+        ),
+        *_below("checkpoint", "last_save_in_hf", "enable_first_step_checkpoint", "preempted_exit_code", "save_before"),
     ),
-    *_needs(
+    _idle(
         "checkpoint.last_save_model_only is false",
-        lambda c: c.checkpoint.last_save_model_only or not c.checkpoint.enable,
+        lambda c: not c.checkpoint.last_save_model_only,
         "checkpoint.export_dtype",
     ),
-    *_needs(
+    _idle(
         "checkpoint.initial_load_path is not given",
-        lambda c: c.checkpoint.initial_load_path is not None or not c.checkpoint.enable,
+        lambda c: c.checkpoint.initial_load_path is None,
         "checkpoint.initial_load_model_only",
     ),
-    *_needs("validation.enable is false", lambda c: c.validation.enable, "validation."),
-    *_needs("compile.enable is false", lambda c: c.compile.enable, "compile."),
-    *_needs("fault_tolerance.enable is false", lambda c: c.fault_tolerance.enable, "fault_tolerance."),
-    *_needs("memory_estimation.enable is false", lambda c: c.memory_estimation.enable, "memory_estimation."),
+    *(_idle_without(f"{part}.enable", f"{part}.") for part in ("validation", "compile", "fault_tolerance")),
+    _idle_without("memory_estimation.enable", "memory_estimation."),
+    _idle_without("fault_tolerance.enable", "checkpoint.enable_ft_dataloader_checkpoints"),
     *(
-        row
+        _idle(f"model.converters has no {name!r}", lambda c, name=name: name not in c.model.converters, f"{name}.")  # type: ignore[misc]
         for name in CONVERTERS
-        for row in _needs(f"model.converters has no {name!r}", _has_converter(name), f"{name}.")
     ),
-    *_needs(
-        "profiling.enable_profiling is false",
-        lambda c: c.profiling.enable_profiling,
-        *(f"profiling.{name}" for name in ("save_traces_folder", "profiler_active", "profiler_warmup")),
-        *(f"profiling.{name}" for name in ("record_shapes", "with_stack", "top_ops")),
+    _idle_without(
+        "profiling.enable_profiling",
+        *_below("profiling", "save_traces_folder", "profiler_active", "profiler_warmup"),
+        *_below("profiling", "record_shapes", "with_stack", "top_ops"),
     ),
-    *_needs(
+    _idle(
         "neither profiling.enable_profiling nor profiling.enable_memory_snapshot is true",
-        lambda c: c.profiling.enable_profiling or c.profiling.enable_memory_snapshot,
+        lambda c: not c.profiling.enable_profiling and not c.profiling.enable_memory_snapshot,
         "profiling.profile_freq",
     ),
-    *_needs(
-        "profiling.enable_memory_snapshot is false",
-        lambda c: c.profiling.enable_memory_snapshot,
-        "profiling.save_memory_snapshot_folder",
+    _idle_without("profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder"),
+    _idle_without("metrics.enable_tensorboard", "metrics.save_tb_folder"),
+    _idle(
+        "the layout has one rank",
+        _one_rank,
+        *("comm.init_timeout_seconds", "comm.train_timeout_seconds", "metrics.save_for_all_ranks"),
     ),
-    *_needs("metrics.enable_tensorboard is false", lambda c: c.metrics.enable_tensorboard, "metrics.save_tb_folder"),
-    *_needs(
+    _idle(
         "neither metrics.enable_tensorboard nor metrics.enable_wandb is true",
-        lambda c: c.metrics.enable_tensorboard or c.metrics.enable_wandb or _one_rank(c),
+        lambda c: not c.metrics.enable_tensorboard and not c.metrics.enable_wandb,
         "metrics.save_for_all_ranks",
     ),
-    *_needs(
-        "fault_tolerance.enable is false",
-        lambda c: c.fault_tolerance.enable,
-        "checkpoint.enable_ft_dataloader_checkpoints",
+    _idle("model.name is 'auto'", lambda c: c.model.name == "auto", "model.flavor"),
+    _idle(
+        "model.tokenizer_path is given, and no weights are read from there",
+        lambda c: not _uses_assets(c),
+        "model.hf_assets_path",
     ),
-    *_needs(
-        "the compiler decides what is computed again",
-        lambda c: not (_recomputes(c) and _compiles_model(c)),
-        *(f"activation_checkpoint.{name}" for name in ("early_stop", "determinism_check", "debug")),
-    ),
-    *_needs("model.name is 'auto'", lambda c: c.model.name != "auto", "model.flavor"),
-    *_needs("model.tokenizer_path is given, and no weights are read from there", _uses_assets, "model.hf_assets_path"),
     *_source_rules("training"),
     *_source_rules("validation"),
-    *_override_rules(),
-    *_needs("no raw data is prepared", _prepares, "training.cache_folder"),
-    *_needs("training.gc_debug collects every step", lambda c: not c.training.gc_debug, "training.gc_freq"),
-    *_needs("compile.components is empty", lambda c: bool(c.compile.components), "compile.enable"),
-    *(
-        row
-        for part in ("training", "validation")
-        for row in _needs(
-            f"{part}.dataloader.num_workers is 0",
-            _has_workers(part),
-            f"{part}.dataloader.persistent_workers",
-            f"{part}.dataloader.prefetch_factor",
-        )
+    _idle("no raw data is prepared", lambda c: not _prepares(c), "training.cache_folder"),
+    _idle("training.gc_debug collects every step", lambda c: c.training.gc_debug, "training.gc_freq"),
+    _idle("compile.components is empty", lambda c: not c.compile.components, "compile.enable"),
+    _idle(
+        "the compiler decides what is recomputed",
+        lambda c: _recomputes(c) and _compiles_model(c),
+        *_below("activation_checkpoint", "early_stop", "determinism_check", "debug"),
     ),
-    *_needs(
-        "the layout has one rank",
-        lambda c: not _one_rank(c),
-        "comm.init_timeout_seconds",
-        "comm.train_timeout_seconds",
-        "metrics.save_for_all_ranks",
+    _idle(
+        "activation_checkpoint.mode is neither 'full' nor 'selective'",
+        lambda c: not _recomputes(c),
+        *_below("activation_checkpoint", "early_stop", "preserve_rng_state", "determinism_check", "debug"),
     ),
-    *_needs(
+    _idle(
         "activation_checkpoint.mode is not 'selective'",
-        lambda c: c.activation_checkpoint.mode == "selective",
+        lambda c: c.activation_checkpoint.mode != "selective",
         "activation_checkpoint.selective_ac_option",
     ),
-    *_needs(
+    _idle(
         "only mode 'selective' with selective_ac_option 'op' reads it",
-        lambda c: c.activation_checkpoint.mode == "selective" and c.activation_checkpoint.selective_ac_option == "op",
+        lambda c: c.activation_checkpoint.mode != "selective" or c.activation_checkpoint.selective_ac_option != "op",
         "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
     ),
-    *_needs(
+    _idle(
         "activation_checkpoint.mode is not 'memory_budget'",
-        lambda c: c.activation_checkpoint.mode == "memory_budget",
-        "activation_checkpoint.memory_budget",
-        "activation_checkpoint.visualize_memory_budget_pareto",
+        lambda c: c.activation_checkpoint.mode != "memory_budget",
+        *_below("activation_checkpoint", "memory_budget", "visualize_memory_budget_pareto"),
     ),
-    *_needs(
-        "activation_checkpoint.mode is neither 'full' nor 'selective'",
-        _recomputes,
-        *(
-            f"activation_checkpoint.{name}"
-            for name in ("early_stop", "preserve_rng_state", "determinism_check", "debug")
-        ),
-    ),
-    *_needs(
+    _idle(
         "optimizer.name is LAMB or LARS",
-        lambda c: c.optimizer.name not in ("LAMB", "LARS"),
-        "optimizer.implementation",
-        "optimizer.decay_norms",
+        lambda c: c.optimizer.name in LAYERWISE,
+        *_below("optimizer", "implementation", "decay_norms"),
     ),
-    *_needs("optimizer.name is LARS", lambda c: c.optimizer.name != "LARS", "optimizer.beta2", "optimizer.eps"),
-    *_needs("optimizer.name is not LARS", lambda c: c.optimizer.name == "LARS", "optimizer.trust_coefficient"),
-    *_needs(
-        "optimizer.lr_scaling is 'none'",
-        lambda c: c.optimizer.lr_scaling != "none",
-        "optimizer.lr_scaling_base_batch",
-    ),
-    *_needs(
+    _idle("optimizer.name is LARS", lambda c: c.optimizer.name == "LARS", *_below("optimizer", "beta2", "eps")),
+    _idle("optimizer.name is not LARS", lambda c: c.optimizer.name != "LARS", "optimizer.trust_coefficient"),
+    _idle_without("optimizer.lr_scaling", "optimizer.lr_scaling_base_batch"),
+    _idle(
         "it is for clipping with optimizer.early_step_in_backward",
-        lambda c: _steps_early(c) and c.training.max_norm > 0,
+        lambda c: not _steps_early(c) or c.training.max_norm == 0,
         "optimizer.early_step_clipping",
     ),
-    *_needs("training.dtype is 'bfloat16'", lambda c: c.training.dtype != "bfloat16", "optimizer.state_dtype"),
-    *_needs(
+    _idle("training.dtype is 'bfloat16'", lambda c: c.training.dtype == "bfloat16", "optimizer.state_dtype"),
+    _idle(
         "gradients are not summed over data-parallel ranks",
-        _data_parallel,
+        lambda c: not _replicates(c) and not _shards(c),
         "parallelism.accumulation_sync",
     ),
-    *_needs(
-        "only HSDP (both data parallel degrees above 1) has sums between replicas to put off",
-        lambda c: c.parallelism.accumulation_sync != "scatter" or _is_hsdp(c) or not _data_parallel(c),
+    _idle(
+        "only HSDP (both data parallel degrees above 1) has sums between replicas to postpone",
+        lambda c: c.parallelism.accumulation_sync == "scatter" and not (_replicates(c) and _shards(c)),
         "parallelism.accumulation_sync",
     ),
-    *_needs(
-        "parallelism.enable_async_tensor_parallel is false",
-        lambda c: c.parallelism.enable_async_tensor_parallel,
-        "parallelism.async_tensor_parallel_backend",
-    ),
-    *_needs(
+    _idle_without("parallelism.enable_async_tensor_parallel", "parallelism.async_tensor_parallel_backend"),
+    _idle(
         "parallelism.gradient_compression is not 'powersgd'",
-        lambda c: c.parallelism.gradient_compression == "powersgd",
+        lambda c: c.parallelism.gradient_compression != "powersgd",
         "parallelism.powersgd_rank",
     ),
-    *_needs(
+    _idle(
         "only plain replicas (DDP) sum gradients in buckets",
-        _is_ddp,
-        *(f"parallelism.{name}" for name in ("gradient_compression", "gradient_bucket_mib")),
-        "parallelism.overlap_gradient_reduction",
+        lambda c: not _may_be_ddp(c),
+        *_below("parallelism", "gradient_compression", "gradient_bucket_mib", "overlap_gradient_reduction"),
     ),
-    *_needs(
+    _idle(
         "nothing is sharded over data-parallel ranks",
-        lambda c: _shards(c) or c.training.enable_cpu_offload,
-        "parallelism.fsdp_prefetch",
-        "parallelism.fsdp_reshard_after_forward",
+        lambda c: not _shards(c) and not c.training.enable_cpu_offload,
+        *_below("parallelism", "fsdp_prefetch", "fsdp_reshard_after_forward"),
     ),
-    *_needs(
-        "parallelism.tensor_parallel_degree is 1",
-        lambda c: c.parallelism.tensor_parallel_degree > 1,
-        "parallelism.disable_loss_parallel",
-        "parallelism.enable_sequence_parallel",
+    _idle_without(
+        "parallelism.tensor_parallel_degree",
+        *_below("parallelism", "disable_loss_parallel", "enable_sequence_parallel"),
     ),
-    *_needs("parallelism.context_parallel_degree is 1", _shares_context, *CONTEXT_KEYS),
-    *_needs(
+    _idle_without(
+        "parallelism.context_parallel_degree",
+        *_below("parallelism", "context_parallel_load_balancer", "context_parallel_rotate_method"),
+    ),
+    _idle(
         "with ulysses every rank has all tokens of its heads, and the same work",
-        lambda c: not _shares_context(c) or c.parallelism.context_parallel_rotate_method != "ulysses",
+        lambda c: c.parallelism.context_parallel_rotate_method == "ulysses",
         "parallelism.context_parallel_load_balancer",
     ),
-    *_needs("no two ranks hold the same weights", _has_copies, "debug.check_replicas_freq"),
-    *_needs("debug.deterministic is false", lambda c: c.debug.deterministic, "debug.deterministic_warn_only"),
-    Rule(
-        "note",
-        "lr_scheduler.warmup_steps",
-        _warmup_too_long,
-        lambda c: f"= {c.lr_scheduler.warmup_steps} is longer than the schedule: cut to {_schedule_length(c)}",
-    ),
-    Rule("note", "lr_scheduler.total_steps", _schedule_too_short, _rest_words),
-    Rule(
-        "note",
-        "lr_scheduler.decay_ratio",
-        _decay_too_long,
-        lambda c: (
-            f"= {c.lr_scheduler.decay_ratio} with {c.lr_scheduler.warmup_steps} steps of warmup is longer than"
-            " the schedule: decay starts right after warmup"
-        ),
-    ),
+    _idle("no two ranks hold the same weights", lambda c: not _has_copies(c), "debug.check_replicas_freq"),
+    _idle_without("debug.deterministic", "debug.deterministic_warn_only"),
+    # Notes: keys that do not have their full effect, and fields of the architecture that have none.
+    *_override_rules(),
+    _lr_rule("lr_scheduler.warmup_steps"),
+    Rule("note", ("lr_scheduler.total_steps",), _schedule_too_short, _too_short_words),
+    _lr_rule("lr_scheduler.decay_ratio"),
 ]

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
 
-from shardline.data.files import TEXT_SUFFIXES, file_kind
+from shardline.config.names import TEXT_FILES
+from shardline.data.files import file_kind
 from shardline.errors import UserError
 
 CHUNK_BYTES = 2**20
@@ -88,7 +89,7 @@ def file_chunks(file: Path, field: str) -> Iterator[Chunk]:
     kind = file_kind(file)
     if kind == "parquet":
         return _parquet_chunks(file, field)
-    return _text_chunks(file) if kind in TEXT_SUFFIXES else _line_chunks(file, field)
+    return _text_chunks(file) if kind in TEXT_FILES else _line_chunks(file, field)
 
 
 @contextlib.contextmanager

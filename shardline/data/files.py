@@ -6,12 +6,10 @@ import glob
 import re
 from pathlib import Path
 
+from shardline.config.names import DATA_FILES, LINE_FILES, TEXT_FILES
 from shardline.errors import UserError
 from shardline.storage.progress import say
 
-TEXT_SUFFIXES = (".txt", ".text", ".md")
-LINE_SUFFIXES = (".jsonl", ".json", ".ndjson")
-KNOWN = (*TEXT_SUFFIXES, *LINE_SUFFIXES, ".parquet")
 SPLITS = {
     "train": "train",
     "training": "train",
@@ -28,7 +26,7 @@ def file_kind(file: Path) -> str:
     suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
     if suffix == ".parquet" and file.suffix != ".gz":
         return "parquet"
-    return suffix if suffix in (*TEXT_SUFFIXES, *LINE_SUFFIXES) else ""
+    return suffix if suffix in (*TEXT_FILES, *LINE_FILES) else ""
 
 
 def find_files(path: str, split: str) -> list[Path]:
@@ -55,7 +53,9 @@ def _expand(item: str, split: str) -> list[Path]:
         raise UserError(f"{what} {item!r} (a Hub dataset is named by dataset = 'owner/name')")
     unknown = [str(file) for file in files if not file_kind(file)]
     if unknown:
-        raise UserError(f"{unknown[0]!r}: format not known; files end in {', '.join(KNOWN)} (text and JSONL also .gz)")
+        raise UserError(
+            f"{unknown[0]!r}: format not known; files end in {', '.join(DATA_FILES)} (text and JSONL also .gz)"
+        )
     return files
 
 
@@ -68,7 +68,7 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
     """Readable files below a folder. When every one names its split (train-0.parquet), only the wanted split's."""
     files = readable_files(folder)
     if not files:
-        raise UserError(f"the folder {str(folder)!r} holds no file that can be read: {', '.join(KNOWN)}")
+        raise UserError(f"the folder {str(folder)!r} holds no file that can be read: {', '.join(DATA_FILES)}")
     splits = [_split_of(file.relative_to(folder)) for file in files]
     if None in splits:
         return files
@@ -84,7 +84,7 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
 
 def _split_of(file: Path) -> str | None:
     """The split a data file's name or folder tells; texts, one document each, carry none."""
-    if file_kind(file) in TEXT_SUFFIXES:
+    if file_kind(file) in TEXT_FILES:
         return None
     words = re.split(r"[-_./\s]+", str(file).lower())
     return next((SPLITS[word] for word in words if word in SPLITS), None)

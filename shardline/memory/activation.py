@@ -63,13 +63,7 @@ def _selection(section: ActivationCheckpoint) -> tuple[int, bool]:
     if section.mode == "full":
         return 1, False
     option = section.selective_ac_option
-    if option == "op":
-        return 1, True
-    if option.isdecimal() and int(option) > 0:
-        return int(option), False
-    raise ConfigError(
-        f'activation_checkpoint.selective_ac_option = {option!r}: expected "op" or a positive whole number'
-    )
+    return (1, True) if option == "op" else (int(option), False)
 
 
 def _checkpointed(
@@ -161,11 +155,6 @@ def _elsewhere(model: Decoder, wanted: str) -> bool:
 def _set_memory_budget(section: ActivationCheckpoint, compiled: bool) -> None:
     """The compiler's own switch is one per process: every build sets it, also back to keeping everything."""
     wanted = section.mode == "memory_budget"
-    if wanted and not compiled:
-        raise ConfigError(
-            'activation_checkpoint.mode = "memory_budget" is decided by the compiler: set compile.enable = true'
-            ' with "model" in compile.components, or choose "selective"'
-        )
     if compiled:
         import torch._functorch.config as functorch
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from shardline import registry
 from shardline.config.architecture import Architecture, RopeScaling, build
-from shardline.config.rules import NOT_BUILT
+from shardline.config.names import NOT_BUILT
 from shardline.errors import ConfigError, blame
 from shardline.models.hf_config import architecture_from_hf
 

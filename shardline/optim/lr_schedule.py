@@ -34,7 +34,6 @@ class Phases:
     warmup: int
     decay: int
     total: int
-    notes: tuple[str, ...]
 
 
 def lr_factor(step: int, config: Config, steps: int | None = None) -> float:
@@ -53,29 +52,15 @@ def lr_factor(step: int, config: Config, steps: int | None = None) -> float:
     return section.min_lr_factor + (1 - section.min_lr_factor) * left
 
 
-def schedule_notes(config: Config, steps: int | None = None) -> list[str]:
-    """What had to be shortened to fit, one line each, to be logged once."""
-    return list(find_phases(config, steps).notes)
-
-
 def find_phases(config: Config, steps: int | None = None) -> Phases:
+    """Warmup and decay, cut to what fits into the schedule (`rules.notes` reports that)."""
     section = config.lr_scheduler
     total = section.total_steps or steps or config.training.steps
-    notes = []
-    warmup = section.warmup_steps
-    if warmup > total:
-        notes.append(f"lr_scheduler.warmup_steps = {warmup} is longer than the schedule: {total} used instead")
-        warmup = total
+    warmup = min(section.warmup_steps, total)
     decay = total - warmup
     if section.decay_ratio is not None:
-        wanted = round(total * section.decay_ratio)
-        if wanted > decay:
-            notes.append(
-                f"lr_scheduler.decay_ratio = {section.decay_ratio} is {wanted} of {total} steps, which does not fit"
-                f" after {warmup} of warmup: the decay takes {decay}"
-            )
-        decay = min(decay, wanted)
-    return Phases(warmup, decay, total, tuple(notes))
+        decay = min(decay, round(total * section.decay_ratio))
+    return Phases(warmup, decay, total)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

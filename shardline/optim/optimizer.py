@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardline import registry
+from shardline.config.names import LAYERWISE
 from shardline.errors import ConfigError, UserError
 from shardline.models.dtensor import copy_into, local
 from shardline.optim.bfloat16_moments import NarrowAdam
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardline")
 
 BUILT_IN: dict[str, Callable[..., torch.optim.Adam]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
-LAYERWISE = ("LAMB", "LARS")
 # Each pair is passed whole: leaving one out would let torch choose.
 IMPLEMENTATIONS = {
     "fused": {"fused": True, "foreach": False},
@@ -44,11 +44,6 @@ def build_optimizer(config: Config, model: nn.Module, reduce: Reduce | None = No
     `reduce` sums the small vectors that LAMB and LARS need from all ranks; None takes torch.distributed's all-reduce.
     """
     section = config.optimizer
-    if section.state_dtype != "parameter" and section.name not in BUILT_IN:
-        raise ConfigError(
-            f"optimizer.state_dtype = {section.state_dtype!r}: only {' and '.join(BUILT_IN)} keep narrow moments;"
-            f' optimizer.name = {section.name!r} needs "parameter"'
-        )
     if section.name in registry.optimizers:
         built = registry.optimizers[section.name](parameter_groups(section, model), section)
         if not isinstance(built, torch.optim.Optimizer):
@@ -59,12 +54,6 @@ def build_optimizer(config: Config, model: nn.Module, reduce: Reduce | None = No
         return built
     if section.name in LAYERWISE:
         return _build_layerwise(section, model, reduce)
-    if section.name not in BUILT_IN:
-        names = [*BUILT_IN, *LAYERWISE, *registry.optimizers]
-        raise ConfigError(
-            f"optimizer.name = {section.name!r}: expected one of {', '.join(names)}"
-            f"{registry.nearest(section.name, names)}"
-        )
     adam = _build_adam(section, parameter_groups(section, model))
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
     return NarrowAdam(adam) if section.state_dtype == "bfloat16" and wide else adam

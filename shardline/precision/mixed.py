@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardline.config import names
 from shardline.config.schema import Config
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in names.DTYPES}
 
 
 @dataclass(frozen=True)

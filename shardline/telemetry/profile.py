@@ -15,7 +15,6 @@ from torch.autograd import DeviceType
 
 from shardline.comm import collectives
 from shardline.comm.spans import spans
-from shardline.errors import UserError
 from shardline.telemetry.trace_file import add_spans
 
 if TYPE_CHECKING:
@@ -87,11 +86,6 @@ class Profiler:
     def _new_trace(self) -> torch.profiler.profile:
         options = self.options
         idle = options.profile_freq - options.profiler_warmup - options.profiler_active
-        if idle < 0:
-            raise UserError(
-                f"profiling.profile_freq = {options.profile_freq} must be at least profiler_warmup + profiler_active"
-                f" = {options.profiler_warmup} + {options.profiler_active}"
-            )
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)

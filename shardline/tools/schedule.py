@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardline.config.names import SCHEDULES
 from shardline.errors import UserError
 from shardline.parallel.pipeline.schedules import (
     CLOSED_FORMS,
@@ -22,7 +23,6 @@ from shardline.parallel.pipeline.schedules import (
     Timeline,
     build_schedule,
     in_flight,
-    names,
     read_csv,
     simulate,
     stages_per_rank_of,
@@ -101,7 +101,7 @@ def _from_file(path: str, pp: int | None, microbatches: int | None, stages_per_r
 def _all_schedules(ranks: int, microbatches: int, stages_per_rank: int | None) -> list[Schedule]:
     """Every schedule, with the stages per rank that were asked for where it can run with them."""
     made = []
-    for name in names():
+    for name in SCHEDULES:
         counts = stages_per_rank_of(name)
         count = stages_per_rank if stages_per_rank is not None and stages_per_rank in counts else counts.low
         made.append(build_schedule(name, ranks, microbatches, count))

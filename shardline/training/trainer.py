@@ -34,7 +34,7 @@ from shardline.comm.mesh import (
 )
 from shardline.comm.store import connect_store, gather_ranks, told_by_launcher
 from shardline.config.layout import resolve_layout, with_degrees
-from shardline.config.rules import check, notes, refuse_pending
+from shardline.config.rules import check, notes, refuse_pending, schedule_notes
 from shardline.config.schema import Config
 from shardline.config.write import to_toml
 from shardline.data.loader import Batch, Loader, build_loader, steps_for_epochs
@@ -44,7 +44,7 @@ from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import parameter_count
-from shardline.optim.lr_schedule import lr_factor, schedule_notes
+from shardline.optim.lr_schedule import lr_factor
 from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.parallel.context.context import attention_words
 from shardline.parallel.pipeline.schedules import warnings

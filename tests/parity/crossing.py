@@ -11,7 +11,7 @@ import math
 from itertools import combinations
 from typing import Any
 
-from shardline.config.features import EXCLUSIVE, FEATURES, NEEDS, REFUSED, active, allowed_pairs
+from shardline.config.features import EXCLUSIVE, FEATURES, NEEDS, REFUSED, active
 from shardline.config.load import load_config
 from tests.parity import cases
 from tests.parity.cases import Case, case
@@ -48,6 +48,15 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "PP": ("pp", {"pp": 2}, {}),
     "PP zero-bubble": ("zbv", {}, cases.layers(4) | cases.ZBV),
 }
+
+
+def allowed_pairs() -> set[Pair]:
+    """Every pair that a config may have on together."""
+    return {
+        frozenset(pair)
+        for pair in combinations(FEATURES, 2)
+        if frozenset(pair) not in REFUSED and not any(set(pair) <= choice for choice in EXCLUSIVE)
+    }
 
 
 def pairs_of(entry: Case) -> set[Pair]:

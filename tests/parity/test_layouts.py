@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import pytest
 
-from shardline.config.features import FEATURES, allowed_pairs
+from shardline.config.features import FEATURES
 from shardline.training import loss
 from tests.parity.cases import CASES, ODD_VOCABULARY, Case, case
-from tests.parity.crossing import HOW, crossed, pairs_of
+from tests.parity.crossing import HOW, allowed_pairs, crossed, pairs_of
 from tests.parity.harness import Harness, compare
 
 ALL = [*CASES, *crossed()]

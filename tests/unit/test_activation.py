@@ -90,11 +90,6 @@ def test_compiled_blocks_give_the_same(plain, mode):
     assert any("compiling 4 blocks" in line for line in lines)
 
 
-def test_memory_budget_needs_compile():
-    with pytest.raises(ConfigError, match=r"compile\.enable"):
-        run(["--activation_checkpoint.mode=memory_budget"])
-
-
 def test_a_module_name_that_matches_nothing_is_an_error():
     key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
     with pytest.raises(ConfigError, match="no_such_module"):

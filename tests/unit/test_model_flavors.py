@@ -10,7 +10,7 @@ import torch
 
 from shardline import registry
 from shardline.config.architecture import Architecture
-from shardline.config.rules import NOT_BUILT
+from shardline.config.names import NOT_BUILT
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import FLAVORS, resolve

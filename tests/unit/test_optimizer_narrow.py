@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.errors import ConfigError
 from shardline.optim import bfloat16_moments as narrow_adam
 from shardline.optim.bfloat16_moments import NarrowAdam
 from shardline.optim.optimizer import build_optimizer, load_optimizer_state, optimizer_state
@@ -107,8 +106,3 @@ def test_a_gradient_that_is_not_contiguous_is_read_right():
 def test_bfloat16_parameters_have_narrow_moments_already():
     model = Tiny().bfloat16()
     assert type(build_optimizer(narrow(), model)) is torch.optim.AdamW
-
-
-def test_other_optimizers_refuse_it_by_name():
-    with pytest.raises(ConfigError, match=r"optimizer.state_dtype = 'bfloat16'.*AdamW and Adam.*'LAMB'"):
-        build_optimizer(narrow(name="LAMB"), Tiny())

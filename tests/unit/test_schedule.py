@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardline.optim.lr_schedule import lr_factor, schedule_notes, set_lr
+from shardline.config.rules import schedule_notes
+from shardline.optim.lr_schedule import lr_factor, set_lr
 
 
 def config(steps=10, warmup=0, total=None, ratio=None, decay="linear", floor=0.0):
@@ -58,11 +59,11 @@ def test_given_steps_stand_in_for_training_steps_but_not_for_total_steps():
 
 
 def test_what_was_shortened_is_said():
-    assert schedule_notes(config(warmup=4, ratio=0.2)) == []
-    assert schedule_notes(config(warmup=200)) == [
-        "lr_scheduler.warmup_steps = 200 is longer than the schedule: 10 used instead"
+    assert schedule_notes(config(warmup=4, ratio=0.2), 10) == []
+    assert schedule_notes(config(warmup=200), 10) == [
+        "lr_scheduler.warmup_steps = 200 is longer than the schedule: cut to 10"
     ]
-    (note,) = schedule_notes(config(warmup=5, ratio=0.8))
+    (note,) = schedule_notes(config(warmup=5, ratio=0.8), 10)
     assert "0.8 is 8 of 10 steps" in note
     assert "the decay takes 5" in note
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from shardline.cli.main import main
-from shardline.parallel.pipeline.schedules import build_schedule, in_flight, names, simulate
+from shardline.config.names import SCHEDULES
+from shardline.parallel.pipeline.schedules import build_schedule, in_flight, simulate
 from shardline.tools.schedule import drawing
 
 DOCS = Path(__file__).parents[2] / "docs" / "parallelism.md"
@@ -38,7 +39,7 @@ def test_small_ones_name_their_actions(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [40, 79, 120])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_drawings_fit_the_terminal_and_show_every_action(capsys, monkeypatch, name, width):
     monkeypatch.setenv("COLUMNS", str(width))
     schedule = build_schedule(name, 4, 9)
@@ -133,7 +134,7 @@ def test_comparison(capsys):
     bubbles = {
         row[1].strip(): float(row[3].strip(" %")) for row in (line.split("|") for line in table.splitlines()[2:])
     }
-    assert list(bubbles) == list(names())
+    assert list(bubbles) == list(SCHEDULES)
     assert bubbles["1F1B"] > bubbles["Interleaved1F1B"] > bubbles["ZBVZeroBubble"]
     words = ("--pp", "4", "--microbatches", "8", "--compare", "--stages-per-rank", "3", "--json")
     found = [json.loads(line) for line in shown(capsys, *words).out.splitlines()]

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from shardline.config.names import SCHEDULES
 from shardline.errors import ConfigError
 from shardline.parallel.pipeline.schedules import (
+    KINDS,
     Action,
     Schedule,
     build_schedule,
     in_flight,
-    names,
     read_csv,
     simulate,
     stages_per_rank_of,
@@ -58,7 +59,7 @@ def written(schedule, path):
 
 
 def test_all_schedules_are_there():
-    assert names() == ALL
+    assert tuple(KINDS) == SCHEDULES == ALL
 
 
 @settings(max_examples=150, deadline=None)

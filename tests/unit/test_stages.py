@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
+from shardline.config.names import SCHEDULES
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder, Stage
 from shardline.models.flavors import resolve
 from shardline.parallel.pipeline.channels import messages_of
-from shardline.parallel.pipeline.schedules import Action, build_schedule, names
+from shardline.parallel.pipeline.schedules import Action, build_schedule
 from shardline.parallel.pipeline.stages import (
     balanced_layers,
     counted_layers,
@@ -204,7 +205,7 @@ def test_a_tied_embedding_is_with_the_first_and_the_last_stage():
 # ---- what stages send each other -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 2)])
 def test_messages_go_where_they_are_needed(name, ranks, microbatches):
     schedule = build_schedule(name, ranks, microbatches)

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardline.config.names import SCHEDULES_FROM_FILE, find_schedule, unknown_schedule
 from shardline.errors import ConfigError
 from shardline.parallel.pipeline import orders
 from shardline.parallel.pipeline.timeline import Action, Schedule, Span, Timeline, in_flight, needs, simulate
-from shardline.registry import nearest
 
 __all__ = [
     "Action",
@@ -24,7 +24,6 @@ __all__ = [
     "Timeline",
     "build_schedule",
     "in_flight",
-    "names",
     "needs",
     "read_csv",
     "simulate",
@@ -70,17 +69,12 @@ KINDS: dict[str, Kind] = {
     "ZBVZeroBubble": Kind(TWO, orders.v_shape, orders.zero_bubble_v),
     "DualPipeV": Kind(TWO, orders.v_shape, orders.dual_pipe_v),
 }
-FROM_FILE = ("PipelineScheduleSingle", "PipelineScheduleMulti")  # what TorchTitan calls a schedule that a file gives
-
-
-def names() -> tuple[str, ...]:
-    return tuple(KINDS)
 
 
 def stages_per_rank_of(name: str) -> StageCounts:
     """Which numbers of stages per rank a schedule can run with; a file's may be any."""
     known = _known(name)
-    return ANY if known in FROM_FILE else KINDS[known].stage_counts
+    return ANY if known in SCHEDULES_FROM_FILE else KINDS[known].stage_counts
 
 
 def build_schedule(
@@ -99,7 +93,7 @@ def build_schedule(
     if csv:
         return _from_file(csv, ranks, microbatches, stages_per_rank)
     known = _known(name)
-    if known in FROM_FILE:
+    if known in SCHEDULES_FROM_FILE:
         raise ConfigError(f"{known} is what a file gives: name the file, or take one of {', '.join(KINDS)}")
     kind = KINDS[known]
     count = kind.stage_counts.low if stages_per_rank is None else stages_per_rank
@@ -113,10 +107,10 @@ def build_schedule(
 
 def _known(name: str) -> str:
     """The name as it is written in the table; case does not matter."""
-    known = {one.lower(): one for one in (*KINDS, *FROM_FILE)}
-    if name.lower() not in known:
-        raise ConfigError(f"there is no schedule {name!r}{nearest(name, KINDS)} ({', '.join(KINDS)})")
-    return known[name.lower()]
+    known = find_schedule(name)
+    if known is None:
+        raise ConfigError(unknown_schedule(name))
+    return known
 
 
 def _wrong_stages(name: str, ranks: int, count: int) -> str:

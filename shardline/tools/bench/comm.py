@@ -26,6 +26,7 @@ from shardline.comm.mesh import Mesh
 from shardline.config.layout import AXES, KEYS, Layout, resolve_layout
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.precision.mixed import DTYPES
 from shardline.registry import nearest
 from shardline.run.device import device_name
 from shardline.run.options import CommOptions
@@ -33,7 +34,6 @@ from shardline.tools.bench.collectives import OPS, Bench, Row
 from shardline.tools.bench.on_ranks import on_ranks, rank_count
 
 DIMS = (*AXES, "fsdp", "loss", "world")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 

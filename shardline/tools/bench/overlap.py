@@ -25,13 +25,13 @@ from shardline.parallel.tensor.async_tp import usable_backends
 from shardline.parallel.tensor.autotune import Measured, block_shapes, candidates, fastest, measure
 from shardline.parallel.tensor.backend_table import Choice, backends
 from shardline.parallel.tensor.tensor import TensorParallel, check_tensor_parallel
+from shardline.precision.mixed import DTYPES
 from shardline.registry import nearest
 from shardline.run.device import device_name
 from shardline.run.options import OverlapOptions
 from shardline.tools.bench import torch_fused
 from shardline.tools.bench.on_ranks import on_ranks, rank_count
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = ("serial", "ring", "symmetric", "fused", "auto")
 
 

@@ -11,6 +11,7 @@ from shardline import registry
 from shardline.comm.mesh import crossing_lines
 from shardline.config.architecture import Architecture
 from shardline.config.layout import AXES, KEYS, Layout, resolve_layout, with_degrees
+from shardline.config.names import MOMENTS
 from shardline.config.rules import check, notes, pending
 from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
@@ -34,8 +35,6 @@ from shardline.tools.dry_run.shapes import (
 from shardline.tools.dry_run.traffic import step_collectives
 
 MOST_BUILT = 4  # ranks that are built; the others' shards follow from the placements
-# Moments that an optimizer keeps for each parameter
-MOMENTS = {"AdamW": 2, "Adam": 2, "LAMB": 2, "LARS": 1}
 
 
 def describe(config: Config, world_size: int | None = None, ranks_per_node: int | None = None) -> str:

@@ -1,0 +1,91 @@
+"""The rules applied to a config: what is refused, what is not built yet, and what has no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardline.config.assemble import line
+from shardline.config.features import refusals
+from shardline.config.rule_table import RULES, Kind, Rule, differs, lr_notes
+from shardline.config.schema import Config, leaves
+from shardline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A key whose feature is not built yet."""
+
+    key: str
+    value: Any
+    feature: str
+
+
+def check(config: Config) -> None:
+    """Raise one ConfigError that lists every combination that cannot work.
+
+    Rules that depend on the number of ranks hold for a config that has it (`layout.with_degrees`), here and in `notes`.
+    """
+    problems = [line(config.origin(key), key, rule.sentence(config)) for rule, key in _matches(config, "refused")]
+    problems += [f"{a} with {b}: {refusal.reason}; {refusal.remedy}" for a, b, refusal in refusals(config)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def pending(config: Config) -> list[Pending]:
+    """Keys that request a feature that is not built yet, each once."""
+    found: dict[str, Pending] = {}
+    for rule, key in _matches(config, "pending"):
+        found.setdefault(key, Pending(key, config.value(key), rule.sentence(config)))
+    return list(found.values())
+
+
+def refuse_pending(config: Config) -> None:
+    """Raise a ConfigError that names the keys whose feature is not built yet: `train` cannot run them."""
+    rows = [
+        line(config.origin(row.key), row.key, f"{row.value!r} is not built yet ({row.feature})")
+        for row in pending(config)
+    ]
+    if rows:
+        raise ConfigError("\n".join(rows))
+
+
+def notes(config: Config) -> list[str]:
+    """Lines to log: given keys that have no effect, or not the full one. Keys with the same reason share a line."""
+    found: dict[str, list[str]] = {}
+    seen: set[str] = set()
+    for rule, key in (*_matches(config, "idle"), *_matches(config, "note")):
+        if key not in seen:  # the first reason is enough
+            found.setdefault(rule.sentence(config), []).append(key)
+        seen.add(key)
+    return [_about(keys, sentence) for sentence, keys in found.items()]
+
+
+def schedule_notes(config: Config, steps: int) -> list[str]:
+    """Lines about a learning-rate schedule whose length the data decides (`training.epochs`)."""
+    found = lr_notes(config.lr_scheduler, config.lr_scheduler.total_steps or steps)
+    return [f"{key} {sentence}" for key, sentence in found.items()]
+
+
+def _about(keys: list[str], sentence: str) -> str:
+    return f"{', '.join(keys)} {sentence if len(keys) == 1 else sentence.replace('has no', 'have no', 1)}"
+
+
+def _matches(config: Config, kind: Kind) -> Iterator[tuple[Rule, str]]:
+    for rule in RULES:
+        if rule.kind == kind:
+            keys = [key for given in rule.keys for key in _expanded(given) if _applies(config, kind, key)]
+            if keys and rule.when(config):
+                yield from ((rule, key) for key in keys)
+
+
+def _expanded(key: str) -> list[str]:
+    return [known for known in leaves() if known.startswith(key)] if key.endswith(".") else [key]
+
+
+def _applies(config: Config, kind: Kind, key: str) -> bool:
+    """Whether a key of the rule counts: idle ones must be given, and those not built must differ from the default."""
+    if kind == "idle":
+        return config.is_set(key) and differs(config, key)
+    return kind != "pending" or differs(config, key)
