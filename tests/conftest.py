@@ -1,4 +1,4 @@
-"""Shared set-up: no network, few threads, visible skips for tests that need a GPU."""
+"""Shared set-up: no network, few threads, visible skips for tests that need a GPU, and how tests run side by side."""
 
 import os
 
@@ -11,7 +11,38 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import leftovers, prefork, progress, proven
+
 torch.set_num_threads(1)
+
+# Files that take long are begun first: a long one at the end would run alone.
+LONG = ("parity/test_layouts", "faults/", "parity/", "e2e/", "unit/test_fused", "unit/test_bench_comm")
+LAYOUTS_TOGETHER = 16  # cases of test_layouts that stay in one process and share their references
+MOST_PROCESSES = 6
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(proven, "proven")
+    if prefork.wanted():
+        prefork.install()
+    if hasattr(config, "workerinput"):
+        return  # a process of pytest-xdist: the one that started it reports and tidies up
+    config.pluginmanager.register(leftovers.Guard(), "leftovers")
+    config.pluginmanager.register(proven.Tally(), "tally")
+    if config.getoption("numprocesses", None):
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        config.pluginmanager.register(progress.Progress(reporter), "progress")
+
+
+def pytest_unconfigure() -> None:
+    prefork.close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait more than they compute."""
+    return min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +54,32 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        _group(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def _group(items: list[pytest.Item]) -> None:
+    """The tests of a file stay together and in order, as they share fixtures; layouts go in smaller groups."""
+    layouts = {True: 0, False: 0}
+    for item in items:
+        group = item.nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+        if group == "parity/test_layouts":
+            slow = "slow" in item.keywords
+            group += f"-{'slow' if slow else 'fast'}-{layouts[slow] // LAYOUTS_TOGETHER}"
+            layouts[slow] += 1
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+    def place(item: pytest.Item) -> int:
+        path = item.nodeid.removeprefix("tests/")
+        return next((number for number, start in enumerate(LONG) if path.startswith(start)), len(LONG))
+
+    items.sort(key=place)
