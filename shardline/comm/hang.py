@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from shardline.words import numbered
 
 MOST_NAMED = 8
 LONG_SILENCE = 15.0  # seconds without a sign of life that tell a stopped rank from one that computes
@@ -114,8 +116,8 @@ class View:
         verb = "wait" if len(arrived) > 1 else "waits"
         return "\n".join(
             [
-                f"no progress for {wait.seconds:.0f} s: {ranks(arrived)} {verb} in {named(wait)},"
-                f" where {ranks(missing)} did not arrive:",
+                f"no progress for {wait.seconds:.0f} s: {numbered('rank', arrived)} {verb} in {named(wait)},"
+                f" where {numbered('rank', missing)} did not arrive:",
                 *self._about(missing),
             ]
         )
@@ -130,8 +132,8 @@ class View:
                 for rank in members
             ):
                 return (
-                    f"no progress for {wait.seconds:.0f} s: {ranks(members)} all arrived in {named(wait)}, but it"
-                    f" does not end: the network between them, or a device, is stuck"
+                    f"no progress for {wait.seconds:.0f} s: {numbered('rank', members)} all arrived in {named(wait)},"
+                    f" but it does not end: the network between them, or a device, is stuck"
                 )
         return None
 
@@ -162,19 +164,3 @@ class View:
 
 def named(wait: Wait) -> str:
     return f"{wait.tag} (call {wait.sequence})"
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-6, 8`."""
-    return f"rank{'s' if len(numbers) > 1 else ''} {spans(numbers)}"
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """`0-6, 8`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)

@@ -7,6 +7,7 @@ alone; where they are missing or fail, `unusable` says so and other backends run
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
 import os
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives, stream_ops, watchdog
+from shardline.comm import collectives, watchdog
 from shardline.comm.spans import labelled
 from shardline.comm.store import told_by_launcher
 
@@ -26,6 +27,7 @@ SHARED_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 READY, READ = 0, 1  # signals: a rank's rows can be read; they have been read
 CHANNELS = 2
 ALIGNMENT = 1 << 20
+WORD = 4  # bytes of a signal
 
 
 def unusable(device: torch.device, axis: str = "tp") -> str | None:
@@ -70,6 +72,42 @@ def _try_out(axis: str) -> None:
     torch.cuda.synchronize()
 
 
+# ---- words of device memory ------------------------------------------------------------------------------------------
+#
+# A stream writes a word of device memory, or waits for one, in its turn and without a kernel. PyTorch has no function
+# that waits, so the driver's own are called (cuStreamWriteValue32, cuStreamWaitValue32). The word may lie in the mapped
+# memory of another GPU: one rank's stream can then wait until another rank's stream has reached some point. Whoever has
+# seen the word also sees everything that its writer's stream wrote before it.
+
+
+@functools.cache
+def _driver() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        function = getattr(library, name)
+        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        function.restype = ctypes.c_int
+    return library
+
+
+def write_word(stream: torch.cuda.Stream, address: int, value: int) -> None:
+    _check(_driver().cuStreamWriteValue32_v2(stream.cuda_stream, address, value, 0), "write")
+
+
+def wait_for_word(stream: torch.cuda.Stream, address: int, value: int) -> None:
+    """Hold the stream until the word has that value."""
+    equal = 1
+    _check(_driver().cuStreamWaitValue32_v2(stream.cuda_stream, address, value, equal), "wait for")
+
+
+def _check(code: int, what: str) -> None:
+    if code:
+        raise RuntimeError(f"the driver cannot {what} a word of memory in a stream (error {code})")
+
+
+# ---- shared memory ---------------------------------------------------------------------------------------------------
+
+
 class Region:
     """Bytes on every rank of an axis, as large on each, that all of them can reach; and signals between the ranks.
 
@@ -84,7 +122,7 @@ class Region:
         self.rank, self.ranks, self.size = over.rank, over.size, size
 
         def take() -> None:
-            self.memory = memory.empty(size + CHANNELS * over.size * stream_ops.WORD, dtype=torch.uint8, device=device)
+            self.memory = memory.empty(size + CHANNELS * over.size * WORD, dtype=torch.uint8, device=device)
             self.memory.zero_()
 
         missing = agreed_reason(take, axis)  # before they meet: torch would wait for a rank that has none
@@ -109,16 +147,16 @@ class Region:
         return view
 
     def signal(self, rank: int, channel: int, stream: torch.cuda.Stream) -> None:
-        stream_ops.write(stream, self._word(rank, channel, self.rank), 1)
+        write_word(stream, self._word(rank, channel, self.rank), 1)
 
     def wait(self, rank: int, channel: int, stream: torch.cuda.Stream) -> None:
         """Until that rank has signalled."""
         word = self._word(self.rank, channel, rank)
-        stream_ops.wait(stream, word, 1)
-        stream_ops.write(stream, word, 0)
+        wait_for_word(stream, word, 1)
+        write_word(stream, word, 0)
 
     def _word(self, rank: int, channel: int, source: int) -> int:
-        place: int = self.signals[rank] + (channel * self.ranks + source) * stream_ops.WORD
+        place: int = self.signals[rank] + (channel * self.ranks + source) * WORD
         return place
 
 

@@ -24,8 +24,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from shardline.comm.hang import spans
 from shardline.errors import UserError
+from shardline.words import ranges
 
 PERIOD = 0.2
 PATIENCE = 5.0  # seconds after which a launcher says what it waits for
@@ -231,7 +231,7 @@ def _decode(text: bytes) -> Machine:
 
 
 def _named(numbers: Collection[int]) -> str:
-    return f"machine{'s' if len(numbers) > 1 else ''} {spans(numbers)}"
+    return f"machine{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
 
 
 def interface_towards(host: str) -> str | None:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardline.comm.hang import spans
 from shardline.config.schema import NCCL, Config
+from shardline.words import ranges
 
 NODES = Path("/sys/devices/system/node")
 DEVICES = Path("/sys/bus/pci/devices")
@@ -47,7 +47,7 @@ def _bind() -> str:
     share = share_cores(nodes, gpu_nodes(ranks), rank)
     os.sched_setaffinity(0, share)
     where = sorted(node for node, cores in nodes.items() if cores & set(share))
-    return f"bound to cores {spans(share)} of NUMA node {', '.join(map(str, where))}"
+    return f"bound to cores {ranges(share)} of NUMA node {', '.join(map(str, where))}"
 
 
 def share_cores(nodes: Mapping[int, set[int]], wanted: Sequence[int | None], rank: int) -> list[int]:

@@ -140,7 +140,7 @@ def dropped_key_gradients(trainer: Any) -> Iterator[None]:
             transfer.wait()
         self.returning.clear()
 
-    with patch("shardline.parallel.context.ring.Ring._add_up", forget):
+    with patch("shardline.parallel.context.ring.BlockRing._add_up", forget):
         yield
 
 
@@ -170,7 +170,7 @@ def wrong_positions(trainer: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def document_seen_by_its_neighbour(trainer: Any) -> Iterator[None]:
     """Masks between ranks know no documents."""
-    with patch("shardline.parallel.context.ring.Seen.allowed", seen_by_order):
+    with patch("shardline.parallel.context.ring.PairMask.allowed", seen_by_order):
         yield
 
 

@@ -29,8 +29,17 @@ from shardline.parallel.context.context import (
     document_table,
     slices_line,
 )
-from shardline.parallel.context.ring import Attending, Differentiating, Seen, pack, together
-from shardline.parallel.context.slices import CAUSAL, FULL, MASKED, Plan, Slices, Span, causal_plan, make_plan
+from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together
+from shardline.parallel.context.slices import (
+    CAUSAL,
+    FULL,
+    MASKED,
+    AttentionPlan,
+    SliceRange,
+    Slices,
+    causal_plan,
+    make_plan,
+)
 from shardline.parallel.tensor.async_tp import run_shapes
 from shardline.parallel.tensor.tensor import TensorParallel
 
@@ -110,7 +119,7 @@ def test_pairs_of_slices_are_computed_once_in_few_calls():
     assert len(calls) == 16
     causal = [call for call in calls if call.kind == CAUSAL]
     assert len(causal) == 4
-    assert all(call.queries == call.keys == Span(0, 2) for call in causal)
+    assert all(call.queries == call.keys == SliceRange(0, 2) for call in causal)
     assert sum(call.queries.size * call.keys.size for call in calls if call.kind == FULL) == 36 - 4 * 3
 
 
@@ -149,7 +158,7 @@ def visible(tokens: int, window: int, documents: Tensor | None) -> Tensor:
     return seen & (documents[:, :, None] == documents[:, None, :])
 
 
-def plans_of(slices: Slices, length: int, window: int, documents: Tensor | None) -> list[Plan]:
+def plans_of(slices: Slices, length: int, window: int, documents: Tensor | None) -> list[AttentionPlan]:
     if documents is None:
         return [causal_plan(slices, rank, length, window) for rank in range(slices.ranks)]
     table = document_table(documents, slices.total, window).tolist()
@@ -176,7 +185,7 @@ def test_calls_cover_what_is_visible_once_and_nothing_needless(layout):
                 if call.kind == MASKED:
                     assert region.any(), "an empty rectangle is not computed"
                     assert not region.all(), "a full one needs no mask"
-                    pair = Seen(documents, window, length).allowed(
+                    pair = PairMask(documents, window, length).allowed(
                         mine[call.queries.first], theirs[call.keys.first], torch.device("cpu")
                     )
                     assert torch.equal(pair[:, 0], region)
@@ -245,7 +254,7 @@ def test_ranks_together_compute_what_one_computes(layout, heads, seed):
     q_, k_, v_ = (x.detach() for x in (q, k, v))
     blocks = [pack(k_[:, places], v_[:, places], slices.each) for places in where]
     added = torch.zeros(slices.ranks, *blocks[0].shape, dtype=torch.float64)
-    seen = Seen(documents, window, length)
+    seen = PairMask(documents, window, length)
     for plan, places in zip(plans_of(*layout), where, strict=True):
         attending = Attending(q_[:, places], plan, seen)
         spans = [(source, span) for source, span in enumerate(plan.wanted) if span is not None]

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from shardline.models.partial_attention import _right, choose_part_kernel
 from shardline.parallel.context.context import ContextParallel, document_table
-from shardline.parallel.context.ring import Attending, Differentiating, Seen, pack, together
-from shardline.parallel.context.slices import Plan, Slices, Span, causal_plan, make_plan
+from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together
+from shardline.parallel.context.slices import AttentionPlan, SliceRange, Slices, causal_plan, make_plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,16 +64,16 @@ def test_ranks_together_compute_what_one_computes(window: int, packed: bool, dty
     blocks = [pack(k[:, places], v[:, places], 2) for places in where]
     found = [torch.zeros_like(x, dtype=torch.float32) for x in expected]
     added = torch.zeros(RANKS, *blocks[0].shape, device=CUDA)
-    seen = Seen(None if documents is None else documents.to(CUDA), window, length)
+    seen = PairMask(None if documents is None else documents.to(CUDA), window, length)
     for rank, places in enumerate(where):
         plan = plan_of(slices, rank, length, window, documents)
         attending = Attending(q[:, places], plan, seen)
         for other in range(RANKS):
-            attending.add(other, Span(0, 2), blocks[other])
+            attending.add(other, SliceRange(0, 2), blocks[other])
         out, lse = attending.result(dtype)
         differentiating = Differentiating(gradient[:, places], q[:, places], out, lse, plan, seen)
         for other in range(RANKS):
-            added[other] += differentiating.add(other, Span(0, 2), blocks[other], plan.calls[other])
+            added[other] += differentiating.add(other, SliceRange(0, 2), blocks[other], plan.calls[other])
         found[0][:, places] = out.float()
         found[1][:, places] = differentiating.dq.transpose(1, 2)
     for rank, places in enumerate(where):
@@ -83,7 +83,7 @@ def test_ranks_together_compute_what_one_computes(window: int, packed: bool, dty
         assert error < bound, f"{name} is {error:.1e} off"
 
 
-def plan_of(slices: Slices, rank: int, length: int, window: int, documents: Tensor | None) -> Plan:
+def plan_of(slices: Slices, rank: int, length: int, window: int, documents: Tensor | None) -> AttentionPlan:
     if documents is None:
         return causal_plan(slices, rank, length, window)
     return make_plan(document_table(documents, slices.total, window).tolist(), slices, rank, length)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardline.comm import watchdog
-from shardline.comm.hang import Status, View, Wait, decode_status, ranks
+from shardline.comm.hang import Status, View, Wait, decode_status
 from shardline.comm.store import backend_timeout, gather_ranks
 from shardline.comm.watchdog import Watchdog
 
@@ -93,10 +93,6 @@ def test_a_rank_that_issued_a_collective_and_does_nothing_else_is_taken_to_wait_
         issued(0, 5), outside(1, 4)
     )
     assert verdict(issued(0, 5), issued(1, 5)) is None  # both compute: that is no collective that got stuck
-
-
-def test_ranks_are_named_in_runs():
-    assert [ranks([3]), ranks([0, 1, 2, 5]), ranks([1, 0])] == ["rank 3", "ranks 0-2, 5", "ranks 0-1"]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from shardline.parallel.context.ring import (
     AXIS,
     Attending,
     Differentiating,
-    Seen,
+    PairMask,
     allgather,
     allgather_backward,
     pack,
@@ -24,7 +24,7 @@ from shardline.parallel.context.ring import (
     ring_backward,
     together,
 )
-from shardline.parallel.context.slices import Plan, Slices, causal_plan, make_plan
+from shardline.parallel.context.slices import AttentionPlan, Slices, causal_plan, make_plan
 
 
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -33,14 +33,16 @@ def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Te
     return out
 
 
-def _prepared(q: Tensor, table: Tensor | None, documents: Tensor | None, window: int, each: int) -> tuple[Plan, Seen]:
+def _prepared(
+    q: Tensor, table: Tensor | None, documents: Tensor | None, window: int, each: int
+) -> tuple[AttentionPlan, PairMask]:
     axis = collectives.axis(AXIS)
     slices, length = Slices(axis.size, each), q.shape[1] // each
     if table is None:
         plan = causal_plan(slices, axis.rank, length, window)
     else:
         plan = make_plan(table.tolist(), slices, axis.rank, length)
-    return plan, Seen(documents, window, length)
+    return plan, PairMask(documents, window, length)
 
 
 @torch.library.custom_op("shardline::shared_attention", mutates_args=())

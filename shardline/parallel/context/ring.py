@@ -23,12 +23,12 @@ from torch import Tensor
 from shardline.comm import collectives
 from shardline.comm.transfers import Exchange, Transfer, distances
 from shardline.models.partial_attention import merge_, part, part_backward
-from shardline.parallel.context.slices import CAUSAL, MASKED, Call, Plan, Span
+from shardline.parallel.context.slices import CAUSAL, MASKED, AttentionPlan, Call, SliceRange
 
 AXIS = "cp"
 
 
-class Seen(NamedTuple):
+class PairMask(NamedTuple):
     """Builds the mask of a pair of slices from positions and documents."""
 
     documents: Tensor | None  # (B, S)
@@ -65,14 +65,14 @@ def together(block: Tensor) -> Tensor:
 class Attending:
     """The queries of one rank, over blocks that come one after the other."""
 
-    def __init__(self, q: Tensor, plan: Plan, seen: Seen) -> None:
+    def __init__(self, q: Tensor, plan: AttentionPlan, seen: PairMask) -> None:
         self.q, self.plan, self.seen = q.transpose(1, 2), plan, seen  # (B, H, T, D)
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.out = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
         self.lse = torch.full(self.q.shape[:3], float("-inf"), dtype=self.wide, device=q.device)
         self.begun = False
 
-    def add(self, source: int, span: Span, block: Tensor) -> None:
+    def add(self, source: int, span: SliceRange, block: Tensor) -> None:
         for call in self.plan.calls[source]:
             rows = _rows(call.queries, self.plan.length)
             k, v = _keys(call, span, block)
@@ -92,13 +92,15 @@ class Attending:
 class Differentiating:
     """The same backward: `add` returns what the queries of this rank add to the gradients of a block by some calls."""
 
-    def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: Plan, seen: Seen) -> None:
+    def __init__(
+        self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: AttentionPlan, seen: PairMask
+    ) -> None:
         self.gradient, self.q, self.out = (tensor.transpose(1, 2) for tensor in (gradient, q, out))
         self.lse, self.plan, self.seen = lse, plan, seen
         self.wide = torch.promote_types(q.dtype, torch.float32)
         self.dq = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
 
-    def add(self, source: int, span: Span, block: Tensor, calls: tuple[Call, ...]) -> Tensor:
+    def add(self, source: int, span: SliceRange, block: Tensor, calls: tuple[Call, ...]) -> Tensor:
         added = torch.zeros(block.shape, dtype=self.wide, device=block.device)
         for call in calls:
             rows = _rows(call.queries, self.plan.length)
@@ -111,20 +113,22 @@ class Differentiating:
         return added
 
 
-def _rows(span: Span, length: int) -> slice:
+def _rows(span: SliceRange, length: int) -> slice:
     return slice(span.first * length, span.end * length)
 
 
-def _among(keys: Span, span: Span) -> slice:
+def _among(keys: SliceRange, span: SliceRange) -> slice:
     return slice(keys.first - span.first, keys.end - span.first)
 
 
-def _keys(call: Call, span: Span, block: Tensor) -> tuple[Tensor, Tensor]:
+def _keys(call: Call, span: SliceRange, block: Tensor) -> tuple[Tensor, Tensor]:
     k, v = together(block[_among(call.keys, span)]).transpose(2, 3).unbind(0)
     return k, v
 
 
-def _mask(call: Call, source: int, plan: Plan, seen: Seen, device: torch.device) -> tuple[bool, Tensor | None]:
+def _mask(
+    call: Call, source: int, plan: AttentionPlan, seen: PairMask, device: torch.device
+) -> tuple[bool, Tensor | None]:
     """(causal, allowed) for a kernel."""
     if call.kind != MASKED:
         return call.kind == CAUSAL, None
@@ -135,10 +139,10 @@ def _mask(call: Call, source: int, plan: Plan, seen: Seen, device: torch.device)
 # How blocks travel
 
 
-class Ring:
+class BlockRing:
     """Blocks of the other ranks, one at a time, and gradients on their way back to the owners of the blocks."""
 
-    def __init__(self, block: Tensor, plan: Plan, backward: bool) -> None:
+    def __init__(self, block: Tensor, plan: AttentionPlan, backward: bool) -> None:
         self.block, self.plan = block, plan
         # With documents of their own, some ranks may have nothing to send.
         collectives.join_on_device(AXIS, block.device)
@@ -146,12 +150,12 @@ class Ring:
         self.exchange = Exchange(AXIS, "ring", block, slices * block[0].numel() * block.element_size())
         self.outgoing = self.exchange.staged(block)
         self.steps = distances(plan.slices.ranks)
-        self.returning: list[tuple[Span, Tensor, Transfer]] = []
+        self.returning: list[tuple[SliceRange, Tensor, Transfer]] = []
 
-    def blocks(self) -> Iterator[tuple[int, Span | None, Tensor]]:
+    def blocks(self) -> Iterator[tuple[int, SliceRange | None, Tensor]]:
         """(owner, which of its slices, the block), own ones first; no slices where this rank needs none."""
         coming = self._start(0)
-        yield self.plan.rank, Span(0, self.plan.slices.each), self.block
+        yield self.plan.rank, SliceRange(0, self.plan.slices.each), self.block
         for step in range(len(self.steps)):
             source, span, block, transfer = coming
             if step + 1 < len(self.steps):
@@ -159,7 +163,7 @@ class Ring:
             transfer.wait()
             yield source, span, block
 
-    def _start(self, step: int) -> tuple[int, Span | None, Tensor, Transfer]:
+    def _start(self, step: int) -> tuple[int, SliceRange | None, Tensor, Transfer]:
         plan, distance = self.plan, self.steps[step]
         to, source = self._at(distance), self._at(-distance)
         span = plan.wanted[source]
@@ -194,24 +198,24 @@ class Ring:
     def _at(self, distance: int) -> int:
         return (self.plan.rank + distance) % self.plan.slices.ranks
 
-    def _cut(self, span: Span | None) -> Tensor | None:
+    def _cut(self, span: SliceRange | None) -> Tensor | None:
         return None if span is None else self.outgoing[span.first : span.end]
 
-    def _empty(self, span: Span | None) -> Tensor | None:
+    def _empty(self, span: SliceRange | None) -> Tensor | None:
         return None if span is None else self.block.new_empty(span.size, *self.block.shape[1:])
 
 
-def ring(attending: Attending, block: Tensor, plan: Plan) -> None:
-    travelling = Ring(block, plan, backward=False)
+def ring(attending: Attending, block: Tensor, plan: AttentionPlan) -> None:
+    travelling = BlockRing(block, plan, backward=False)
     for source, span, arrived in travelling.blocks():
         if span is not None:
             attending.add(source, span, arrived)
     travelling.finish()
 
 
-def ring_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -> Tensor:
+def ring_backward(differentiating: Differentiating, block: Tensor, plan: AttentionPlan) -> Tensor:
     """Own keys come first, while others' travel, and last, while gradients do."""
-    travelling = Ring(block, plan, backward=True)
+    travelling = BlockRing(block, plan, backward=True)
     (first, last), blocks = plan.own_in_two(), travelling.blocks()
     _, whole, _ = next(blocks)
     assert whole is not None
@@ -224,20 +228,20 @@ def ring_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -
     return own
 
 
-def _gathered(block: Tensor, plan: Plan) -> Tensor:
+def _gathered(block: Tensor, plan: AttentionPlan) -> Tensor:
     return collectives.gather_rows(block, AXIS).unflatten(0, (plan.slices.ranks, -1))
 
 
-def allgather(attending: Attending, block: Tensor, plan: Plan) -> None:
+def allgather(attending: Attending, block: Tensor, plan: AttentionPlan) -> None:
     blocks = _gathered(block, plan)
     for source in range(plan.slices.ranks):
-        attending.add(source, Span(0, plan.slices.each), blocks[source])
+        attending.add(source, SliceRange(0, plan.slices.each), blocks[source])
 
 
-def allgather_backward(differentiating: Differentiating, block: Tensor, plan: Plan) -> Tensor:
+def allgather_backward(differentiating: Differentiating, block: Tensor, plan: AttentionPlan) -> Tensor:
     """What ranks add to a block's gradients goes to its owner as it is: a sum on the way would round every time."""
     blocks = _gathered(block, plan)
     added = torch.empty_like(blocks)
     for source in range(plan.slices.ranks):
-        added[source] = differentiating.add(source, Span(0, plan.slices.each), blocks[source], plan.calls[source])
+        added[source] = differentiating.add(source, SliceRange(0, plan.slices.each), blocks[source], plan.calls[source])
     return collectives.exchange_blocks(added, AXIS).sum(dim=0, dtype=differentiating.wide)

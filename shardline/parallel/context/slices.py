@@ -41,7 +41,7 @@ class Slices(NamedTuple):
         return (rank, self.total - 1 - rank) if self.each == 2 else (rank,)
 
 
-class Span(NamedTuple):
+class SliceRange(NamedTuple):
     """Some of a rank's slices, counted from 0 among its own."""
 
     first: int
@@ -55,8 +55,8 @@ class Span(NamedTuple):
 class Call(NamedTuple):
     """One run of a kernel: own slices of queries, slices of the source's keys."""
 
-    queries: Span
-    keys: Span
+    queries: SliceRange
+    keys: SliceRange
     kind: int
 
 
@@ -78,15 +78,15 @@ def _kind(apart: int, length: int, window: int) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """What one rank computes with the keys of every rank, and what has to travel for that."""
 
     slices: Slices
     rank: int
     length: int  # tokens of a slice
     calls: tuple[tuple[Call, ...], ...]  # by source
-    wanted: tuple[Span | None, ...]  # by source: its slices that this rank needs
-    given: tuple[Span | None, ...]  # by rank: own slices that it needs
+    wanted: tuple[SliceRange | None, ...]  # by source: its slices that this rank needs
+    given: tuple[SliceRange | None, ...]  # by rank: own slices that it needs
 
     def own_in_two(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
         """What is computed with own keys, to begin with and to end with: in between, something has to be waited for.
@@ -97,7 +97,7 @@ class Plan:
             tail   # \\    first, last
         """
         own = self.calls[self.rank]
-        head, tail, both = Span(0, 1), Span(1, 2), Span(0, 2)
+        head, tail, both = SliceRange(0, 1), SliceRange(1, 2), SliceRange(0, 2)
         if own == (Call(both, both, CAUSAL),):
             return (Call(tail, head, FULL),), (Call(head, head, CAUSAL), Call(tail, tail, CAUSAL))
         return own[: (len(own) + 1) // 2], own[(len(own) + 1) // 2 :]
@@ -121,7 +121,7 @@ class Plan:
         return sum(span.size for source, span in enumerate(self.wanted) if span is not None and source != self.rank)
 
 
-def make_plan(table: Table, slices: Slices, rank: int, length: int) -> Plan:
+def make_plan(table: Table, slices: Slices, rank: int, length: int) -> AttentionPlan:
     mine = slices.of(rank)
     calls, wanted, given = [], [], []
     for other in range(slices.ranks):
@@ -130,29 +130,34 @@ def make_plan(table: Table, slices: Slices, rank: int, length: int) -> Plan:
         calls.append(tuple(_calls(seen, own=other == rank)))
         wanted.append(_needed([[table[i][j] for i in mine] for j in theirs]))
         given.append(_needed([[table[i][j] for i in theirs] for j in mine]))
-    return Plan(slices, rank, length, tuple(calls), tuple(wanted), tuple(given))
+    return AttentionPlan(slices, rank, length, tuple(calls), tuple(wanted), tuple(given))
 
 
 @functools.lru_cache
-def causal_plan(slices: Slices, rank: int, length: int, window: int) -> Plan:
+def causal_plan(slices: Slices, rank: int, length: int, window: int) -> AttentionPlan:
     """Without packed documents the plan is the same for every batch."""
     return make_plan(causal_table(slices.total, length, window), slices, rank, length)
 
 
-def _needed(kinds: list[list[int]]) -> Span | None:
+def _needed(kinds: list[list[int]]) -> SliceRange | None:
     """From the first to the last slice of keys that some queries see; kinds are [slice of keys][slice of queries]."""
     used = [at for at, row in enumerate(kinds) if any(kind != SKIP for kind in row)]
-    return Span(used[0], used[-1] + 1) if used else None
+    return SliceRange(used[0], used[-1] + 1) if used else None
 
 
 def _calls(seen: list[list[int]], own: bool) -> list[Call]:
     """Rectangles of one kind; seen is [own slice of queries][the source's slice of keys]."""
     several = range(len(seen))
-    whole = Span(0, len(seen))
+    whole = SliceRange(0, len(seen))
     if own and all(seen[i][j] == _kind(i - j, 1, 0) for i in several for j in several):
         return [Call(whole, whole, CAUSAL)]  # own slices are in the order of the sequence
     rows = [i for i in several if any(kind != SKIP for kind in seen[i])]
     columns = [j for j in several if any(seen[i][j] != SKIP for i in several)]
     if rows and all(seen[i][j] == FULL for i in rows for j in columns):
-        return [Call(Span(rows[0], rows[-1] + 1), Span(columns[0], columns[-1] + 1), FULL)]
-    return [Call(Span(i, i + 1), Span(j, j + 1), seen[i][j]) for i in several for j in several if seen[i][j] != SKIP]
+        return [Call(SliceRange(rows[0], rows[-1] + 1), SliceRange(columns[0], columns[-1] + 1), FULL)]
+    return [
+        Call(SliceRange(i, i + 1), SliceRange(j, j + 1), seen[i][j])
+        for i in several
+        for j in several
+        if seen[i][j] != SKIP
+    ]

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives, stream_ops
-from shardline.comm.symmetric_memory import Space, agreed_reason, inside_product, pull, share_a_gpu, space
+from shardline.comm import collectives
+from shardline.comm.symmetric_memory import Space, agreed_reason, inside_product, pull, share_a_gpu, space, write_word
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Serial, joined, separate_weight_gradients
 
 PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
@@ -251,7 +251,7 @@ class State:
 
     def tell(self, source: int, stream: torch.cuda.Stream) -> None:
         """On the stream that has brought its rows."""
-        stream_ops.write(stream, self.arrived.data_ptr() + source * FLAG_BYTES, 1)
+        write_word(stream, self.arrived.data_ptr() + source * FLAG_BYTES, 1)
 
 
 def _state(over: Space) -> State:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardline.comm.hang import spans
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
@@ -20,6 +19,7 @@ from shardline.models.dtensor import local
 from shardline.parallel.apply import make_model
 from shardline.precision.mixed import Precision
 from shardline.tools.dry_run.fake import fake_group
+from shardline.words import ranges
 
 Shape = tuple[int, ...]
 
@@ -64,7 +64,7 @@ class Built:
     @property
     def layers(self) -> str:
         """`layers 0-3`, or those of several stages: `layers 0, 1, 4, 5`."""
-        return f"layers {spans(self.indices)}" if self.indices else "no layers"
+        return f"layers {ranges(self.indices)}" if self.indices else "no layers"
 
     @property
     def elements(self) -> int:
