@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardline.comm import collectives
 from shardline.models.dtensor import local
+from shardline.optim.norms import squared_sums
 
 
 def squared_norm(
@@ -35,19 +36,6 @@ def squared_norm(
         return squares.sum()
     copies = torch.tensor([copies for _, copies in held], dtype=squares.dtype)
     return (squares / copies.to(squares.device, non_blocking=True)).sum()
-
-
-def grad_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm of all gradients of a model that lives on one rank."""
-    return squared_norm(parameters).sqrt()
-
-
-def squared_sums(gradients: list[Tensor]) -> Tensor:
-    """(number of gradients,) float32: the sum of squares of each, whatever the gradients' dtype."""
-    if not gradients:
-        return torch.zeros(0)
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    return torch.stack([norm.to(gradients[0].device) for norm in norms]).square()
 
 
 def shards(parameter: Tensor) -> int:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardline.models.dtensor import local
+from shardline.optim.norms import squared_sum
 
 Result = TypeVar("Result", bound="Outcome")
 
@@ -129,8 +130,7 @@ class EarlyStep:
 
     def _measure(self, parameter: Tensor, gradient: Tensor) -> None:
         index = self._order[parameter]
-        norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-        self._squares[index].copy_(norm.square() * self._shares[index])
+        self._squares[index].copy_(squared_sum(gradient) * self._shares[index])
 
     def _step(self, parameters: list[Any]) -> None:
         """One step of the optimizer as if it had these parameters only, with the options their groups have now."""

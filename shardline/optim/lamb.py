@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import logical_names, unfuse
+from shardline.optim.norms import squared_row_sums, squared_sums
 
 # Sums a small tensor over a process group (None: all ranks), in place or not.
 Reduce = Callable[[Tensor, "dist.ProcessGroup | None"], Tensor]
@@ -96,17 +97,11 @@ def whole_norms(
 
 def _local_squared_sums(tensors: list[Tensor], parts: Sequence[Parts | None]) -> list[Tensor]:
     """One vector per tensor: (1,), or (parts,) for a fused weight."""
-    simple = [tensor for tensor, part in zip(tensors, parts, strict=True) if part is None]
-    norms = list(torch._foreach_norm(simple, 2, dtype=torch.float32)) if simple else []
-    squares = iter(torch._foreach_pow(norms, 2) if norms else ())
-    sums = []
-    for tensor, part in zip(tensors, parts, strict=True):
-        if part is None:
-            sums.append(next(squares).reshape(1))
-        else:
-            rows = torch.linalg.vector_norm(tensor.flatten(1), dim=1, dtype=torch.float32)
-            sums.append(part.sum(rows.square()))
-    return sums
+    sums = iter(squared_sums([tensor for tensor, part in zip(tensors, parts, strict=True) if part is None]))
+    return [
+        next(sums).reshape(1) if part is None else part.sum(squared_row_sums(tensor.flatten(1)))
+        for tensor, part in zip(tensors, parts, strict=True)
+    ]
 
 
 def _sum_over(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 import torch
 from torch import nn
 
-from shardline.optim.clip import clip_, grad_norm, nonfinite_parameters, squared_sums
+from shardline.optim.clip import clip_, nonfinite_parameters, squared_norm
+from shardline.optim.norms import squared_row_sums, squared_sum, squared_sums
 
 
 def model_with_gradients(size: float = 1.0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -18,6 +20,10 @@ def model_with_gradients(size: float = 1.0, dtype: torch.dtype = torch.float32) 
         parameter.grad = size * torch.randn_like(parameter)
     model[2].bias.grad = None
     return model
+
+
+def grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    return squared_norm(parameters).sqrt()
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -57,6 +63,33 @@ def test_bfloat16_gradients_are_summed_in_float32():
 def test_squared_sums_are_per_gradient():
     sums = squared_sums([torch.tensor([3.0, 4.0]), torch.tensor([[2.0]])])
     assert sums.tolist() == pytest.approx([25.0, 4.0])
+
+
+def uneven(rows: int, columns: int) -> torch.Tensor:
+    """A gradient of an embedding: a few frequent tokens have large rows, the others small ones."""
+    torch.manual_seed(0)
+    gradient = 1e-3 * torch.randn(rows, columns)
+    gradient[:40] *= 1000
+    return gradient
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        uneven(2051, 256),  # torch's own norm is 2.5e-5 too small on a CPU
+        uneven(3001, 77),
+        uneven(2051, 256).T,
+        uneven(2051, 256).bfloat16(),
+        torch.full((3000, 3000), 0.1),  # 9e-3 too small
+        torch.full((4, 100_000), 0.1).index_fill_(1, torch.tensor(0), 1000.0),
+    ],
+    ids=["rows", "odd", "columns", "bfloat16", "equal", "one-large"],
+)
+def test_small_entries_count_beside_large_ones(gradient):
+    exact = gradient.double().square()
+    assert squared_sum(gradient).item() == pytest.approx(exact.sum().item(), rel=5e-7)
+    assert squared_sums([gradient, gradient]).tolist() == pytest.approx([exact.sum().item()] * 2, rel=5e-7)
+    torch.testing.assert_close(squared_row_sums(gradient).double(), exact.sum(1), rtol=5e-6, atol=0)
 
 
 def test_no_gradients():
