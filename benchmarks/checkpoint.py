@@ -39,7 +39,8 @@ from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import parameter_count
-from shardline.optim.optimizer import build_optimizer, optimizer_state
+from shardline.optim.optimizer import build_optimizer
+from shardline.optim.state import optimizer_state
 from shardline.run.device import choose_device, device_name
 
 BYTES_PER_PARAMETER = 12  # float32 weight and two moments

@@ -16,7 +16,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import logical_names
 from shardline.models.state import check_names, load_logical_state
-from shardline.optim.optimizer import SavedState, prepare_state
+from shardline.optim.state import SavedState, prepare_state
 
 
 def load_model(saved: Saved, model: Decoder) -> None:

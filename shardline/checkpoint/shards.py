@@ -25,7 +25,7 @@ from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import logical_names, unfuse
-from shardline.optim.optimizer import optimizer_state
+from shardline.optim.state import optimizer_state
 
 
 class Place(NamedTuple):

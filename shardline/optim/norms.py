@@ -19,11 +19,11 @@ def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
     """(number of tensors,) float32: the sum of squares of each, whatever the tensors' dtype."""
     if not tensors:
         return torch.zeros(0)
+    device = tensors[0].device
     if all(tensor.is_cuda for tensor in tensors):
-        squares = torch._foreach_pow(torch._foreach_norm(list(tensors), 2, dtype=torch.float32), 2)
-    else:
-        squares = [squared_sum(tensor) for tensor in tensors]
-    return torch.stack([square.to(tensors[0].device) for square in squares])
+        norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+        return torch.stack([norm.to(device) for norm in norms]).square()
+    return torch.stack([squared_sum(tensor).to(device) for tensor in tensors])
 
 
 def squared_sum(tensor: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from torch import nn
 from shardline.config.load import load_config
 from shardline.optim.early_step import EarlyStep, step_early
 from shardline.optim.lr_schedule import set_lr
-from shardline.optim.optimizer import build_optimizer, load_optimizer_state, optimizer_state
+from shardline.optim.optimizer import build_optimizer
+from shardline.optim.state import optimizer_state
+from tests.unit.optimizer_state import load_optimizer_state
 
 LAYERS = 8
 

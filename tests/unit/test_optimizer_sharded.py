@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardline.models.dtensor import local, local_slices
 from shardline.optim.early_step import EarlyStep, step_early
 from shardline.optim.lamb import whole_norms
-from shardline.optim.optimizer import build_optimizer, load_optimizer_state, optimizer_state
+from shardline.optim.optimizer import build_optimizer
+from shardline.optim.state import optimizer_state
+from tests.unit.optimizer_state import load_optimizer_state
 from tests.unit.test_early_step import one_rank
 from tests.unit.test_lamb import config, decoder, norm, set_gradients
 

@@ -1,0 +1,105 @@
+"""The state of an optimizer as named tensors: what a checkpoint saves, and what a loaded one fills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardline.errors import UserError
+from shardline.optim.bfloat16_moments import NarrowAdam
+from shardline.optim.lamb import Lamb, Lars
+from shardline.optim.optimizer import BUILT_IN
+from shardline.words import listed
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+    """The live state tensors as "exp_avg.<parameter>", "exp_avg_sq.<parameter>", "step.<parameter>".
+
+    Adam's exist from the start (zeros); a registered optimizer's are those it has made so far.
+    """
+    tensors = {}
+    for name, parameter in _named(optimizer, model).items():
+        for kind, value in _state_of(optimizer, parameter).items():
+            if not isinstance(value, Tensor):
+                raise UserError(
+                    f"the optimizer keeps {kind!r} of {name} as a {type(value).__name__};"
+                    f" a checkpoint holds tensors: keep it as a 0-d tensor"
+                )
+            tensors[f"{kind}.{name}"] = value
+    return tensors
+
+
+class SavedState(NamedTuple):
+    """What is known of a saved state tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def prepare_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, SavedState]
+) -> dict[str, Tensor]:
+    """The optimizer's live state tensors, to be filled, for saved ones named as in `optimizer_state`.
+
+    They have the dtype and the cut that state has here; a registered optimizer that has none yet gets what was saved.
+    """
+    own = optimizer_state(optimizer, model)
+    parameters = _named(optimizer, model)
+    _check_names(own, saved, parameters)
+    for key, (shape, _) in saved.items():
+        if key in own and tuple(own[key].shape) != shape:
+            raise UserError(f"optimizer state {key}: shape {shape} was saved, {tuple(own[key].shape)} is needed")
+    for key, (shape, dtype) in saved.items():
+        if key not in own:
+            kind, name = key.split(".", 1)
+            own[key] = optimizer.state[parameters[name]][kind] = _empty_state(shape, dtype, parameters[name])
+    return {key: own[key] for key in saved}
+
+
+def _empty_state(shape: tuple[int, ...], dtype: torch.dtype, parameter: nn.Parameter) -> Tensor:
+    """On the parameter's device, sharded as the parameter is where it has its shape."""
+    if shape != tuple(parameter.shape):
+        return torch.empty(shape, dtype=dtype, device=parameter.device)
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def _check_names(own: Mapping[str, Tensor], given: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
+    """Nothing that is needed may be missing. A registered optimizer that has not stepped takes any kind of state."""
+    given = set(given)
+    missing = [key for key in own if key not in given]
+    kinds = {key.split(".", 1)[0] for key in own}
+    unexpected = []
+    for key in sorted(given):
+        kind, _, name = key.partition(".")
+        if name not in parameters or (kinds and kind not in kinds):
+            unexpected.append(key)
+    problems = [
+        f"{word}: {listed(keys, most=4)}" for word, keys in (("missing", missing), ("unexpected", unexpected)) if keys
+    ]
+    if problems:
+        raise UserError(f"the saved optimizer state does not fit this model and optimizer; {'; '.join(problems)}")
+
+
+def _named(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The optimizer's parameters by their name in the model."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {names[parameter]: parameter for parameter in parameters}
+
+
+def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    state, options = optimizer.state[parameter], optimizer.defaults
+    if state:
+        return state
+    if isinstance(optimizer, Lamb | Lars | NarrowAdam):
+        state.update(optimizer.initial_state(parameter))
+    elif type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
+        # What the first step would make; a fused step counts on the parameter's device.
+        on_device = options["fused"] or options["capturable"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+        state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+    return state

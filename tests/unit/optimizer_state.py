@@ -1,0 +1,23 @@
+"""Loads state into an optimizer from tensors in memory, as tests do; a run fills it from a checkpoint's files."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardline.models.dtensor import copy_into
+from shardline.optim.state import SavedState, prepare_state
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Put tensors named as in `optimizer_state` into the optimizer, in the dtype and on the device its state has.
+
+    Given tensors are whole, or sharded as the parameters are; sharded state takes its part of a whole tensor.
+    """
+    saved = {key: SavedState(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
+    for key, state in prepare_state(optimizer, model, saved).items():
+        if isinstance(tensors[key], DTensor):
+            state.copy_(tensors[key])
+        else:
+            copy_into(state, tensors[key])
