@@ -1,4 +1,4 @@
-"""What a rank leaves behind for its launcher when it ends badly: one small file, written before the rank exits."""
+"""The report that a rank leaves for its launcher when it fails: one small file, written before the rank exits."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Literal
 
 from shardline.errors import UserError
 
-# How a rank ended; of a whole machine: it was lost, or machines come, leave or stop, which is no failure.
+# How a rank ended. The last four are about machines: one was lost; or machines join, leave or stop: no failures.
 Kind = Literal["user", "error", "lost_peer", "hang", "signal", "exit", "machine", "regroup", "leave", "stop"]
 
 REPORT_VARIABLE = "SHARDLINE_REPORT"  # where the launcher wants the report of this rank
 HANG_CODE = 75  # exit code of a rank that the watchdog ended
 
-# What gloo, NCCL and the store say when the other side went away: most likely another rank's failure is the cause.
+# Errors of gloo, NCCL and the store when the other side went away: most likely another rank's failure is the cause.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|timed out waiting"
     r"|remote process exited|failed to (recv|send)|gloo/transport|nccl (error|communicator)|(recv|send)value failed"
@@ -47,13 +47,13 @@ class Report:
 
 
 def this_report(kind: Kind, text: str, details: str = "") -> Report:
-    """A report of this process."""
+    """Make a report about this process."""
     rank = int(os.environ.get("RANK", "0"))
     return Report(kind, rank, socket.gethostname(), os.getpid(), text, details, time.time())
 
 
 def report_of(error: BaseException) -> Report:
-    """A report of an error that nobody handled; the first frame, which called the rank's program, is left out."""
+    """Make a report about an error that nobody handled, without the first frame, which called the rank's program."""
     frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
     details = "".join(traceback.format_exception(type(error), error, frames))
     if isinstance(error, UserError):
@@ -63,13 +63,13 @@ def report_of(error: BaseException) -> Report:
 
 
 def write_report(report: Report) -> bool:
-    """Leave the report where the launcher looks for it; False where no launcher of ours asked for one."""
+    """Write the report where the launcher looks for it; False where no launcher of ours asked for one."""
     place = os.environ.get(REPORT_VARIABLE)
     if not place:
         return False
     part = Path(f"{place}.part")
     try:
-        part.write_text(encode(report), encoding="utf-8")
+        part.write_text(json.dumps(asdict(report)), encoding="utf-8")
         os.replace(part, place)
     except OSError:
         return False
@@ -78,14 +78,6 @@ def write_report(report: Report) -> bool:
 
 def read_report(path: Path) -> Report | None:
     try:
-        return decode(path.read_text(encoding="utf-8"))
+        return Report(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def encode(report: Report) -> str:
-    return json.dumps(asdict(report))
-
-
-def decode(text: str) -> Report:
-    return Report(**json.loads(text))

@@ -1,51 +1,50 @@
-"""Starting ranks on this machine, through torchrun's agent: rendezvous with other machines, one process per rank.
+"""The launcher of one machine: starts its ranks, round after round, and watches them.
 
-A rank that fails ends all of them, and its own error is shown, once. Signals go on to the ranks, which end at a step
-boundary. The ranks live in sessions of their own, so that a Ctrl-C reaches them through here alone.
+    watching ──failure──> kill the ranks ─────────────────┐
+       │                                                  ├─> meet again (rendezvous.py) ─> start ranks ─> watching
+       └──a machine joins─> ask the ranks to stop, save ──┘
+
+A rank that fails ends all of them, and its own error is shown, once. A failure counts as a restart, machines that join
+or leave do not. What a restart cannot mend (a `UserError`) ends the job, and so does a failure when no restart is left:
+a job without restarts is one with 0 of them. Signals go on to the ranks, which end at a step boundary.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
+import enum
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.rendezvous import RendezvousHandler
-
-from shardline.launch.failures import OTHER_HOST_GRACE, Others, choose_cause, show
+from shardline.launch.endpoint import Endpoint, interface_towards, print_line
+from shardline.launch.failures import choose_cause, in_a_line, show
 from shardline.launch.rank_main import LAUNCHER_VARIABLE
-from shardline.launch.rendezvous import Meeting, interface_towards
-from shardline.report import REPORT_VARIABLE, Report, read_report
-from shardline.run import own_process
-from shardline.run.output import OUTPUT_VARIABLE
+from shardline.launch.ranks import RankProcess, kill_ranks, remove_empty_outputs, start_rank
+from shardline.launch.recovery import MARKS, Recovery
+from shardline.launch.rendezvous import Rendezvous
+from shardline.launch.rounds import End, Round, Terms
+from shardline.report import Report
+from shardline.run import attempt, own_process
 from shardline.run.stop import ending_signals
-from shardline.run.terminal import let_go
+from shardline.words import numbered
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
-FAILURE_GRACE = 2.0  # seconds from one rank's failure for the others to end by themselves
+WATCH_SECONDS = 0.1
+SURE_GRACE = 0.5  # seconds from a failure with a cause of its own for an earlier one to show, before a restart
+FAILURE_GRACE = 2.0  # seconds from a failure that ends the job for the other ranks to end by themselves
+OTHER_HOST_GRACE = 5.0  # seconds for the report of another machine, where the cause seems to lie there
 SECOND_SIGNAL_GRACE = 5.0
-KILL_SECONDS = 5.0
-SHOWN_LINES = 30
 
 
 @dataclass(frozen=True)
@@ -69,54 +68,51 @@ class Launch:
     max_restarts: int = 0
     lost_machine_seconds: float = 10.0
     saves: bool = False  # ranks that are asked to stop lose nothing
-    misfit: Callable[[int], str] = lambda ranks: ""  # why so many ranks cannot run
+    misfit: Callable[[int], str] = lambda ranks: ""  # why the layout cannot be had with so many ranks
 
     @property
-    def is_elastic(self) -> bool:
-        return self.max_restarts > 0 or self.least_nodes not in (None, self.nnodes)
+    def terms(self) -> Terms:
+        return Terms(self.least_nodes or self.nnodes, self.nnodes, self.rdzv_id, self.max_restarts)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where launchers meet; one machine takes any free port."""
+        if self.nnodes == 1:
+            return Endpoint("127.0.0.1:0", 0, self.rdzv_timeout_seconds)
+        number = self.node_rank if self.rdzv_backend == "static" else None
+        return Endpoint(self.rdzv_endpoint, number, self.rdzv_timeout_seconds)
 
 
-@dataclass
-class Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    report: Path
-    output: Path | None  # None: the console
-    code: int | None = None
-    ended_at: float = 0.0
+class Outcome(enum.Enum):
+    """What a look at a round finds."""
+
+    RUNNING = enum.auto()
+    AGAIN = enum.auto()  # it is over and there is to be another one
+    OVER = enum.auto()  # the job has ended
 
 
 def start_ranks(launch: Launch) -> int:
-    """Run the ranks of this machine to their end; the exit code. A UserError of a rank is raised here."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says, we say shorter
+    """Run the ranks of this machine to their end and return the exit code. Raises what was a rank's UserError."""
     folder = Path(tempfile.mkdtemp(prefix="shardline-"))
-    agent = _agent(launch, folder)
+    agent = Agent(launch, folder)
     try:
-        with _handling(agent):
+        with _handling_signals(agent):
             agent.run()
-        return agent.ending()
+        return agent.exit_code()
     finally:
-        agent.kill()
-        agent.close()
-        remove_empty(rank.output for rank in agent.ranks)
+        kill_ranks(agent.ranks)
+        agent.rendezvous.close()
+        remove_empty_outputs(agent.ranks)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _agent(launch: Launch, folder: Path) -> Agent:
-    if not launch.is_elastic:
-        return Agent(launch, folder, _meeting(launch))
-    from shardline.launch.elastic import RestartingAgent
-
-    return RestartingAgent(launch, folder)
-
-
 @contextlib.contextmanager
-def _handling(agent: Agent) -> Iterator[None]:
+def _handling_signals(agent: Agent) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     previous = {number: signal.signal(number, agent.on_signal) for number in ending_signals()}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # waits to be forwarded; in ranks, for a step
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # kept until it is forwarded
     try:
         yield
     finally:
@@ -127,256 +123,271 @@ def _handling(agent: Agent) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-def _meeting(launch: Launch) -> Meeting:
-    """One machine needs no address; several meet at an endpoint."""
-    if launch.nnodes == 1:
-        return Meeting("127.0.0.1:0", 1, 0, launch.rdzv_id, launch.rdzv_timeout_seconds)
-    number = launch.node_rank if launch.rdzv_backend == "static" else None
-    return Meeting(launch.rdzv_endpoint, launch.nnodes, number, launch.rdzv_id, launch.rdzv_timeout_seconds)
+class Agent:
+    """The ranks of this machine, and what is known of the job."""
 
-
-class Agent(SimpleElasticAgent):
-    """Torchrun's agent with processes, signals and errors handled here."""
-
-    def __init__(self, launch: Launch, folder: Path, meeting: RendezvousHandler) -> None:
-        super().__init__(
-            WorkerSpec(
-                role="rank",
-                local_world_size=launch.nproc,
-                rdzv_handler=meeting,
-                entrypoint=launch.entry,
-                max_restarts=launch.max_restarts,
-            )
-        )
+    def __init__(self, launch: Launch, folder: Path) -> None:
         self.launch, self.folder = launch, folder
-        self.ranks: list[Rank] = []
+        self.rendezvous = Rendezvous(
+            launch.endpoint,
+            launch.terms,
+            launch.nproc,
+            launch.lost_machine_seconds,
+            launch.misfit if launch.terms.is_elastic else lambda ranks: "",  # no other machines would come
+            self._may_regroup,
+        )
         self.signals: list[int] = []
         self.forwarded = 0
+        self.recovery: Recovery | None = None  # under way
+        self.ranks: list[RankProcess] = []
+        self._forget_round()
+
+    def _forget_round(self) -> None:
+        remove_empty_outputs(self.ranks)
+        self.ranks = []
+        self.notes: dict[str, Any] = {}  # of this machine's first rank
         self.kill_at: float | None = None
         self.failed_at: float | None = None
         self.cause: Report | None = None
         self.killed_late: list[int] = []
-        self.others: Others | None = None
+        self.stopping_for: End | None = None  # why the ranks were asked to stop
 
-    # ---- processes ---------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Start rounds until the job has ended."""
+        outcome = Outcome.AGAIN
+        while outcome is Outcome.AGAIN:
+            self._forget_round()
+            met = self.rendezvous.next_round("" if self.recovery is None else in_a_line(self.recovery.cause))
+            if met is None:
+                return
+            if self.recovery is not None:
+                self.recovery.begins(met, self.launch.max_restarts)
+            self._start(met)
+            while (outcome := self._watch()) is Outcome.RUNNING:
+                time.sleep(WATCH_SECONDS)
+            kill_ranks(self.ranks)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        count = len(worker_group.workers)
-        threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-        address, port = str(worker_group.master_addr), str(worker_group.master_port)
-        defaults = {"OMP_NUM_THREADS": threads, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        interface = interface_towards(address) if (worker_group.group_world_size or 1) > 1 else None
+    # ---- starting ----------------------------------------------------------------------------------------------------
+
+    def _start(self, met: Round) -> None:
+        place, count = self.rendezvous.place, self.launch.nproc
+        first = sum(peer.ranks for peer in met.peers[:place])
+        address, port = self.rendezvous.store_address
+        folder = self.folder / f"round-{met.number}"
+        folder.mkdir()
+        self.notes_file = folder / "notes.json"
+        state = attempt.Attempt(str(self.notes_file), met.state.folder, met.state.begun)
+        defaults = {
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }
+        interface = interface_towards(address) if len(met.peers) > 1 else None
         if interface is not None:
             defaults["GLOO_SOCKET_IFNAME"] = interface
-        for worker in worker_group.workers:
-            environment = {
-                "RANK": str(worker.global_rank),
-                "LOCAL_RANK": str(worker.local_rank),
-                "WORLD_SIZE": str(worker.world_size),
+        for local in range(count):
+            variables = {
+                "RANK": str(first + local),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(met.ranks),
                 "LOCAL_WORLD_SIZE": str(count),
-                "GROUP_RANK": str(worker_group.group_rank),
-                "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
+                "GROUP_RANK": str(place),
+                "GROUP_WORLD_SIZE": str(len(met.peers)),
                 "MASTER_ADDR": address,
-                "MASTER_PORT": port,
-                "TORCHELASTIC_RUN_ID": worker_group.spec.rdzv_handler.get_run_id(),
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": self.launch.rdzv_id,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
-                **self._of_attempt(),
+                "TORCHELASTIC_RESTART_COUNT": str(met.number),
+                **attempt.variable(state),
                 LAUNCHER_VARIABLE: str(os.getpid()),
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             }
-            self.ranks.append(self._start_rank(worker.global_rank, {**defaults, **os.environ, **environment}))
-        self._watch_others(address, int(port))
-        return {
-            worker.local_rank: rank.process.pid for worker, rank in zip(worker_group.workers, self.ranks, strict=True)
-        }
-
-    def _of_attempt(self) -> dict[str, str]:
-        """Variables that differ between the starts of a job."""
-        return {"TORCHELASTIC_RESTART_COUNT": "0"}
-
-    def _watch_others(self, address: str, port: int) -> None:
-        if self.launch.nnodes > 1:
-            self.others = Others(address, port, self.launch.nnodes)
-
-    def _start_rank(self, number: int, environment: dict[str, str]) -> Rank:
-        report, output = self.folder / f"rank-{number}.json", self.folder / f"rank-{number}.out"
-        environment = {**environment, **self.launch.environment, REPORT_VARIABLE: str(report)}
-        command = [sys.executable, "-P", "-m", "shardline.launch.rank_main", self.launch.entry, *self.launch.words]
-        if number == 0:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-            return Rank(number, process, report, None)
-        environment[OUTPUT_VARIABLE] = str(output)
-        with output.open("wb") as file:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return Rank(number, process, report, output)
-
-    def kill(self) -> None:
-        """End every rank and whatever it has started, at once."""
-        for rank in self.ranks:
-            if rank.code is None:
-                _kill_group(rank.process.pid, signal.SIGKILL)
-        for rank in self.ranks:
-            if rank.code is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel may hold one that waits for a device
-                    rank.process.wait(KILL_SECONDS)
-                rank.code = rank.process.returncode or -signal.SIGKILL
-                _kill_group(rank.process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        """Let the other launchers go."""
-        if self.others is not None:
-            self.others.close()
-
-    def _stop_workers(self, worker_group: WorkerGroup, *_: Any) -> None:
-        self.kill()
-
-    def _shutdown(self, *_: Any, **__: Any) -> None:
-        self.kill()
-        self.close()
+            environment = {**defaults, **os.environ, **variables, **self.launch.environment}
+            self.ranks.append(start_rank(folder, self.launch.entry, self.launch.words, first + local, environment))
 
     # ---- watching ----------------------------------------------------------------------------------------------------
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks the ranks to stop at a step boundary, the second one interrupts them."""
-        if number == signal.SIGHUP:
-            let_go()
         if not self.ranks:
             raise KeyboardInterrupt(number)
         self.signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _watch(self) -> Outcome:
+        """One look at the ranks and at what other machines report."""
+        self._read_notes()
+        self._report_signal()
         self._forward_signals()
-        self._see_ended()
-        failed = [rank for rank in self.ranks if self._has_failed(rank)]
-        remote = self.others.failure if self.others is not None else None
-        if failed or remote:
-            return RunResult(WorkerState.FAILED if self._is_decided(failed, remote) else WorkerState.HEALTHY)
-        if any(rank.code is None for rank in self.ranks):
-            return RunResult(WorkerState.HEALTHY)
-        done = self.others is None or bool(self.signals) or self.others.all_done()
-        codes = {rank.number: rank.code for rank in self.ranks}
-        return RunResult(WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=codes)
-
-    def _see_ended(self) -> None:
         for rank in self.ranks:
-            if rank.code is None and rank.process.poll() is not None:
-                rank.code, rank.ended_at = rank.process.returncode, time.time()
-                _kill_group(rank.process.pid, signal.SIGKILL)  # data workers it left behind
+            rank.poll()
+        end = self.rendezvous.end
+        if end is not None and not end.is_failure and not self.signals and self.stopping_for is None:
+            self._stop_for(end)
+        if self.stopping_for is not None and self.stopping_for.report.kind != "stop" and not self.signals:
+            return self._regroup(self.stopping_for, end)
+        failed = [rank for rank in self.ranks if self._has_failed(rank)]
+        ended = all(rank.code is not None for rank in self.ranks)
+        if self.rendezvous.cut_off and not self.signals and (failed or not ended):
+            return self._fail(End(self._cut_off_report(), self.rendezvous.silent_seconds))
+        if end is not None and end.is_failure:
+            return self._fail(end)
+        if failed:
+            return self._settle([rank.report() for rank in failed])
+        if not ended:
+            return Outcome.RUNNING
+        is_stopping = bool(self.signals) or self.stopping_for is not None
+        done = is_stopping or self.rendezvous.is_done() or self.rendezvous.cut_off
+        return Outcome.OVER if done else Outcome.RUNNING
+
+    def _report_signal(self) -> None:
+        """Report the first signal: a machine leaves the others where they can do without it, else all stop."""
+        if not self.signals or self.forwarded:
+            return
+        name, host, terms = signal.Signals(self.signals[0]).name, socket.gethostname(), self.launch.terms
+        leaves = name == "SIGTERM" and terms.least < terms.most and not self.rendezvous.leads
+        text = f"host {host} {'leaves' if leaves else 'stops'} ({name})"
+        self.rendezvous.report(End(Report("leave" if leaves else "stop", -1, host, os.getpid(), text, at=time.time())))
 
     def _forward_signals(self) -> None:
-        if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a save, no reason to end
+        if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a request to save, not to end
+            # To one rank: with two, one might see it a step later, and all would save twice.
             one = next((rank for rank in self.ranks if rank.code is None), None)
-            if one is not None:  # of two ranks one might hear of it a step later, and all would save twice
-                _kill_group(one.process.pid, signal.SIGUSR1, whole=False)
+            if one is not None:
+                one.send(signal.SIGUSR1)
         while self.forwarded < len(self.signals):
             for rank in self.ranks:
-                if rank.code is None:
-                    _kill_group(rank.process.pid, self.signals[self.forwarded], whole=False)
+                rank.send(self.signals[self.forwarded])
             self.forwarded += 1
             grace = self.launch.stop_timeout_seconds if self.forwarded == 1 else SECOND_SIGNAL_GRACE
             self.kill_at = time.monotonic() + grace
         if self.kill_at is not None and time.monotonic() > self.kill_at:
-            self.killed_late = [rank.number for rank in self.ranks if rank.code is None]
-            self.kill()
+            self.killed_late += [rank.number for rank in self.ranks if rank.code is None]
+            kill_ranks(self.ranks)
 
-    def _has_failed(self, rank: Rank) -> bool:
+    def _has_failed(self, rank: RankProcess) -> bool:
         if rank.code in (None, 0, self.launch.preempted_exit_code, *STOPPED):
             return False
-        if not self.signals:
+        if not self.signals and self.stopping_for is None:
             return True
         # On the way out: killed by what we sent, or surprised by the end of others.
-        report = read_report(rank.report)
+        report = rank.written_report()
         return report is not None and report.kind != "lost_peer"
 
-    def _is_decided(self, failed: list[Rank], remote: Report | None) -> bool:
-        """Give the others a moment to end, and the cause a moment to show, then settle which failure is shown."""
+    def _stop_for(self, end: End) -> None:
+        """Ranks stop together at a step boundary; where a machine leaves or stops, its own ranks have been asked."""
+        self.stopping_for = end
+        if end.report.kind == "regroup":
+            for rank in self.ranks:
+                rank.send(signal.SIGTERM)
+        else:
+            self.kill_at = time.monotonic() + self.launch.stop_timeout_seconds
+
+    def _regroup(self, stopping_for: End, end: End | None) -> Outcome:
+        """Wait for the ranks that were asked to stop, then meet again."""
+        if end is not None and end.is_failure:
+            return self._fail(end)
+        reports = [rank.written_report() for rank in self.ranks if rank.code is not None]
+        final = [report for report in reports if report is not None and report.kind == "user"]
+        if final:
+            return self._settle(final)
+        if any(rank.code is None for rank in self.ranks):
+            return Outcome.RUNNING
+        self._begin_recovery(stopping_for)
+        self.rendezvous.state = replace(self.rendezvous.state, **self._run_so_far())
+        return Outcome.AGAIN
+
+    def _may_regroup(self) -> bool:
+        """Ranks can stop without loss once they train, where they save."""
+        return self.launch.saves and MARKS[-1] in self.notes and not self.signals
+
+    def _settle(self, reports: list[Report]) -> Outcome:
+        """Decide which failure is the cause, after a moment for an earlier one to show, here or on another machine."""
         now = time.monotonic()
         self.failed_at = self.failed_at or now
-        reports = [self._report(rank) for rank in failed]
-        cause = choose_cause([*reports, *([remote] if remote else [])])
+        cause = choose_cause(reports)
+        lies_elsewhere = cause.kind == "lost_peer" and self.rendezvous.machines > 1
         ended = all(rank.code is not None for rank in self.ranks)
-        elsewhere = self.others is not None and cause.kind == "lost_peer"
-        grace = OTHER_HOST_GRACE if elsewhere else FAILURE_GRACE
-        if now - self.failed_at < grace and not (ended and not elsewhere):
-            return False
-        if self.others is not None and remote is None:
-            cause = self.others.tell(cause)
-        self.cause = cause
-        return True
+        if lies_elsewhere:
+            is_elastic = self.launch.terms.is_elastic
+            grace = self.launch.lost_machine_seconds + 1 if is_elastic else OTHER_HOST_GRACE
+        else:
+            is_sure = cause.kind != "lost_peer" and not self._is_final(cause)
+            grace = 0.0 if ended else SURE_GRACE if is_sure else FAILURE_GRACE
+        if now - self.failed_at < grace:
+            return Outcome.RUNNING
+        return self._fail(self.rendezvous.settle(End(cause, max(0.0, time.time() - cause.at))))
 
-    def _report(self, rank: Rank) -> Report:
-        found = read_report(rank.report)
-        if found is not None and (rank.output is None or rank.output.is_symlink()):
-            return found
-        details = _tail(rank.output)
-        if found is not None:  # what it printed is nowhere else
-            return replace(
-                found, details=f"{found.details.rstrip()}\nits last output:\n{details}" if details else found.details
-            )
-        host, pid, code = socket.gethostname(), rank.process.pid, rank.code or 0
-        if code < 0:
-            return Report("signal", rank.number, host, pid, _signal_name(-code), details, rank.ended_at)
-        return Report("exit", rank.number, host, pid, str(code), details, rank.ended_at)
+    def _fail(self, end: End) -> Outcome:
+        """Start again, or end with this cause."""
+        self._begin_recovery(end)
+        self.cause = end.report
+        if self._is_final(end.report):
+            return Outcome.OVER
+        state = self.rendezvous.state
+        self.rendezvous.state = replace(state, restarts=state.restarts + 1, **self._run_so_far())
+        return Outcome.AGAIN
+
+    def _is_final(self, cause: Report) -> bool:
+        """Whether there is no restart after this failure."""
+        used_up = self.rendezvous.state.restarts >= self.launch.max_restarts
+        return cause.kind == "user" or used_up or bool(self.signals)
+
+    def _cut_off_report(self) -> Report:
+        host, silent = socket.gethostname(), self.rendezvous.silent_seconds
+        text = f"host {host} has not reached {self.launch.rdzv_endpoint} for {silent:.0f} s"
+        return Report("machine", -1, host, os.getpid(), text, at=time.time())
+
+    # ---- the run so far ----------------------------------------------------------------------------------------------
+
+    def _run_so_far(self) -> dict[str, Any]:
+        """What the next round must know of the run."""
+        state = self.rendezvous.state
+        return {"folder": state.folder or self.notes.get("folder"), "begun": state.begun or "loaded" in self.notes}
+
+    def _begin_recovery(self, end: End) -> None:
+        """Count the time from the fault on. A recovery that was under way has failed, which its record shows."""
+        self._read_notes()
+        if self.recovery is not None:
+            self._log_recovery(self.recovery)
+        now = time.time()
+        self.recovery = Recovery(end.report, now - end.delay, now)
+
+    def _read_notes(self) -> None:
+        """See how far the ranks have come; at the first step a recovery is over."""
+        if MARKS[-1] in self.notes or not self.ranks:
+            return
+        self.notes = attempt.read(self.notes_file)
+        if self.recovery is not None and self.rendezvous.leads:
+            self.recovery.reached = {name: at for name, at in self.notes.items() if name in MARKS}
+            if MARKS[-1] in self.notes:
+                print_line(self.recovery.line())
+                self._log_recovery(self.recovery)
+        if MARKS[-1] in self.notes:
+            self.recovery = None
+
+    def _log_recovery(self, recovery: Recovery) -> None:
+        if self.rendezvous.leads:
+            recovery.append_to_log(self._run_so_far()["folder"], self.notes.get("step"))
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def ending(self) -> int:
-        """Show how it ended; the exit code."""
-        if self.cause is not None:
-            if self.others is not None:
-                self.others.linger()
-            return show(self.cause, self.launch.debug)
+    def exit_code(self) -> int:
+        """Show how the job ended and return the exit code."""
+        cause = self.cause
+        if cause is None and not self.ranks and self.rendezvous.thread is not None:  # it ended before this machine met
+            end = self.rendezvous.end
+            cause = end.report if end is not None and end.is_failure else None
+        if cause is not None:
+            return show(cause, self.launch.debug)
         if self.killed_late:
-            numbers = ", ".join(map(str, self.killed_late))
-            seconds = f"{self.launch.stop_timeout_seconds:g}"
             print(
-                f"error: rank {numbers} did not stop within {seconds} s and was killed"
-                " (comm.stop_timeout_seconds gives more time)",
+                f"error: {numbered('rank', self.killed_late)} did not stop within"
+                f" {self.launch.stop_timeout_seconds:g} s: killed (comm.stop_timeout_seconds gives more time)",
                 file=sys.stderr,
             )
         elif self.signals and any(rank.number == 0 and (rank.code or 0) < 0 for rank in self.ranks):
-            print("interrupted", file=sys.stderr)  # before it could say so itself
+            print("interrupted", file=sys.stderr)  # before the rank could print it
         preempted = self.launch.preempted_exit_code
-        if self.signals and not (self.signals[0] == signal.SIGTERM and self._all_ended_in(0, preempted)):
+        is_preempted = all(rank.code in (0, preempted) for rank in self.ranks)
+        if self.signals and not (self.signals[0] == signal.SIGTERM and is_preempted):
             return 128 + self.signals[0]
         return next((rank.code for rank in self.ranks if rank.code in (preempted, *STOPPED)), None) or 0
-
-    def _all_ended_in(self, *codes: int) -> bool:
-        return all(rank.code in codes for rank in self.ranks)
-
-
-def _kill_group(pid: int, number: int, whole: bool = True) -> None:
-    """Signal a rank, or with it all processes of its session."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        (os.killpg if whole else os.kill)(pid, number)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def remove_empty(outputs: Iterable[Path | None]) -> None:
-    """Files in the run's log folder of ranks that printed nothing."""
-    for output in outputs:
-        with contextlib.suppress(OSError):
-            if output is not None and output.stat().st_size == 0:
-                output.resolve().unlink()
-
-
-def _tail(output: Path | None) -> str:
-    if output is None:
-        return ""
-    try:
-        return "\n".join(output.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
-    except OSError:
-        return ""

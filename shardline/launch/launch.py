@@ -1,4 +1,4 @@
-"""`shardline train`: refuse what cannot run, describe it (`--dry-run`), start ranks, or be one of them."""
+"""`shardline train`: refuse what cannot run, then start the ranks, or be one of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from shardline.run.options import TrainOptions, node_range
 from shardline.run.stop import exit_code, starting_job
 
 BACKENDS = ("static", "c10d")
-NAME_SECONDS = 10.0  # where machines start together, the name of the first may become known a little later
+NAME_SECONDS = 10.0  # where machines start together, the name of the first one may resolve a little later
 
 
 def train(config: Config, options: TrainOptions) -> int:
-    """Exit code: 0 finished, 130 at Ctrl-C, checkpoint.preempted_exit_code at SIGTERM or before a time limit."""
+    """Train, and return the exit code: docs/preemption.md has the list."""
     least, nodes = node_range(options.nnodes)
     started = started_ranks()
     is_elastic = least < nodes or options.max_restarts > 0
@@ -41,14 +41,14 @@ def train(config: Config, options: TrainOptions) -> int:
 
 
 def _check_layouts(config: Config, options: TrainOptions, least: int, nodes: int) -> None:
-    """Of a range of machines, one number must fit; which of the others do is seen when so many are there."""
+    """Refuse a range of machines of which no number fits; the launcher later takes as many as fit."""
     reasons = [misfit(config, number * options.nproc) for number in range(least, nodes + 1)]
     if all(reasons):
         raise UserError(reasons[-1])
 
 
 def misfit(config: Config, ranks: int) -> str:
-    """Why layout or batch cannot be had with so many ranks; nothing where they can."""
+    """Why the layout or the batch cannot be had with this number of ranks; "" where it can."""
     from shardline.data.order import resolve_global_batch
 
     section = config.training
@@ -62,7 +62,7 @@ def misfit(config: Config, ranks: int) -> str:
 
 
 def started_ranks() -> int:
-    """How many ranks this process is one of, by us, torchrun or another launcher; 0 where it is to start them."""
+    """The number of ranks in the job that this process is a rank of; 0 where it is to start the ranks itself."""
     given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
     if not given:
         return 0
@@ -90,7 +90,7 @@ def _check_address(host: str, port: str) -> None:
 
 @functools.cache
 def _name_problem(host: str) -> str:
-    """Why a name leads to no machine, "" where it does; asked once."""
+    """Why a host name does not resolve; "" where it does."""
     deadline = time.monotonic() + NAME_SECONDS
     while True:
         try:
@@ -121,10 +121,10 @@ def _run(config: Config, options: TrainOptions) -> int:
 
 
 def start(command: str, config: Config, options: TrainOptions) -> int:
-    """Start this machine's ranks, each with the same command line; the exit code."""
+    """Start this machine's ranks, each with the same command line, and return the exit code."""
     least, nodes = node_range(options.nnodes)
     if nodes > 1:
-        _check_meeting(options, nodes)
+        _check_endpoint(options, nodes)
     if least < nodes and options.rdzv_backend != "c10d":
         raise UserError(f"--nnodes {options.nnodes}: machines that come and go need --rdzv-backend c10d")
     from shardline.launch.agent import Launch, start_ranks
@@ -152,14 +152,14 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
 
 
 def nodes_of(text: str) -> int:
-    """`2`, or `2:2`, for commands whose machines are all there from the start."""
+    """The number of machines of a command that does not take a range of them."""
     least, most = node_range(text)
     if least < most:
         raise UserError(f"--nnodes {text}: a range of machines is for training: give one number")
     return most
 
 
-def _check_meeting(options: TrainOptions, nodes: int) -> None:
+def _check_endpoint(options: TrainOptions, nodes: int) -> None:
     host, _, port = options.rdzv_endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(
@@ -173,19 +173,19 @@ def _check_meeting(options: TrainOptions, nodes: int) -> None:
 
 
 def _note_lost_machine(config: Config, restarts: bool) -> None:
-    """Say where no machine is given up, so that there is no time after which."""
+    """Print a note where comm.lost_machine_seconds is given and no machine is ever given up."""
     key = "comm.lost_machine_seconds"
     if restarts or config.value(key) == leaves()[key].default:
         return
-    if LAUNCHER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # our own launcher has said it
+    if LAUNCHER_VARIABLE not in os.environ and os.environ.get("RANK", "0") == "0":  # our own launcher has printed it
         print(f"note: {key} has no effect: neither --max-restarts nor --nnodes MIN:MAX is given", file=sys.stderr)
 
 
 def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
-    """Say which options of the start have no effect."""
+    """Print a note that names the options of the start that have no effect."""
     names, why = ["node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint"], "on one machine"
     if is_rank and (LAUNCHER_VARIABLE in os.environ or os.environ["RANK"] != "0"):
-        return  # our own launcher gives its ranks its own command line, and has said it
+        return  # our own launcher gives its ranks its own command line, and has printed it
     if is_rank:
         names, why = ["nproc", "nnodes", *names, "max_restarts"], "under another launcher"
     elif nodes > 1:

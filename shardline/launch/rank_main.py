@@ -1,4 +1,4 @@
-"""What runs in a rank that our launcher started: `python -m shardline.launch.rank_main MODULE:FUNCTION WORDS...`.
+"""The program of a rank that our launcher started: `python -m shardline.launch.rank_main MODULE:FUNCTION WORDS...`.
 
 The function gets the words and returns an exit code. An error that it does not handle goes into the rank's report,
 not to the console: the launcher shows the one that was the cause.
@@ -50,12 +50,12 @@ def leave(code: int) -> NoReturn:
 
 
 def run(entry: str, words: Sequence[str]) -> int:
-    """The exit code of a rank; what it did not handle is reported."""
+    """Run the rank and return its exit code; an error that it did not handle goes into its report."""
     try:
         return find(entry)(words)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    except KeyboardInterrupt as error:  # holds the number of a signal that a run took
+    except KeyboardInterrupt as error:  # holds the number of the signal
         if OUTPUT_VARIABLE not in os.environ:  # rank 0, for all
             print("interrupted", file=sys.stderr)
         return 128 + int(error.args[0] if error.args else signal.SIGINT)
@@ -73,7 +73,7 @@ def find(entry: str) -> Callable[[Sequence[str]], int]:
 
 
 def tie_to_launcher() -> None:
-    """Die with the launcher, however it dies: nobody else would end this process."""
+    """Let the kernel kill this process when the launcher dies: nobody else would end it."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is None:
         return

@@ -1,250 +1,292 @@
-"""Where the launchers of several machines meet: a store at an address of the first one, in which each takes a number.
+"""How the launchers of a job come together for each round, and what they report to each other during one.
 
-    --rdzv-backend static   numbers are given (--node-rank); number 0 serves the store
-    --rdzv-backend c10d     the machine that has the endpoint's address serves it and is 0, others count as they come
+The launcher that serves the store leads (leader.py); what it decides is in the store, where the others read it
+(rounds.py). Each launcher has one thread that talks to the store, because an answer may never come where the network is
+cut. A launcher that cannot reach the store (`cut_off`) ends its ranks before the leader gives it up, so that two rounds
+never write at the same time.
 
-The ranks use the same store, so the endpoint is the only address that every machine must be able to reach by name.
+A job without restarts has a single round. There a silent machine is not given up, and no launcher counts as cut off,
+because a short break in the network need not end the job. Its ranks notice one that lasts.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
-import sys
 import threading
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import asdict, replace
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shardline.errors import UserError
-from shardline.words import ranges
+from shardline.launch import rounds
+from shardline.launch.endpoint import Endpoint
+from shardline.launch.leader import Leader
+from shardline.launch.rounds import End, JobState, Peer, Round, Terms, read_end, read_round, write_end
 
-PERIOD = 0.2
-PATIENCE = 5.0  # seconds after which a launcher says what it waits for
-CONNECT_SECONDS = 30
-STORE_SECONDS = 300
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a launcher tells the others."""
-
-    host: str
-    pid: int
-    nodes: int
-    job: str
-
-    def is_gone(self) -> bool:
-        """It ran here and ended before the others came."""
-        return self.host == socket.gethostname() and not os.path.exists(f"/proc/{self.pid}")
+FENCE = 0.6  # of the time after which a silent machine is given up; its launcher ends its ranks by then
 
 
-class Meeting(RendezvousHandler):
-    """`number` None: taken in the order of arrival. One machine meets nobody, on a free port."""
+class Rendezvous:
+    """Where a launcher waits for its rounds. `ranks` is how many it starts on this machine.
 
-    def __init__(self, endpoint: str, nodes: int, number: int | None, job: str, timeout_seconds: float) -> None:
-        host, _, port = endpoint.rpartition(":")
-        self.endpoint, self.host, self.port = endpoint, host.strip("[]"), int(port)
-        self.nodes, self.number, self.job, self.timeout_seconds = nodes, number, job, timeout_seconds
-        self.machine = Machine(socket.gethostname(), os.getpid(), nodes, job)
-        self.server: dist.TCPStore | None = None
-        self.said = ""
+    `misfit(ranks)` returns why the layout cannot be had with so many ranks, `may_regroup()` whether the ranks of the
+    running round could stop without loss.
+    """
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        self.deadline = time.monotonic() + self.timeout_seconds
-        self.patience = time.monotonic() + PATIENCE
-        self._serve()
-        client = self._connect()
-        if self.nodes == 1:
-            return RendezvousInfo(client, 0, 1, RendezvousStoreInfo(self.host, self.port))
-        store = dist.PrefixStore("shardline/machines", client)
-        try:
-            number = self._take_number(store)
-            self._wait_for_all(store, number)
-            if number == 0:
-                store.set("met", "1")
-        except RuntimeError as error:  # of the store
-            raise UserError(f"--rdzv-endpoint {self.endpoint}: the machine there has ended") from error
-        return RendezvousInfo(client, number, self.nodes, RendezvousStoreInfo(self.host, self.port))
-
-    # ---- the store ---------------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        """Serve the store, where this is the machine for it."""
-        is_here = self._is_here()
-        if not (is_here if self.number is None else self.number == 0):
-            return
-        if not is_here:
-            print(f"note: {self.host} is no address of this machine, which has --node-rank 0", file=sys.stderr)
-        try:
-            self.server = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
-        except RuntimeError as error:
-            if self.number is None:  # another launcher of this job runs on this machine, too
-                return
-            raise UserError(
-                f"--rdzv-endpoint {self.endpoint}: port {self.port} of this machine is taken, by another job or"
-                " by another machine's launcher with --node-rank 0"
-            ) from error
-        self.port = self.server.port
-
-    def _is_here(self) -> bool:
-        """Whether the endpoint is an address of this machine: only such a one can be bound."""
-        try:
-            found = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise UserError(f"--rdzv-endpoint {self.endpoint}: {self.host!r} has no address: {error}") from error
-        for family, kind, _, _, address in found:
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind(address)
-                return True
-        return False
-
-    def _connect(self) -> dist.TCPStore:
-        """Wait until the store is there. The attempts are Python's: torch's would not hear a Ctrl-C.
-
-        Who serves it goes by the loopback, which stays when the network does not.
-        """
-        host = "127.0.0.1" if self.server is not None else self.host
-        while True:
-            try:
-                socket.create_connection((host, self.port), timeout=PATIENCE).close()
-                break
-            except OSError as error:
-                if time.monotonic() > self.deadline:
-                    hint = ", or no machine has that address" if self.number is None else ""
-                    raise UserError(
-                        f"--rdzv-endpoint {self.endpoint}: no answer within {self.timeout_seconds:g} s ({error}): the"
-                        f" first machine has not started, or a firewall is between{hint}"
-                    ) from error
-                self._pause("the first machine")
-        stores: list[dist.TCPStore] = []
-
-        def open_store() -> None:
-            seconds = timedelta(seconds=STORE_SECONDS)
-            with contextlib.suppress(RuntimeError):
-                stores.append(dist.TCPStore(host, self.port, is_master=False, wait_for_workers=False, timeout=seconds))
-
-        # Something else may listen there and never answer
-        thread = threading.Thread(target=open_store, name="shardline-store", daemon=True)
-        thread.start()
-        thread.join(CONNECT_SECONDS)
-        if not stores:
-            raise UserError(f"--rdzv-endpoint {self.endpoint}: what answers there is no launcher")
-        return stores[0]
-
-    # ---- the machines ------------------------------------------------------------------------------------------------
-
-    def _take_number(self, store: dist.Store) -> int:
-        if store.check(["met"]):
-            raise UserError(f"--rdzv-endpoint {self.endpoint}: a job is under way there")
-        free = range(0 if self.server else 1, self.nodes) if self.number is None else (self.number,)
-        for number in free:
-            if self._claim(store, f"machine/{number}"):
-                return number
-        if self.number is None:
-            raise UserError(f"--rdzv-endpoint {self.endpoint}: {self.nodes} machines are there already (--nnodes)")
-        holder = _decode(store.get(f"machine/{self.number}"))
-        raise UserError(
-            f"--node-rank {self.number}: {holder.host} (pid {holder.pid}) has this number;"
-            f" give each machine its own, 0 to {self.nodes - 1}"
-        )
-
-    def _claim(self, store: dist.Store, key: str) -> bool:
-        own = json.dumps(asdict(self.machine))
-        held = store.compare_set(key, "", own)
-        if held.decode() != own and _decode(held).is_gone():
-            held = store.compare_set(key, held.decode(), own)
-        return bool(held.decode() == own)
-
-    def _wait_for_all(self, store: dist.Store, number: int) -> None:
-        """Machine 0 looks at each of the others, they at machine 0 alone: there may be a thousand."""
-        everyone = range(self.nodes)
-        while True:
-            complete = store.check([f"machine/{one}" for one in everyone])
-            there = self._present(store, everyone if number == 0 else (0,))
-            for other in there.values():
-                self._compare(other)
-            if complete:
-                return
-            if time.monotonic() > self.deadline:
-                there = self._present(store, everyone)
-                names = ", ".join(f"{one} is {machine.host}" for one, machine in there.items())
-                raise UserError(
-                    f"{_named(set(everyone) - set(there))} of {self.nodes} did not come to {self.endpoint} within"
-                    f" {self.timeout_seconds:g} s ({names})"
-                )
-            what = _named(set(everyone) - set(there)) if number == 0 else "others"
-            self._pause(f"{what} of {self.nodes}")
-
-    def _present(self, store: dist.Store, numbers: Iterable[int]) -> dict[int, Machine]:
-        keys = {number: f"machine/{number}" for number in numbers}
-        return {number: _decode(store.get(key)) for number, key in keys.items() if store.check([key])}
-
-    def _compare(self, other: Machine) -> None:
-        for name, own, theirs in (("nnodes", self.nodes, other.nodes), ("rdzv-id", self.job, other.job)):
-            if own != theirs:
-                raise UserError(f"--{name} differs: {own} on this machine, {theirs} on {other.host}")
-
-    def _pause(self, what: str) -> None:
-        """A moment; after a while say what for."""
-        if time.monotonic() > self.patience and self.said != what:
-            print(f"waiting for {what} at {self.endpoint}", file=sys.stderr)
-            self.said = what
-        time.sleep(PERIOD)
-
-    # ---- what torchrun's agent asks besides --------------------------------------------------------------------------
-
-    def get_backend(self) -> str:
-        return "shardline"
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        terms: Terms,
+        ranks: int,
+        lost_seconds: float,
+        misfit: Callable[[int], str],
+        may_regroup: Callable[[], bool],
+    ) -> None:
+        self.endpoint, self.terms, self.ranks, self.lost_seconds = endpoint, terms, ranks, lost_seconds
+        self.misfit, self.may_regroup = misfit, may_regroup
+        self.state = JobState()
+        self.round: Round | None = None  # the last one
+        self.thread: StoreThread | None = None
+        self.closed = False
 
     @property
-    def use_agent_store(self) -> bool:
-        return True
+    def leads(self) -> bool:
+        return self.endpoint.server is not None
 
-    def get_run_id(self) -> str:
-        return self.job
+    # ---- between two rounds ------------------------------------------------------------------------------------------
 
-    def num_nodes_waiting(self) -> int:
-        return 0
+    def next_round(self, reason: str = "") -> Round | None:
+        """Wait for the round that this machine is part of; None where the job has ended, or this launcher has left.
 
-    def is_closed(self) -> bool:
-        return False
+        `reason` is why there is a next one.
+        """
+        self.endpoint.announce_after(reason)
+        found = self._wait_for_round()
+        if found is not None:
+            self.round = found
+            self.state = replace(found.state, round=found.number + 1)
+        return found
 
-    def set_closed(self) -> None:
-        pass
+    def _wait_for_round(self) -> Round | None:
+        while True:
+            if self.thread is None or self.thread.cut_off:
+                self._open()
+            thread = self._talking
+            thread.ready = self.state
+            thread.wake.set()
+            while not thread.cut_off:
+                if thread.round is not None and thread.round.number >= self.state.round:
+                    return thread.round
+                if thread.refusal:
+                    raise UserError(thread.refusal)
+                if thread.is_over and self.round is None and not self.terms.is_elastic:
+                    raise UserError(f"--rdzv-endpoint {self.endpoint.address}: the launcher there has ended")
+                if self.closed or thread.is_over:
+                    return None
+                if thread.end is not None and thread.end.report.kind in ("user", "stop"):
+                    return None
+                self.endpoint.pause(thread.waits_for, rounds.PERIOD / 8)
+                thread = self._talking
 
-    def shutdown(self) -> bool:
-        return True
+    def _open(self) -> None:
+        """Reach the store, which is another one where the machine that served it was started again."""
+        if self.thread is not None:
+            self.thread.close()
+        store = dist.PrefixStore("shardline/launchers", self.endpoint.open())
+        self.thread = StoreThread(store, self, Leader(store, self) if self.leads else None)
+
+    @property
+    def _talking(self) -> StoreThread:
+        assert self.thread is not None
+        if self.thread.error is not None:
+            raise self.thread.error
+        return self.thread
+
+    # ---- during a round ----------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> int:
+        """The position of this machine in the round."""
+        assert self.round is not None
+        return self.round.place(self._talking.index)
+
+    @property
+    def machines(self) -> int:
+        assert self.round is not None
+        return len(self.round.peers)
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Host and port of the store for the ranks; those of a single machine need no network."""
+        return "127.0.0.1" if self.machines == 1 else self.endpoint.host, self.endpoint.port
+
+    @property
+    def end(self) -> End | None:
+        """Why this round ended, if some launcher has reported it."""
+        return self._talking.end
+
+    def report(self, end: End) -> None:
+        """Report to the other launchers why this round ends."""
+        self._talking.outbox = end
+        self._talking.wake.set()
+
+    def settle(self, end: End) -> End:
+        """Report why this round ended, and return what counts: the failure that was reported first."""
+        self.report(end)
+        thread, deadline = self._talking, time.monotonic() + 8 * rounds.PERIOD
+        while thread.outbox is not None and not thread.cut_off and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return thread.end if thread.end is not None and thread.end.is_failure else end
+
+    @property
+    def cut_off(self) -> bool:
+        return self._talking.cut_off
+
+    @property
+    def silent_seconds(self) -> float:
+        return self._talking.silent_seconds
+
+    def is_done(self) -> bool:
+        """Report that this machine has finished, and return whether all have."""
+        thread = self._talking
+        if not thread.finished:
+            thread.finished = True
+            thread.wake.set()
+        return thread.all_done or self.machines == 1
+
+    def close(self) -> None:
+        """Leave the job; the launcher that serves the store stays until the others have left, or for a few seconds."""
+        self.closed = True
+        if self.thread is None:
+            return
+        self.thread.leave()
+        if self.thread.leader is not None:
+            self.thread.leader.linger()
+        self.thread.close()
 
 
-def _decode(text: bytes) -> Machine:
-    return Machine(**json.loads(text))
+class StoreThread:
+    """The thread of a launcher that talks to one store. The main thread reads and sets its attributes."""
 
+    def __init__(self, store: dist.Store, own: Rendezvous, leader: Leader | None) -> None:
+        self.store, self.leader = store, leader
+        self.is_elastic, self.fence_seconds = own.terms.is_elastic, FENCE * own.lost_seconds
+        self.ready = own.state
+        self.outbox: End | None = None
+        self.finished = self.all_done = self.is_over = self.leaving = self.has_left = False
+        self.round: Round | None = None
+        self.end: End | None = None
+        self.refusal, self.waits_for = "", "the first machine"
+        self.reached = time.monotonic()
+        self.error: BaseException | None = None
+        self.wake = threading.Event()  # there is something to report
+        self._reported_ready: JobState | None = None
+        self._reported_done = -1
+        self._beat = 0
+        self._closed = threading.Event()
+        self.index = -1
+        self.me = Peer(-1, socket.gethostname(), os.getpid(), own.ranks, own.endpoint.number, own.terms)
+        self._thread = threading.Thread(target=self._run, name="shardline-store", daemon=True)
+        self._thread.start()
 
-def _named(numbers: Collection[int]) -> str:
-    return f"machine{'s' if len(numbers) > 1 else ''} {ranges(numbers)}"
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since the store has answered."""
+        return time.monotonic() - self.reached
 
+    @property
+    def cut_off(self) -> bool:
+        """The store has not answered for so long that the leader may soon give this machine up."""
+        gives_up = self.is_elastic or self.round is None
+        return self.leader is None and gives_up and self.silent_seconds > self.fence_seconds
 
-def interface_towards(host: str) -> str | None:
-    """The interface that leads to `host`, or that has its address; None where only a loopback does, or it is IPv6.
+    def leave(self) -> None:
+        """Report that this launcher goes, where the store answers."""
+        self.leaving = True
+        self.wake.set()
+        deadline = time.monotonic() + 1
+        while not (self.has_left or self.cut_off) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
-    Gloo takes the address that this machine's own name stands for, which on many systems is a loopback's.
-    """
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        address = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address and not address.startswith("127."):
-                    return name
-    return None
+    def close(self) -> None:
+        """End the thread. One that hangs in the store is left alone: the command line ends the process all the same."""
+        self._closed.set()
+        self.wake.set()
+        if not self.cut_off:
+            self._thread.join(8 * rounds.PERIOD)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            started = time.monotonic()
+            self.wake.clear()
+            try:
+                self._exchange()
+                self.reached = started
+            except RuntimeError:  # of the store: it is gone or slow, `silent_seconds` tells for how long
+                pass
+            except BaseException as error:
+                self.error = error
+                return
+            self.wake.wait(rounds.PERIOD)
+
+    def _exchange(self) -> None:
+        if self.index < 0:
+            self._announce()
+        if self.leaving:
+            self.store.set(f"beat/{self.index}", "left")
+            self.has_left = True
+            if self.leader is not None:
+                self.leader.alive()
+            return
+        self._beat += 1
+        self.store.set(f"beat/{self.index}", str(self._beat))
+        if self._reported_ready != self.ready:
+            ready = self.ready
+            self.store.set(f"ready/{self.index}", json.dumps(asdict(ready)))
+            self._reported_ready = ready
+        if self.round is not None:
+            self._exchange_ends(self.round)
+        if self.leader is not None:
+            self.leader.lead(self.index)
+        self._read_decisions()
+
+    def _announce(self) -> None:
+        index = self.store.add("count", 1) - 1
+        self.store.set(f"beat/{index}", "0")
+        self.store.set(f"ready/{index}", json.dumps(asdict(self.ready)))
+        self.me = replace(self.me, index=index)
+        self.store.set(f"machine/{index}", json.dumps(asdict(self.me)))
+        self.index = index
+
+    def _exchange_ends(self, current: Round) -> None:
+        reported = self.outbox
+        if reported is not None:
+            self.end = write_end(self.store, current.number, reported)
+            self.outbox = None if self.outbox is reported else self.outbox  # the main thread may wait for this
+        else:
+            self.end = read_end(self.store, current.number)
+        if self.finished and self._reported_done < current.number:
+            self.store.add(f"done/{current.number}", 1)
+            self._reported_done = current.number
+        if self._reported_done == current.number:
+            self.all_done = self.store.add(f"done/{current.number}", 0) >= len(current.peers)
+
+    def _read_decisions(self) -> None:
+        if self.store.check([f"refused/{self.index}"]):
+            self.refusal = self.store.get(f"refused/{self.index}").decode()
+        self.is_over = self.store.check(["over"])
+        if self.store.check(["waits"]):
+            self.waits_for = self.store.get("waits").decode()
+        if not self.store.check(["latest"]):
+            return
+        number = int(self.store.get("latest"))
+        if number < self.ready.round or (self.round is not None and number <= self.round.number):
+            return
+        found = read_round(self.store, number)
+        if any(peer.index == self.index for peer in found.peers):
+            self.end, self.outbox, self.finished, self.all_done = None, None, False, False
+            self.round = found

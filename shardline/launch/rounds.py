@@ -1,19 +1,20 @@
-"""Rounds of a job that restarts, as they stand in the store.
+"""The rounds of a job, as they stand in the launchers' store. A round is one start of all ranks.
 
-count, machine/I      every launcher that ever came, by the order of arrival
-beat/I                grows as long as that launcher lives and is not cut off; "left" when it went
-ready/I               the round that it waits for, and what it knows of the rounds before
-latest, round/N       the leader's: the machines of round N, in the order of their ranks
-end/N                 why round N ended; whoever knows it writes it, a failure may replace what is none
-done/N                how many machines have finished it
-waits, refused/I      the leader's: what is waited for; why that launcher must go
-over                  the leader's: the job has ended
+count, machine/I      every launcher that has arrived, in the order of arrival
+beat/I                grows as long as that launcher lives and reaches the store; "left" once it has gone
+ready/I               the round that the launcher waits for, and what it knows of the job so far
+latest, round/N       written by the leader: the machines of round N, in the order of their ranks
+end/N                 why round N ended, written by whoever knows first; a failure replaces any other reason
+done/N                how many machines have finished the round
+waits, refused/I      written by the leader: what it waits for; why that launcher has to go
+over                  written by the leader: the job has ended
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,33 +26,41 @@ NO_FAILURE = ("regroup", "leave", "stop")
 
 @dataclass(frozen=True)
 class Terms:
-    """What every machine must be started with alike."""
+    """The options that every machine must be started with alike."""
 
     least: int
     most: int
     job: str
     max_restarts: int
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether there may be a second round."""
+        return self.max_restarts > 0 or self.least < self.most
+
+    @property
+    def nodes(self) -> str:
+        return f"{self.least}:{self.most}" if self.least < self.most else str(self.most)
+
     def difference(self, other: Terms) -> str:
         """The first option that differs, with this machine's value and the other's."""
-        nodes = tuple(f"{one.least}:{one.most}" if one.least < one.most else str(one.most) for one in (self, other))
         pairs = {
-            "nnodes": nodes,
+            "nnodes": (self.nodes, other.nodes),
             "rdzv-id": (self.job, other.job),
-            "max-restarts": (str(self.max_restarts), str(other.max_restarts)),
+            "max-restarts": (self.max_restarts, other.max_restarts),
         }
         differing = [(name, *values) for name, values in pairs.items() if values[0] != values[1]]
         return "".join(f"--{name} differs: {own} here, {theirs}" for name, own, theirs in differing[:1])
 
 
 @dataclass(frozen=True)
-class Memory:
-    """What outlives an attempt. Every launcher remembers it, because each may be the one that is left."""
+class JobState:
+    """What the next round must know of the job. Every launcher keeps it, because any of them may be the one left."""
 
     round: int = 0  # the next one
     restarts: int = 0
     folder: str | None = None  # of the run
-    begun: bool = False  # that run has its weights: from now on it is resumed
+    begun: bool = False  # the run has its weights: from now on it is resumed
 
 
 @dataclass(frozen=True)
@@ -65,24 +74,28 @@ class Peer:
     number: int | None
     terms: Terms
 
+    def is_same_process(self, other: Peer) -> bool:
+        return (self.host, self.pid) == (other.host, other.pid)
+
 
 @dataclass(frozen=True)
 class Round:
     number: int
     peers: tuple[Peer, ...]
-    memory: Memory
+    state: JobState
 
     @property
     def ranks(self) -> int:
         return sum(peer.ranks for peer in self.peers)
 
     def place(self, index: int) -> int:
+        """The position of a launcher among the machines of the round."""
         return [peer.index for peer in self.peers].index(index)
 
 
 @dataclass(frozen=True)
 class End:
-    """Why a round ended. `delay`: seconds from the fault to this word of it, by the clock of who tells."""
+    """Why a round ended. `delay` is the time from the fault to this record, by the clock of the one machine."""
 
     report: Report
     delay: float = 0.0
@@ -92,27 +105,30 @@ class End:
         return self.report.kind not in NO_FAILURE
 
 
+def peer_of(entry: dict[str, Any]) -> Peer:
+    return Peer(**{**entry, "terms": Terms(**entry["terms"])})
+
+
 def read_round(store: dist.Store, number: int) -> Round:
     entry = json.loads(store.get(f"round/{number}"))
-    peers = tuple(Peer(**{**peer, "terms": Terms(**peer["terms"])}) for peer in entry["peers"])
-    return Round(entry["number"], peers, Memory(**entry["memory"]))
+    return Round(entry["number"], tuple(map(peer_of, entry["peers"])), JobState(**entry["state"]))
 
 
 def read_end(store: dist.Store, number: int) -> End | None:
     if not store.check([f"end/{number}"]):
         return None
-    return _end(store.get(f"end/{number}"))
+    return _end_of(store.get(f"end/{number}"))
 
 
-def tell_end(store: dist.Store, number: int, end: End) -> End:
-    """The first failure counts, and before what is none."""
+def write_end(store: dist.Store, number: int, end: End) -> End:
+    """Record why a round ended and return what counts: the first failure, or else the first reason."""
     key, text = f"end/{number}", json.dumps(asdict(end))
     held = store.compare_set(key, "", text)
-    if end.is_failure and not _end(held).is_failure:
+    if end.is_failure and not _end_of(held).is_failure:
         held = store.compare_set(key, held.decode(), text)
-    return _end(held)
+    return _end_of(held)
 
 
-def _end(text: bytes) -> End:
+def _end_of(text: bytes) -> End:
     entry = json.loads(text)
     return End(Report(**entry["report"]), entry["delay"])

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests import processes
 from tests.faults.ahead import fixtures, job
 
 ROOT = Path(__file__).parents[2]
@@ -20,14 +21,14 @@ class Job:
     def __init__(self, folder, fault, ranks=2):
         self.folder, self.ranks = folder, ranks
         command = [sys.executable, "-m", "tests.faults.programs", fault, str(ranks), str(folder)]
-        self.process = subprocess.Popen(
+        self.process = processes.start(
             command,
+            shared=True,
             cwd=ROOT,
             env={**os.environ, "TMPDIR": str(folder)},  # a launcher that is killed cannot tidy up
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
         )
 
     def pid(self, rank):
@@ -50,10 +51,7 @@ class Job:
         return [int(path.read_text()) for path in self.folder.glob("pid-*")]
 
     def close(self):
-        for pid in [self.process.pid, *self.pids()]:
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        self.process.communicate()
+        processes.end(self.process)  # its ranks die with it
 
 
 def is_alive(pid):
@@ -153,7 +151,7 @@ def test_ranks_that_do_not_heed_a_signal_are_killed(run):
     run.process.terminate()
     code, _, stderr = run.end(PROMPT)
     assert code == 143
-    assert "rank 0, 1 did not stop within 2 s" in stderr
+    assert "ranks 0-1 did not stop within 2 s" in stderr
 
 
 @job("none")

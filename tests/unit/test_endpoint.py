@@ -1,18 +1,15 @@
-"""How launchers of several machines meet, and what a rank of another launcher says: without starting any rank."""
+"""The address at which launchers meet, and what a rank of another launcher prints: without starting any rank."""
 
-import os
 import socket
-import threading
 
 import pytest
 import torch.distributed as dist
 
 from shardline.cli.main import main
 from shardline.errors import UserError
-from shardline.launch import launch
-from shardline.launch import rendezvous as meeting
+from shardline.launch import endpoint, launch
+from shardline.launch.endpoint import Endpoint, interface_towards
 from shardline.launch.failures import explain
-from shardline.launch.rendezvous import Machine, Meeting, interface_towards
 
 
 @pytest.fixture
@@ -22,126 +19,24 @@ def port():
         return probe.getsockname()[1]
 
 
-KEPT = []  # a launcher serves as long as it is there
-
-
-@pytest.fixture(autouse=True)
-def ended_launchers():
-    yield
-    KEPT.clear()
-
-
-def launcher(port, number, nodes=2, job="none", host="h", seconds=20.0, address="127.0.0.1"):
-    """A launcher as if on a machine of its own."""
-    made = Meeting(f"{address}:{port}", nodes, number, job, seconds)
-    made.machine = Machine(f"{host}{number}", 1, nodes, job)
-    KEPT.append(made)
-    return made
-
-
-def meet(*launchers):
-    """What each got: what its ranks would be told, or the message that it ended with."""
-    results = {}
-
-    def run(one):
-        try:
-            results[one] = one.next_rendezvous()
-        except UserError as error:
-            results[one] = str(error)
-
-    threads = [threading.Thread(target=run, args=(one,)) for one in launchers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [results[one] for one in launchers]
-
-
-def test_machines_get_the_numbers_they_were_given_and_one_store(port):
-    first, second = meet(launcher(port, 0), launcher(port, 1))
-    assert (first.rank, second.rank, first.world_size, second.world_size) == (0, 1, 2, 2)
-    assert second.bootstrap_store_info.master_port == first.bootstrap_store_info.master_port == port
-    first.store.set("key", "value")
-    assert second.store.get("key") == b"value"
-
-
-def test_unnumbered_machines_count_as_they_come_and_the_one_that_serves_is_first(port):
-    launchers = [launcher(port, None, nodes=3, host=name) for name in "abc"]
-    infos = meet(*launchers)
-    assert sorted(info.rank for info in infos) == [0, 1, 2]
-    assert [info.rank for info, one in zip(infos, launchers, strict=True) if one.server] == [0]
-
-
-def test_one_machine_takes_a_free_port():
-    (info,) = meet(launcher(0, 0, nodes=1))
-    assert (info.rank, info.world_size) == (0, 1)
-    socket.create_connection(("127.0.0.1", info.bootstrap_store_info.master_port)).close()
-
-
-def test_a_number_that_another_machine_has_is_refused(port):
-    first, second, twin = (launcher(port, number, nodes=3, seconds=2) for number in (0, 1, 1))
-    twin.machine = Machine("twin", 7, 3, "none")
-    messages = meet(first, second, twin)
-    refused = [message for message in messages if message.startswith("--node-rank 1: ")]
-    assert refused in (
-        ["--node-rank 1: twin (pid 7) has this number; give each machine its own, 0 to 2"],
-        ["--node-rank 1: h1 (pid 1) has this number; give each machine its own, 0 to 2"],
-    )
-
-
-def test_a_machine_that_comes_after_the_meeting_is_refused(port):
-    meet(launcher(port, 0), launcher(port, 1))
-    assert meet(launcher(port, 1)) == [f"--rdzv-endpoint 127.0.0.1:{port}: a job is under way there"]
-
-
-def test_a_machine_too_many_is_refused(port):
-    meet(launcher(port, None, host="a"), launcher(port, None, host="b"))
-    dist.PrefixStore("shardline/machines", KEPT[0].server or KEPT[1].server).delete_key("met")  # it was a little faster
-    (message,) = meet(launcher(port, None, host="c"))
-    assert message == f"--rdzv-endpoint 127.0.0.1:{port}: 2 machines are there already (--nnodes)"
-
-
-def test_a_launcher_that_ended_before_the_others_came_leaves_its_number(port):
-    first, ended, again = launcher(port, 0), launcher(port, 1, seconds=0.5), launcher(port, 1)
-    ended.machine = Machine(socket.gethostname(), 2**22 + 1, 2, "none")  # no process has such a number
-    again.machine = Machine(socket.gethostname(), os.getpid(), 2, "none")
-    first._serve()
-    store = dist.PrefixStore("shardline/machines", first.server)
-    assert ended._take_number(store) == 1
-    assert again._take_number(store) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [({"nodes": 3}, ("--nnodes differs: ", "2", "3")), ({"job": "x"}, ("--rdzv-id differs: ", "none", "x"))],
-)
-def test_machines_that_were_started_differently_say_so(port, change, said):
-    name, ours, theirs = said
-    first, second = meet(launcher(port, 0), launcher(port, 1, **change))
-    assert first == f"{name}{ours} on this machine, {theirs} on h1"
-    assert second == f"{name}{theirs} on this machine, {ours} on h0"
-
-
-def test_who_did_not_come_is_named(port, capsys, monkeypatch):
-    monkeypatch.setattr(meeting, "PATIENCE", 0.1)
-    (message,) = meet(launcher(port, 0, nodes=4, seconds=0.5))
-    assert message == f"machines 1-3 of 4 did not come to 127.0.0.1:{port} within 0.5 s (0 is h0)"
-    assert capsys.readouterr().err == f"waiting for machines 1-3 of 4 at 127.0.0.1:{port}\n"
+def problem(port, number, seconds=20.0, address="127.0.0.1"):
+    """The message of a launcher that cannot open the store at an endpoint."""
+    with pytest.raises(UserError) as raised:
+        Endpoint(f"{address}:{port}", number, seconds).open()
+    return str(raised.value)
 
 
 def test_an_endpoint_that_leads_nowhere(port):
-    (silent,) = meet(launcher(port, 1, seconds=0.3))
+    silent = problem(port, 1, seconds=0.3)
     assert f"--rdzv-endpoint 127.0.0.1:{port}: no answer within 0.3 s" in silent
     assert "the first machine has not started" in silent
-    (unknown,) = meet(launcher(port, 1, address="no-such-host.invalid"))
-    assert "'no-such-host.invalid' has no address" in unknown
+    assert "'no-such-host.invalid' has no address" in problem(port, 1, address="no-such-host.invalid")
 
 
 def test_an_endpoint_where_something_else_listens(port, monkeypatch):
-    monkeypatch.setattr(meeting, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(endpoint, "CONNECT_SECONDS", 1)
     with socket.create_server(("127.0.0.1", port)):
-        (taken,) = meet(launcher(port, 0))
-        (alien,) = meet(launcher(port, 1))
+        taken, alien = problem(port, 0), problem(port, 1)
     assert f"port {port} of this machine is taken" in taken
     assert alien == f"--rdzv-endpoint 127.0.0.1:{port}: what answers there is no launcher"
 

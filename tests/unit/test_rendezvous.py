@@ -1,4 +1,4 @@
-"""Which machines take part in a job that restarts: launchers in threads, without any rank."""
+"""Which machines take part in a job, and how they report to each other: launchers in threads, without any rank."""
 
 import itertools
 import socket
@@ -7,16 +7,16 @@ import time
 from dataclasses import replace
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from shardline.config.load import load_config
 from shardline.errors import UserError
-from shardline.launch import leader, rounds
-from shardline.launch.elastic import Recovery
+from shardline.launch import endpoint, leader, rounds
+from shardline.launch.endpoint import Endpoint
 from shardline.launch.failures import in_a_line
-from shardline.launch.gathering import Gathering
 from shardline.launch.launch import misfit
-from shardline.launch.rounds import End, Memory, Terms
+from shardline.launch.recovery import Recovery
+from shardline.launch.rendezvous import Rendezvous
+from shardline.launch.rounds import End, JobState, Terms
 from shardline.report import Report
 from shardline.run import attempt
 from shardline.run.folder import open_run_folder
@@ -39,11 +39,14 @@ def launchers(port, monkeypatch):
     made, numbers = [], itertools.count()
     monkeypatch.setattr(socket, "gethostname", lambda: f"host-{next(numbers)}")
 
-    def make(nodes="1:2", number=None, ranks=1, job="x", max_restarts=3, seconds=20.0, fits=lambda ranks: True):
+    def make(
+        nodes="1:2", number=None, ranks=1, job="x", max_restarts=3, seconds=20.0, lost=1.5, fits=lambda ranks: True
+    ):
         least, _, most = nodes.partition(":")
         terms = Terms(int(least), int(most or least), job, max_restarts)
         wrong = lambda ranks: "" if fits(ranks) else f"{ranks} ranks do not fit"  # noqa: E731
-        made.append(Gathering(f"127.0.0.1:{port}", terms, number, ranks, seconds, 1.5, wrong, lambda: True))
+        address = f"127.0.0.1:{port}"
+        made.append(Rendezvous(Endpoint(address, number, seconds), terms, ranks, lost, wrong, lambda: True))
         return made[-1]
 
     yield make
@@ -52,7 +55,7 @@ def launchers(port, monkeypatch):
 
 
 class Meet(threading.Thread):
-    """A launcher that waits for its round: what came of it."""
+    """A launcher that waits for its round: the round, an error, or "ended"."""
 
     def __init__(self, launcher):
         super().__init__(daemon=True)
@@ -61,8 +64,8 @@ class Meet(threading.Thread):
 
     def run(self):
         try:
-            self.result = self.launcher.next_rendezvous()
-        except (UserError, RendezvousGracefulExitError) as error:
+            self.result = self.launcher.next_round() or "ended"
+        except UserError as error:
             self.result = error
 
     def get(self, seconds=20):
@@ -92,24 +95,24 @@ def failure(text="x", kind="error"):
 def test_machines_meet_in_rounds_and_the_store_has_rank_0(launchers):
     a, b = launchers(ranks=2), launchers(ranks=3)
     first, second = meet(a, b)
-    assert (first.world_size, second.world_size) == (2, 2)
+    assert first == second
     leads, other = (a, b) if a.leads else (b, a)
     assert (leads.round.peers[0].ranks, leads.round.ranks, leads.round.number) == (leads.ranks, 5, 0)
     assert leads.round == other.round
-    other.tell(failure("of its own"))
+    other.report(failure("of its own"))
     wait_for(lambda: leads.end is not None)
     assert (leads.end.report.text, leads.end.delay) == ("of its own", 0.5)
     for one in (a, b):
-        one.memory = replace(one.memory, restarts=1)
+        one.state = replace(one.state, restarts=1)
     meet(a, b)
-    assert (a.round.number, b.round.number, a.round.memory.restarts) == (1, 1, 1)
+    assert (a.round.number, b.round.number, a.round.state.restarts) == (1, 1, 1)
     assert a.end is None
 
 
 def test_the_first_failure_counts_and_before_a_regroup(launchers):
     a, b = launchers(), launchers()
     meet(a, b)
-    a.tell(failure("a machine joins", "regroup"))
+    a.report(failure("a machine joins", "regroup"))
     wait_for(lambda: b.end is not None)
     assert b.settle(failure("the first")).report.text == "the first"
     assert a.settle(failure("the second")).report.text == "the first"
@@ -121,16 +124,16 @@ def test_a_silent_machine_is_given_up_and_stops_by_itself_before(launchers):
     wait_for(lambda: a.leads)
     b = launchers()
     two = Meet(b)
-    assert (one.get().world_size, two.get().world_size) == (2, 2)
-    b.line._closed.set()
+    assert len(one.get().peers) == len(two.get().peers) == 2
+    b.thread._closed.set()
     wait_for(lambda: b.cut_off)
     assert a.end is None
     wait_for(lambda: a.end is not None)
-    assert in_a_line(a.end.report).startswith(f"host {b.line._me.host} is lost: no sign of life for ")
+    assert in_a_line(a.end.report).startswith(f"host {b.thread.me.host} is lost: no sign of life for ")
     assert a.end.delay >= 1.5
     assert not a.cut_off
     meet(a)
-    assert hosts(a) == [a.line._me.host]
+    assert hosts(a) == [a.thread.me.host]
 
 
 def test_a_machine_that_comes_later_ends_the_round_without_a_failure(launchers):
@@ -139,10 +142,10 @@ def test_a_machine_that_comes_later_ends_the_round_without_a_failure(launchers):
     b = launchers(nodes="1:3")
     late = Meet(b)
     wait_for(lambda: a.end is not None)
-    assert (a.end.is_failure, a.end.report.text) == (False, f"host {b.line._me.host} joins")
+    assert (a.end.is_failure, a.end.report.text) == (False, f"host {b.thread.me.host} joins")
     meet(a)
-    assert late.get().world_size == 2
-    assert hosts(b) == [a.line._me.host, b.line._me.host]
+    assert len(late.get().peers) == 2
+    assert hosts(b) == [a.thread.me.host, b.thread.me.host]
 
 
 def test_machines_in_reserve_step_in_and_go_when_the_job_is_over(launchers):
@@ -151,19 +154,20 @@ def test_machines_in_reserve_step_in_and_go_when_the_job_is_over(launchers):
     wait_for(lambda: a.leads)
     b = launchers()
     second = Meet(b)
-    assert (first.get().world_size, second.get().world_size) == (2, 2)
+    assert len(first.get().peers) == len(second.get().peers) == 2
     c, d = launchers(), launchers()
     waiting = [Meet(c), Meet(d)]
-    wait_for(lambda: c.line is not None and "as many machines as it can use" in c.line.waits_for)
+    wait_for(lambda: c.thread is not None and "as many machines as it can use" in c.thread.waits_for)
     assert a.end is None
-    b.line._closed.set()
+    b.thread._closed.set()
     wait_for(lambda: a.end is not None)
     meet(a)
     wait_for(lambda: any(one.result is not None for one in waiting))
     assert len(hosts(a)) == 2
     a.close()
     results = [one.get() for one in waiting]
-    assert sorted(type(result).__name__ for result in results) == ["RendezvousGracefulExitError", "RendezvousInfo"]
+    assert sorted(type(result).__name__ for result in results) == ["Round", "str"]
+    assert "ended" in results
 
 
 def test_as_many_machines_as_the_layout_can_use(launchers):
@@ -174,12 +178,14 @@ def test_as_many_machines_as_the_layout_can_use(launchers):
     assert {len(one.round.peers) for one, thread in zip(together, waiting, strict=True) if thread.result} == {2}
     (spare,) = [thread for thread in waiting if thread.result is None]
     spare.launcher.close()
-    assert str(spare.get()) == "this machine has left"
+    assert spare.get() == "ended"
 
 
 def test_too_few_or_unfit_machines_are_told_after_the_time_out(launchers, port):
-    (few,) = meet(launchers(nodes="2:3", seconds=0.4))
-    assert str(few) == f"waited 0.4 s at 127.0.0.1:{port} for more machines (1 of at least 2 is there)"
+    a = launchers(nodes="2:3", seconds=0.4)
+    (few,) = meet(a)
+    expected = f"more machines (1 of at least 2 is there: {a.thread.me.host})"
+    assert str(few) == f"waited 0.4 s at 127.0.0.1:{port} for {expected}"
 
 
 def test_a_layout_that_does_not_fit_is_told_with_its_numbers(launchers, port):
@@ -210,20 +216,114 @@ def test_numbers_are_kept_and_one_that_is_taken_is_refused(launchers):
     assert [peer.number for peer in a.round.peers] == [0, 1]
     (refused,) = meet(launchers("2", number=1))
     assert str(refused).startswith("--node-rank 1: ")
-    b.line._closed.set()
+    b.thread._closed.set()
     wait_for(lambda: a.end is not None)
     back = launchers("2", number=1)
     meet(a, back)
-    assert [peer.host for peer in back.round.peers] == [a.line._me.host, back.line._me.host]
+    assert [peer.host for peer in back.round.peers] == [a.thread.me.host, back.thread.me.host]
 
 
 def test_what_is_known_of_the_run_survives_the_machine_of_the_endpoint(launchers):
     a = launchers()
-    a.memory = Memory()
     survivor = launchers()
-    survivor.memory = Memory(round=4, restarts=2, folder="outputs/run", begun=True)
+    survivor.state = JobState(round=4, restarts=2, folder="outputs/run", begun=True)
     meet(a, survivor)
-    assert a.round.memory == replace(survivor.round.memory) == Memory(4, 2, "outputs/run", True)
+    assert a.round.state == survivor.round.state == JobState(4, 2, "outputs/run", True)
+
+
+# ---- a job without restarts ------------------------------------------------------------------------------------------
+
+ONCE = {"nodes": "2", "max_restarts": 0}
+
+
+def test_one_machine_takes_a_free_port_and_waits_for_nobody(monkeypatch):
+    once = Rendezvous(Endpoint("127.0.0.1:0", 0, 5.0), Terms(1, 1, "none", 0), 2, 10.0, lambda ranks: "", lambda: True)
+    started = time.monotonic()
+    assert once.next_round().ranks == 2
+    assert once.is_done()
+    host, number = once.store_address
+    socket.create_connection((host, number)).close()
+    once.close()
+    assert time.monotonic() - started < 2
+
+
+def test_machines_get_the_numbers_they_were_given_and_one_store(launchers, port):
+    second, first = launchers(**ONCE, number=1), launchers(**ONCE, number=0)
+    meet(second, first)
+    assert (first.place, second.place, first.leads, second.leads) == (0, 1, True, False)
+    assert first.store_address == second.store_address == ("127.0.0.1", port)
+    first.thread.store.set("key", "value")
+    assert second.thread.store.get("key") == b"value"
+
+
+def test_unnumbered_machines_count_as_they_come_and_the_one_that_serves_is_first(launchers):
+    together = [launchers("3", max_restarts=0) for _ in range(3)]
+    meet(*together)
+    assert sorted(one.place for one in together) == [0, 1, 2]
+    assert [one.place for one in together if one.leads] == [0]
+
+
+@pytest.mark.parametrize("number", [None, 1])
+def test_a_machine_that_comes_after_the_start_is_refused(launchers, port, number, capsys):
+    first, second = (launchers(**ONCE, number=None if number is None else one) for one in (0, 1))
+    meet(first, second)
+    late = launchers(**ONCE, number=number)
+    (refused,) = meet(late)
+    assert str(refused) == f"--rdzv-endpoint 127.0.0.1:{port}: a job is under way there"
+    assert f"note: the launcher on host {late.thread.me.host} (pid " in capsys.readouterr().err
+    assert first.end is None
+
+
+def test_a_machine_too_many_is_refused(launchers, port):
+    together = [launchers(**ONCE) for _ in range(3)]
+    said = {str(result) for result in meet(*together) if isinstance(result, UserError)}
+    address = f"--rdzv-endpoint 127.0.0.1:{port}: "
+    assert len(said) == 1
+    assert said <= {f"{address}2 machines are there already (--nnodes)", f"{address}a job is under way there"}
+
+
+def test_a_launcher_that_died_before_the_others_came_leaves_its_number(launchers):
+    first, ended = launchers("3", number=0, max_restarts=0), launchers("3", number=1, max_restarts=0)
+    waiting = [Meet(first), Meet(ended)]
+    wait_for(lambda: first.thread is not None and first.thread.leader and len(first.thread.leader.peers) == 2)
+    ended.thread._closed.set()
+    time.sleep(0.5)  # no round begins with a machine that is silent, before it is given up
+    again, third = launchers("3", number=1, max_restarts=0), launchers("3", number=2, max_restarts=0)
+    meet(again, third)
+    assert hosts(waiting[0].get() and first) == [one.thread.me.host for one in (first, again, third)]
+
+
+def test_who_did_not_come_is_named(launchers, port, capsys, monkeypatch):
+    monkeypatch.setattr(endpoint, "PATIENCE", 0.1)
+    one = launchers("4", number=0, max_restarts=0, seconds=0.5)
+    (late,) = meet(one)
+    missing = f"machines 1-3 of 4 (present: {one.thread.me.host})"
+    assert str(late) == f"waited 0.5 s at 127.0.0.1:{port} for {missing}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"waiting for {missing} at 127.0.0.1:{port}"
+
+
+def test_others_end_with_a_first_machine_that_gives_up_before_the_start(launchers, port):
+    first, second = (launchers("3", number=number, max_restarts=0) for number in (0, 1))
+    waiting = [Meet(first), Meet(second)]
+    wait_for(lambda: second.thread is not None and "machine 2 of 3" in second.thread.waits_for)
+    first.close()
+    assert str(waiting[1].get()) == f"--rdzv-endpoint 127.0.0.1:{port}: the launcher there has ended"
+
+
+def test_a_break_in_the_network_does_not_end_the_only_round(launchers):
+    first, second = (launchers(**ONCE, number=number, lost=0.3) for number in (0, 1))
+    meet(first, second)
+    second.thread._closed.set()
+    time.sleep(1.0)
+    assert (first.end, second.cut_off) == (None, False)
+
+
+def test_all_machines_of_the_only_round_finish_together(launchers):
+    first, second = (launchers(**ONCE, number=number) for number in (0, 1))
+    meet(first, second)
+    assert not first.is_done()
+    assert not second.is_done()
+    wait_for(lambda: first.is_done() and second.is_done())
 
 
 def test_times_by_part_add_up():
