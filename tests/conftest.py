@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import leftovers, prefork, progress, proven
+from tests import leftovers, prefork, processes, progress, proven
 
 torch.set_num_threads(1)
+processes.reset_sighup()
 
 # Files that take long are begun first: a long one at the end would run alone.
 LONG = ("parity/test_layouts", "faults/", "parity/", "e2e/", "unit/test_fused", "unit/test_bench_comm")
@@ -43,6 +44,13 @@ def pytest_unconfigure() -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: some tests wait more than they compute."""
     return min(len(os.sched_getaffinity(0)) + 1, MOST_PROCESSES)
+
+
+@pytest.fixture(autouse=True)
+def ended_processes() -> Iterator[None]:
+    """What a test starts ends with it."""
+    yield
+    processes.end_all()
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
+
 NETWORK = "10.77.0"
 FILES = Path("/etc/netns")  # `ip netns exec NAME` shows the files in FILES/NAME as those in /etc
 NAMED = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
@@ -34,19 +36,18 @@ class Host:
     def start(self, words: Sequence[str], env: Mapping[str, str] | None = None, **options) -> subprocess.Popen:
         """A process on this host."""
         command = ["ip", "netns", "exec", self.name, *NAMED, self.name, *words]
-        return subprocess.Popen(command, env={**os.environ, **(env or {})}, **options)
+        return processes.start(command, env={**os.environ, **(env or {})}, **options)
 
     def run(
         self, words: Sequence[str], env: Mapping[str, str] | None = None, timeout: float = 60, **options
     ) -> subprocess.CompletedProcess:
         """Run a process on this host to its end."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-        with self.start(words, env, **options) as process:
-            try:
-                stdout, stderr = process.communicate(timeout=timeout)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
+        process = self.start(words, env, **options)
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        finally:
+            processes.end(process)
         return subprocess.CompletedProcess(list(words), process.returncode, stdout, stderr)
 
     def sent_bytes(self) -> int:

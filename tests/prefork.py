@@ -224,6 +224,7 @@ def become(program: Program, descriptors: Sequence[int]) -> None:
     for number, copy in kept.items():
         os.dup2(copy, number)
     os.closerange(500, 600)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test process that is killed leaves no program behind
     if program.new_session:
         os.setsid()
     os.chdir(program.folder)

@@ -2,34 +2,24 @@
 
     process = start([sys.executable, "-m", "shardline", "train", ...], stdout=subprocess.PIPE)
 
-It leads a session of its own, which is killed when the test is over (`shared`: when its owner calls `end`), and it dies
-with the test session, however that dies. Ranks of a launcher have sessions of their own, and die with their launcher.
+It leads a session of its own, which is killed when the test is over (`shared`: when its owner calls `end`). Ranks of a
+launcher have sessions of their own, and die with their launcher. `leftovers` finds what is left all the same.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
 OUTLIVES_TERMINAL = "SHARDLINE_TESTS_OUTLIVE_TERMINAL"
-_libc = ctypes.CDLL(None)
 _of_test: list[subprocess.Popen[Any]] = []
 
 
 def start(words: Sequence[Any], shared: bool = False, **options: Any) -> subprocess.Popen[Any]:
-    """Start a process. `preexec_fn` is called in it after it was tied to the test session."""
-    prepare = options.pop("preexec_fn", None)
-
-    def tie() -> None:
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if prepare is not None:
-            prepare()
-
-    process = subprocess.Popen(words, start_new_session=True, preexec_fn=tie, **options)
+    """Start a process in a session of its own."""
+    process = subprocess.Popen(words, start_new_session=True, **options)
     if not shared:
         _of_test.append(process)
     return process

@@ -24,6 +24,7 @@ from shardline.config.load import load_config
 from shardline.run.folder import RunFolder
 from shardline.run.stop import Requests, listening
 from shardline.telemetry.console import setup_logging
+from tests import processes
 from tests.e2e.tiny import command, flags, rows, run
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ class Running:
 
     def __init__(self, *words, **options):
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} | options
-        self.process = subprocess.Popen([sys.executable, "-m", "shardline", *words], start_new_session=True, **options)
+        self.process = processes.start([sys.executable, "-m", "shardline", *words], **options)
         self.text = ""
         self.watchdog = threading.Timer(60, self.process.kill)
         self.watchdog.start()

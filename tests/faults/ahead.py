@@ -8,6 +8,8 @@
 Few at a time: time-outs in these jobs are short, and must not come from a lack of cores.
 """
 
+import contextlib
+
 import pytest
 
 
@@ -28,8 +30,9 @@ def fixtures(make, ahead=1):
     def jobs():
         started = {}
         yield started
-        for one in started.values():
-            one.close()
+        with contextlib.ExitStack() as stack:  # closes all, also where one of them fails
+            for one in started.values():
+                stack.callback(one.close)
 
     @pytest.fixture
     def run(request, jobs, tmp_path_factory):

@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests import processes
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -93,13 +95,13 @@ class Nursery:
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "CUDA_VISIBLE_DEVICES": ""}
-        self.process = subprocess.Popen(
+        self.process = processes.start(
             [sys.executable, "-m", "tests.faults.nursery"],
+            shared=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            start_new_session=True,
         )
 
     def run(self, job: Job) -> Ended:
@@ -122,7 +124,9 @@ class Nursery:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(10)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
+        processes.end(self.process)
 
 
 # ---- the nursery -----------------------------------------------------------------------------------------------------

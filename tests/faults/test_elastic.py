@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import wait_until
 from tests.faults.test_trainer import SMALL
@@ -85,9 +86,9 @@ class Job:
         """Another launcher; its number."""
         number = len(self.launchers)
         files = {name: (self.folder / f"{name}-{number}").open("w") for name in ("stdout", "stderr")}
-        options = {"cwd": self.folder, "start_new_session": True, **files}
+        options = {"cwd": self.folder, "shared": True, **files}
         if host is None:
-            self.launchers.append(subprocess.Popen(self.words, env={**os.environ, **self.environment}, **options))
+            self.launchers.append(processes.start(self.words, env={**os.environ, **self.environment}, **options))
         else:
             self.launchers.append(host.start(self.words, self.environment, **options))
         return number
@@ -128,9 +129,7 @@ class Job:
 
     def close(self):
         for launcher in self.launchers:
-            if launcher.poll() is None:
-                os.killpg(launcher.pid, signal.SIGKILL)
-                launcher.wait()
+            processes.end(launcher)
 
 
 run, jobs = fixtures(Job)

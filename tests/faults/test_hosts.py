@@ -26,7 +26,7 @@ def start(host, number, first, *words):
     meeting = ["--node-rank", str(number), "--rdzv-endpoint", f"{first.address}:29871"]
     command = [sys.executable, "-m", "tests.faults.two_nodes", *meeting, *words]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return host.start(command, cwd=ROOT, text=True, start_new_session=True, **pipes)
+    return host.start(command, cwd=ROOT, text=True, **pipes)
 
 
 def test_ranks_on_two_hosts_sum_over_the_shaped_link(hosts):

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from tests import processes
 from tests.faults.test_ranks import is_alive, wait_until
 from tests.faults.test_trainer import HOOKS, SMALL
 
@@ -44,13 +45,12 @@ class Job:
             own = {"FAULT_FOLDER": str(folder), "FAULT": fault}
             own |= {"NCCL_HOSTID": f"host-{node}", "NCCL_SOCKET_IFNAME": "lo"}
             self.processes.append(
-                subprocess.Popen(
+                processes.start(
                     [sys.executable, "-m", "shardline", "train", *words, f"--job.dump_folder={folder}/run-{node}"],
                     env={**os.environ, **own},
                     text=True,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    start_new_session=True,
                 )
             )
 
@@ -72,7 +72,7 @@ class Job:
 
     def close(self):
         for process in self.processes:
-            process.kill()
+            processes.end(process)
             process.communicate()
         for path in self.folder.glob("pid-*"):
             if is_alive(int(path.read_text())):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.e2e.tiny import flags
 from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import wait_until
@@ -67,7 +68,7 @@ def test_a_closed_terminal_is_a_reason_to_save(tmp_path, ranks):
         ours, theirs = pty.openpty()
     except OSError as error:
         pytest.skip(f"no terminal can be opened here: {error}")
-    process = subprocess.Popen(
+    process = processes.start(
         [
             *command(tmp_path / "run", checkpoint__interval=100_000, checkpoint__preempted_exit_code=75),
             f"--nproc={ranks}",
@@ -75,7 +76,6 @@ def test_a_closed_terminal_is_a_reason_to_save(tmp_path, ranks):
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )
     os.close(theirs)
@@ -159,7 +159,7 @@ def test_the_end_of_a_slurm_job_is_a_limit_of_its_own(tmp_path):
 def test_after_kill_9_the_next_start_goes_on_at_once_and_says_so(tmp_path):
     """While the first run lives the second one is refused."""
     folder, words = tmp_path / "run", {"checkpoint__interval": 2, "checkpoint__keep_latest_k": 2}
-    with subprocess.Popen(command(folder, **words), stdout=subprocess.PIPE, text=True) as first:
+    with processes.running(command(folder, **words), stdout=subprocess.PIPE, text=True) as first:
         for line in first.stdout:
             if line.startswith("saved "):
                 break
@@ -188,7 +188,7 @@ def test_after_kill_9_the_next_start_goes_on_at_once_and_says_so(tmp_path):
 )
 def test_a_signal_that_comes_when_all_is_done_does_not_change_the_end(tmp_path, more, line, code, ranks):
     words = [*command(tmp_path / "run", **more), "--nproc", str(ranks)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with processes.running(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         for printed in process.stdout:
             if printed.startswith("step 1/") and code:
                 process.terminate()

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests import processes
 from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import PROMPT, is_alive, wait_until
 
@@ -79,13 +80,13 @@ class Run:
         keys = {**SMALL, **more, "job.dump_folder": folder / "run", "experimental.custom_import": folder / "hooks.py"}
         flags = [f"--{key}={value}" for key, value in keys.items()]
         environment = {**os.environ, "FAULT_FOLDER": str(folder), "FAULT": fault}
-        self.process = subprocess.Popen(
+        self.process = processes.start(
             [sys.executable, "-m", "shardline", "train", "--nproc", "2", *flags],
+            shared=True,
             env=environment,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,
         )
 
     def wait_for_step(self, step):
@@ -106,11 +107,7 @@ class Run:
         return self.process.returncode, stdout, stderr
 
     def close(self):
-        self.process.terminate()
-        try:
-            self.process.communicate(timeout=PROMPT)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        processes.end(self.process)  # its ranks die with it
 
 
 run, jobs = fixtures(Run)

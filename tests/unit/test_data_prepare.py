@@ -25,6 +25,7 @@ from shardline.data.sources import Source, open_source
 from shardline.data.token_store import TokenStore, is_store
 from shardline.data.tokenizer import ByteTokenizer, load_tokenizer
 from shardline.errors import UserError
+from tests import processes
 
 from .test_tokenizer import write_tokenizer
 
@@ -183,7 +184,7 @@ def start(
 ) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", SCRIPT, str(out), str(stop), str(pause), str(limit), str(int(overwrite))]
     root = Path(__file__).resolve().parents[2]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=root)
+    return processes.start(words, stdout=subprocess.PIPE, text=True, cwd=root)
 
 
 def wait_for(file: Path) -> None:

@@ -1,7 +1,6 @@
 """TorchTitan's checkpoints in: only when trusted, whole, and with the same logits."""
 
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.flavors import FLAVORS
 from shardline.models.fused_weights import logical_shapes
 from shardline.models.state import load_logical_state
+from tests import processes
 from tests.unit import titan
 
 HEADS = ("--model.overrides.n_heads=6", "--model.overrides.rope_theta=7000.0", "--model.overrides.norm_eps=1e-4")
@@ -127,7 +127,7 @@ def test_rows_of_pairs_become_halves() -> None:
 def test_parts_of_two_ranks(tmp_path: Path, call: Any) -> None:
     folder = tmp_path / "step-9"
     words = [sys.executable, "-m", "tests.unit.titan", str(folder)]
-    ranks = [subprocess.Popen([*words, str(rank), "2"], cwd=ROOT) for rank in range(2)]
+    ranks = [processes.start([*words, str(rank), "2"], cwd=ROOT) for rank in range(2)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     assert len(list(folder.glob("__*_*.distcp"))) >= 2
     code, text = call(folder, tmp_path / "out", "--trust-pickle", *HEADS)
