@@ -357,7 +357,7 @@ def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps
         if damages:
             raise UserError(
                 f"{folder} already holds a run and has no good checkpoint to resume from ({'; '.join(damages)}):"
-                " --overwrite removes that run, --job.dump_folder names another folder"
+                " --overwrite moves that run aside, --job.dump_folder names another folder"
             )
         return None
     check_model(good[0], arch)

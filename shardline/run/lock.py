@@ -46,7 +46,7 @@ class Lock:
 
 
 def _forget_locks() -> None:
-    """In a forked child: a data worker that outlives its trainer must not keep the trainer's folder."""
+    """Close the locks in a forked child: a data worker that outlives its trainer must not keep the trainer's folder."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -81,7 +81,7 @@ def _beat(lock: Lock) -> None:
 
 
 def _claim(file: Path, descriptor: int) -> list[str]:
-    """Make sure that nobody else has it; lines for the log."""
+    """Make sure that nobody else holds the file, and return lines for the log."""
     notes, problem = [], _try_flock(descriptor)
     if problem is not None and problem.errno in (errno.EWOULDBLOCK, errno.EACCES):
         _wait_for_lease(file, descriptor)
@@ -94,7 +94,7 @@ def _claim(file: Path, descriptor: int) -> list[str]:
     if not known_dead and _beats(file):
         raise _in_use(file, holder)
     if _holder(descriptor):
-        notes.append(f"the run that had this folder ({holder}) ended without a word: its lock was taken over")
+        notes.append(f"the run that had this folder ({holder}) ended without releasing it: its lock was taken over")
     return notes
 
 
@@ -107,7 +107,7 @@ def _try_flock(descriptor: int) -> OSError | None:
 
 
 def _wait_for_lease(file: Path, descriptor: int) -> None:
-    """Another machine's lock outlives that machine for a while: wait as long as nothing is heard of it."""
+    """Wait for the lock of a machine that is silent: on a file server it outlives that machine for a while."""
     deadline = time.monotonic() + LEASE_SECONDS
     holder = _holder(descriptor, seconds=0.4)  # it may have taken the lock this instant and not have written its name
     if _host(holder) in (None, socket.gethostname()) or _beats(file):
@@ -126,7 +126,7 @@ def _in_use(file: Path, holder: str) -> UserError:
 
 
 def _beats(file: Path) -> bool:
-    """Whether the holder is heard of: watched until there is a beat, or none was due for too long."""
+    """Whether the holder's heart beats: watches until there is a beat, or none came for too long."""
     seen = file.stat().st_mtime_ns
     silent_until = time.monotonic() + SILENCE_SECONDS - (_now(file) - seen) / 1e9
     while time.monotonic() < silent_until:
@@ -138,7 +138,7 @@ def _beats(file: Path) -> bool:
 
 
 def _now(file: Path) -> int:
-    """The file system's own time in ns: machines' clocks differ."""
+    """The file system's own time in ns, because machines' clocks differ."""
     probe = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
     probe.touch()
     try:
@@ -162,5 +162,5 @@ def _host(holder: str) -> str | None:
 
 
 def _is_running(holder: str) -> bool:
-    """Of a holder on this machine."""
+    """Whether a holder on this machine still runs."""
     return Path(f"/proc/{holder.split()[1]}").exists()

@@ -20,10 +20,10 @@ import pytest
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
-from shardline.run import folder as run_folder
 from shardline.run import lock as folder_lock
-from shardline.run.attempt import Attempt
-from shardline.run.folder import CONFIG_HEADER, RunFolder, open_run_folder
+from shardline.run.folder import RunFolder, open_run_folder
+from shardline.run.previous_run import CONFIG_HEADER
+from tests import processes
 
 
 def make_config(folder: Path | str | None, **sections: dict[str, Any]) -> Config:
@@ -181,53 +181,66 @@ def test_resume_insists(tmp_path):
         start(tmp_path, good=3, resume=True, overwrite=True, checkpoint=SAVING)
 
 
-def test_overwrite_removes_the_run_and_nothing_else(tmp_path):
+def contents(folder: Path) -> dict[str, str]:
+    return {name: (folder / name).read_text() for name in files_in(folder)}
+
+
+def test_overwrite_moves_the_run_aside_and_nothing_else(tmp_path):
     earlier_run(tmp_path)
+    before = contents(tmp_path)
     run = start(tmp_path, good=5, overwrite=True, checkpoint=SAVING)
     assert not run.resume
-    assert run.settle() == [f"--overwrite: removed the previous run in {tmp_path}"]
-    assert files_in(tmp_path) == {"notes.txt", "log/mine.txt", "log/lock", "log/ranks.json"}
-    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "log"}
+    (aside,) = tmp_path.glob("replaced-*")
+    assert run.settle() == [f"--overwrite: the previous run is now in {aside}"]
     assert run.settle() == []
     run.close()
+    kept = {"notes.txt", "log/mine.txt", "log/lock"}
+    assert contents(aside) == {name: text for name, text in before.items() if name not in kept}
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "log", aside.name}
+    assert {path.name for path in (tmp_path / "log").iterdir()} == {"mine.txt", "lock", "ranks.json"}
+    assert start(aside, good=5, checkpoint=SAVING).resume_step == 5  # it is a run's folder
+    again = start(tmp_path, overwrite=True)
+    assert again.replaced is None  # nothing is there but a start that wrote no result
+    again.close()
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_run_is_not_replaced_by_one_that_does_not_take_place(tmp_path, killed):
+def test_a_run_is_not_replaced_by_one_that_does_not_take_place(tmp_path):
     earlier_run(tmp_path)
     (tmp_path / "checkpoint" / "step-5" / "link").symlink_to("nowhere")
-    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path.name != "ranks.json"}
+    before = contents(tmp_path)
     run = start(tmp_path, overwrite=True, checkpoint=SAVING)
     assert not (tmp_path / "checkpoint").exists()
     run.log_path(0).write_text("a start that fails\n")
     (tmp_path / "checkpoint").mkdir()
-    if killed:
-        run.lock.release()
-        run = start(tmp_path, good=5, checkpoint=SAVING)
-        assert run.resume_step == 5
     run.close()
-    assert {path: path.read_text() for path in before} == before
+    assert contents(tmp_path) == before
     assert (tmp_path / "checkpoint" / "step-5" / "link").is_symlink()
-    assert not list(tmp_path.glob(".re*"))
+    assert not list(tmp_path.glob("replaced-*"))
 
 
-def test_a_restart_goes_on_with_removing_what_its_run_replaced(tmp_path, monkeypatch):
+def test_what_cannot_be_moved_is_named_and_the_run_stays_whole(tmp_path, monkeypatch):
     earlier_run(tmp_path)
-    start(tmp_path, overwrite=True, checkpoint=SAVING).lock.release()
-    monkeypatch.setattr(run_folder, "this_attempt", lambda: Attempt(folder=str(tmp_path), begun=True))
-    run = start(tmp_path, good=5, checkpoint=SAVING)
-    assert run.resume_step is None
-    assert run.notes == [f"restarted: nothing was saved yet, {tmp_path} begins at step 0 again"]
-    run.close()
-    assert not list(tmp_path.glob(".re*"))
+    before, rename = contents(tmp_path), Path.rename
+
+    def stuck(file, place):
+        if file.name == "step-5":
+            raise OSError(16, "Device or resource busy")
+        return rename(file, place)
+
+    monkeypatch.setattr(Path, "rename", stuck)
+    with pytest.raises(UserError, match=r"--overwrite: .*step-5 cannot be moved: Device or resource busy"):
+        start(tmp_path, overwrite=True)
+    assert contents(tmp_path) == before
+    assert not list(tmp_path.glob("replaced-*"))
 
 
-def test_what_was_being_removed_is_not_put_back(tmp_path):
+def test_a_run_that_was_killed_before_it_took_place_has_lost_nothing(tmp_path):
     earlier_run(tmp_path)
     start(tmp_path, overwrite=True).lock.release()
-    (tmp_path / ".replaced").rename(tmp_path / ".removing")
-    start(tmp_path, checkpoint=SAVING).close()
-    assert files_in(tmp_path) == {"notes.txt", "log/mine.txt", "log/lock", "log/ranks.json"}
+    (aside,) = tmp_path.glob("replaced-*")
+    start(tmp_path, overwrite=True, checkpoint=SAVING).close()
+    assert (aside / "checkpoint" / "step-5" / "state").read_text() == "x"
+    assert list(tmp_path.glob("replaced-*")) == [aside]
 
 
 EVERY_TEN = "[checkpoint]\nenable = true\ninterval = 10\n"
@@ -362,10 +375,14 @@ def race(folder: str | None, number: int) -> dict[int, str]:
     workers = [context.Process(target=_race, args=(folder, ready, done, results)) for _ in range(number)]
     for worker in workers:
         worker.start()
-    found = dict(results.get(timeout=30) for _ in workers)
-    for worker in workers:
-        worker.join(timeout=30)
-    return found
+    try:
+        found = dict(results.get(timeout=30) for _ in workers)
+        for worker in workers:
+            worker.join(timeout=30)
+        return found
+    finally:
+        for worker in workers:
+            worker.kill()
 
 
 def test_racing_processes_one_gets_the_folder(tmp_path):
@@ -397,7 +414,7 @@ time.sleep(60)
 def test_killed_run_lets_the_folder_go(tmp_path, kind):
     """Also when a forked data worker of it lives on."""
     root = Path(__file__).parents[2]
-    holder = subprocess.Popen(
+    holder = processes.start(
         [sys.executable, "-c", HOLDER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True, cwd=root
     )
     said = holder.stdout.readline().strip()
@@ -406,10 +423,9 @@ def test_killed_run_lets_the_folder_go(tmp_path, kind):
         start(tmp_path)
     holder.kill()
     holder.wait()
-    holder.stdout.close()
     try:
         run = start(tmp_path, overwrite=True)
-        ended = f"the run that had this folder (pid {holder.pid} on {socket.gethostname()}) ended without a word"
+        ended = f"the run that had this folder (pid {holder.pid} on {socket.gethostname()}) ended without releasing it"
         assert run.notes[0] == f"{ended}: its lock was taken over"
         run.close()
     finally:
@@ -461,12 +477,9 @@ def elsewhere(folder: Path, locks: str) -> Iterator[subprocess.Popen[str]]:
     """A run that holds the folder on another machine."""
     command = [sys.executable, "-c", ELSEWHERE, str(folder), locks]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+    with processes.running(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         assert process.stdout.readline() == "held\n"
-        try:
-            yield process
-        finally:
-            process.kill()
+        yield process
 
 
 @pytest.mark.parametrize("locks", ["shared locks", "locks of its own"])
@@ -491,7 +504,7 @@ def test_a_run_that_was_killed_on_another_machine_is_recognised(tmp_path, monkey
         process.wait()
     monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 1.0)
     run = start(tmp_path)
-    ended = f"the run that had this folder (pid {process.pid} on node7) ended without a word"
+    ended = f"the run that had this folder (pid {process.pid} on node7) ended without releasing it"
     assert run.notes == [f"{ended}: its lock was taken over"]
     run.close()
 
@@ -512,7 +525,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path, monkeypatch)
         timer = threading.Timer(0.5, fcntl.flock, (held, fcntl.LOCK_UN))
         timer.start()
         run = start(tmp_path)
-        assert "(pid 5 on node7) ended without a word" in run.notes[0]
+        assert "(pid 5 on node7) ended without releasing it" in run.notes[0]
         run.close()
         timer.join()
 
