@@ -39,7 +39,7 @@ TRAIN = Command(
     ("[FILE]",),
     (
         Option("resume", "Insist on a checkpoint to go on from.", bool, default=False),
-        Option("overwrite", "Replace the run that is already in the folder.", bool, default=False),
+        Option("overwrite", "Move the run that is already in the folder aside.", bool, default=False),
         Option("dry-run", "Build and report, do not train.", bool, default=False),
         Option("world-size", "Ranks to build for in a dry run.", int, "N", low=1),
         Option("nproc", "Processes on this machine.", int, "N", ("nproc-per-node",), default=1, low=1),
@@ -551,30 +551,23 @@ def _generate(parsed: Parsed) -> int:
 
 
 def _bench_comm(parsed: Parsed) -> int:
-    from shardline.run.options import CommOptions
-
     if parsed.options["tp"] is not None:
         parsed.flags.append(f"--parallelism.tensor_parallel_degree={parsed.options['tp']}")
-    options = CommOptions(
-        load(parsed), _starting(parsed), **_named(parsed, "sizes", "ops", "dim", "dtype", "iterations", "json")
-    )
-    from shardline.tools.bench.comm import run
+    config, start = load(parsed), _starting(parsed)
+    from shardline.tools.bench.comm import CommOptions, run
 
-    return run(options)
+    return run(CommOptions(config, start, **_named(parsed, "sizes", "ops", "dim", "dtype", "iterations", "json")))
 
 
 def _bench_overlap(parsed: Parsed) -> int:
-    from shardline.run.options import OverlapOptions
-
     keys = {"model": "model.name", "flavor": "model.flavor", "tp": "parallelism.tensor_parallel_degree"}
     parsed.flags += [f"--{key}={parsed.options[name]}" for name, key in keys.items()]
     config = load(parsed)
     _check_model(config)
-    names = ("seq", "batch", "backend", "dtype", "iterations", "json")
-    options = OverlapOptions(config, _starting(parsed), **_named(parsed, *names))
-    from shardline.tools.bench.overlap import run
+    from shardline.tools.bench.overlap import OverlapOptions, run
 
-    return run(options)
+    names = ("seq", "batch", "backend", "dtype", "iterations", "json")
+    return run(OverlapOptions(config, _starting(parsed), **_named(parsed, *names)))
 
 
 def _starting(parsed: Parsed) -> TrainOptions:

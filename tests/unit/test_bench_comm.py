@@ -16,10 +16,10 @@ from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.errors import UserError
-from shardline.run.options import CommOptions, TrainOptions
+from shardline.run.options import TrainOptions
 from shardline.tools.bench import comm as bench
 from shardline.tools.bench.collectives import OPS, Bench, Row, WrongResult
-from shardline.tools.bench.comm import Report, parse_sizes
+from shardline.tools.bench.comm import CommOptions, Report, parse_sizes
 from tests.e2e.tiny import command
 from tests.parity.pool import Pool
 

@@ -17,6 +17,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,12 +30,26 @@ from shardline.errors import UserError
 from shardline.precision.mixed import DTYPES
 from shardline.registry import nearest
 from shardline.run.device import device_name
-from shardline.run.options import CommOptions
+from shardline.run.options import TrainOptions
 from shardline.tools.bench.collectives import OPS, Bench, Row
 from shardline.tools.bench.on_ranks import on_ranks, rank_count
 
 DIMS = (*AXES, "fsdp", "loss", "world")
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+@dataclass(frozen=True)
+class CommOptions:
+    """`shardline bench comm`; the config tells the layout."""
+
+    config: Config
+    start: TrainOptions  # nproc 0: as many as the layout needs
+    sizes: str = "1M:64M"
+    ops: str = "all_reduce,all_gather,reduce_scatter,all_to_all,p2p"
+    dim: str = "world"
+    dtype: str = "float32"
+    iterations: int | None = None  # unset: as many as fit into a moment
+    json: bool = False
 
 
 def run(options: CommOptions) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from rich.table import Table
 
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
+from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.models.flavors import resolve
 from shardline.parallel.tensor.async_tp import usable_backends
@@ -28,11 +29,25 @@ from shardline.parallel.tensor.tensor import TensorParallel, check_tensor_parall
 from shardline.precision.mixed import DTYPES
 from shardline.registry import nearest
 from shardline.run.device import device_name
-from shardline.run.options import OverlapOptions
+from shardline.run.options import TrainOptions
 from shardline.tools.bench import torch_fused
 from shardline.tools.bench.on_ranks import on_ranks, rank_count
 
 NAMES = ("serial", "ring", "symmetric", "fused", "auto")
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """`shardline bench overlap`; the config tells the model and the layout."""
+
+    config: Config
+    start: TrainOptions  # nproc 0: one per tensor-parallel rank
+    seq: int = 8192
+    batch: int = 1
+    backend: str | None = None  # unset: every one that can run
+    dtype: str | None = None  # unset: bfloat16 on a GPU, float32 on a CPU
+    iterations: int | None = None  # unset: as many as fit into a moment
+    json: bool = False
 
 
 def run(options: OverlapOptions) -> int:
