@@ -1,8 +1,8 @@
-"""What a rank knows of earlier attempts of its job, and what it tells its launcher for later ones.
+"""What a rank knows of earlier rounds of its job, and what it notes for its launcher and later rounds.
 
-A launcher that restarts ranks gives them SHARDLINE_ATTEMPT. The first rank of each machine answers in a file: where the
-run's folder is, that the run has begun (its weights are there, `--overwrite` and `checkpoint.load_step` have done their
-work), and when it got how far, from which the time of a recovery is told.
+The launcher gives its ranks SHARDLINE_ATTEMPT. The first rank of each machine writes notes into a file: where the run's
+folder is, that the run has begun (its weights are there, `--overwrite` and `checkpoint.load_step` have done their
+work), and when it came how far, from which the parts of a recovery are timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VARIABLE = "SHARDLINE_ATTEMPT"
 
 @dataclass(frozen=True)
 class Attempt:
-    notes: str = ""  # the file for the launcher; none where no launcher of ours restarts ranks
+    notes: str = ""  # the file for the launcher; none under another launcher
     folder: str | None = None  # of the run, where an earlier attempt has opened it
     begun: bool = False  # an earlier attempt has trained in it, or could have
 
@@ -40,9 +40,9 @@ def variable(attempt: Attempt) -> dict[str, str]:
 
 
 def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptions]:
-    """For a later attempt: the folder is that of the first one, whose run is neither replaced nor begun again.
+    """Config and options of a later attempt: it goes on in the first one's folder, and replaces or reloads nothing.
 
-    `checkpoint.load_step` was for the first one as well; now the newest checkpoint counts.
+    `checkpoint.load_step` was for the first attempt; from then on the newest checkpoint counts.
     """
     attempt = this_attempt()
     if attempt.folder is None:
@@ -55,11 +55,11 @@ def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptio
 
 
 def tell(what: str, **facts: Any) -> None:
-    """Note that this rank has come so far, with the time; what was told before is not told again."""
+    """Note that this rank has come so far, with the time; only the first note of a name counts."""
     attempt = this_attempt()
-    if not attempt.notes or os.environ.get("LOCAL_RANK") != "0" or (attempt.notes, what) in _told:
+    if not attempt.notes or os.environ.get("LOCAL_RANK") != "0" or (attempt.notes, what) in _noted:
         return
-    _told.add((attempt.notes, what))
+    _noted.add((attempt.notes, what))
     known = read(Path(attempt.notes))
     part = Path(f"{attempt.notes}.part")
     with contextlib.suppress(OSError):
@@ -67,11 +67,11 @@ def tell(what: str, **facts: Any) -> None:
         part.replace(attempt.notes)
 
 
-_told: set[tuple[str, str]] = set()
+_noted: set[tuple[str, str]] = set()
 
 
 def read(notes: Path) -> dict[str, Any]:
-    """What was told; nothing where nothing was."""
+    """The notes of a rank; empty where there are none."""
     try:
         return dict(json.loads(notes.read_text()))
     except (OSError, ValueError):

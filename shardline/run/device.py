@@ -1,4 +1,4 @@
-"""What the run computes on: the choice of device, its peak, its memory, and the arithmetic a token costs."""
+"""The device of a run: its choice, its peak speed, its memory, and the arithmetic that a token costs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NOT_THE_CARD = re.compile(r"\bMIG\b|Laptop|Max-Q")
 
 
 def device_identity(device: torch.device, rank: int) -> str:
-    """What tells this rank's device from those of other ranks, with which it may share one; on CPU each has its own."""
+    """A name that ranks on the same device share; on CPU each rank counts as a device of its own."""
     if device.type != "cuda":
         return f"rank {rank}"
     return f"{platform.node()} {torch.cuda.get_device_properties(device).uuid}"
@@ -68,7 +68,7 @@ def choose_device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The device as its vendor calls it, such as `NVIDIA H200`; for a CPU its model name."""
+    """The vendor's name of the device, such as `NVIDIA H200`; for a CPU its model name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -105,7 +105,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Count the peak anew from here; where the kernel does not allow it for resident memory, the old peak stays."""
+    """Restart the count of the peak; where the kernel does not allow it for resident memory, the old peak stays."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -138,7 +138,7 @@ def flops_per_token(arch: Architecture, seq_len: int) -> float:
 
 
 def read(numbers: Tensor) -> list[float]:
-    """Values of a device, waited for by an event: a plain read would keep the watchdog from asking that device."""
+    """Copy numbers from a device, waiting by an event: a plain read would keep the watchdog from asking the device."""
     if numbers.device.type != "cuda":
         return list(numbers.tolist())
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

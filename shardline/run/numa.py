@@ -1,4 +1,4 @@
-"""What a rank sets up before it touches a device: variables of NCCL, and the cores that it runs on."""
+"""What a rank sets up before it touches a device: NCCL's variables, and the cores that it runs on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardline.config.schema import NCCL, Config
-from shardline.words import ranges
+from shardline.words import numbered, ranges
 
 NODES = Path("/sys/devices/system/node")
 DEVICES = Path("/sys/bus/pci/devices")
@@ -22,7 +22,7 @@ VARIABLES = {
 
 
 def prepare_rank(config: Config) -> list[str]:
-    """Set the rank up; lines for the log that say what was done. Before the first use of a device or of threads."""
+    """Set the rank up before its first use of a device or of threads, and return lines for the log."""
     lines = []
     variables = nccl_variables(config.comm.nccl)
     if variables:
@@ -35,7 +35,7 @@ def prepare_rank(config: Config) -> list[str]:
 
 
 def nccl_variables(section: NCCL) -> dict[str, str]:
-    """The variables that the section stands for."""
+    """The variables that a `comm.nccl` section sets."""
     named = {variable: getattr(section, key) for key, variable in VARIABLES.items()}
     return {name: str(value) for name, value in named.items() if value is not None} | section.env
 
@@ -46,12 +46,12 @@ def _bind() -> str:
     nodes = {node: cores & allowed for node, cores in numa_nodes(NODES).items() if cores & allowed} or {0: allowed}
     share = share_cores(nodes, gpu_nodes(ranks), rank)
     os.sched_setaffinity(0, share)
-    where = sorted(node for node, cores in nodes.items() if cores & set(share))
-    return f"bound to cores {ranges(share)} of NUMA node {', '.join(map(str, where))}"
+    where = (node for node, cores in nodes.items() if cores & set(share))
+    return f"bound to cores {ranges(share)} of {numbered('NUMA node', where)}"
 
 
 def share_cores(nodes: Mapping[int, set[int]], wanted: Sequence[int | None], rank: int) -> list[int]:
-    """Cores of one local rank. `wanted`: NUMA node of each local rank's GPU, None where there is none.
+    """The cores of one local rank. `wanted` is the NUMA node of each local rank's GPU, None where there is none.
 
     Ranks on one node divide its cores; ranks without a node divide all cores, node after node. More ranks than cores
     take turns.
@@ -69,7 +69,7 @@ def share_cores(nodes: Mapping[int, set[int]], wanted: Sequence[int | None], ran
 
 
 def numa_nodes(folder: Path) -> dict[int, set[int]]:
-    """Cores of each NUMA node that has some; empty where the kernel does not tell."""
+    """The cores of each NUMA node that has some; empty where the kernel has no such list."""
     lists = {int(path.parent.name.removeprefix("node")): path for path in folder.glob("node[0-9]*/cpulist")}
     nodes = {node: _cores(path.read_text()) for node, path in lists.items()}
     return {node: cores for node, cores in nodes.items() if cores}
@@ -82,7 +82,7 @@ def _has_gpu() -> bool:
 
 
 def gpu_nodes(ranks: int) -> list[int | None]:
-    """NUMA node of the GPU of each local rank."""
+    """The NUMA node of each local rank's GPU."""
     import torch
 
     count = torch.cuda.device_count()

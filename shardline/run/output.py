@@ -1,4 +1,4 @@
-"""Where a rank's printed output goes: into a file of the launcher at first, then into the run's log folder."""
+"""Where a rank's printed output goes: at first into a file of the launcher, then into the run's log folder."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ OUTPUT_VARIABLE = "SHARDLINE_OUTPUT"  # file that takes what this rank prints; r
 
 
 def keep_output(folder: Path) -> None:
-    """From now on, what this rank prints goes into the run's log folder, with what it has printed so far."""
+    """Move what this rank has printed, and what it prints from now on, into the run's log folder."""
     place = os.environ.get(OUTPUT_VARIABLE)
     if place is None:
         return
-    folder.mkdir(
-        parents=True, exist_ok=True
-    )  # rank 0 made it on its own machine, which may share no disk with this one
+    folder.mkdir(parents=True, exist_ok=True)  # rank 0 made it on its machine, which may share no disk with this one
     kept = folder / f"rank-{os.environ['RANK']}.out.log"
     sys.stdout.flush()
     sys.stderr.flush()
@@ -25,6 +23,6 @@ def keep_output(folder: Path) -> None:
         after.flush()
         os.dup2(after.fileno(), 1)
         os.dup2(after.fileno(), 2)
-    link = f"{place}.link"  # the launcher goes on looking at the old place
+    link = f"{place}.link"  # the launcher keeps reading at the old place
     os.symlink(kept.resolve(), link)
     os.replace(link, place)
