@@ -42,13 +42,17 @@ def test_ranks_on_two_hosts_sum_over_the_shaped_link(hosts):
     assert ended[1][0] == ""  # rank 1 is on another host, and still not the one to print
 
 
+def wait_for_steps(jobs, folder):
+    deadline = time.monotonic() + 60
+    while not all((folder / f"step-{rank}").exists() for rank in (0, 1)):
+        assert time.monotonic() < deadline, [job.poll() for job in jobs]
+        time.sleep(0.1)
+
+
 def test_a_cut_link_ends_the_job_on_both_hosts(hosts, tmp_path):
     a, b = hosts
     jobs = [start(a, 0, a, "loop", str(tmp_path)), start(b, 1, a, "loop", str(tmp_path))]
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / f"step-{rank}").exists() for rank in (0, 1)):
-        assert time.monotonic() < deadline, [job.poll() for job in jobs]
-        time.sleep(0.1)
+    wait_for_steps(jobs, tmp_path)
     b.cut()
     (_, error_a), (_, error_b) = (job.communicate(timeout=30) for job in jobs)
     assert [job.returncode for job in jobs] == [1, 1], (error_a, error_b)
@@ -56,3 +60,13 @@ def test_a_cut_link_ends_the_job_on_both_hosts(hosts, tmp_path):
     assert re.search(r"rank 1 \(.*has not been heard of", error_a)
     assert "has not reached the store of the job at" in error_b
     assert not os.path.exists(f"/proc/{(tmp_path / 'pid-1').read_text()}")
+
+
+def test_a_signal_for_one_launcher_ends_the_job_on_both_hosts(hosts, tmp_path):
+    a, b = hosts
+    jobs = [start(a, 0, a, "loop", str(tmp_path)), start(b, 1, a, "loop", str(tmp_path))]
+    wait_for_steps(jobs, tmp_path)
+    jobs[1].terminate()
+    errors = [job.communicate(timeout=30)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [143, 143], errors
+    assert errors == ["", ""]
