@@ -204,7 +204,8 @@ def open_mirror(config: Config, run: RunFolder) -> Mirror | None:
         return None
     mirror = Mirror(section.mirror, run.checkpoint_folder, section.keep_latest_k)
     if not run.resume:
-        run.notes += check_free(section.mirror)
+        for line in check_free(section.mirror):
+            log.info("%s", line)
     return mirror
 
 

@@ -270,9 +270,9 @@ SCHEDULE = Command(
 
 def program(words: Sequence[str] | None = None) -> int:
     """The `shardline` command as a process of its own, whose end nothing left behind may spoil."""
-    from shardline.run import own_process
+    from shardline.run.signals import claim_process
 
-    own_process.claim()
+    claim_process()
     code = main(sys.argv[1:] if words is None else words)
     is_rank = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     # Such a thread waits for a machine that is gone; coming back while the interpreter ends, it would abort the process

@@ -35,8 +35,7 @@ from shardline.launch.recovery import MARKS, Recovery
 from shardline.launch.rendezvous import Rendezvous
 from shardline.launch.rounds import End, Round, Terms
 from shardline.report import Report
-from shardline.run import attempt, own_process
-from shardline.run.stop import ending_signals
+from shardline.run import attempt, signals
 from shardline.words import numbered
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
@@ -83,7 +82,7 @@ class Launch:
         return Endpoint(self.rdzv_endpoint, number, self.rdzv_timeout_seconds)
 
 
-class Outcome(enum.Enum):
+class RoundStatus(enum.Enum):
     """What a look at a round finds."""
 
     RUNNING = enum.auto()
@@ -111,7 +110,7 @@ def _handling_signals(agent: Agent) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.signal(number, agent.on_signal) for number in ending_signals()}
+    previous = {number: signal.signal(number, agent.on_signal) for number in signals.ending_signals()}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # kept until it is forwarded
     try:
         yield
@@ -119,7 +118,7 @@ def _handling_signals(agent: Agent) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         ended = all(rank.code is not None for rank in agent.ranks)
         for number, handler in previous.items():
-            if not (ended and own_process.ends_with_run):  # when ranks have ended, no signal changes how
+            if not (ended and signals.ends_with_run):  # when ranks have ended, no signal changes how
                 signal.signal(number, handler)
 
 
@@ -154,8 +153,8 @@ class Agent:
 
     def run(self) -> None:
         """Start rounds until the job has ended."""
-        outcome = Outcome.AGAIN
-        while outcome is Outcome.AGAIN:
+        status = RoundStatus.AGAIN
+        while status is RoundStatus.AGAIN:
             self._forget_round()
             met = self.rendezvous.next_round("" if self.recovery is None else in_a_line(self.recovery.cause))
             if met is None:
@@ -163,7 +162,7 @@ class Agent:
             if self.recovery is not None:
                 self.recovery.begins(met, self.launch.max_restarts)
             self._start(met)
-            while (outcome := self._watch()) is Outcome.RUNNING:
+            while (status := self._watch()) is RoundStatus.RUNNING:
                 time.sleep(WATCH_SECONDS)
             kill_ranks(self.ranks)
 
@@ -210,9 +209,9 @@ class Agent:
         """The first signal asks the ranks to stop at a step boundary, the second one interrupts them."""
         if not self.ranks:
             raise KeyboardInterrupt(number)
-        self.signals.append(signal.SIGTERM if number == signal.SIGHUP else number)
+        self.signals.append(signals.counts_as(number))
 
-    def _watch(self) -> Outcome:
+    def _watch(self) -> RoundStatus:
         """One look at the ranks and at what other machines report."""
         self._read_notes()
         self._report_signal()
@@ -233,10 +232,10 @@ class Agent:
         if failed:
             return self._settle([rank.report() for rank in failed])
         if not ended:
-            return Outcome.RUNNING
+            return RoundStatus.RUNNING
         is_stopping = bool(self.signals) or self.stopping_for is not None
         done = is_stopping or self.rendezvous.is_done() or self.rendezvous.cut_off
-        return Outcome.OVER if done else Outcome.RUNNING
+        return RoundStatus.OVER if done else RoundStatus.RUNNING
 
     def _report_signal(self) -> None:
         """Report the first signal: a machine leaves the others where they can do without it, else all stop."""
@@ -281,7 +280,7 @@ class Agent:
         else:
             self.kill_at = time.monotonic() + self.launch.stop_timeout_seconds
 
-    def _regroup(self, stopping_for: End, end: End | None) -> Outcome:
+    def _regroup(self, stopping_for: End, end: End | None) -> RoundStatus:
         """Wait for the ranks that were asked to stop, then meet again."""
         if end is not None and end.is_failure:
             return self._fail(end)
@@ -290,16 +289,16 @@ class Agent:
         if final:
             return self._settle(final)
         if any(rank.code is None for rank in self.ranks):
-            return Outcome.RUNNING
+            return RoundStatus.RUNNING
         self._begin_recovery(stopping_for)
         self.rendezvous.state = replace(self.rendezvous.state, **self._run_so_far())
-        return Outcome.AGAIN
+        return RoundStatus.AGAIN
 
     def _may_regroup(self) -> bool:
         """Ranks can stop without loss once they train, where they save."""
         return self.launch.saves and MARKS[-1] in self.notes and not self.signals
 
-    def _settle(self, reports: list[Report]) -> Outcome:
+    def _settle(self, reports: list[Report]) -> RoundStatus:
         """Decide which failure is the cause, after a moment for an earlier one to show, here or on another machine."""
         now = time.monotonic()
         self.failed_at = self.failed_at or now
@@ -313,18 +312,18 @@ class Agent:
             is_sure = cause.kind != "lost_peer" and not self._is_final(cause)
             grace = 0.0 if ended else SURE_GRACE if is_sure else FAILURE_GRACE
         if now - self.failed_at < grace:
-            return Outcome.RUNNING
+            return RoundStatus.RUNNING
         return self._fail(self.rendezvous.settle(End(cause, max(0.0, time.time() - cause.at))))
 
-    def _fail(self, end: End) -> Outcome:
+    def _fail(self, end: End) -> RoundStatus:
         """Start again, or end with this cause."""
         self._begin_recovery(end)
         self.cause = end.report
         if self._is_final(end.report):
-            return Outcome.OVER
+            return RoundStatus.OVER
         state = self.rendezvous.state
         self.rendezvous.state = replace(state, restarts=state.restarts + 1, **self._run_so_far())
-        return Outcome.AGAIN
+        return RoundStatus.AGAIN
 
     def _is_final(self, cause: Report) -> bool:
         """Whether there is no restart after this failure."""
@@ -386,6 +385,8 @@ class Agent:
             )
         elif self.signals and any(rank.number == 0 and (rank.code or 0) < 0 for rank in self.ranks):
             print("interrupted", file=sys.stderr)  # before the rank could print it
+        if self.killed_late and not self.signals:  # another machine stops
+            return 128 + signal.SIGTERM
         preempted = self.launch.preempted_exit_code
         is_preempted = all(rank.code in (0, preempted) for rank in self.ranks)
         if self.signals and not (self.signals[0] == signal.SIGTERM and is_preempted):

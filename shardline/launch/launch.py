@@ -14,7 +14,8 @@ from shardline.config.schema import Config, leaves
 from shardline.errors import UserError
 from shardline.launch.rank_main import LAUNCHER_VARIABLE
 from shardline.run.options import TrainOptions, node_range
-from shardline.run.stop import exit_code, starting_job
+from shardline.run.signals import starting_job
+from shardline.run.stop import exit_code
 
 BACKENDS = ("static", "c10d")
 NAME_SECONDS = 10.0  # where machines start together, the name of the first one may resolve a little later

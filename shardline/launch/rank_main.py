@@ -21,15 +21,15 @@ from typing import NoReturn
 
 from shardline.errors import UserError
 from shardline.report import report_of, write_report
-from shardline.run import own_process
 from shardline.run.output import OUTPUT_VARIABLE
+from shardline.run.signals import claim_process
 
 LAUNCHER_VARIABLE = "SHARDLINE_LAUNCHER"  # pid of the process that started this rank
 PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    own_process.claim()
+    claim_process()
     tie_to_launcher()
     faulthandler.enable()
     entry, words = sys.argv[1], sys.argv[2:]

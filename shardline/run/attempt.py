@@ -54,7 +54,7 @@ def continued(config: Config, options: TrainOptions) -> tuple[Config, TrainOptio
     return config.replace(changes), dataclasses.replace(options, overwrite=overwrite)
 
 
-def tell(what: str, **facts: Any) -> None:
+def note(what: str, **facts: Any) -> None:
     """Note that this rank has come so far, with the time; only the first note of a name counts."""
     attempt = this_attempt()
     if not attempt.notes or os.environ.get("LOCAL_RANK") != "0" or (attempt.notes, what) in _noted:

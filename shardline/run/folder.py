@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import socket
@@ -32,6 +33,8 @@ from shardline.run.previous_run import (
 if TYPE_CHECKING:
     from shardline.config.schema import Config
 
+log = logging.getLogger("shardline")
+
 LOCK_PATIENCE = 60.0  # seconds; a file server may need them to see that the machine that held it is gone
 
 
@@ -42,7 +45,6 @@ class RunFolder:
     path: Path
     checkpoint_name: str = "checkpoint"
     resume_step: int | None = None  # the checkpoint this run continues from
-    notes: list[str] = field(default_factory=list)  # for the log, which opens after the folder
     lock: Lock | None = None
     again: bool = field(default_factory=lambda: this_attempt().begun)  # this run has written here before
     replaced: SetAside | None = None  # a run that gets its folder back unless this one takes place
@@ -78,10 +80,11 @@ class RunFolder:
         """Write log/ranks.json: rank, host and pid of every worker."""
         write_atomically(self.path / "log" / "ranks.json", json.dumps(ranks, indent=1) + "\n")
 
-    def settle(self) -> list[str]:
-        """This run takes place: one that it replaces stays aside. Returns lines for the log."""
-        replaced, self.replaced = self.replaced, None
-        return [] if replaced is None else [f"--overwrite: the previous run is now in {replaced.folder}"]
+    def settle(self) -> None:
+        """This run takes place: one that it replaces stays aside."""
+        if self.replaced is not None:
+            log.info("--overwrite: the previous run is now in %s", self.replaced.folder)
+            self.replaced = None
 
     def close(self) -> None:
         """Let another run have the folder; a run that was to be replaced and was not is there again."""
@@ -161,10 +164,10 @@ def _decide(
             mirrored = f" and none in {config.checkpoint.mirror}" if config.checkpoint.mirror else ""
             raise UserError(f"--resume: there is no good checkpoint in {folder.checkpoint_folder}{mirrored}")
         if folder.resume_step is not None:
-            folder.notes.append(f"resuming from step {folder.resume_step} of the run in {path}")
+            log.info("resuming from step %d of the run in %s", folder.resume_step, path)
         elif _ended_before_a_save(config, folder):
             folder.again = True
-            folder.notes.append(f"the run in {path} ended before its first save and begins at step 0 again")
+            log.info("the run in %s ended before its first save and begins at step 0 again", path)
         else:
             raise UserError(_refusal(config, path, found[0]))
 
@@ -186,11 +189,11 @@ def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Pat
     saved = config.checkpoint.enable and any(folder.checkpoint_folder.glob("step-*"))
     folder.resume_step = has_good_checkpoint(folder.path) if saved else None
     if folder.resume_step is not None:
-        folder.notes.append(f"restarted: resuming from step {folder.resume_step} of the run in {folder.path}")
+        log.info("restarted: resuming from step %d of the run in %s", folder.resume_step, folder.path)
     elif saved and not _is_partial_only(folder.checkpoint_folder):
         raise UserError(f"{folder.checkpoint_folder} holds no checkpoint that the run could be restarted from")
     else:
-        folder.notes.append(f"restarted: nothing was saved yet, {folder.path} begins at step 0 again")
+        log.info("restarted: nothing was saved yet, %s begins at step 0 again", folder.path)
 
 
 def _ended_before_a_save(config: Config, folder: RunFolder) -> bool:
@@ -274,11 +277,9 @@ def _unusable(path: Path, error: OSError) -> UserError:
 def _lock(folder: RunFolder) -> Lock:
     """Hold the folder for this run alone, or raise an error that names who does."""
     try:
-        lock, notes = take(folder.path / "log" / "lock")
+        return take(folder.path / "log" / "lock")
     except OSError as error:
         raise _unusable(folder.path, error) from error
-    folder.notes += notes
-    return lock
 
 
 def write_atomically(path: Path, text: str) -> None:

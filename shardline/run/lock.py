@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import socket
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardline.errors import UserError
+
+log = logging.getLogger("shardline")
 
 BEAT_SECONDS = 3.0
 SILENCE_SECONDS = 15.0  # without a beat, after which a run on another machine is taken for dead
@@ -55,12 +58,12 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
-def take(file: Path) -> tuple[Lock, list[str]]:
-    """Hold `file`, or raise a UserError that names who does; also lines for the log. OSError: it cannot be written."""
+def take(file: Path) -> Lock:
+    """Hold `file`, or raise a UserError that names who does. OSError: it cannot be written."""
     file.parent.mkdir(exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        notes = _claim(file, descriptor)
+        _claim(file, descriptor)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except BaseException:
@@ -69,7 +72,7 @@ def take(file: Path) -> tuple[Lock, list[str]]:
     _held.add(descriptor)
     lock = Lock(descriptor, threading.Event())
     threading.Thread(target=_beat, args=(lock,), name="folder lock", daemon=True).start()
-    return lock, notes
+    return lock
 
 
 def _beat(lock: Lock) -> None:
@@ -80,22 +83,21 @@ def _beat(lock: Lock) -> None:
             os.utime(lock.descriptor)
 
 
-def _claim(file: Path, descriptor: int) -> list[str]:
-    """Make sure that nobody else holds the file, and return lines for the log."""
-    notes, problem = [], _try_flock(descriptor)
+def _claim(file: Path, descriptor: int) -> None:
+    """Make sure that nobody else holds the file."""
+    problem = _try_flock(descriptor)
     if problem is not None and problem.errno in (errno.EWOULDBLOCK, errno.EACCES):
         _wait_for_lease(file, descriptor)
     elif problem is not None:
-        notes.append(f"{file} cannot be locked ({problem.strerror}): a heartbeat in it keeps other runs out")
+        log.info("%s cannot be locked (%s): a heartbeat in it keeps other runs out", file, problem.strerror)
     holder = _holder(descriptor)
     if not holder:
-        return notes
+        return
     known_dead = _host(holder) == socket.gethostname() and (problem is None or not _is_running(holder))
     if not known_dead and _beats(file):
         raise _in_use(file, holder)
     if _holder(descriptor):
-        notes.append(f"the run that had this folder ({holder}) ended without releasing it: its lock was taken over")
-    return notes
+        log.info("the run that had this folder (%s) ended without releasing it: its lock was taken over", holder)
 
 
 def _try_flock(descriptor: int) -> OSError | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import logging.handlers
 import os
 import statistics
 import sys
@@ -20,7 +22,6 @@ from rich.text import Text
 from shardline.errors import UserError
 from shardline.run.folder import RunFolder
 from shardline.run.stop import TIME_LIMIT
-from shardline.run.terminal import Output
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -31,13 +32,39 @@ FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 STYLES = {logging.WARNING: ("warning: ", "yellow"), logging.ERROR: ("error: ", "red")}
 
 
+class TerminalOutput:
+    """Standard output. What is written to a terminal that was closed goes nowhere: the log file has every line."""
+
+    def __init__(self) -> None:
+        self.stream = sys.stdout  # what a bar puts in its place later prints through this one
+
+    def write(self, text: str) -> int:
+        return int(self._tried(lambda: self.stream.write(text)))
+
+    def flush(self) -> None:
+        self._tried(self.stream.flush)
+
+    def _tried(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
+        return action()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def make_terminal(color: bool) -> rich.console.Console:
     """Standard output. Without colours no styles are written at all; NO_COLOR has the same effect."""
     colored = color and not os.environ.get("NO_COLOR")
     # Rich takes FORCE_COLOR for a terminal and would draw a bar into a log file: ask the stream itself.
     is_terminal = sys.stdout.isatty()
     return rich.console.Console(
-        file=cast(IO[str], Output()) if is_terminal else None,
+        file=cast(IO[str], TerminalOutput()) if is_terminal else None,
         force_terminal=is_terminal,
         color_system="auto" if colored else None,
         highlight=False,
@@ -76,17 +103,35 @@ class ConsoleHandler(logging.Handler):
             self.handleError(record)
 
 
+def hold_log() -> None:
+    """Keep log lines in memory until `setup_logging` knows where they go."""
+    _remove_handlers()
+    held = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
+    held.of_run = True  # type: ignore[attr-defined]
+    log.addHandler(held)
+    log.setLevel(logging.INFO)
+
+
+def _remove_handlers() -> list[logging.LogRecord]:
+    """Remove what an earlier call set up, and return the lines that were held."""
+    held: list[logging.LogRecord] = []
+    for name in LOGGERS:
+        for handler in [h for h in logging.getLogger(name).handlers if getattr(h, "of_run", False)]:
+            logging.getLogger(name).removeHandler(handler)
+            if isinstance(handler, logging.handlers.MemoryHandler):
+                held += handler.buffer
+            handler.close()
+    return held
+
+
 def setup_logging(
     folder: RunFolder, rank: int = 0, color: bool = True, terminal: rich.console.Console | None = None
 ) -> logging.Logger:
     """Send the `shardline` log and Python's warnings to log/rank-N.log and, on rank 0, to the console.
 
-    Then says what `folder` noted while there was no log yet. A second call replaces what the first one set up.
+    Lines that `hold_log` kept come first. A second call replaces what the first one set up.
     """
-    for name in LOGGERS:
-        for handler in [h for h in logging.getLogger(name).handlers if getattr(h, "of_run", False)]:
-            logging.getLogger(name).removeHandler(handler)
-            handler.close()
+    held = _remove_handlers()
     path = folder.log_path(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -103,8 +148,8 @@ def setup_logging(
             logging.getLogger(name).addHandler(handler)
     log.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    for note in folder.notes:
-        log.info(note)
+    for record in held:
+        log.handle(record)
     return log
 
 

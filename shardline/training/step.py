@@ -24,13 +24,13 @@ from shardline.parallel.data.ddp import Replicas
 from shardline.parallel.data.fsdp import set_gradient_sync
 from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicated_gradients
 from shardline.run.device import read
-from shardline.run.stop import Asked, agreed, no_wishes
+from shardline.run.stop import Request, no_requests, request_of
 from shardline.training.head import Head
 from shardline.training.loss import count_targets
 from shardline.training.pipelined_step import Pipelined
 
 log = logging.getLogger("shardline")
-Wishes = Callable[[], Sequence[float]]  # asked as late as possible: a signal during the step still counts
+RequestNumbers = Callable[[], Sequence[float]]  # asked as late as possible: a signal during the step still counts
 
 
 class StepResult(NamedTuple):
@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
 
     loss: float
     grad_norm: float
-    asked: Asked  # to stop, or to save, of some rank
+    request: Request  # to stop, or to save, of some rank
 
 
 class Stepper:
@@ -110,12 +110,12 @@ class Stepper:
             self.pipelined.sum_tied()
         return total
 
-    def step(self, batches: list[Batch], lr: float, number: int, wishes: Wishes = no_wishes) -> StepResult:
+    def step(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers = no_requests) -> StepResult:
         """One optimizer step, unless its loss or gradients are not finite."""
         if self.early is not None:
-            return self._step_early(self.early, batches, lr, number, wishes)
+            return self._step_early(self.early, batches, lr, number, requests)
         loss = self.forward_backward(batches)
-        result = self._agree(loss, wishes)
+        result = self._agree(loss, requests)
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             clip_(self.parameters, result.grad_norm, self.config.training.max_norm)
             set_lr(self.optimizer, lr)
@@ -125,30 +125,32 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         return result
 
-    def _step_early(self, early: EarlyStep, batches: list[Batch], lr: float, number: int, wishes: Wishes) -> StepResult:
+    def _step_early(
+        self, early: EarlyStep, batches: list[Batch], lr: float, number: int, requests: RequestNumbers
+    ) -> StepResult:
         """The same with parameters updated inside backward."""
         set_lr(self.optimizer, lr)
         result, changed = step_early(
             early,
             lambda: self.forward_backward(batches),
-            lambda loss, squares: self._agree(loss, wishes, squares),
+            lambda loss, squares: self._agree(loss, requests, squares),
             self.config.training.max_norm,
         )
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             self._nonfinite(result, number, changed)
         return result
 
-    def _agree(self, loss: Tensor, wishes: Wishes, squares: Tensor | None = None) -> StepResult:
-        """Loss, gradient norm and wishes, of all ranks: one all-reduce, one wait for the device a step."""
+    def _agree(self, loss: Tensor, requests: RequestNumbers, squares: Tensor | None = None) -> StepResult:
+        """Loss, gradient norm and requests of all ranks: one all-reduce, one wait for the device a step."""
         if squares is None:
             twice = frozenset() if self.pipelined is None else self.pipelined.on_two_stages
             squares = squared_norm(self.parameters, self.mesh.world_size // self.mesh.layout.pp, twice)
-        asked = torch.tensor(wishes(), device=loss.device)
+        asked = torch.tensor(requests(), device=loss.device)
         numbers = torch.cat([torch.stack([loss * self.head.share, squares.to(loss.device)]), asked])
         if self.mesh.world_size > 1:
             collectives.sum_in_place(numbers, "world")
         total, squared, *sums = read(numbers)
-        return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, agreed(sums))
+        return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, request_of(sums))
 
     def _nonfinite(self, result: StepResult, number: int, changed: bool = False) -> None:
         broken = nonfinite_parameters(self.model, of_gradients=False)

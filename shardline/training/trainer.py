@@ -66,13 +66,14 @@ from shardline.run.folder import RunFolder, open_run_folder, write_atomically
 from shardline.run.numa import prepare_rank
 from shardline.run.options import TrainOptions
 from shardline.run.output import keep_output
-from shardline.run.stop import Asked, Requests, agreed, exit_code, listening, no_wishes, why_not_saved
-from shardline.telemetry.console import Console, setup_logging
+from shardline.run.signals import listening
+from shardline.run.stop import Request, Requests, exit_code, no_requests, request_of, why_not_saved
+from shardline.telemetry.console import Console, hold_log, setup_logging
 from shardline.telemetry.metrics import Meter, Metrics
 from shardline.telemetry.profile import Profiler
 from shardline.telemetry.recompiles import CompileReport
 from shardline.training.setup import build_model, seed_of, set_determinism
-from shardline.training.step import Stepper, StepResult, Wishes
+from shardline.training.step import RequestNumbers, Stepper, StepResult
 from shardline.training.validate import validation_loss
 
 log = logging.getLogger("shardline")
@@ -92,8 +93,10 @@ class Trainer:
     """One training run: built from a config, run by `train()`."""
 
     def __init__(self, config: Config, options: TrainOptions | None = None) -> None:
+        hold_log()
         config, options = attempt.continued(config, options or TrainOptions())
-        self.rank_lines = prepare_rank(config)  # before anything of CUDA or NCCL is touched
+        for line in prepare_rank(config):  # before anything of CUDA or NCCL is touched
+            log.info("%s", line)
         registry.import_custom(config.experimental.custom_import)
         check(config)
         refuse_pending(config)
@@ -121,7 +124,7 @@ class Trainer:
             self._announce()
             self._build()
             self.progress, self.finished = self._start()
-            attempt.tell("loaded", step=self.progress.step)
+            attempt.note("loaded", step=self.progress.step)
             if not self.finished:
                 self._record()
         except BaseException:
@@ -132,7 +135,7 @@ class Trainer:
         """Meet the other ranks, if there are any."""
         offload = config.training.enable_cpu_offload
         self.owns_group = start_process_group(self.device, config.comm.init_timeout_seconds, offload)
-        attempt.tell("joined")
+        attempt.note("joined")
         if self.owns_group:
             self._open.callback(stop_process_group)
         self.mesh = Mesh(self.layout, self.device.type, offload)
@@ -145,7 +148,7 @@ class Trainer:
             return config
         config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
         check(with_degrees(config, self.layout))
-        self.rank_lines.append(batch_line(config, saved, ranks))
+        log.info("%s", batch_line(config, saved, ranks))
         return config
 
     def _open_data(self, config: Config, section: Any) -> Loader:
@@ -157,7 +160,7 @@ class Trainer:
 
     def _open_folder(self, config: Config, options: TrainOptions) -> RunFolder:
         """Rank 0 takes the folder and tells the others where it is, or why it could not."""
-        opened, fetched = list[RunFolder](), list[str]()
+        opened = list[RunFolder]()
         self.mirror: Mirror | None = None
 
         def open_it() -> tuple[Path, int | None]:
@@ -172,18 +175,18 @@ class Trainer:
             opened.append(folder)
             self._open.callback(folder.close)
             self.mirror = open_mirror(config, folder)
-            folder.notes += fetched
             return folder.path, folder.resume_step
 
         def good_step(path: Path) -> int | None:
             if options.resume and config.checkpoint.mirror is not None:
-                fetched.extend(fetch_to_resume(config.checkpoint.mirror, path / config.checkpoint.folder))
+                for line in fetch_to_resume(config.checkpoint.mirror, path / config.checkpoint.folder):
+                    log.info("%s", line)
             return resumable_step(path, config, self.arch, self.total_steps)
 
         fetches = options.resume and config.checkpoint.mirror is not None
         with watchdog.patiently("fetching a checkpoint", collectives.groups()) if fetches else contextlib.nullcontext():
             path, resume_step = self.mesh.from_rank_0(open_it)
-        attempt.tell("opened", folder=str(path))
+        attempt.note("opened", folder=str(path))
         return opened[0] if opened else RunFolder(path, config.checkpoint.folder, resume_step)
 
     def _announce(self) -> None:
@@ -215,8 +218,6 @@ class Trainer:
         found = notes(with_degrees(config, self.layout))
         for line in (*config.alias_notes, *found, *self.precision.notes, *schedule, *self._length_notes()):
             log.info("note: %s", line)
-        for line in self.rank_lines:
-            log.info("%s", line)
         for line in () if self.pipeline is None else warnings(self.pipeline.schedule):
             log.warning("%s", line)
 
@@ -293,8 +294,7 @@ class Trainer:
         """Keep the config with the run, once it is sure that the run takes place."""
         if self.mesh.rank != 0:
             return
-        for line in self.folder.settle():
-            log.info("%s", line)
+        self.folder.settle()
         text = to_toml(self.config)
         self.folder.write_config(text)
         if self.async_tensor.measured:
@@ -303,12 +303,12 @@ class Trainer:
             with blame("job.save_config_file"):
                 write_atomically(Path(self.config.job.save_config_file), text)
 
-    def train_step(self, batches: list[Batch], wishes: Wishes = no_wishes) -> tuple[StepResult, float]:
+    def train_step(self, batches: list[Batch], requests: RequestNumbers = no_requests) -> tuple[StepResult, float]:
         """One optimizer step; returns the job's numbers and the learning rate."""
         origin = self.progress.schedule_start
         factor = lr_factor(self.progress.step - origin, self.config, self.total_steps - origin)
         lr = self.base_lr * factor
-        return self.stepper.step(batches, lr, self.progress.step + 1, wishes), lr
+        return self.stepper.step(batches, lr, self.progress.step + 1, requests), lr
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ class Trainer:
         devices = len(set(self.mesh.from_everyone(device_identity(self.device, self.mesh.rank))))
         meter = Meter(self.arch, config.training.seq_len, self.device, self.precision.compute, devices)
         console.start(self.total_steps, self.progress.step)
-        asked, stopped_by = Asked(), None
+        asked, stopped_by = Request(), None
         try:
             metrics = Metrics(config, self.folder, self.progress.step, rank=self.mesh.rank)
             self.saver.prepare()
@@ -352,13 +352,13 @@ class Trainer:
                         self.sampler.begin()
                     if pipelined is not None and self._is_logged(self.progress.step + 1):
                         pipelined.measure()
-                    result, lr = self.train_step(batches, self._wishes)
+                    result, lr = self.train_step(batches, self._request_numbers)
                     times = self.sampler.end() if self.sampler is not None and sampled else None
                     if self.progress.step == first_step and self.mesh.world_size > 1:
                         watchdog.set_timeouts(config.comm.train_timeout_seconds, collectives.groups())
-                    asked = result.asked
+                    asked = result.request
                     self._advance(batches, meter)
-                    attempt.tell("first_step")
+                    attempt.note("first_step")
                     console.advance(self.progress.step)
                     if self._is_logged(self.progress.step):
                         row = self._row(result, lr, meter, times)
@@ -378,7 +378,7 @@ class Trainer:
                     collect(self.progress.step)
                 self.saver.complete()
                 stopped_by = asked.stop if self.progress.step < self.total_steps else None
-                self.requests.verdict = exit_code(stopped_by, config)
+                self.requests.final_code = exit_code(stopped_by, config)
         except BaseException as error:
             self._log_failure(error)
             if isinstance(error, UserError):  # most often the same on all ranks, which are all alive
@@ -443,13 +443,13 @@ class Trainer:
             row["pp_bubble_fraction"] = self.stepper.pipelined.bubble()
         return row | meter.rates()
 
-    def _wishes(self) -> Sequence[float]:
-        """What this rank would have all ranks do after the step under way."""
-        self.requests.saved_behind(self.saver.seconds)
+    def _request_numbers(self) -> Sequence[float]:
+        """What this rank asks all ranks to do after the current step."""
+        self.requests.saved_in_background(self.saver.seconds)
         due = self.saver.is_due(self.progress.step + 1, self.total_steps)
-        return self.requests.wishes(another_save=due or self.saver.busy)
+        return self.requests.numbers(another_save=due or self.saver.busy)
 
-    def _save(self, asked: Asked) -> None:
+    def _save(self, asked: Request) -> None:
         """Save where it is time to, or where a signal or the end of the job asks for it."""
         step, reason = self.progress.step, why_not_saved(self.config)
         due = self.saver.is_due(step, self.total_steps)
@@ -462,7 +462,7 @@ class Trainer:
                 if any(asked):
                     self.saver.save_at_stop(self.progress)
 
-    def _pause(self, meter: Meter, profiler: Profiler, asked: Asked) -> contextlib.AbstractContextManager[None]:
+    def _pause(self, meter: Meter, profiler: Profiler, asked: Request) -> contextlib.AbstractContextManager[None]:
         """Stop the clock for what is not training, after the device has finished the step that is."""
         saves = self.saver.is_due(self.progress.step, self.total_steps) or any(asked)
         if not (saves or self._validates() or profiler.writes_next()):
@@ -476,7 +476,7 @@ class Trainer:
         due = step == 1 or step == self.total_steps or step % self.config.validation.freq == 0
         return self.validation is not None and due
 
-    def _validate(self, metrics: Metrics, console: Console, asked: Asked) -> Asked:
+    def _validate(self, metrics: Metrics, console: Console, asked: Request) -> Request:
         """Where it is time to; what ranks have been asked for since the step is added to what they were."""
         section, step, stepper = self.config.validation, self.progress.step, self.stepper
         if self.validation is None or not self._validates():
@@ -498,12 +498,12 @@ class Trainer:
             console.message(f"step {step}  validation loss {loss:.4f}")
         return asked
 
-    def _asked_meanwhile(self) -> Asked:
+    def _asked_meanwhile(self) -> Request:
         """What ranks were asked for since the last step; all of them ask together."""
-        wishes = torch.tensor(self.requests.wishes(self.saver.busy, between_steps=True), device=self.device)
+        numbers = torch.tensor(self.requests.numbers(self.saver.busy, between_steps=True), device=self.device)
         if self.mesh.world_size > 1:
-            collectives.sum_in_place(wishes, "world")
-        return agreed(read(wishes))
+            collectives.sum_in_place(numbers, "world")
+        return request_of(read(numbers))
 
     def close(self) -> None:
         """Give the run's folder free, stop data workers, leave the other ranks."""

@@ -10,7 +10,15 @@ import rich.console
 
 from shardline.config.schema import Config
 from shardline.run.folder import RunFolder
-from shardline.telemetry.console import Console, ConsoleHandler, Seen, format_time, make_terminal, setup_logging
+from shardline.telemetry.console import (
+    Console,
+    ConsoleHandler,
+    Seen,
+    format_time,
+    hold_log,
+    make_terminal,
+    setup_logging,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -205,12 +213,15 @@ def test_second_setup_replaces_the_first(tmp_path):
     assert log_text(tmp_path / "b").count("once") == 1
 
 
-def test_notes_of_the_folder_are_said(tmp_path):
-    stream = io.StringIO()
-    setup_logging(
-        RunFolder(tmp_path, notes=["resuming from step 5"]), terminal=rich.console.Console(file=stream, width=80)
-    )
-    assert stream.getvalue() == "resuming from step 5\n"
+def test_lines_from_before_the_log_opens_come_first(tmp_path):
+    stream, log = io.StringIO(), logging.getLogger("shardline")
+    hold_log()
+    log.info("of a start that failed")
+    hold_log()
+    log.info("resuming from step %d", 5)
+    setup_logging(RunFolder(tmp_path), terminal=rich.console.Console(file=stream, width=80))
+    log.info("then")
+    assert stream.getvalue() == "resuming from step 5\nthen\n"
     assert "resuming from step 5" in log_text(tmp_path)
 
 

@@ -1,6 +1,7 @@
 """Which machines take part in a job, and how they report to each other: launchers in threads, without any rank."""
 
 import itertools
+import logging
 import socket
 import threading
 import time
@@ -371,17 +372,19 @@ def opened(config, good):
     return folder
 
 
-def test_a_later_attempt_resumes_or_begins_anew_and_never_in_silence(later):
+def test_a_later_attempt_resumes_or_begins_anew_and_never_in_silence(later, caplog):
+    caplog.set_level(logging.INFO, logger="shardline")
     folder = later()
     config = load_config(None, ["--checkpoint.enable", f"--job.dump_folder={folder}"])
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     first = opened(config, None)
     assert (first.resume, first.again) == (False, True)
-    assert first.notes == [f"restarted: nothing was saved yet, {folder} begins at step 0 again"]
+    assert caplog.messages == [f"restarted: nothing was saved yet, {folder} begins at step 0 again"]
     (folder / "checkpoint" / "step-2.partial").mkdir()
     assert not opened(config, None).resume
     (folder / "checkpoint" / "step-2").mkdir()
-    assert opened(config, 2).notes == [f"restarted: resuming from step 2 of the run in {folder}"]
+    assert opened(config, 2).resume
+    assert caplog.messages[-1] == f"restarted: resuming from step 2 of the run in {folder}"
     with pytest.raises(UserError, match="holds no checkpoint that the run could be restarted from"):
         opened(config, None)
 
@@ -389,9 +392,9 @@ def test_a_later_attempt_resumes_or_begins_anew_and_never_in_silence(later):
 def test_what_a_rank_tells_is_read_with_its_time(later, tmp_path):
     later()
     before = time.time()
-    attempt.tell("opened", folder="run")
-    attempt.tell("loaded", step=3)
-    attempt.tell("loaded", step=4)  # told once
+    attempt.note("opened", folder="run")
+    attempt.note("loaded", step=3)
+    attempt.note("loaded", step=4)  # told once
     told = attempt.read(tmp_path / "notes")
     assert (told["folder"], told["step"]) == ("run", 3)
     assert before <= told["opened"] <= told["loaded"]

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import logging
 import multiprocessing
 import os
 import re
@@ -39,6 +40,19 @@ def start(folder: Path | str | None, good: int | None = None, *, resume=False, o
 
 
 SAVING = {"enable": True}
+
+
+@pytest.fixture
+def lines(caplog):
+    """What was logged since this was called last."""
+    caplog.set_level(logging.INFO, logger="shardline")
+
+    def take():
+        found = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        return found
+
+    return take
 
 
 def earlier_run(folder: Path, config: str = "") -> None:
@@ -137,12 +151,12 @@ def test_one_file_of_a_run_is_enough_to_refuse(tmp_path, left):
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("step", [0, 7])
-def test_good_checkpoint_resumes_and_says_so(tmp_path, resume, step):
+def test_good_checkpoint_resumes_and_says_so(tmp_path, resume, step, lines):
     earlier_run(tmp_path)
     run = start(tmp_path, good=step, resume=resume, checkpoint=SAVING)
     assert run.resume
     assert run.resume_step == step
-    assert run.notes == [f"resuming from step {step} of the run in {tmp_path}"]
+    assert lines() == [f"resuming from step {step} of the run in {tmp_path}"]
     assert (tmp_path / "checkpoint" / "step-5" / "state").exists()
     run.close()
 
@@ -185,14 +199,16 @@ def contents(folder: Path) -> dict[str, str]:
     return {name: (folder / name).read_text() for name in files_in(folder)}
 
 
-def test_overwrite_moves_the_run_aside_and_nothing_else(tmp_path):
+def test_overwrite_moves_the_run_aside_and_nothing_else(tmp_path, lines):
     earlier_run(tmp_path)
     before = contents(tmp_path)
     run = start(tmp_path, good=5, overwrite=True, checkpoint=SAVING)
     assert not run.resume
     (aside,) = tmp_path.glob("replaced-*")
-    assert run.settle() == [f"--overwrite: the previous run is now in {aside}"]
-    assert run.settle() == []
+    run.settle()
+    assert lines() == [f"--overwrite: the previous run is now in {aside}"]
+    run.settle()
+    assert lines() == []
     run.close()
     kept = {"notes.txt", "log/mine.txt", "log/lock"}
     assert contents(aside) == {name: text for name, text in before.items() if name not in kept}
@@ -259,7 +275,7 @@ EVERY_TEN = "[checkpoint]\nenable = true\ninterval = 10\n"
         (None, [1, 2], None, False),
     ],
 )
-def test_a_run_that_ended_before_its_first_save_begins_again(tmp_path, config, steps, left, begins_again):
+def test_a_run_that_ended_before_its_first_save_begins_again(tmp_path, config, steps, left, begins_again, lines):
     run = start(tmp_path)
     if config is not None:
         run.write_config(config)
@@ -274,7 +290,7 @@ def test_a_run_that_ended_before_its_first_save_begins_again(tmp_path, config, s
             continue
         run = start(tmp_path, checkpoint=SAVING)
         assert (run.again, run.resume) == (True, False)
-        assert run.notes == [f"the run in {tmp_path} ended before its first save and begins at step 0 again"]
+        assert lines() == [f"the run in {tmp_path} ended before its first save and begins at step 0 again"]
         run.close()
 
 
@@ -411,7 +427,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("kind", ["alone", "fork"])
-def test_killed_run_lets_the_folder_go(tmp_path, kind):
+def test_killed_run_lets_the_folder_go(tmp_path, kind, lines):
     """Also when a forked data worker of it lives on."""
     root = Path(__file__).parents[2]
     holder = processes.start(
@@ -426,28 +442,28 @@ def test_killed_run_lets_the_folder_go(tmp_path, kind):
     try:
         run = start(tmp_path, overwrite=True)
         ended = f"the run that had this folder (pid {holder.pid} on {socket.gethostname()}) ended without releasing it"
-        assert run.notes[0] == f"{ended}: its lock was taken over"
+        assert lines()[0] == f"{ended}: its lock was taken over"
         run.close()
     finally:
         if child is not None:
             os.kill(child, signal.SIGKILL)
 
 
-def test_file_system_without_locks_has_the_heartbeat(tmp_path, monkeypatch):
+def test_file_system_without_locks_has_the_heartbeat(tmp_path, monkeypatch, lines):
     def refuse(descriptor, operation):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr("fcntl.flock", refuse)
     monkeypatch.setattr(folder_lock, "BEAT_SECONDS", 0.05)
     run = start(tmp_path)
-    assert "cannot be locked (Operation not supported): a heartbeat in it keeps other runs out" in run.notes[0]
+    assert "cannot be locked (Operation not supported): a heartbeat in it keeps other runs out" in lines()[0]
     with pytest.raises(UserError, match=rf"in use by a running training \(pid {os.getpid()} on "):
         start(tmp_path)
     run.close()
     start(tmp_path, overwrite=True).close()
     (tmp_path / "log" / "lock").write_text(f"pid {2**22 + 1} on {socket.gethostname()}\n")  # no such process
     run = start(tmp_path, overwrite=True)
-    assert "its lock was taken over" in run.notes[1]
+    assert "its lock was taken over" in lines()[1]
     run.close()
 
 
@@ -483,7 +499,7 @@ def elsewhere(folder: Path, locks: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("locks", ["shared locks", "locks of its own"])
-def test_a_run_on_another_machine_keeps_the_folder_while_its_heart_beats(tmp_path, monkeypatch, locks):
+def test_a_run_on_another_machine_keeps_the_folder_while_its_heart_beats(tmp_path, monkeypatch, locks, lines):
     monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 5.0)
     with elsewhere(tmp_path, locks) as process:
         for _ in range(2):
@@ -493,23 +509,23 @@ def test_a_run_on_another_machine_keeps_the_folder_while_its_heart_beats(tmp_pat
         process.stdin.flush()
         assert process.stdout.readline() == "closed\n"
         run = start(tmp_path)
-        assert run.notes == []
+        assert lines() == []
         run.close()
 
 
 @pytest.mark.parametrize("locks", ["shared locks", "locks of its own"])
-def test_a_run_that_was_killed_on_another_machine_is_recognised(tmp_path, monkeypatch, locks):
+def test_a_run_that_was_killed_on_another_machine_is_recognised(tmp_path, monkeypatch, locks, lines):
     with elsewhere(tmp_path, locks) as process:
         process.kill()
         process.wait()
     monkeypatch.setattr(folder_lock, "SILENCE_SECONDS", 1.0)
     run = start(tmp_path)
     ended = f"the run that had this folder (pid {process.pid} on node7) ended without releasing it"
-    assert run.notes == [f"{ended}: its lock was taken over"]
+    assert lines() == [f"{ended}: its lock was taken over"]
     run.close()
 
 
-def test_the_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path, monkeypatch):
+def test_the_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path, monkeypatch, lines):
     """The file server keeps it for a while; nothing beats."""
     file = tmp_path / "log" / "lock"
     file.parent.mkdir()
@@ -525,7 +541,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_waited_for(tmp_path, monkeypatch)
         timer = threading.Timer(0.5, fcntl.flock, (held, fcntl.LOCK_UN))
         timer.start()
         run = start(tmp_path)
-        assert "(pid 5 on node7) ended without releasing it" in run.notes[0]
+        assert "(pid 5 on node7) ended without releasing it" in lines()[0]
         run.close()
         timer.join()
 

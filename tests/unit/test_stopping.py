@@ -1,5 +1,6 @@
 """Durations, the rule that says when to stop, what signals ask for, and how ranks agree."""
 
+import logging
 import os
 import re
 import signal
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from shardline.config.load import load_config
 from shardline.config.types import seconds_of
 from shardline.errors import ConfigError
-from shardline.run import stop as stopping
-from shardline.run.stop import TIME_LIMIT, Asked, Requests, TimeLimit, agreed, exit_code, find_limit, reserve
+from shardline.run import signals, stop
+from shardline.run.stop import TIME_LIMIT, Request, Requests, TimeLimit, exit_code, find_limit, request_of, reserve
 from tests.e2e.tiny import tiny_config
 
 # ---- durations -------------------------------------------------------------------------------------------------------
@@ -149,18 +150,27 @@ def test_the_first_step_and_old_ones_are_forgotten_and_saves_are_no_steps():
 # ---- where the limit comes from --------------------------------------------------------------------------------------
 
 
-def limit_of(environment=(), **overrides):
-    config = tiny_config("unused", **{"checkpoint__enable": True, **overrides})
-    return find_limit(config, {stopping.STARTED_VARIABLE: "1000", "PATH": "/nowhere", **dict(environment)}, Clock())
+@pytest.fixture
+def limit_of(caplog):
+    """Finds the limit of a run: (limit, what was logged)."""
+    caplog.set_level(logging.INFO, logger="shardline")
+
+    def find(environment=(), **overrides):
+        caplog.clear()
+        config = tiny_config("unused", **{"checkpoint__enable": True, **overrides})
+        variables = {stop.STARTED_VARIABLE: "1000", "PATH": "/nowhere", **dict(environment)}
+        return find_limit(config, variables, Clock()), [record.getMessage() for record in caplog.records]
+
+    return find
 
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "5000"}
 
 
-def test_the_nearer_limit_counts():
+def test_the_nearer_limit_counts(limit_of):
     limit, lines = limit_of(checkpoint__save_before="1h")
     assert (limit.ends, limit.length) == (4600, 3600)
-    assert lines == [limit.first_words()]
+    assert lines == [limit.announcement()]
     assert 'checkpoint.save_before = "1h"' in lines[0]
     assert limit_of(SLURM)[0].ends == 5000
     assert "the end of SLURM job 77" in limit_of(SLURM)[1][0]
@@ -168,7 +178,7 @@ def test_the_nearer_limit_counts():
     assert limit_of(SLURM, checkpoint__save_before="2h")[0].ends == 5000
 
 
-def test_no_limit():
+def test_no_limit(limit_of):
     assert limit_of() == (None, [])
     for off in ("0", False):
         assert limit_of(SLURM, checkpoint__save_before=off) == (None, [])
@@ -183,16 +193,16 @@ def scontrol(folder, text):
     return {"SLURM_JOB_ID": "77", "PATH": f"{folder}:/usr/bin:/bin", "TZ": "UTC"}
 
 
-def test_slurm_is_asked_where_it_does_not_tell(tmp_path, monkeypatch):
+def test_slurm_is_asked_where_no_variable_has_the_end(tmp_path, monkeypatch, limit_of):
     answer = "echo '   StartTime=2026-11-15T10:00:00 EndTime=2026-11-15T14:00:00 Deadline=N/A'"
     limit, _ = limit_of(scontrol(tmp_path, answer))
-    assert limit.ends == stopping.datetime(2026, 11, 15, 14).timestamp()
+    assert limit.ends == stop.datetime(2026, 11, 15, 14).timestamp()
     for answer, said in (
-        ("echo EndTime=Unknown", "scontrol says EndTime=Unknown"),
-        ("echo 'Invalid job id specified' >&2; exit 1", "scontrol says Invalid job id specified"),
+        ("echo EndTime=Unknown", "scontrol answers EndTime=Unknown"),
+        ("echo 'Invalid job id specified' >&2; exit 1", "scontrol answers Invalid job id specified"),
         ("sleep 5", "scontrol failed: .*timed out"),
     ):
-        monkeypatch.setattr(stopping, "SCONTROL_SECONDS", 0.5)
+        monkeypatch.setattr(stop, "SCONTROL_SECONDS", 0.5)
         limit, (line,) = limit_of(scontrol(tmp_path, answer))
         assert limit is None
         assert re.search(said, line)
@@ -207,61 +217,65 @@ def test_slurm_is_asked_where_it_does_not_tell(tmp_path, monkeypatch):
 
 def test_ranks_agree_on_the_first_reason_and_on_saving():
     requests = [Requests() for _ in range(3)]
-    assert agreed([sum(one) for one in zip(*(r.wishes() for r in requests), strict=True)]) == Asked()
+
+    def summed():
+        return request_of([sum(numbers) for numbers in zip(*(rank.numbers() for rank in requests), strict=True)])
+
+    assert summed() == Request()
     requests[2].saves += 1
-    assert agreed([sum(one) for one in zip(*(r.wishes() for r in requests), strict=True)]) == Asked(None, True)
+    assert summed() == Request(None, True)
     requests[0].stop, requests[1].stop = TIME_LIMIT, "SIGTERM"
-    assert agreed([sum(one) for one in zip(*(r.wishes() for r in requests), strict=True)]) == Asked("SIGTERM", False)
+    assert summed() == Request("SIGTERM", False)
     requests[2].stop = "SIGINT"
-    assert agreed([sum(one) for one in zip(*(r.wishes() for r in requests), strict=True)]).stop == "SIGINT"
+    assert summed().stop == "SIGINT"
 
 
-def test_a_limit_is_a_wish_of_its_own():
+def test_a_limit_is_a_request_of_its_own():
     clock = Clock()
     requests = Requests(TimeLimit(100.0, 0.0, "a limit", clock))
     clock.now = 1.0
-    assert agreed(requests.wishes()).stop is None
+    assert request_of(requests.numbers()).stop is None
     with requests.saving():
         pass
     stall = requests.limit.longest_save
     assert stall is not None
-    requests.saved_behind(0.0)
+    requests.saved_in_background(0.0)
     assert requests.limit.longest_save == stall
-    requests.saved_behind(20.0)
+    requests.saved_in_background(20.0)
     assert requests.limit.longest_save == 20.0
     clock.now = 99.0
-    assert agreed(requests.wishes()).stop == TIME_LIMIT
+    assert request_of(requests.numbers()).stop == TIME_LIMIT
 
 
 def test_between_steps_the_limit_is_watched_and_nothing_learnt_of_steps():
     clock = Clock()
     requests = Requests(TimeLimit(1000.0, 0.0, "a limit", clock))
     for clock.now in (1.0, 11.0, 21.0):
-        requests.wishes()
+        requests.numbers()
     for clock.now in range(22, 222):
-        assert agreed(requests.wishes(between_steps=True)) == Asked()
+        assert request_of(requests.numbers(between_steps=True)) == Request()
     assert requests.limit.longest_step == 10.0
     clock.now = 1000.0 - requests.limit.reserve() - 0.1
-    assert agreed(requests.wishes(between_steps=True)) == Asked()
+    assert request_of(requests.numbers(between_steps=True)) == Request()
     clock.now += 0.2
-    assert agreed(requests.wishes(between_steps=True)) == Asked(TIME_LIMIT)
+    assert request_of(requests.numbers(between_steps=True)) == Request(TIME_LIMIT)
 
 
 def test_what_is_asked_later_adds_to_what_was():
-    assert Asked("SIGINT").and_then(Asked("SIGTERM", save=True)) == Asked("SIGINT", save=True)
-    assert Asked(save=True).and_then(Asked(TIME_LIMIT)) == Asked(TIME_LIMIT, save=True)
-    assert Asked().and_then(Asked()) == Asked()
+    assert Request("SIGINT").and_then(Request("SIGTERM", save=True)) == Request("SIGINT", save=True)
+    assert Request(save=True).and_then(Request(TIME_LIMIT)) == Request(TIME_LIMIT, save=True)
+    assert Request().and_then(Request()) == Request()
 
 
 def test_signals_become_requests_and_a_second_stop_interrupts():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     requests = Requests()
-    with stopping.listening(requests):
+    with signals.listening(requests):
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert agreed(requests.wishes()) == Asked(None, True)
-        assert agreed(requests.wishes()) == Asked(None, False)
+        assert request_of(requests.numbers()) == Request(None, True)
+        assert request_of(requests.numbers()) == Request(None, False)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert agreed(requests.wishes()).stop == "SIGTERM"
+        assert request_of(requests.numbers()).stop == "SIGTERM"
         os.kill(os.getpid(), signal.SIGUSR1)  # no reason to hurry
         with pytest.raises(KeyboardInterrupt) as interrupt:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -270,11 +284,11 @@ def test_signals_become_requests_and_a_second_stop_interrupts():
 
 
 def test_nohup_has_sighup_ignored():
-    assert stopping.ending_signals() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    assert signals.ending_signals() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert stopping.ending_signals() == [signal.SIGINT, signal.SIGTERM]
-        with stopping.listening(Requests()) as requests:
+        assert signals.ending_signals() == [signal.SIGINT, signal.SIGTERM]
+        with signals.listening(Requests()) as requests:
             os.kill(os.getpid(), signal.SIGHUP)
         assert requests.stop is None
     finally:
@@ -283,7 +297,8 @@ def test_nohup_has_sighup_ignored():
 
 RANK = """
 import os, signal
-from shardline.run.stop import Requests, listening, starting_job
+from shardline.run.signals import listening, starting_job
+from shardline.run.stop import Requests
 
 with starting_job(started_by_launcher=True):
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -292,7 +307,8 @@ with starting_job(started_by_launcher=True):
 """
 WAITING = f"""
 import os, signal, subprocess, sys, threading
-from shardline.run.stop import Requests, listening, starting_job
+from shardline.run.signals import listening, starting_job
+from shardline.run.stop import Requests
 
 end = threading.Event()
 with starting_job(started_by_launcher=False):
@@ -315,19 +331,19 @@ def test_sigusr1_waits_until_there_are_steps_and_is_dropped_after_them():
     assert (done.returncode, done.stdout) == (0, "1\n1\nFalse\n"), done.stderr
 
 
-def test_the_launcher_tells_when_the_job_started(monkeypatch):
-    monkeypatch.delenv(stopping.STARTED_VARIABLE, raising=False)
-    with stopping.starting_job(started_by_launcher=False):
-        assert float(os.environ[stopping.STARTED_VARIABLE]) > 1e9
-    assert stopping.STARTED_VARIABLE not in os.environ
-    monkeypatch.setenv(stopping.STARTED_VARIABLE, "5")
-    with stopping.starting_job(started_by_launcher=True):
-        assert os.environ[stopping.STARTED_VARIABLE] == "5"
+def test_the_launcher_passes_on_when_the_job_started(monkeypatch):
+    monkeypatch.delenv(stop.STARTED_VARIABLE, raising=False)
+    with signals.starting_job(started_by_launcher=False):
+        assert float(os.environ[stop.STARTED_VARIABLE]) > 1e9
+    assert stop.STARTED_VARIABLE not in os.environ
+    monkeypatch.setenv(stop.STARTED_VARIABLE, "5")
+    with signals.starting_job(started_by_launcher=True):
+        assert os.environ[stop.STARTED_VARIABLE] == "5"
 
 
 def test_a_thread_cannot_listen_and_does_not_fail():
     seen = []
-    thread = threading.Thread(target=lambda: seen.append(stopping.listening(Requests()).__enter__().stop))
+    thread = threading.Thread(target=lambda: seen.append(signals.listening(Requests()).__enter__().stop))
     thread.start()
     thread.join()
     assert seen == [None]

@@ -1,0 +1,121 @@
+"""Signals of a run: those that stop it or ask for a save become requests (stop.py), at any moment of its life.
+
+SIGHUP is treated as SIGTERM; where it was ignored, as under nohup, it stays so.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+from shardline.run.stop import STARTED_VARIABLE, TIME_LIMIT, Requests
+
+log = logging.getLogger("shardline")
+
+ends_with_run = False  # this process is a program's own, not that of somebody who calls a run
+
+
+def claim_process() -> None:
+    """Declare this process a program's own: signals that come when everything is done do not change how it ends."""
+    global ends_with_run
+    ends_with_run = True
+    atexit.register(_ignore_signals)  # called last; the interpreter would restore handlers that end the process
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def ending_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop."""
+    hangs_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hangs_up]
+
+
+def counts_as(number: int) -> signal.Signals:
+    """The signal that a signal is treated as."""
+    return signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number)
+
+
+@contextlib.contextmanager
+def listening(requests: Requests) -> Iterator[Requests]:
+    """Turn signals into requests; a second one of those that stop a run interrupts it at once.
+
+    Once there is a final exit code, a signal ends the process at once and does not change how it ends.
+    """
+    if not _in_main_thread():
+        yield requests
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            requests.saves += 1
+            text = "%s: saving after this step"
+        else:
+            if requests.final_code is not None and ends_with_run:
+                _end_at_once(requests.final_code)
+            if requests.stop not in (None, TIME_LIMIT):
+                raise KeyboardInterrupt(number)
+            requests.stop = counts_as(number).name
+            text = "%s: stopping after this step (again: at once)"
+        # From a thread: the signal may have come in the middle of a print, and one inside another repeats its text.
+        _thread.start_new_thread(log.info, (text, signal.Signals(number).name))
+
+    previous = {number: signal.signal(number, ask) for number in (*ending_signals(), signal.SIGUSR1)}
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    try:
+        yield requests
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        ends = requests.final_code is not None and ends_with_run
+        for number, handler in previous.items():
+            if number == signal.SIGUSR1 or not ends:
+                signal.signal(number, handler)
+
+
+def _end_at_once(code: int) -> NoReturn:
+    with contextlib.suppress(Exception):  # the signal may have come in the middle of a print
+        sys.stdout.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def starting_job(started_by_launcher: bool) -> Iterator[None]:
+    """Surround a whole run, from before torch is imported: note the time, and hold SIGUSR1 until there are steps.
+
+    Its default would end the process. A blocked signal stays pending, in ranks too, which inherit the mask. It is also
+    ignored, for threads that are made while there are steps, and so do not have the mask.
+    """
+    before = os.environ.get(STARTED_VARIABLE)
+    if not started_by_launcher:
+        os.environ[STARTED_VARIABLE] = repr(time.time())
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    ignores = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and _in_main_thread()
+    if ignores:  # not once more in a rank: what is pending would be dropped
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.sigtimedwait({signal.SIGUSR1}, 0)  # one that came too late
+        if ignores:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if before is None:
+            os.environ.pop(STARTED_VARIABLE, None)
+        else:
+            os.environ[STARTED_VARIABLE] = before
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
