@@ -24,7 +24,7 @@ from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
-from shardline.models.fused_weights import logical_names, unfuse
+from shardline.models.fused_weights import logical_names, logical_rows
 from shardline.optim.state import optimizer_state
 
 
@@ -103,11 +103,9 @@ def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> li
         pieces = [Piece(name, tuple(shape), place, None)]
     else:
         pieces = []
-        ends = torch.tensor([place.start[0], place.start[0] + place.size[0]])
-        for part, order in unfuse(arch, name, torch.arange(shape[0])).items():  # the fused row of each logical row
-            first, last = torch.searchsorted(order.contiguous(), ends).tolist()
-            block = Place((first, *place.start[1:]), (last - first, *place.size[1:]))
-            pieces.append(Piece(part, (len(order), *shape[1:]), block, order[first:last] - place.start[0]))
+        for rows in logical_rows(arch, name, shape[0], slice(place.start[0], place.start[0] + place.size[0])):
+            block = Place((rows.start, *place.start[1:]), (rows.stop - rows.start, *place.size[1:]))
+            pieces.append(Piece(rows.name, (rows.size, *shape[1:]), block, rows.places))
     return [piece for piece in pieces if piece.place.elements]
 
 

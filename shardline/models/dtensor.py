@@ -83,13 +83,15 @@ def whole(tensor: Any) -> Tensor:
 
 
 def copy_into(parameter: Tensor, values: Tensor) -> None:
-    """Fill a parameter, or the part of it that this rank holds, from the whole tensor's values."""
+    """Fill a parameter, or the shard of it that this rank holds, from the whole tensor's values."""
     with torch.no_grad():
-        local(parameter).copy_(values[local_slices(parameter)] if hasattr(parameter, "placements") else values)
+        local(parameter).copy_(values[local_slices(parameter)])
 
 
 def local_slices(parameter: Any) -> tuple[slice, ...]:
-    """Where in the whole tensor this rank's part lies."""
+    """Where in the whole tensor this rank's shard lies: all of it where it is no DTensor."""
+    if not hasattr(parameter, "placements"):
+        return tuple(slice(0, size) for size in parameter.shape)
     sizes, offsets = _place(parameter, parameter.device_mesh.get_coordinate())
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 

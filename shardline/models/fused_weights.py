@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +72,26 @@ def fuse(arch: Architecture, name: str, parts: Mapping[str, Tensor]) -> Tensor:
         gate, up = (tensor.unflatten(0, (-1, gate_block(arch))) for tensor in tensors)
         return torch.stack((gate, up), dim=1).flatten(0, 2)
     return tensors[0]
+
+
+class LogicalRows(NamedTuple):
+    """Rows [start, stop) of the logical tensor `name`, which has `size`, and their places in a parameter's shard."""
+
+    name: str
+    size: int
+    start: int
+    stop: int
+    places: Tensor  # (stop - start,) of int64
+
+
+def logical_rows(arch: Architecture, name: str, size: int, held: slice) -> list[LogicalRows]:
+    """Rows `held` of the parameter `name`, which has `size` rows, as rows of its logical tensors."""
+    ends = torch.tensor([held.start, held.stop], device="cpu")
+    found = []
+    for part, order in unfuse(arch, name, torch.arange(size, device="cpu")).items():  # where each logical row is
+        start, stop = torch.searchsorted(order.contiguous(), ends).tolist()
+        found.append(LogicalRows(part, len(order), start, stop, order[start:stop] - held.start))
+    return found
 
 
 def logical_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:

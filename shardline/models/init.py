@@ -1,7 +1,7 @@
 """Initial weights, a function of (seed, logical name) alone.
 
-Each logical tensor is drawn in blocks of 256 rows, each block from a generator of its own, on the CPU: a rank can draw
-just the rows it holds, and neither device, threads, fused layout nor the number of ranks changes a value.
+Each logical tensor is drawn in blocks of 256 rows, each block from its own generator, on the CPU. A rank draws only the
+blocks of which it holds rows, and neither device, threads, fused layout nor the number of ranks changes a value.
 
     matrices and embeddings   normal, std `init_std`, cut at 3 std
     wo and w2                 the same with std `init_std` / sqrt(2 n_layers): they write into the residual stream,
@@ -15,18 +15,19 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardline.config.architecture import Architecture
-from shardline.models.dtensor import copy_into
-from shardline.models.fused_weights import fuse, logical_names, logical_shapes
+from shardline.models.dtensor import local, local_slices
+from shardline.models.fused_weights import logical_rows, logical_shapes
 
 BLOCK_ROWS = 256
-IN_FLIGHT_BYTES = 4 << 30  # drawn but not yet copied into the model
+MOST_THREADS = 32  # each holds one block: 54 MiB in the largest weight of a 405B model
 
 
 def initial_std(arch: Architecture, name: str) -> float | None:
@@ -38,70 +39,55 @@ def initial_std(arch: Architecture, name: str) -> float | None:
     return arch.init_std
 
 
-def draw_rows(seed: int, name: str, shape: tuple[int, ...], start: int, stop: int, std: float) -> Tensor:
-    """Rows [start, stop) of the logical tensor `name`, float32 on the CPU: what slicing the whole would give."""
-    rows = torch.empty(stop - start, *shape[1:], device="cpu", dtype=torch.float32)
-    for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS)):
-        _draw_block(rows, seed, name, shape, start, block, std)
-    return rows
-
-
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter of a `Decoder` that has its memory already."""
+    """Fill every parameter of a `Decoder` that has its memory already; of a DTensor, the shard that this rank holds."""
     arch: Architecture = model.arch  # type: ignore[assignment]
-    with torch.no_grad(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        waiting: deque[tuple[str, nn.Parameter, dict[str, Tensor], list[Future[None]]]] = deque()
-        in_flight = 0
-        for name, parameter in model.named_parameters():
-            parts, futures = _start(pool, arch, seed, name)
-            waiting.append((name, parameter, parts, futures))
-            in_flight += 4 * parameter.numel()
-            while in_flight > IN_FLIGHT_BYTES and len(waiting) > 1:
-                in_flight -= _finish(arch, *waiting.popleft())
-        while waiting:
-            _finish(arch, *waiting.popleft())
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
+        for _ in pool.map(lambda block: block.fill(seed), _blocks(arch, model)):
+            pass
 
 
-def _start(
-    pool: ThreadPoolExecutor, arch: Architecture, seed: int, name: str
-) -> tuple[dict[str, Tensor], list[Future[None]]]:
-    """Make the logical tensors of one parameter and queue the drawing of their blocks."""
-    shapes = logical_shapes(arch)
-    parts: dict[str, Tensor] = {}
-    futures = []
-    for part in logical_names(arch, name):
-        shape, std = shapes[part], initial_std(arch, part)
-        if std is None:
-            value = 0.0 if part.endswith(".bias") else 1.0
-            parts[part] = torch.full(shape, value, device="cpu", dtype=torch.float32)
-            continue
-        parts[part] = whole = torch.empty(shape, device="cpu", dtype=torch.float32)
-        for block in range(-(-shape[0] // BLOCK_ROWS)):
-            futures.append(pool.submit(_draw_block, whole, seed, part, shape, 0, block, std))
-    return parts, futures
-
-
-def _finish(
-    arch: Architecture, name: str, parameter: nn.Parameter, parts: dict[str, Tensor], futures: list[Future[None]]
-) -> int:
-    for future in futures:
-        future.result()
-    copy_into(parameter, fuse(arch, name, parts))
-    return 4 * parameter.numel()
-
-
-def _draw_block(
-    out: Tensor, seed: int, name: str, shape: tuple[int, ...], out_start: int, block: int, std: float
-) -> None:
-    """Draw one whole block and keep the rows that `out`, whose first row is `out_start`, has place for."""
-    first, last = block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, shape[0])
-    low, high = max(first, out_start), min(last, out_start + out.shape[0])
-    target = out[low - out_start : high - out_start]
-    whole = target if high - low == last - first else torch.empty(last - first, *shape[1:], device="cpu")
+def draw_block(seed: int, name: str, shape: tuple[int, ...], block: int, std: float) -> Tensor:
+    """One block of the logical tensor `name` of this shape: float32 (BLOCK_ROWS, or the rest, ...) on the CPU."""
+    rows = min(BLOCK_ROWS, shape[0] - block * BLOCK_ROWS)
     generator = torch.Generator("cpu").manual_seed(_block_seed(seed, name, block))
-    whole.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
-    if whole is not target:
-        target.copy_(whole[low - first : high - first])
+    values = torch.empty(rows, *shape[1:], device="cpu", dtype=torch.float32)
+    return values.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
+
+
+class _HeldBlock(NamedTuple):
+    """A block of which this rank holds some rows (of them some columns, where ranks share those), and where they go."""
+
+    name: str
+    shape: tuple[int, ...]
+    block: int
+    std: float
+    held: tuple[slice, ...]  # of the block
+    target: Tensor  # this rank's shard of the parameter
+    places: Tensor  # the rows of `target` that are filled
+
+    def fill(self, seed: int) -> None:
+        values = draw_block(seed, self.name, self.shape, self.block, self.std)[self.held]
+        self.target.index_copy_(0, self.places.to(self.target.device), values.to(self.target))
+
+
+def _blocks(arch: Architecture, model: nn.Module) -> Iterator[_HeldBlock]:
+    """The blocks that this rank draws; parameters that start as a constant are filled on the way."""
+    shapes = logical_shapes(arch)
+    for name, parameter in model.named_parameters():
+        target = local(parameter.detach())
+        rows, *columns = local_slices(parameter)
+        for part in logical_rows(arch, name, parameter.shape[0], rows):
+            std = initial_std(arch, part.name)
+            if std is None:
+                target.fill_(0.0 if name.endswith(".bias") else 1.0)
+                continue
+            for block in range(part.start // BLOCK_ROWS, -(-part.stop // BLOCK_ROWS)):
+                first = block * BLOCK_ROWS
+                start, stop = max(part.start, first), min(part.stop, first + BLOCK_ROWS)
+                held = (slice(start - first, stop - first), *columns)
+                places = part.places[start - part.start : stop - part.start]
+                yield _HeldBlock(part.name, shapes[part.name], block, std, held, target, places)
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:

@@ -3,18 +3,28 @@
 import hashlib
 import math
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor
 
+from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
+from shardline.config.layout import KEYS, Layout
+from shardline.config.load import load_config
 from shardline.models import init
 from shardline.models.decoder import Decoder
-from shardline.models.fused_weights import fuse
-from shardline.models.init import BLOCK_ROWS, draw_rows, init_weights, initial_std
+from shardline.models.dtensor import local, local_slices
+from shardline.models.flavors import resolve
+from shardline.models.init import BLOCK_ROWS, init_weights, initial_std
 from shardline.models.state import logical_state
+from shardline.precision.mixed import choose_precision
+from shardline.tools.dry_run.fake import fake_group
+from shardline.training.setup import build_model
 
 ARCH = Architecture(
     dim=48, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=304, vocab_size=700, qk_norm=True, qkv_bias=True
@@ -27,27 +37,121 @@ def build(seed: int = 0, arch: Architecture = ARCH) -> Decoder:
     return model
 
 
+# ---- what a rank of many draws ---------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+SMALL = {"dim": 40, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "head_dim": 8, "ffn_dim": 64, "vocab_size": 271}
+BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "qk_norm": True}
+TIED = {"tie_word_embeddings": True}
+
+
+def build_rank(layout: Layout, fields: dict[str, object], **settings: object) -> Decoder:
+    """The model of this rank, as a run makes it: cut and transformed on the meta device, then given memory."""
+    config = load_config(overrides={"model.overrides": fields, **settings})
+    config = config.replace({f"parallelism.{key}": getattr(layout, axis) for axis, key in KEYS.items()})
+    precision = choose_precision(config, CPU, True)
+    return build_model(resolve(config.model), CPU, precision, Mesh(layout, "cpu"), config)[0]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "settings"),
+    [
+        (Layout(dp_shard=8), {}, {}),
+        (Layout(dp_shard=4), {**TIED, "vocab_size": 3}, {}),  # the last rank holds no row of it
+        (Layout(dp_shard=2), {}, {"training.enable_cpu_offload": True}),
+        (Layout(dp_shard=2), {}, {"training.dtype": "bfloat16"}),
+        (Layout(dp_replicate=2), {}, {}),
+        (Layout(dp_replicate=2, dp_shard=2), {}, {}),
+        (Layout(dp_shard=4, tp=2), {}, {}),  # strided shards, and rows of some ranks with columns of others
+        (Layout(dp_shard=2, tp=4), {**TIED, "n_kv_heads": 2}, {}),  # every rank holds K and V
+        (Layout(dp_shard=2, cp=2, tp=2), {}, {}),
+        (Layout(tp=4), TIED, {}),
+        (Layout(pp=2, dp_shard=2), TIED, {}),
+        (Layout(pp=2, dp_shard=2, tp=2), {}, {}),
+    ],
+    ids=str,
+)
+def test_every_rank_of_a_layout_gets_the_values_of_one_process(layout, fields, settings, monkeypatch) -> None:
+    monkeypatch.setattr(init, "BLOCK_ROWS", 24)  # several blocks in each of these small tensors
+    expected: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for rank in range(layout.world_size):
+        debug._clear_sharding_prop_cache()  # it takes the mesh of one rank for that of another
+        with fake_group(rank, layout.world_size):
+            model = build_rank(layout, SMALL | BIASES | fields, **settings)
+            init_weights(model, 3)
+            if not expected:
+                whole = Decoder(model.arch, split_kv=model.blocks()[0].attention.wkv is not None)
+                init_weights(whole, 3)
+                expected = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+                seen = {name: torch.zeros_like(parameter) for name, parameter in expected.items()}
+            for name, parameter in model.named_parameters():
+                place = local_slices(parameter)
+                assert torch.equal(local(parameter.detach()), expected[name][place].to(parameter.dtype)), (rank, name)
+                seen[name][place] = 1
+    assert all(places.all() for places in seen.values())
+
+
+def test_a_rank_draws_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks that share the rows draw an eighth each, and not much more: a block is drawn whole."""
+    drawn: list[int] = []
+    normal = torch.Tensor.normal_
+
+    def counted(tensor, *arguments, **options):
+        drawn.append(tensor.numel())
+        return normal(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", counted)
+    wide = {"dim": 2048, "n_layers": 1, "n_heads": 16, "n_kv_heads": 8, "ffn_dim": 4096, "vocab_size": 4096}
+    debug._clear_sharding_prop_cache()
+    with fake_group(5, 8):
+        model = build_rank(Layout(dp_shard=8), wide)
+        init_weights(model, 0)
+    share = sum(drawn) / sum(parameter.numel() for parameter in model.parameters())
+    assert 0.99 / 8 < share < 1.1 / 8
+
+
 @settings(deadline=None, max_examples=40)
-@given(st.data(), st.integers(1, 3 * BLOCK_ROWS), st.integers(1, 5))
-def test_a_slice_is_a_slice_of_the_whole(data: st.DataObject, rows: int, columns: int) -> None:
-    start = data.draw(st.integers(0, rows))
-    stop = data.draw(st.integers(start, rows))
-    whole = draw_rows(5, "a.weight", (rows, columns), 0, rows, 0.02)
-    assert torch.equal(draw_rows(5, "a.weight", (rows, columns), start, stop, 0.02), whole[start:stop])
+@given(st.data())
+def test_any_shard_is_a_shard_of_the_whole(data: st.DataObject) -> None:
+    """Any sizes, cuts and ranks, also those that hold nothing; torch's own split of the whole model is compared."""
+    kv_heads, group = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([1, 2, 3]))
+    arch = Architecture(
+        dim=data.draw(st.integers(1, 20)),
+        n_layers=1,
+        n_heads=kv_heads * group,
+        n_kv_heads=kv_heads,
+        head_dim=data.draw(st.sampled_from([2, 6])),
+        ffn_dim=data.draw(st.integers(1, 20)),
+        vocab_size=data.draw(st.integers(1, 40)),
+        qkv_bias=data.draw(st.booleans()),
+    )
+    split_kv = data.draw(st.booleans())
+    shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3)))
+    placements = {0: [Shard(0), Replicate()], 1: [Shard(0), Shard(1), Replicate()]}
+    rank = data.draw(st.integers(0, math.prod(shape) - 1))
+    with patch.object(init, "BLOCK_ROWS", data.draw(st.integers(1, 12))):
+        whole = Decoder(arch, split_kv)
+        init_weights(whole, 7)
+        debug._clear_sharding_prop_cache()
+        with fake_group(rank, math.prod(shape)), torch.no_grad():
+            mesh = init_device_mesh("cpu", shape) if math.prod(shape) > 1 else None
+            model = Decoder(arch, split_kv)
+            expected = {}
+            for name, parameter in whole.named_parameters():
+                module = model.get_submodule(name.rsplit(".", 1)[0])
+                if mesh is not None:
+                    cut = [data.draw(st.sampled_from(placements[min(parameter.ndim - 1, 1)])) for _ in shape]
+                    empty = distribute_tensor(torch.full_like(parameter, math.nan), mesh, cut, src_data_rank=None)
+                    setattr(module, name.rsplit(".", 1)[1], torch.nn.Parameter(empty))
+                    parameter = distribute_tensor(parameter.detach(), mesh, cut, src_data_rank=None)
+                expected[name] = local(parameter)
+            init_weights(model, 7)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(local(parameter), expected[name]), name
 
 
-def test_every_rank_of_a_row_cut_draws_its_own_part() -> None:
-    """What a rank draws for its rows of a fused weight is the row cut of the whole model's weight."""
-    name = "layers.1.attention.wqkv.weight"
-    whole = dict(build().named_parameters())[name]
-    std = ARCH.init_std
-    for ranks in (1, 2, 4):
-        for rank, shard in enumerate(whole.chunk(ranks)):
-            parts = {}
-            for part, rows in (("wq", 512), ("wk", 256), ("wv", 256)):
-                logical, size = f"layers.1.attention.{part}.weight", rows // ranks
-                parts[logical] = draw_rows(0, logical, (rows, 48), rank * size, (rank + 1) * size, std)
-            assert torch.equal(fuse(ARCH, name, parts), shard)
+# ---- the values ------------------------------------------------------------------------------------------------------
 
 
 def test_values_are_those_of_the_generator_of_their_block() -> None:
@@ -62,7 +166,6 @@ def test_seed_and_name_matter_and_nothing_else(monkeypatch: pytest.MonkeyPatch) 
     first = logical_state(build(1))
     torch.manual_seed(12345)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    monkeypatch.setattr(init, "IN_FLIGHT_BYTES", 0)
     again = logical_state(build(1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     other = logical_state(build(2))
