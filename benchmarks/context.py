@@ -42,7 +42,7 @@ from torch import Tensor  # noqa: E402
 
 from shardline.comm import collectives  # noqa: E402
 from shardline.comm.hidden_time import Times, host_times  # noqa: E402
-from shardline.comm.spans import spans  # noqa: E402
+from shardline.comm.job import job  # noqa: E402
 from shardline.models.attention import AttentionMask, attention, fastest_causal  # noqa: E402
 from shardline.models.partial_attention import choose_part_kernel  # noqa: E402
 from shardline.parallel.context.context import ContextParallel  # noqa: E402
@@ -116,7 +116,7 @@ def join(options: argparse.Namespace) -> tuple[int, int, torch.device]:
         torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if options.backend == "nccl" else "gloo")
     assert dist.group.WORLD is not None
-    collectives.register_axes({name: collectives.Axis(name, dist.group.WORLD, ranks, rank) for name in ("cp", "world")})
+    job.set_axes({name: collectives.Axis(name, dist.group.WORLD, ranks, rank) for name in ("cp", "world")})
     return rank, ranks, device
 
 
@@ -167,9 +167,9 @@ def attention_rank(options: argparse.Namespace) -> None:
         tensors = drawn(options, length, device)
         one = timed(lambda tensors=tensors: layer(tensors, whole), options, device)  # type: ignore[misc]
         tensors = drawn(options, length // ranks, device)
-        collectives.traffic.take()
+        job.traffic.take()
         both = timed(lambda tensors=tensors: layer(tensors, mask), options, device)  # type: ignore[misc]
-        sent = collectives.traffic.take()["cp"] / (options.warm_up + options.rounds)
+        sent = job.traffic.take()["cp"] / (options.warm_up + options.rounds)
         if rank == 0:
             say(
                 benchmark="attention",
@@ -191,14 +191,14 @@ def overlap_rank(options: argparse.Namespace) -> None:
         tensors = drawn(options, length // ranks, device)
         layer(tensors, mask)
         found: list[Times] = []
-        collectives.traffic.take()
+        job.traffic.take()
         for _ in range(options.rounds):
             dist.barrier()
-            spans.record("step")
+            job.spans.record("step")
             layer(tensors, mask)
-            found.append(host_times(spans.take("step"), "cp"))
-            spans.stop("step")
-        sent = collectives.traffic.take()["cp"] / options.rounds
+            found.append(host_times(job.spans.take("step"), "cp"))
+            job.spans.stop("step")
+        sent = job.traffic.take()["cp"] / options.rounds
         middle = sorted(found, key=lambda times: times.exposed)[len(found) // 2]
         slowest = torch.tensor([*middle, sent])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)

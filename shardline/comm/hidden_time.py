@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardline.comm.spans import Span, spans
+from shardline.comm.spans import Span, Spans
 
 
 class Times(NamedTuple):
@@ -151,26 +151,23 @@ def _events() -> tuple[Any, Any]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
 
-clock = DeviceClock()
-
-
 class Sampler:
     """Measures a step that is going to be logged: `begin` before it, `end` after."""
 
-    def __init__(self, device: torch.device, axis: str = "tp") -> None:
-        self.device, self.axis = device, axis
+    def __init__(self, device: torch.device, clock: DeviceClock, spans: Spans, axis: str = "tp") -> None:
+        self.device, self.clock, self.spans, self.axis = device, clock, spans, axis
 
     def begin(self) -> None:
         if self.device.type == "cuda":
-            clock.axis = self.axis
+            self.clock.axis = self.axis
         else:
-            spans.record("step")
+            self.spans.record("step")
 
     def end(self) -> Times:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            clock.axis = None
-            return clock.take()
-        found = host_times(spans.take("step"), self.axis)
-        spans.stop("step")
+            self.clock.axis = None
+            return self.clock.take()
+        found = host_times(self.spans.take("step"), self.axis)
+        self.spans.stop("step")
         return found

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardline.comm import collectives, symmetric_memory, watchdog
+from shardline.comm import symmetric_memory, watchdog
+from shardline.comm.job import Axis, job
 from shardline.comm.store import backend_timeout, start_groups, told_by_launcher
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from shardline.errors import UserError
@@ -43,7 +44,7 @@ class Mesh:
         if self.world_size > 1 or offload:
             self._build(device_type, offload)
         else:
-            collectives.register_axes({})  # an earlier run in this process may have had some
+            job.set_axes({})  # an earlier run in this process may have had some
 
     def _build(self, device_type: str, offload: bool) -> None:
         degrees = dict(zip(AXES, self.layout.degrees, strict=True))
@@ -57,8 +58,8 @@ class Mesh:
         assert dist.group.WORLD is not None
         if self.layout.pp > 1:
             axes["pp_down"] = dataclasses.replace(axes["pp"], name="pp_down", group=_again(self.layout))
-        axes["world"] = collectives.Axis("world", dist.group.WORLD, self.world_size, self.rank)
-        collectives.register_axes(axes)
+        axes["world"] = Axis("world", dist.group.WORLD, self.world_size, self.rank)
+        job.set_axes(axes)
 
     def _build_experts(self, device_type: str) -> None:
         """The same ranks, cut as the experts need them: a mesh beside the first."""
@@ -132,8 +133,8 @@ class Mesh:
         return self.layout.data_ranks
 
 
-def _axis(name: str, mesh: DeviceMesh) -> collectives.Axis:
-    return collectives.Axis(name, mesh.get_group(), mesh.size(), mesh.get_local_rank())
+def _axis(name: str, mesh: DeviceMesh) -> Axis:
+    return Axis(name, mesh.get_group(), mesh.size(), mesh.get_local_rank())
 
 
 def _again(layout: Layout) -> dist.ProcessGroup:
@@ -200,7 +201,6 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
 def stop_process_group() -> None:
     """Leave the other ranks; quiet when they are gone already."""
     symmetric_memory.release()  # waits for the device: where that hangs, the watchdog ends it
-    watchdog.stop_watchdog()
-    collectives.register_axes({})
+    job.reset()
     if dist.is_initialized():
         dist.destroy_process_group()

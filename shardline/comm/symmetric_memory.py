@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives, watchdog
-from shardline.comm.spans import labelled
+from shardline.comm import collectives
+from shardline.comm.job import job
+from shardline.comm.observe import Observed, labelled
 from shardline.comm.store import told_by_launcher
 
 SHARED_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -213,17 +214,11 @@ class Space:
             del self.regions[purpose]
 
 
-_spaces: dict[str, Space] = {}  # by the name of the group
-
-
 def space(axis: str, device: torch.device) -> Space:
     name = collectives.axis(axis).group.group_name
-    if name not in _spaces:
-        _spaces[name] = Space(axis, device)
-    return _spaces[name]
-
-
-_torch_bytes: dict[str, int] = {}  # of torch's own workspaces, by the name of the group
+    if name not in job.spaces:
+        job.spaces[name] = Space(axis, device)
+    return job.spaces[name]
 
 
 def torch_workspace(axis: str, size: int) -> Any:
@@ -231,18 +226,18 @@ def torch_workspace(axis: str, size: int) -> Any:
     import torch.distributed._symmetric_memory as memory
 
     name = collectives.axis(axis).group.group_name
-    _torch_bytes[name] = max(_torch_bytes.get(name, 0), size)
+    job.workspaces[name] = max(job.workspaces.get(name, 0), size)
     return memory.get_symm_mem_workspace(name, min_size=size)
 
 
 def shared_gib() -> float:
     """Memory that is shared with peers: the allocator of ordinary tensors does not count it."""
-    return (sum(one.bytes for one in _spaces.values()) + sum(_torch_bytes.values())) / 2**30
+    return (sum(one.bytes for one in job.spaces.values()) + sum(job.workspaces.values())) / 2**30
 
 
 def keep(purposes: Collection[str]) -> None:
     """Give all other regions back; every rank calls it together."""
-    for one in _spaces.values():
+    for one in job.spaces.values():
         one.keep(purposes)
 
 
@@ -251,20 +246,20 @@ def start_anew() -> None:
 
     Every rank calls it together.
     """
-    for one in _spaces.values():
+    for one in job.spaces.values():
         one.keep(())
         one.state = None
 
 
 def release() -> None:
     """Give the shared memory back, at the end of a run."""
-    _spaces.clear()
-    if _torch_bytes:
+    job.spaces.clear()
+    if job.workspaces:
         import torch.distributed._symmetric_memory as memory
 
-        for name in _torch_bytes:
+        for name in job.workspaces:
             getattr(memory, "_group_name_to_workspace_tensor", {}).pop(name, None)
-    _torch_bytes.clear()
+    job.workspaces.clear()
 
 
 def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -> None:
@@ -337,16 +332,12 @@ def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
 
 @contextlib.contextmanager
 def inside_product(axis: str, what: str, x: Tensor, elements: int) -> Iterator[None]:
-    """Around a product that communicates: `elements` of x's type for each other rank are counted, and the watchdog
-    knows where this rank is until its device has come through."""
-    collectives.traffic.add(axis, (collectives.axis_size(axis) - 1) * elements * x.element_size())
-    dog = watchdog.current
-    if dog is not None:
-        kind = str(x.dtype).removeprefix("torch.")
-        dog.enter(f"{what} over {axis}, inside a product of {tuple(x.shape)} {kind}", axis)
-    try:
-        with labelled(axis, what, copies_only=True):
-            yield
-    finally:
-        if dog is not None:
-            dog.leave(on_device=True)
+    """Around a product that communicates, which sends `elements` of x's type to each other rank.
+
+    The watchdog sees this rank in it until its device is through.
+    """
+    kind = str(x.dtype).removeprefix("torch.")
+    tag = f"{what} over {axis}, inside a product of {tuple(x.shape)} {kind}"
+    sent = (collectives.axis_size(axis) - 1) * elements * x.element_size()
+    with Observed(axis, what, tag, sent, on_host=False), labelled(axis, what, copies_only=True):
+        yield

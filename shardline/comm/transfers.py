@@ -14,17 +14,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives, watchdog
-from shardline.comm.spans import now, runs_on_host, spans
+from shardline.comm.job import job
+from shardline.comm.observe import Observed, described, runs_on_host
+from shardline.comm.spans import now
+from shardline.comm.watchdog import pass_over
 
-_waiter: ThreadPoolExecutor | None = None
+pass_over(__file__)
 
 
 def distances(ranks: int) -> list[int]:
@@ -47,8 +49,8 @@ class Transfer:
     ) -> None:
         self.exchange, self.receiving, self.into, self.staged, self.start = exchange, receiving, into, staged, start
         self.done: Future[None] | None = None
-        if spans.enabled and exchange.on_host and not exchange.inside and receiving:
-            self.done = _waiting_thread().submit(self._note_end)
+        if job.spans.enabled and exchange.on_host and exchange.call is not None and receiving:
+            self.done = job.waiting_thread().submit(self._note_end)
 
     def wait(self) -> None:
         if not self.receiving:
@@ -63,27 +65,25 @@ class Transfer:
             self.into.copy_(self.staged, non_blocking=True)
 
     def _note_end(self) -> None:
-        """On a thread of its own: a receiving work cannot tell when it was complete, only be waited for."""
+        """On a thread of its own: a receive does not report when it is complete, so somebody has to wait for it."""
         for work in self.receiving:
             work.wait()
-        spans.add(self.exchange.axis.name, self.exchange.what, self.start, now(), waiting=False)
+        job.spans.add(self.exchange.axis.name, self.exchange.what, self.start, now(), waiting=False)
 
 
 class Exchange:
     """The transfers of one operation over one axis. `size` is what this rank sends in all, in bytes.
 
-    `inside` a collective that is counted, watched and timed as a whole, the transfers are not on top of it.
+    `inside` a collective that is counted, watched and timed as a whole, the transfers are not observed on their own.
     """
 
     def __init__(self, name: str, what: str, like: Tensor, size: int, inside: bool = False) -> None:
-        self.axis, self.what, self.inside = collectives.axis(name), what, inside
+        self.axis, self.what = job.axes[name], what
         self.on_host = runs_on_host(self.axis.group, like.device)
         self.stages = like.device.type == "cuda" and self.on_host  # gloo sends and receives host memory alone
-        self.tag = f"{what} over {name} of {tuple(like.shape)} {str(like.dtype).removeprefix('torch.')}"
-        self.sequence = 0
+        self.call: Observed | None = None
         if not inside:
-            self.sequence = watchdog.current.issue(self.tag, name) if watchdog.current is not None else 0
-            collectives.traffic.add(name, size)
+            self.call = Observed(name, what, described(what, name, like), size, self.on_host, background=True)
         self._sending: list[tuple[Any, Tensor]] = []  # a work that is dropped takes its transfer with it
 
     def staged(self, x: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Exchange:
         """The same where one of the two, or both, may be missing; the rank at the other end knows of it."""
         axis = self.axis
         to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
-        start = now() if spans.enabled else 0
+        start = now() if job.spans.enabled else 0
         if not self.on_host:
             ends = ((dist.isend, out, to), (dist.irecv, into, source))
             batch = [
@@ -130,37 +130,12 @@ class Exchange:
         self._sending.clear()
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.inside else _Waiting(self)
-
-
-class _Waiting(contextlib.AbstractContextManager[None]):
-    """While this rank stands still for a transfer: known to the watchdog and to whoever measures."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange, self.start = exchange, 0
-
-    def __enter__(self) -> None:
-        if watchdog.current is not None:
-            watchdog.current.wait(self.exchange.sequence, self.exchange.tag, self.exchange.axis.name)
-        self.start = now() if spans.enabled else 0
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if self.start and self.exchange.on_host:
-            spans.add(self.exchange.axis.name, self.exchange.what, self.start, now(), waiting=True)
-        if kind is None and watchdog.current is not None:
-            watchdog.current.leave(on_device=not self.exchange.on_host)
-
-
-def _waiting_thread() -> ThreadPoolExecutor:
-    global _waiter
-    if _waiter is None:
-        _waiter = ThreadPoolExecutor(1, thread_name_prefix="shardline-transfers")
-    return _waiter
+        return contextlib.nullcontext() if self.call is None else self.call
 
 
 def arriving(x: Tensor, full: Tensor, name: str, chunks: int) -> Iterator[slice]:
     """Fill `full` (n t, ...) with the rows x (t, ...) of all ranks; yields rows of it as they are there, own first."""
-    axis, t = collectives.axis(name), x.shape[0]
+    axis, t = job.axes[name], x.shape[0]
     exchange = Exchange(name, "all_gather", x, (axis.size - 1) * x.numel() * x.element_size())
     own = slice(axis.rank * t, (axis.rank + 1) * t)
     coming = []
@@ -185,7 +160,7 @@ class Scattering:
     """
 
     def __init__(self, compute: Any, rows: int, width: int, like: Tensor, name: str, chunks: int) -> None:
-        axis = collectives.axis(name)
+        axis = job.axes[name]
         self.t, n = rows // axis.size, axis.size
         self.mine = like.new_empty(self.t, width)
         outgoing, self.received = (like.new_empty(n - 1, self.t, width) for _ in range(2))
@@ -221,7 +196,7 @@ def _summed(mine: Tensor, received: Tensor, coming: Sequence[Sequence[Transfer]]
 
 def scatter_sum(out: Tensor, x: Tensor, name: str) -> None:
     """out (t, ...) = this rank's rows of the sum of x (n t, ...). Each row travels once; gloo's own sends it twice."""
-    axis = collectives.axis(name)
+    axis = job.axes[name]
     blocks, order = x.view(axis.size, *out.shape), distances(axis.size)
     received = x.new_empty(len(order), *out.shape)
     exchange = Exchange(name, "reduce_scatter", out, 0, inside=True)
@@ -234,6 +209,3 @@ def scatter_sum(out: Tensor, x: Tensor, name: str) -> None:
     if total is not out:
         out.copy_(total)
     exchange.finish()
-
-
-collectives.host_scatter = scatter_sum

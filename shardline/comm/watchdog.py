@@ -15,6 +15,7 @@ is not over is where the rank is.
 from __future__ import annotations
 
 import collections
+import concurrent.futures._base
 import contextlib
 import json
 import logging
@@ -23,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from shardline.comm.hang import Status, View, Wait, decode_status
+from shardline.comm.job import job
 from shardline.comm.store import backend_timeout, connect_store, set_group_timeouts
 from shardline.report import HANG_CODE, this_report, write_report
 
@@ -42,19 +44,13 @@ MANY_RANKS = 64  # above this, ranks take turns at looking at all others
 TURN_SECONDS = 30.0
 A_DAY = 86400.0
 
-current: Watchdog | None = None
-_members: dict[str, tuple[int, ...]] = {}
+# Files whose frames are not where a rank is: it is at the line that called them. torch's are left out as a whole.
+_passed_over = {__file__, threading.__file__, concurrent.futures._base.__file__}
 
 
-def set_members(members: Mapping[str, Iterable[int]]) -> None:
-    """The ranks of each axis that this rank talks to; an axis that is not named stands for all ranks."""
-    _members.clear()
-    _members.update({axis: tuple(ranks) for axis, ranks in members.items()})
-
-
-def add_members(axis: str, ranks: Iterable[int]) -> None:
-    """Beside the axes of the mesh: the ranks of something that is counted on its own, such as a channel of two."""
-    _members[axis] = tuple(ranks)
+def pass_over(file: str) -> None:
+    """Called by modules that wrap collectives, with their `__file__`: a report names the place that called them."""
+    _passed_over.add(file)
 
 
 class Launched(NamedTuple):
@@ -92,20 +88,18 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to publish, and become `current`."""
-        global current
+        """Begin to publish, and become the job's watchdog."""
         self._publish()
         for work in (self._watch, self._guard, self._follow):
             self._threads.append(threading.Thread(target=work, name="shardline-watchdog", daemon=True))
             self._threads[-1].start()
-        current = self
+        job.watchdog = self
 
     def close(self) -> None:
         """Stop publishing. A thread that came back from the store while Python shuts down would abort the process."""
-        global current
         self._closed.set()
-        if current is self:
-            current = None
+        if job.watchdog is self:
+            job.watchdog = None
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * self.period)
@@ -183,7 +177,8 @@ class Watchdog:
         if waits or issued:
             axis, sequence, tag, since = waits[0] if waits else issued  # type: ignore[misc]
             long = now - since > self.timeout_seconds / 2  # the members of a large axis are many: said when needed
-            wait = Wait(axis, sequence, str(tag), now - since, _members.get(axis) if long else (), presumed=not waits)
+            members = job.members.get(axis) if long else ()
+            wait = Wait(axis, sequence, str(tag), now - since, members, presumed=not waits)
         where = _place(self._main)
         idle = now - self._changed
         return Status(
@@ -305,32 +300,28 @@ def start_watchdog(timeout_seconds: float) -> None:
         Watchdog(connect_store(), dist.get_rank(), dist.get_world_size(), timeout_seconds).start()
 
 
-def stop_watchdog() -> None:
-    if current is not None:
-        current.close()
-
-
 def set_timeouts(seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
     """The longest wait for a collective from now on; the backends' own limit lies a little above the watchdog's."""
-    if current is not None:
-        current.timeout_seconds = seconds
+    if job.watchdog is not None:
+        job.watchdog.timeout_seconds = seconds
     set_group_timeouts(groups, backend_timeout(seconds))
 
 
 @contextlib.contextmanager
 def patiently(what: str, groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
     """For work of some ranks that others wait for, such as saving: no time-out counts until all have ended it."""
-    if current is None:
+    dog = job.watchdog
+    if dog is None:
         yield
         return
-    groups, seconds = list(groups), current.timeout_seconds
+    groups, seconds = list(groups), dog.timeout_seconds
     set_timeouts(A_DAY, groups)
     try:
-        with current.busy(what):
+        with dog.busy(what):
             yield
-        current.enter(f"end of {what}")
+        dog.enter(f"end of {what}")
         dist.barrier()
-        current.leave()
+        dog.leave()
     finally:
         set_timeouts(seconds, groups)
 
@@ -347,8 +338,7 @@ def _place(thread: int | None) -> str:
 
 
 def _is_wrapper(file: str) -> bool:
-    ours = ("comm/watchdog.py", "comm/collectives.py", "comm/transfers.py", "pipeline/channels.py")
-    return f"{os.sep}torch{os.sep}" in file or file.endswith((*ours, "threading.py", "concurrent/futures/_base.py"))
+    return file in _passed_over or f"{os.sep}torch{os.sep}" in file
 
 
 def _unreachable(status: Status, silent: float) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 
 from shardline.comm import collectives
-from shardline.comm.spans import spans
+from shardline.comm.job import job
 from shardline.telemetry.trace_file import add_spans
 
 if TYPE_CHECKING:
@@ -110,9 +110,9 @@ class Profiler:
         """Keep the communication of the steps that the trace records."""
         next_in_cycle = (self.at - self.since) % self.options.profile_freq + 1
         if self.trace is not None and next_in_cycle > self.options.profile_freq - self.options.profiler_active:
-            spans.record("trace")
+            job.spans.record("trace")
         else:
-            spans.stop("trace")
+            job.spans.stop("trace")
 
     def _save_trace(self, trace: torch.profiler.profile) -> None:
         if not self._recorded():  # the run ends just when recording began
@@ -124,7 +124,7 @@ class Profiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(path))
-            add_spans(path, self.rank, self.since + 1, collectives.axes(), spans.take("trace"))
+            add_spans(path, self.rank, self.since + 1, collectives.axes(), job.spans.take("trace"))
             table.write_text(ops_table(list(trace.key_averages()), self.options.top_ops))
         except (OSError, RuntimeError) as error:  # the run is worth more than its trace
             log.warning("the trace of step %d was not saved: %s", self.at, error)

@@ -24,6 +24,7 @@ from shardline.checkpoint.saver import Saver
 from shardline.comm import collectives, symmetric_memory, watchdog
 from shardline.comm.exposed_time import exposed
 from shardline.comm.hidden_time import Sampler, Times
+from shardline.comm.job import job
 from shardline.comm.mesh import (
     Mesh,
     crossing_lines,
@@ -254,7 +255,7 @@ class Trainer:
             cache_folder(config.training.cache_folder),
         )
         self.applied.lines += self.async_tensor.lines
-        self.sampler = Sampler(self.device) if self.applied.tensor is not None else None
+        self.sampler = Sampler(self.device, job.clock, job.spans) if self.applied.tensor is not None else None
         self.stepper = Stepper(config, self.model, self.optimizer, self.mesh, self.applied, self.device)
         self.memory = Memory(self.stepper.all_replicas, self.model, self.mesh, self.stepper.summed_over_tp)
         folder, of_run = self.folder.checkpoint_folder, (self.model, self.optimizer, self.identity)
@@ -340,13 +341,13 @@ class Trainer:
                 first_step = self.progress.step
                 compilations = CompileReport()
                 while self.progress.step < self.total_steps and asked.stop is None:
-                    collectives.traffic.take()
+                    job.traffic.take()
                     exposed.reset()
                     fetch_started = time.perf_counter()
                     batches = self.loader.step()
                     meter.fetched(time.perf_counter() - fetch_started)
-                    if watchdog.current is not None:
-                        watchdog.current.step(self.progress.step + 1)
+                    if job.watchdog is not None:
+                        job.watchdog.step(self.progress.step + 1)
                     sampled = self.sampler is not None and self._is_logged(self.progress.step + 1)
                     if self.sampler is not None and sampled:
                         self.sampler.begin()
@@ -425,7 +426,7 @@ class Trainer:
 
     def _row(self, result: StepResult, lr: float, meter: Meter, times: Times | None = None) -> dict[str, Any]:
         row: dict[str, Any] = {"step": self.progress.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": lr}
-        sent, waited = collectives.traffic.take(), exposed.take()
+        sent, waited = job.traffic.take(), exposed.take()
         of_tp = times or Times(0.0, 0.0)
         numbers = [peak_memory_gib(self.device) + symmetric_memory.shared_gib(), waited or 0.0, *of_tp]
         highest = torch.tensor(numbers, device=self.device)

@@ -50,15 +50,15 @@ def each_collective():
     import torch
     import torch.distributed as dist
 
-    from shardline.comm import collectives, transfers
+    from shardline.comm import collectives
+    from shardline.comm.job import job
 
     def of_gloo():
-        with patch.object(collectives, "host_scatter", None):
+        with patch.object(collectives, "scattered_by_host", return_value=False):
             collectives.scatter_sum_into(part, whole, "world")
 
-    assert collectives.host_scatter is transfers.scatter_sum
     dist.init_process_group("gloo")
-    collectives.register_axes({"world": collectives.Axis("world", dist.group.WORLD, 2, dist.get_rank())})
+    job.set_axes({"world": collectives.Axis("world", dist.group.WORLD, 2, dist.get_rank())})
     whole, part = torch.ones(SIZE // 4), torch.ones(SIZE // 8)
     kinds = {
         "all_reduce": lambda: collectives.sum_in_place(whole, "world"),
@@ -71,13 +71,13 @@ def each_collective():
     for name, run in kinds.items():
         run()  # connects
         dist.barrier()
-        collectives.traffic.take()
+        job.traffic.take()
         before = sent()
         for _ in range(REPEATS):
             run()
         dist.barrier()
-        found[name] = {"counted": collectives.traffic.take()["world"], "sent": difference(sent(), before)}
-    collectives.register_axes({})
+        found[name] = {"counted": job.traffic.take()["world"], "sent": difference(sent(), before)}
+    job.set_axes({})
     dist.destroy_process_group()
     return found
 

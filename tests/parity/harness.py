@@ -26,7 +26,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from shardline.comm.collectives import traffic
+from shardline.comm.job import job
 from shardline.config.layout import Layout, resolve_layout
 from shardline.config.load import load_config
 from shardline.data.demo import documents
@@ -249,7 +249,7 @@ def _whole(trainer: Any, value: Callable[[Any], Tensor | None]) -> tuple[dict[st
         tensor = value(parameter)
         if tensor is None:
             raise AssertionError(f"{name} has no gradient")
-        with traffic.uncounted():
+        with job.traffic.uncounted():
             full = whole(tensor.detach())
         for part, content in unfuse(trainer.arch, name, full).items():
             tensors[part] = content.float().cpu().clone(memory_format=torch.contiguous_format)

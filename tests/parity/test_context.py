@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.transfers import Exchange
 from shardline.config.architecture import Architecture
 from shardline.config.load import load_config
@@ -31,7 +32,7 @@ DOUBLE = 8  # bytes
 
 def join_cp() -> tuple[int, int]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    collectives.register_axes({name: collectives.Axis(name, dist.group.WORLD, ranks, rank) for name in ("cp", "world")})
+    job.set_axes({name: collectives.Axis(name, dist.group.WORLD, ranks, rank) for name in ("cp", "world")})
     return rank, ranks
 
 
@@ -81,7 +82,7 @@ def attend(method: str, each: int, mask: str, slow: bool = False) -> tuple[float
     q, k, v = (x.detach()[:, places].clone().requires_grad_() for x in inputs)
     tokens = torch.zeros(BATCH, LENGTH // ranks, dtype=torch.int64, device=DEVICE)
     masks = plan.masks(architecture(mask), tokens, q.dtype, packed())
-    collectives.traffic.take()
+    job.traffic.take()
     send = Exchange.pass_on
 
     def late(self: Exchange, *arguments: object) -> object:
@@ -91,7 +92,7 @@ def attend(method: str, each: int, mask: str, slow: bool = False) -> tuple[float
     with patch.object(Exchange, "pass_on", late if slow else send):
         out = attention(q, k, v, masks[max(masks)])
         out.backward(drawn(BATCH, LENGTH, HEADS, DIM, seed=7)[:, places])
-    sent = dict(collectives.traffic.bytes)
+    sent = dict(job.traffic.bytes)
     pairs = [(out.detach(), expected[:, places])]
     pairs += [(mine.grad, x.grad[:, places]) for mine, x in zip((q, k, v), inputs, strict=True)]
     return max(float((a - b).norm() / b.norm()) for a, b in pairs), sent

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.symmetric_memory import Direct
 from shardline.parallel.tensor import fused
 from shardline.parallel.tensor.async_tp import usable_backends
@@ -182,7 +183,7 @@ def test_a_cuda_graph_can_be_replayed(pool: Pool, name: str) -> None:
 def sums_and_peaks() -> int:
     """Sums by copies between memories that ranks share, in turn with a scatter in the same memory, which grows."""
     rank, ranks, device = joined()
-    collectives.direct["tp"] = Direct()
+    job.direct["tp"] = Direct()
     done = 0
     try:
         for number in range(20):
@@ -200,7 +201,7 @@ def sums_and_peaks() -> int:
                 assert peak.equal(drawn.amax(0).mul(large).to(dtype)), (dtype, number)
                 done += 3
     finally:
-        del collectives.direct["tp"]
+        del job.direct["tp"]
     return done
 
 

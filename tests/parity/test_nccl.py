@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 
@@ -24,9 +25,9 @@ def nccl(tmp_path, monkeypatch):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
     group = dist.group.WORLD
-    collectives.register_axes({name: collectives.Axis(name, group, 1, 0) for name in ("tp", "world", "dp_replicate")})
+    job.set_axes({name: collectives.Axis(name, group, 1, 0) for name in ("tp", "world", "dp_replicate")})
     yield
-    collectives.register_axes({})
+    job.set_axes({})
     dist.destroy_process_group()
     os.environ.pop("TORCH_NCCL_ASYNC_ERROR_HANDLING", None)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.transfers import Exchange, distances, pieces
 from shardline.models.linear import accumulate, weight_queue
 from shardline.parallel.tensor import overlap
@@ -26,10 +27,10 @@ OPERATIONS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce",
 def join_tp() -> tuple[int, int]:
     """A tp axis of all ranks of this case, or of this process alone."""
     if not dist.is_initialized():
-        collectives.register_axes({})
+        job.set_axes({})
         return 0, 1
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    collectives.register_axes({name: collectives.Axis(name, dist.group.WORLD, ranks, rank) for name in ("tp", "world")})
+    job.set_axes({name: collectives.Axis(name, dist.group.WORLD, ranks, rank) for name in ("tp", "world")})
     return rank, ranks
 
 
@@ -200,10 +201,10 @@ def counted() -> dict[str, dict[str, int]]:
     join_tp()
     sent = {}
     for backend, operation in product(("serial", "ring"), OPERATIONS):
-        collectives.traffic.take()
+        job.traffic.take()
         with choices.forced(Choice(backend, 2)):
             computed(operation)
-        sent[f"{backend} {operation}"] = collectives.traffic.take()
+        sent[f"{backend} {operation}"] = job.traffic.take()
     return sent
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardline.comm import collectives
 from shardline.comm.exposed_time import exposed
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
@@ -64,9 +64,9 @@ def summed(every: bool, **overrides):
     replicas = Replicas(model, settings(**overrides))
     for _ in range(2):
         model.zero_grad()
-        collectives.traffic.take()
+        job.traffic.take()
         micro_batches(model, replicas, mesh.rank, 3, every)
-    return [p.grad for p in model.parameters()], collectives.traffic.take()["dp_replicate"], len(replicas.buckets)
+    return [p.grad for p in model.parameters()], job.traffic.take()["dp_replicate"], len(replicas.buckets)
 
 
 def expected() -> list[torch.Tensor]:
@@ -149,7 +149,7 @@ def mixed_types():
     for p in model.parameters():
         p.sum().mul(1.0 if mesh.rank == 0 else 2**-7).backward()
     replicas.finish()
-    return [p.grad for p in model.parameters()], len(replicas.buckets), collectives.traffic.take()["dp_replicate"]
+    return [p.grad for p in model.parameters()], len(replicas.buckets), job.traffic.take()["dp_replicate"]
 
 
 def test_gradients_of_different_types_share_a_bucket():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.parallel.data.compression import LowRankExchange, is_worthwhile
@@ -37,9 +37,9 @@ def exchange(codec: LowRankExchange, *gradients: Tensor | None) -> list[Tensor]:
 
 def once(of_rank: int):
     codec, rank = make()
-    collectives.traffic.take()
+    job.traffic.take()
     sums = exchange(codec, gradient(rank, of_rank), torch.full((COLUMNS,), rank + 1.0), None)
-    return sums, collectives.traffic.take()["dp_replicate"]
+    return sums, job.traffic.take()["dp_replicate"]
 
 
 def test_a_sum_of_low_rank_is_exact_and_small():

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from shardline.comm import collectives, exposed_time
+from shardline.comm import exposed_time
 from shardline.comm.exposed_time import Exposed, StreamWaits, exposed
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
-from shardline.comm.spans import now, spans
+from shardline.comm.spans import now
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models.flavors import resolve
@@ -52,10 +53,10 @@ def backward(config, model, batches: int = 1) -> None:
 def sent(layout: Layout, batches: int, **overrides):
     """Bytes of a step, and the parameters of the blocks and of the rest."""
     config, model = build(layout, **overrides)
-    collectives.traffic.take()
+    job.traffic.take()
     backward(config, model, batches)
     blocks = sum(p.numel() for p in model.layers.parameters())
-    return collectives.traffic.take(), 4 * blocks, 4 * (sum(p.numel() for p in model.parameters()) - blocks)
+    return job.traffic.take(), 4 * blocks, 4 * (sum(p.numel() for p in model.parameters()) - blocks)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +168,12 @@ def recorded(layout: Layout, **overrides):
     """(axis, collective) of the spans of a step: those of collectives, and those of waits for them."""
     config, model = build(layout, fsdp_prefetch=1, **overrides)
     backward(config, model)  # nobody reads: nothing is kept
-    spans.record("test")
+    job.spans.record("test")
     start = now()
     backward(config, model)
     end = now()
-    found = spans.take("test")
-    spans.stop("test")
+    found = job.spans.take("test")
+    job.spans.stop("test")
     assert all(start <= span.start <= span.end <= end for span in found)
     talking, standing = ([span for span in found if span.waiting is stands] for stands in (False, True))
     blocked = {(span.start, span.end) for span in talking} & {(span.start, span.end) for span in standing}

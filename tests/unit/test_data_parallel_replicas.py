@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
@@ -38,12 +38,12 @@ def check_after_flip(layout: Layout, name: str, where: int | None):
     model, mesh = build(layout)
     if mesh.rank == where:
         flip(dict(model.named_parameters())[name], 3, 0)
-    collectives.traffic.take()
+    job.traffic.take()
     try:
         check_replicas(model, step=7)
     except UserError as error:
         return str(error)
-    return collectives.traffic.take()
+    return job.traffic.take()
 
 
 LAYOUTS = {

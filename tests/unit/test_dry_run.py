@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardline.cli.main import main
-from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.config.layout import KEYS, resolve_layout
 from shardline.config.load import load_config
 from shardline.config.schema import Config
@@ -249,9 +249,9 @@ def test_every_mode_that_needs_a_device_is_stepped_without_one():
 
 
 def test_nothing_is_left_behind():
-    before = collectives.traffic
+    before = job.traffic
     describe(tiny(tp=2), 2)
-    assert collectives.traffic is before
+    assert job.traffic is before
     assert not dist.is_initialized()
     with pytest.raises(UserError, match="heads cannot be shared"):
         describe(tiny(tp=8), 8)

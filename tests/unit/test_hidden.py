@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from shardline.comm import collectives, hidden_time
+from shardline.comm import collectives
 from shardline.comm.hidden_time import Alone, DeviceClock
+from shardline.comm.job import job
 from shardline.parallel.tensor import backend_table
 from shardline.parallel.tensor.backend_table import Choice, choices, product_of
 from shardline.parallel.tensor.serial_and_ring import Needs
@@ -119,10 +120,10 @@ class Slow:
         if needs.x:
             self.now[0] += 2.0
             # Serial's collective; inside an overlapped product it is no second one.
-            with hidden_time.clock.around(axis):
+            with job.clock.around(axis):
                 self.now[0] += 0.4
         if needs.weights:
-            with hidden_time.clock.weight_gradients():
+            with job.clock.weight_gradients():
                 self.now[0] += 1.0
         return None, None
 
@@ -138,11 +139,11 @@ class Slow:
 )
 def test_what_a_step_counts_of_a_product(monkeypatch, now, backend, needs, expected):
     monkeypatch.setattr(collectives, "axis_size", lambda name: 2)
-    monkeypatch.setattr(hidden_time.clock, "axis", "tp")
+    monkeypatch.setattr(job.clock, "axis", "tp")
     monkeypatch.setitem(backend_table.backends, backend, Slow(now))
     weight, full, gradient = torch.ones(3, 5), torch.ones(8, 5), torch.ones(8, 3)
     product = product_of("all_gather_linear", "backward", 8, [weight], "tp")
     monkeypatch.setattr(choices, "chosen", {product: Choice(backend)})
     monkeypatch.setattr(choices, "alone", {product: ALONE})
     backend_table.gather_linear_backward([gradient], full, [weight], "tp", needs)
-    assert hidden_time.clock.take() == pytest.approx(expected)
+    assert job.clock.take() == pytest.approx(expected)

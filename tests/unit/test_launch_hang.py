@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from shardline.comm import watchdog
 from shardline.comm.hang import Status, View, Wait, decode_status
+from shardline.comm.job import job
 from shardline.comm.store import backend_timeout, gather_ranks
 from shardline.comm.watchdog import Watchdog
 
@@ -102,7 +103,7 @@ def store():
 
 def test_calls_are_counted_by_axis_and_published(store):
     dog = Watchdog(store, 0, 2, timeout_seconds=0.0)
-    watchdog.set_members({"tp": [0, 1]})
+    job.members["tp"] = (0, 1)
     assert [dog.enter("a", "tp"), dog.leave(), dog.enter("b", "dp"), dog.issue("c", "tp")] == [1, None, 1, 2]
     time.sleep(0.01)
     dog._publish()
@@ -174,7 +175,7 @@ def test_all_ranks_end_with_the_message_that_came_first(store, monkeypatch):
     dogs = [Watchdog(store, rank, 2, timeout_seconds=0.3, period=0.05) for rank in (0, 1)]
     for dog in dogs:
         dog.start()
-    assert watchdog.current is dogs[1]
+    assert job.watchdog is dogs[1]
     dogs[0].enter("sum")
     deadline = time.monotonic() + 10
     while len(ended) < 2 and time.monotonic() < deadline:
@@ -182,7 +183,7 @@ def test_all_ranks_end_with_the_message_that_came_first(store, monkeypatch):
     assert {rank for rank, _ in ended} == {0, 1}
     assert len({message for _, message in ended}) == 1
     assert "where rank 1 did not arrive" in ended[0][1]
-    assert watchdog.current is None
+    assert job.watchdog is None
 
 
 def test_one_rank_of_many_looks(store, monkeypatch):

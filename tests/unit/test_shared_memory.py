@@ -6,15 +6,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardline.comm import collectives, symmetric_memory, watchdog
+from shardline.comm import collectives, symmetric_memory
+from shardline.comm.job import Traffic, job
 
 
 class Dog:
     def __init__(self):
         self.told = []
 
-    def enter(self, tag, axis):
-        self.told.append((axis, tag))
+    def issue(self, tag, axis):
+        return 7
+
+    def wait(self, sequence, tag, axis):
+        self.told.append((axis, tag, sequence))
 
     def leave(self, on_device):
         self.told.append(on_device)
@@ -23,9 +27,9 @@ class Dog:
 @pytest.fixture
 def dog(monkeypatch):
     monkeypatch.setattr(collectives, "axis_size", {"tp": 4}.get)
-    monkeypatch.setattr(collectives, "traffic", collectives.Traffic())
-    monkeypatch.setattr(watchdog, "current", Dog())
-    return watchdog.current
+    monkeypatch.setattr(job, "traffic", Traffic())
+    monkeypatch.setattr(job, "watchdog", Dog())
+    return job.watchdog
 
 
 TAG = "reduce_scatter over tp, inside a product of (8, 3) bfloat16"
@@ -33,9 +37,9 @@ TAG = "reduce_scatter over tp, inside a product of (8, 3) bfloat16"
 
 def test_a_product_counts_what_it_sends_and_is_watched_until_the_device_is_through(dog):
     with symmetric_memory.inside_product("tp", "reduce_scatter", torch.zeros(8, 3, dtype=torch.bfloat16), 10):
-        assert dog.told == [("tp", TAG)]
-    assert dog.told == [("tp", TAG), True]
-    assert collectives.traffic.take() == {"tp": 3 * 10 * 2}
+        assert dog.told == [("tp", TAG, 7)]
+    assert dog.told == [("tp", TAG, 7), True]
+    assert job.traffic.take() == {"tp": 3 * 10 * 2}
 
 
 def test_a_product_that_fails_is_left(dog):
@@ -115,7 +119,7 @@ def test_regions_that_are_not_used_are_given_back_when_all_ranks_are_through(mon
     monkeypatch.setattr(collectives, "axis", lambda name: SimpleNamespace(group="ranks of tp"))
     one = symmetric_memory.Space.__new__(symmetric_memory.Space)
     one.axis, one.device, one.regions = "tp", torch.device("cuda"), dict.fromkeys(("gather", "scatter", "parts"))
-    monkeypatch.setattr(symmetric_memory, "_spaces", {"group": one})
+    monkeypatch.setattr(job, "spaces", {"group": one})
     symmetric_memory.keep({"gather", "parts", "flags"})
     assert list(one.regions) == ["gather", "parts"]
     assert done == ["device", "ranks of tp"]

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
-from shardline.comm.spans import Running, Span, Spans, labelled, now, runs_on_host, spans
+from shardline.comm.observe import Running, labelled, runs_on_host
+from shardline.comm.spans import Span, Spans, now
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
 from shardline.telemetry.profile import Profiler
@@ -34,7 +36,7 @@ def pool():
 @pytest.fixture(autouse=True)
 def nobody_reads():
     yield
-    assert not spans.enabled
+    assert not job.spans.enabled
 
 
 # ---- readers ---------------------------------------------------------------------------------------------------------
@@ -79,24 +81,11 @@ def test_adding_from_other_threads_loses_nothing():
     assert len(taken + log.take()) == 2000
 
 
-def test_a_wait_is_written_down_only_where_somebody_reads():
-    log = Spans()
-    with log.waiting("tp", "all_gather"):
-        log.record()
-    assert log.take() == []
-    before = now()
-    with log.waiting("tp", "all_gather"):
-        inside = now()
-    (span,) = log.take()
-    assert (span.axis, span.what, span.waiting) == ("tp", "all_gather", True)
-    assert before <= span.start <= inside <= span.end <= now()
-
-
 @pytest.fixture
 def recorded():
-    spans.record("test")
-    yield lambda: spans.take("test")
-    spans.stop("test")
+    job.spans.record("test")
+    yield lambda: job.spans.take("test")
+    job.spans.stop("test")
 
 
 def test_background_work_ends_once_when_its_future_does(recorded):
@@ -127,20 +116,20 @@ def each_collective():
     mesh = Mesh(Layout(tp=2), "cpu")
     x = torch.ones(4, 2)
     collectives.sum_in_place(x.clone(), "tp")
-    assert spans.take() == []
+    assert job.spans.take() == []
     began = now()
-    spans.record()
+    job.spans.record()
     collectives.all_gather(x, "tp")
     collectives.reduce_scatter(x, "tp")
     collectives.max_in_place(x.clone(), "world")
-    found = spans.take()
+    found = job.spans.take()
     started = collectives.start_sum(x.clone(), "tp")
     while mesh.rank == 0 and len(found) == 6:  # on this rank the sum is complete before it is waited for
         time.sleep(0.01)
-        found += spans.take()
+        found += job.spans.take()
     started.wait()
-    found += spans.take()
-    spans.stop()
+    found += job.spans.take()
+    job.spans.stop()
     return began, found, now()
 
 
@@ -192,12 +181,12 @@ def test_spans_of_the_recorded_steps_are_in_the_trace_at_their_time(tmp_path):
     enabled = []
 
     def work(step):
-        enabled.append(spans.enabled)
+        enabled.append(job.spans.enabled)
         with torch.profiler.record_function(f"around {step}"):
             time.sleep(0.002)
             start = now()
             time.sleep(0.002)
-            spans.add("tp", f"gather {step}", start, now(), waiting=False)
+            job.spans.add("tp", f"gather {step}", start, now(), waiting=False)
             time.sleep(0.002)
 
     profiled(tmp_path, 8, work, profiler_active=2)

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.cli.main import main
-from shardline.comm.spans import labelled, now, spans
+from shardline.comm.job import job
+from shardline.comm.observe import labelled
+from shardline.comm.spans import now
 from shardline.config.schema import Config
 from shardline.telemetry.profile import Profiler
 from shardline.tools.intervals import length, union, within, without
@@ -392,7 +394,7 @@ def test_labelled_copies_of_a_real_trace(tmp_path):
         for _ in range(2):
             start = now()
             work()
-            spans.add("cp", "sum", start, now(), waiting=False)
+            job.spans.add("cp", "sum", start, now(), waiting=False)
             profiler.step()
     found = rows_of(read(tmp_path / "profile_traces" / "iteration_2" / "rank0_trace.json"))
     numbers = {row.dim: row for row in found}

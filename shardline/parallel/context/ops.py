@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.models.attention import AttentionMask
 from shardline.parallel.context.ring import (
     AXIS,
@@ -125,12 +126,12 @@ def _announce(q: Tensor, k: Tensor, window: int, each: int, method: str, backwar
     block = 2 * k.numel() * k.element_size()
     if method == "ring":
         slices = plan.sent + (plan.received if backward else 0)
-        collectives.traffic.planned(AXIS, "ring", slices * block // each)
+        job.traffic.planned(AXIS, "ring", slices * block // each)
         return
     others = (plan.slices.ranks - 1) * block
-    collectives.traffic.planned(AXIS, "all-gather", others)
+    job.traffic.planned(AXIS, "all-gather", others)
     if backward:
-        collectives.traffic.planned(AXIS, "all-to-all", others)
+        job.traffic.planned(AXIS, "all-to-all", others)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

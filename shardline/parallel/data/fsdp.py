@@ -28,10 +28,12 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from shardline.comm import collectives, watchdog
+from shardline.comm import collectives
 from shardline.comm.exposed_time import StreamWaits, can_watch_streams, exposed, mark
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
-from shardline.comm.spans import Running, now, runs_on_host, spans
+from shardline.comm.observe import Observed, Started, described, runs_on_host
+from shardline.comm.spans import now
 from shardline.config.schema import Config, Parallelism
 from shardline.models.decoder import Decoder
 from shardline.precision.mixed import Precision
@@ -119,14 +121,13 @@ class CountedGather(_Allocate):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        collectives.traffic.add("dp_shard", _bytes(input_tensor) * (group.size() - 1))
         on_cpu = input_tensor.device.type == "cpu"
-        issued, start = Issued("all_gather", input_tensor, group), now()
-        with contextlib.nullcontext() if on_cpu else issued:
+        call, start = _observed("all_gather", input_tensor, _bytes(input_tensor), group, background=on_cpu), now()
+        with contextlib.nullcontext() if on_cpu else call:
             work = collectives._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
         if self.waits is not None:
             self.waits.gathered[self.module] = mark()
-        return TimedWork(work, issued, start) if on_cpu else work
+        return TimedWork(Started.since(start, work, call)) if on_cpu else work
 
 
 class CountedScatter(_Allocate):
@@ -142,19 +143,18 @@ class CountedScatter(_Allocate):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        collectives.traffic.add("dp_shard", _bytes(output_tensor) * (group.size() - 1))
         started = now() if self.waits is None else mark()
         work = None
-        with Issued("reduce_scatter", input_tensor, group):
+        with _observed("reduce_scatter", input_tensor, _bytes(output_tensor), group):
             by_sum = op == dist.ReduceOp.SUM and not async_op
             if not (by_sum and collectives.scattered_by_host(output_tensor, input_tensor, "fsdp")):
                 work = collectives._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        self._scattered(started, input_tensor.device)
+        self._scattered(started)
         return work
 
-    def _scattered(self, started: Any, device: torch.device) -> None:
+    def _scattered(self, started: Any) -> None:
         if self.waits is None:
-            self.ended = _waited("dp_shard", "reduce_scatter", started, device)
+            self.ended = _waited(started)
             return
         self.ended = self.waits.scattered = mark()
         if self._ends_step():
@@ -167,55 +167,38 @@ class CountedScatter(_Allocate):
     def all_reduced(self, reduced: Tensor) -> None:
         """HSDP has summed a scattered gradient between replicas, which it does right after scattering it."""
         size = collectives.axis("dp_replicate").size
-        collectives.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
+        job.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
         if self.waits is None:
-            _waited("dp_replicate", "all_reduce", self.ended, reduced.device)
+            _waited(self.ended)
+            if job.spans.enabled and reduced.device.type == "cpu":
+                job.spans.ended("dp_replicate", "all_reduce", self.ended)
         elif self._ends_step():
             exposed.between(self.ended, mark())
 
 
-def _waited(axis: str, what: str, started: int, device: torch.device) -> int:
+def _waited(started: int) -> int:
     """The host has waited for a collective since `started`; the time now."""
     ended = now()
     exposed.add((ended - started) / 1e9)
-    if spans.enabled and device.type == "cpu":
-        spans.blocked(axis, what, started)
     return ended
 
 
-class Issued:
-    """A collective of FSDP's, as the watchdog knows it; the rank, or its device, waits for it inside the context."""
-
-    def __init__(self, what: str, x: Tensor, group: dist.ProcessGroup) -> None:
-        self.dog = watchdog.current
-        self.on_device = x.device.type == "cuda" and not runs_on_host(group, x.device)
-        if self.dog is not None:
-            self.tag = f"{what} over dp_shard of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-            self.sequence = self.dog.issue(self.tag, "dp_shard")
-
-    def __enter__(self) -> None:
-        if self.dog is not None:
-            self.dog.wait(self.sequence, self.tag, "dp_shard")
-
-    def __exit__(self, *error: object) -> None:
-        if self.dog is not None:
-            self.dog.leave(self.on_device)
+def _observed(what: str, x: Tensor, each: int, group: dist.ProcessGroup, background: bool = False) -> Observed:
+    """A collective of FSDP's, which sends `each` bytes to every other rank."""
+    tag, on_host = described(what, "dp_shard", x), runs_on_host(group, x.device)
+    return Observed("dp_shard", what, tag, each * (group.size() - 1), on_host, background)
 
 
 class TimedWork(dist.Work):
     """A collective in the background; the time spent waiting for it counts as exposed."""
 
-    def __init__(self, work: dist.Work, issued: Issued, start: int) -> None:
+    def __init__(self, started: Started) -> None:
         super().__init__()
-        self.work, self.issued = work, issued
-        self.running = Running(work, "dp_shard", "all_gather", start) if spans.enabled else None
+        self.started = started
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with exposed.waiting(torch.device("cpu")), self.issued, spans.waiting("dp_shard", "all_gather"):
-            done = self.work.wait(timeout)
-        if self.running is not None:
-            self.running.end()
-        return done
+        with exposed.waiting(torch.device("cpu")):
+            return self.started.wait(timeout)
 
 
 def _bytes(x: Tensor) -> int:

@@ -24,10 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives, watchdog
-from shardline.comm.spans import now, runs_on_host, spans
+from shardline.comm import collectives
+from shardline.comm.job import job
+from shardline.comm.observe import Observed, runs_on_host
+from shardline.comm.watchdog import pass_over
 from shardline.parallel.pipeline.timeline import Action
 
+pass_over(__file__)
 AHEAD_ON_HOST, AHEAD_ON_DEVICE = 2, 1  # receives of one channel that are posted before they are needed
 
 
@@ -84,7 +87,7 @@ class Channel:
         self.group, self.peer = up.group, source if up.rank == target else target
         ranks = dist.get_process_group_ranks(self.group)
         self.name = f"pp, rank {ranks[source]} to rank {ranks[target]}"
-        watchdog.add_members(self.name, (ranks[source], ranks[target]))
+        job.members[self.name] = (ranks[source], ranks[target])
         self.device, self.always_on_host = device, runs_on_host(self.group, device)
         self.on_host = self.always_on_host  # whether messages pass through host memory; both sides must agree
 
@@ -101,16 +104,15 @@ class Channel:
 
     def send(self, x: Tensor, what: object) -> Transfer:
         x = x.detach().contiguous()
-        collectives.traffic.add("pp", x.numel() * x.element_size())
-        tag, sequence = self._issue(what, x.shape, x.dtype)
+        call = self._issue(what, x.shape, x.dtype, x.numel() * x.element_size())
         x = x.to("cpu") if self.staged else x
-        return Transfer(self, self._isend(x), x, tag, sequence, self.on_host)
+        return Transfer(self, self._isend(x), x, call)
 
     def receive(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> Transfer:
         """Post a receive."""
         x = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self.staged else self.device, pin_memory=self.staged)
-        tag, sequence = self._issue(what, shape, dtype)
-        return Transfer(self, self._irecv(x), x, tag, sequence, self.on_host)
+        call = self._issue(what, shape, dtype, None)
+        return Transfer(self, self._irecv(x), x, call)
 
     def _isend(self, x: Tensor) -> Any:
         return dist.isend(x, group=self.group, group_dst=self.peer)
@@ -118,9 +120,9 @@ class Channel:
     def _irecv(self, x: Tensor) -> Any:
         return dist.irecv(x, group=self.group, group_src=self.peer)
 
-    def _issue(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> tuple[str, int]:
+    def _issue(self, what: object, shape: Sequence[int], dtype: torch.dtype, sent: int | None) -> Observed:
         tag = f"{what} ({self.name}), {tuple(shape)} {str(dtype).removeprefix('torch.')}"
-        return tag, 0 if watchdog.current is None else watchdog.current.post(tag, self.name)
+        return Observed("pp", "send_receive", tag, sent, self.on_host, channel=self.name)
 
 
 class Transfer(NamedTuple):
@@ -129,20 +131,12 @@ class Transfer(NamedTuple):
     channel: Channel
     work: Any
     x: Tensor
-    tag: str
-    sequence: int
-    on_host: bool
+    call: Observed
 
     def wait(self) -> Tensor:
-        """Stand still for it, known to the watchdog and to whoever measures; what was sent or has arrived."""
-        if watchdog.current is not None:
-            watchdog.current.wait(self.sequence, self.tag, self.channel.name)
-        start = now() if spans.enabled and self.on_host else 0
-        self.work.wait()
-        if start:
-            spans.blocked("pp", "send_receive", start)
-        if watchdog.current is not None:
-            watchdog.current.leave(on_device=not self.on_host)
+        """Return what was sent or has arrived, once it has."""
+        with self.call:
+            self.work.wait()
         return self.x
 
     def arrive(self) -> Tensor:

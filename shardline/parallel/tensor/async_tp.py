@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from shardline.comm import collectives, symmetric_memory
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
-from shardline.comm.spans import runs_on_host
+from shardline.comm.observe import runs_on_host
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.parallel.tensor import fused, symmetric
@@ -91,7 +92,7 @@ def prepare(
         done.lines.append(f"Async TP is enabled: {measured.line()}")
     done.lines += _ratio_lines(done.measured)
     used = [backends[choice.backend] for choice in choices.chosen.values()]
-    symmetric_memory.keep({purpose for one in (*used, *collectives.direct.values()) for purpose in one.regions})
+    symmetric_memory.keep({purpose for one in (*used, *job.direct.values()) for purpose in one.regions})
     if fresh and mesh.rank == 0:
         _write(file, {**known, **fresh}, place)
     return done
@@ -124,7 +125,7 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
         return ["serial", "ring"]
     backends["symmetric"] = symmetric.Symmetric()
     if runs_on_host(collectives.axis("tp").group, device):
-        collectives.direct["tp"] = symmetric_memory.Direct()
+        job.direct["tp"] = symmetric_memory.Direct()
     if asked == "symmetric":
         return ["serial", "symmetric"]
     reason = fused.unusable(device)

@@ -27,6 +27,7 @@ from torch import Tensor
 from shardline import __version__
 from shardline.comm import collectives, symmetric_memory
 from shardline.comm.hidden_time import Alone
+from shardline.comm.job import job
 from shardline.config.architecture import Architecture
 from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product, backends
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, input_gradient, multiply, weight_gradients
@@ -208,7 +209,7 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
     parts = len(runs)
     runs += [lambda choice=choice: trial.run(choice) for choice in tried]  # type: ignore[misc]
     in_a_row = IN_A_ROW if device.type == "cuda" else 1
-    with collectives.traffic.uncounted():
+    with job.traffic.uncounted():
         wanted = _tensors(trial.run(SERIAL))
         failures = [_failure(run, device, *((trial, wanted) if at >= parts else ())) for at, run in enumerate(runs)]
         del wanted
@@ -258,7 +259,7 @@ def fastest(times: dict[Choice, float]) -> Choice:
 def failure(shape: Shape, choice: Choice, device: torch.device) -> str:
     """Why a choice cannot carry a product, empty where it gives the numbers of `serial` on every rank."""
     trial = Trial(shape, device)
-    with collectives.traffic.uncounted():
+    with job.traffic.uncounted():
         return _failure(lambda: trial.run(choice), device, trial, _tensors(trial.run(SERIAL)))
 
 

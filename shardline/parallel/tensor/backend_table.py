@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from shardline.comm import collectives
-from shardline.comm.hidden_time import Alone, clock
+from shardline.comm.hidden_time import Alone
+from shardline.comm.job import job
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Ring, Serial
 
 
@@ -96,12 +97,12 @@ def _running(
     choice = choices.find(product)
     alone = choices.alone.get(product)
     silent = not needs.x and operation != ROW  # only the gradient of the input would be sent
-    if clock.axis is None or alone is None or silent:
+    if job.clock.axis is None or alone is None or silent:
         timed: Any = contextlib.nullcontext()
     elif choice.backend == SERIAL.backend:
-        timed = clock.expecting(alone.comm)
+        timed = job.clock.expecting(alone.comm)
     else:
-        timed = clock.around(axis, alone, needs.weights)
+        timed = job.clock.around(axis, alone, needs.weights)
     with timed:
         yield backends[choice.backend], choice.chunks
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.symmetric_memory import Space, agreed_reason, inside_product, pull, share_a_gpu, space, write_word
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Serial, joined, separate_weight_gradients
 
@@ -291,7 +292,7 @@ def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> 
         agreed: list[float] = collectives.max_in_place(times, axis).tolist()
         return agreed
 
-    with collectives.traffic.uncounted():
+    with job.traffic.uncounted():
         for tiles in tried:  # the first of all makes room for what they share
             run(tiles)
         a_round = IN_A_ROW * sum(slowest(2))

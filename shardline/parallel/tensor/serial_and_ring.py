@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardline.comm import collectives
-from shardline.comm.hidden_time import clock
+from shardline.comm.job import job
 from shardline.comm.transfers import Scattering, arriving, pieces
 
 Tensors = Sequence[Tensor]
@@ -68,7 +68,7 @@ def weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
 
 def separate_weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
     """The same where nothing travels meanwhile: what they take tells the pace of a step."""
-    with clock.weight_gradients():
+    with job.clock.weight_gradients():
         return weight_gradients(gradients, x)
 
 

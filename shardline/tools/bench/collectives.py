@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives, watchdog
+from shardline.comm import collectives
+from shardline.comm.observe import Observed
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 WARM_UP = 3
@@ -95,13 +96,10 @@ class Bench:
         return collectives.max_in_place(seconds, "world").item()
 
     def _calls(self, case: Case, times: int) -> None:
-        if watchdog.current is not None:
-            watchdog.current.enter(f"{case.op} of {case.size} bytes", self.axis.name)
-        for _ in range(times):
-            case.run()
-        self._synchronize()
-        if watchdog.current is not None:
-            watchdog.current.leave()
+        with Observed(self.axis.name, case.op, f"{case.op} of {case.size} bytes", None, on_host=True):
+            for _ in range(times):
+                case.run()
+            self._synchronize()
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardline.comm import collectives
+from shardline.comm.job import Traffic, job
 from shardline.comm.mesh import stop_process_group
 from shardline.errors import UserError
 
@@ -66,13 +66,13 @@ def count_collectives(step: Callable[[], object]) -> Collectives:
     """What `step`, which runs on fake tensors up to the first value it wants to read, sends over which axis."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
-    counted, seen, plain = _Recorder(), _seen_operations(), collectives.traffic
-    collectives.traffic = counted
+    counted, seen, plain = _Recorder(), _seen_operations(), job.traffic
+    job.traffic = counted
     try:
         with seen, suppress(DataDependentOutputException):
             step()
     finally:
-        collectives.traffic = plain
+        job.traffic = plain
     found: Collectives = {}
     # Every collective is counted once and issued once, in the same order.
     for (axis, size), kind in zip(counted.events, seen.kinds, strict=True):
@@ -82,7 +82,7 @@ def count_collectives(step: Callable[[], object]) -> Collectives:
     return found
 
 
-class _Recorder(collectives.Traffic):
+class _Recorder(Traffic):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[str, int]] = []

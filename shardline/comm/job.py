@@ -1,0 +1,107 @@
+"""What this process knows of the job it is a rank of: one object, `job`.
+
+The mesh fills it, the rest of `comm` reads it, and `stop_process_group` empties it at the end of a run, so that the
+next run of the same process begins with nothing of the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from shardline.comm.hidden_time import DeviceClock
+from shardline.comm.spans import Spans
+
+if TYPE_CHECKING:
+    from shardline.comm.symmetric_memory import Space
+    from shardline.comm.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The ranks of one mesh dimension that this rank talks to."""
+
+    name: str
+    group: dist.ProcessGroup
+    size: int
+    rank: int
+
+
+class Traffic:
+    """Bytes sent per axis since the last `take`."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, float] = defaultdict(float)
+
+    def add(self, axis: str, size: float) -> None:
+        self.bytes[axis] += size
+
+    def planned(self, axis: str, kind: str, size: float) -> None:
+        """An operation without values reports what it would send; only a dry run listens."""
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave out what is sent inside: it measures the run and is no part of it."""
+        kept = dict(self.bytes)
+        yield
+        self.bytes.clear()
+        self.bytes.update(kept)
+
+    def take(self) -> dict[str, int]:
+        taken = {axis: round(size) for axis, size in self.bytes.items()}
+        self.bytes.clear()
+        return taken
+
+
+@dataclass
+class JobState:
+    """The state of one rank."""
+
+    axes: dict[str, Axis] = field(default_factory=dict)
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)  # axis or channel -> its ranks, for the watchdog
+    joined: set[str] = field(default_factory=set)  # axes whose ranks have met in a collective on a device
+    # Axis -> what carries collectives on tensors of a GPU in place of the process group (symmetric_memory.Direct)
+    direct: dict[str, Any] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+    spans: Spans = field(default_factory=Spans)
+    clock: DeviceClock = field(default_factory=DeviceClock)
+    watchdog: Watchdog | None = None
+    waiter: ThreadPoolExecutor | None = None  # notes when transfers end, while spans are recorded
+    spaces: dict[str, Space] = field(default_factory=dict)  # group name -> memory that its ranks share
+    workspaces: dict[str, int] = field(default_factory=dict)  # group name -> bytes of PyTorch's own workspace
+
+    def set_axes(self, axes: dict[str, Axis]) -> None:
+        """Replace the axes, and with them all that belonged to the old ones."""
+        self.axes = dict(axes)
+        self.members = {name: tuple(dist.get_process_group_ranks(over.group)) for name, over in axes.items()}
+        if "fsdp" in axes:
+            self.members["dp_shard"] = self.members["fsdp"]  # the name of FSDP's collectives, which run over cp, too
+        self.joined.clear()
+        self.direct.clear()
+        self.traffic.take()
+
+    def reset(self) -> None:
+        """Forget the run that ends. Recorders of spans stay: whoever began to read ends it."""
+        if self.watchdog is not None:
+            self.watchdog.close()
+        if self.waiter is not None:
+            self.waiter.shutdown(wait=False)
+            self.waiter = None
+        self.set_axes({})
+        self.clock = DeviceClock()
+        self.spaces.clear()
+        self.workspaces.clear()
+
+    def waiting_thread(self) -> ThreadPoolExecutor:
+        if self.waiter is None:
+            self.waiter = ThreadPoolExecutor(1, thread_name_prefix="shardline-transfers")
+        return self.waiter
+
+
+job = JobState()

@@ -1,0 +1,160 @@
+"""What is noted of every collective: the bytes it sends, where the watchdog finds this rank, and when it ran.
+
+    call = Observed("tp", "all_gather", tag, sent, on_host)    issued: counted, and numbered for the watchdog
+    with call:                                                 while the rank waits for it, once or several times
+        work.wait()
+
+Spans are recorded of what the host carries. A collective that returns when it is done is communication and waiting at
+once; one in the `background` is waited for here, and its communication is timed by `Running` or by a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.comm.job import Axis, job
+from shardline.comm.spans import COPIES, RANGE, now
+from shardline.comm.watchdog import pass_over
+
+pass_over(__file__)
+
+
+class Observed:
+    """One collective, or several transfers that count as one.
+
+    `sent` is in bytes, None where another rank counts them. Messages of a `channel` between two ranks are numbered on
+    their own, and a rank goes on after it has issued them.
+    """
+
+    def __init__(
+        self,
+        axis: str,
+        what: str,
+        tag: str,
+        sent: float | None,
+        on_host: bool,
+        background: bool = False,
+        channel: str = "",
+    ) -> None:
+        self.axis, self.what, self.tag, self.on_host, self.background = axis, what, tag, on_host, background
+        self.counted_as, self.start = channel or axis, 0
+        if sent is not None:
+            job.traffic.add(axis, sent)
+        dog = job.watchdog
+        self.sequence = 0 if dog is None else (dog.post if channel else dog.issue)(tag, self.counted_as)
+
+    def __enter__(self) -> None:
+        if job.watchdog is not None:
+            job.watchdog.wait(self.sequence, self.tag, self.counted_as)
+        if job.spans.enabled and self.on_host:
+            self.start = self.began()
+
+    def __exit__(self, *error: object) -> None:
+        if self.start:
+            job.spans.ended(self.axis, self.what, self.start, only_waiting=self.background)
+            self.start = 0
+        if job.watchdog is not None:
+            job.watchdog.leave(on_device=not self.on_host)
+
+    def began(self) -> int:
+        return now()
+
+
+class Blocking(Observed):
+    """A collective that returns when it is done: by the process group, or `directly` between the memories of GPUs."""
+
+    def __init__(self, over: Axis, what: str, x: Tensor, sent: float, directly: bool = False) -> None:
+        self.device, self.directly = x.device, directly
+        on_host = not directly and runs_on_host(over.group, x.device)
+        super().__init__(over.name, what, described(what, over.name, x), sent, on_host)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.timed = contextlib.ExitStack()
+        if self.directly:
+            self.timed.enter_context(labelled(self.axis, self.what))
+        if job.clock.axis == self.axis:
+            self.timed.enter_context(job.clock.around(self.axis))
+
+    def __exit__(self, *error: object) -> None:
+        self.timed.close()
+        super().__exit__(*error)
+
+    def began(self) -> int:
+        if self.device.type == "cuda":  # the collective would wait for the values first, which is not communication
+            torch.cuda.current_stream(self.device).synchronize()
+        return now()
+
+
+class Started(NamedTuple):
+    """A collective that was issued and runs in the background."""
+
+    work: dist.Work
+    call: Observed
+    running: Running | None = None  # its span, where spans are recorded
+
+    @classmethod
+    def since(cls, start: int, work: dist.Work, call: Observed) -> Started:
+        timed = job.spans.enabled and call.on_host
+        return cls(work, call, Running(work, call.axis, call.what, start) if timed else None)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return when the result may be used; without a time-out, the group's counts."""
+        with self.call:
+            done = self.work.wait(timeout)
+        if self.running is not None:
+            self.running.end()
+        return done
+
+
+class Running:
+    """The span of a collective in the background: from `start` until its work is complete or `end` is called.
+
+    Gloo's sends and receives do not report their completion: they end when somebody has waited for them.
+    """
+
+    def __init__(self, work: dist.Work, axis: str, what: str, start: int) -> None:
+        self.axis, self.what, self.start = axis, what, start
+        self._open = [True]
+        with contextlib.suppress(RuntimeError):
+            # Called by the backend's thread when the work is complete, or here where it is already.
+            work.get_future().add_done_callback(lambda _: self.end())
+
+    def end(self) -> None:
+        ended = now()
+        with contextlib.suppress(IndexError):  # that thread and the one that waits may both call: the first one counts
+            self._open.pop()
+            job.spans.add(self.axis, self.what, self.start, ended, waiting=False)
+
+
+def described(what: str, axis: str, x: Tensor) -> str:
+    """How messages name a collective: `all_gather over tp of (4, 8) float32`."""
+    return f"{what} over {axis} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+
+
+def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the CPU carries a group's collectives on this device. Gloo's are, also those on tensors of a GPU."""
+    if device.type == "cpu":
+        return True
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return backends.get(device.type) != "nccl"
+
+
+@contextlib.contextmanager
+def labelled(axis: str, what: str, copies_only: bool = False) -> Iterator[None]:
+    """Around launches on a GPU that communicate without a process group: in a trace, what they run counts for the axis.
+
+    copies_only: memory copies alone, where products are launched in between.
+    """
+    if not job.spans.enabled:
+        yield
+        return
+    with torch.profiler.record_function(f"{RANGE}{axis}{COPIES if copies_only else ''}: {what}"):
+        yield
