@@ -16,12 +16,14 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from shardline.run.stop import STARTED_VARIABLE, TIME_LIMIT, Requests
+if TYPE_CHECKING:
+    from shardline.run.stop import Requests
 
 log = logging.getLogger("shardline")
 
+STARTED_VARIABLE = "SHARDLINE_STARTED"  # when the launcher started, in seconds since 1970
 ends_with_run = False  # this process is a program's own, not that of somebody who calls a run
 
 
@@ -65,7 +67,7 @@ def listening(requests: Requests) -> Iterator[Requests]:
         else:
             if requests.final_code is not None and ends_with_run:
                 _end_at_once(requests.final_code)
-            if requests.stop not in (None, TIME_LIMIT):
+            if requests.is_stopping:
                 raise KeyboardInterrupt(number)
             requests.stop = counts_as(number).name
             text = "%s: stopping after this step (again: at once)"

@@ -28,12 +28,12 @@ from typing import NamedTuple
 
 from shardline.config.schema import Config
 from shardline.config.types import seconds_of
+from shardline.run.signals import STARTED_VARIABLE
 
 log = logging.getLogger("shardline")
 
 TIME_LIMIT = "time limit"
 STOPS = ("SIGINT", "SIGTERM", TIME_LIMIT)  # reasons to stop; of several the first one here counts
-STARTED_VARIABLE = "SHARDLINE_STARTED"  # when the launcher started, in seconds since 1970
 STEPS_REMEMBERED = 100
 SCONTROL_SECONDS = 10
 
@@ -214,6 +214,11 @@ class Requests:
         self.stop: str | None = None
         self.final_code: int | None = None  # the exit code, once everything is done that a signal could prevent
         self.saves = self._saves_passed_on = 0  # two counts, so that a signal between two lines is not lost
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a signal has asked to stop."""
+        return self.stop not in (None, TIME_LIMIT)
 
     @classmethod
     def of_rank(cls, config: Config, rank: int) -> Requests:

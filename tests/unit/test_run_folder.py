@@ -461,6 +461,7 @@ def test_file_system_without_locks_has_the_heartbeat(tmp_path, monkeypatch, line
         start(tmp_path)
     run.close()
     start(tmp_path, overwrite=True).close()
+    lines()
     (tmp_path / "log" / "lock").write_text(f"pid {2**22 + 1} on {socket.gethostname()}\n")  # no such process
     run = start(tmp_path, overwrite=True)
     assert "its lock was taken over" in lines()[1]

@@ -158,7 +158,7 @@ def limit_of(caplog):
     def find(environment=(), **overrides):
         caplog.clear()
         config = tiny_config("unused", **{"checkpoint__enable": True, **overrides})
-        variables = {stop.STARTED_VARIABLE: "1000", "PATH": "/nowhere", **dict(environment)}
+        variables = {signals.STARTED_VARIABLE: "1000", "PATH": "/nowhere", **dict(environment)}
         return find_limit(config, variables, Clock()), [record.getMessage() for record in caplog.records]
 
     return find
@@ -332,13 +332,13 @@ def test_sigusr1_waits_until_there_are_steps_and_is_dropped_after_them():
 
 
 def test_the_launcher_passes_on_when_the_job_started(monkeypatch):
-    monkeypatch.delenv(stop.STARTED_VARIABLE, raising=False)
+    monkeypatch.delenv(signals.STARTED_VARIABLE, raising=False)
     with signals.starting_job(started_by_launcher=False):
-        assert float(os.environ[stop.STARTED_VARIABLE]) > 1e9
-    assert stop.STARTED_VARIABLE not in os.environ
-    monkeypatch.setenv(stop.STARTED_VARIABLE, "5")
+        assert float(os.environ[signals.STARTED_VARIABLE]) > 1e9
+    assert signals.STARTED_VARIABLE not in os.environ
+    monkeypatch.setenv(signals.STARTED_VARIABLE, "5")
     with signals.starting_job(started_by_launcher=True):
-        assert os.environ[stop.STARTED_VARIABLE] == "5"
+        assert os.environ[signals.STARTED_VARIABLE] == "5"
 
 
 def test_a_thread_cannot_listen_and_does_not_fail():
