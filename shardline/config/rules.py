@@ -85,7 +85,5 @@ def _expanded(key: str) -> list[str]:
 
 
 def _applies(config: Config, kind: Kind, key: str) -> bool:
-    """Whether a key of the rule counts: idle ones must be given, and those not built must differ from the default."""
-    if kind == "idle":
-        return config.is_set(key) and differs(config, key)
-    return kind != "pending" or differs(config, key)
+    """Whether a key of the rule counts: idle ones and those not built must differ from the default."""
+    return kind not in ("idle", "pending") or differs(config, key)

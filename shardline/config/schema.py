@@ -226,9 +226,12 @@ class Parallelism(Section):
         default=None, description="Module names of each pipeline stage, instead of an even cut."
     )
     pipeline_parallel_first_stage_less_layers: NonNegative = Field(
-        default=1, description="Layers the embedding counts as."
+        default=1, description="Layers the embedding counts as; both this and the next at 1 leave the cut to weights."
     )
-    pipeline_parallel_last_stage_less_layers: NonNegative = Field(default=1, description="Layers the output counts as.")
+    pipeline_parallel_last_stage_less_layers: NonNegative = Field(
+        default=1,
+        description="Layers the output counts as; both this and the one before at 1 leave the cut to weights.",
+    )
     pipeline_parallel_layers_per_stage: Positive | None = Field(default=None, description="Layers of each stage.")
     pipeline_parallel_schedule: Name = Field(default="1F1B", description="Order of forward and backward passes.")
     pipeline_parallel_schedule_csv: Text | None = Field(default="", description="File with a schedule of one's own.")

@@ -36,7 +36,7 @@ from shardline.comm.mesh import (
 from shardline.comm.store import connect_store, gather_ranks, told_by_launcher
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.rules import check, notes, refuse_pending, schedule_notes
-from shardline.config.schema import Config
+from shardline.config.schema import Config, Job
 from shardline.config.write import to_toml
 from shardline.data.loader import Batch, Loader, build_loader, steps_for_epochs
 from shardline.data.prepare import cache_folder
@@ -199,7 +199,7 @@ class Trainer:
             if self.mesh.rank == 0:
                 self.folder.write_ranks(rows)
         setup_logging(self.folder, rank=self.mesh.rank, color=not config.metrics.disable_color_printing)
-        if config.is_set("job.description"):
+        if config.job.description != Job().description:
             log.info("%s", config.job.description)
         if config.job.print_config:
             log.info("%s", to_toml(config))

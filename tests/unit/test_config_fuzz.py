@@ -3,20 +3,25 @@
 import contextlib
 import io
 import json
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.cli.main import main
 from shardline.config.assemble import build_config
+from shardline.config.features import active
 from shardline.config.load import load_config
 from shardline.config.rules import check, notes, pending
 from shardline.config.schema import Config
 from shardline.config.write import diff, to_toml, toml_value
 from shardline.errors import ConfigError
+from shardline.precision.mixed import choose_precision
+from shardline.tools.bench.comm import _with_dim
 from tests.unit.config_strategies import ANYTHING, EDGES, FLAG_WORDS, KEYS, configs
 
 quick = settings(max_examples=300, deadline=None, derandomize=True)
@@ -103,6 +108,35 @@ def test_round_trip(values):
     assert to_toml(again) == text
     assert load_text(to_toml(config, comments=True)) == config
     assert diff(config, again) == ""
+    assert decisions(again) == decisions(config)
+
+
+def decisions(config):
+    """What is decided from a config by code that may ask whether a key was given."""
+    try:
+        check(config)
+        refused = []
+    except ConfigError as error:
+        refused = [re.sub(r"^(here|\S+:\d+): ", "", line) for line in str(error).splitlines()]
+    on_cpu = choose_precision(config, torch.device("cpu"), has_bfloat16=True)
+    return refused, notes(config), pending(config), active(config), on_cpu
+
+
+def test_whether_a_key_was_given_is_asked_only_where_the_written_config_tells_it():
+    """`to_toml` leaves these keys out when they were not given; everywhere else the value alone decides."""
+    asked = {
+        argument
+        for file in (Path(__file__).parents[2] / "shardline").rglob("*.py")
+        for argument in re.findall(r"(?<!def )is_set\(([^)]+)\)", file.read_text())
+    }
+    names = {"leaf.key", 'f"model.{key}"'}  # the writer's own question; of the command that converts checkpoints
+    assert asked - names == {'"training.mixed_precision_param"', '"training.steps"'}
+
+
+@pytest.mark.parametrize("given", [{}, {"parallelism.tensor_parallel_degree": 2}])
+def test_a_written_config_measures_the_same_layout(given):
+    config = load_config(overrides=given)
+    assert _with_dim(load_text(to_toml(config)), "tp", 4) == _with_dim(config, "tp", 4)
 
 
 @pytest.mark.parametrize("text", ["[" * 5000, "a=" + "[" * 5000, "a" + ".a" * 3000 + "=1", "a=" + "{a=" * 2000])

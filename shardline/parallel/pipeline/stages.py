@@ -3,9 +3,15 @@
     model     | embedding | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | norm, output |
     stages    |        stage 0      |       stage 1     |           stage 2              |
 
-Stages hold consecutive modules. Unless the config says how many layers go where, the cut is the one whose heaviest
-stage is lightest; a module weighs the mean of its share of the model's FLOPs and its share of the parameters, so that
-the output layer, which is large and computes much, and the embedding, which is only large, count as what they are.
+Stages hold consecutive modules. Three rules cut them, and the values of the config alone choose the rule:
+
+    by name     module_fqns_per_model_part names the modules of each stage
+    by count    pipeline_parallel_layers_per_stage is set, or one of the two ..._less_layers is not 1, its default:
+                as many layers for each stage, with the embedding and the output counting as `less_layers` of them
+    by weight   otherwise: the cut whose heaviest stage is lightest
+
+A module weighs the mean of its share of the model's FLOPs and its share of the parameters, so that the output layer,
+which is large and computes much, and the embedding, which is only large, count as what they are.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ from shardline.models.fused_weights import logical_shapes
 from shardline.parallel.pipeline.schedules import Schedule, build_schedule, theoretical_bubble
 
 SECTION = "parallelism"
-COUNTED = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
+LESS_LAYERS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
 
 
 class PipelinePlan(NamedTuple):
@@ -92,7 +98,7 @@ def stages_asked_for(config: Config, arch: Architecture, ranks: int) -> int | No
         reason = f"names {count} stages"
     elif section.pipeline_parallel_layers_per_stage is not None:
         each, key = section.pipeline_parallel_layers_per_stage, "pipeline_parallel_layers_per_stage"
-        first, last = (getattr(section, name) for name in COUNTED)
+        first, last = (getattr(section, name) for name in LESS_LAYERS)
         count = math.ceil((arch.n_layers + first + last) / each)
         reason = f"= {each} makes {count} stages of {arch.n_layers} layers (and {first} + {last} for embedding, output)"
     else:
@@ -107,9 +113,8 @@ def cut_stages(config: Config, arch: Architecture, count: int) -> list[Stage]:
     section = config.parallelism
     if section.module_fqns_per_model_part is not None:
         return named_stages(section.module_fqns_per_model_part, arch, count)
-    counted = section.pipeline_parallel_layers_per_stage is not None
-    if counted or any(config.is_set(f"{SECTION}.{key}") for key in COUNTED):
-        first, last = (getattr(section, key) for key in COUNTED)
+    first, last = (getattr(section, key) for key in LESS_LAYERS)
+    if section.pipeline_parallel_layers_per_stage is not None or (first, last) != (1, 1):
         return _stages(counted_layers(arch.n_layers, count, first, last))
     return _stages(balanced_layers(arch, config.training.seq_len, count))
 
@@ -126,12 +131,12 @@ def counted_layers(layers: int, count: int, first: int, last: int) -> list[range
     """As many layers for each stage, the embedding counting as `first` and the output as `last` of them."""
     total = layers + first + last
     each, extra = divmod(total, count)
-    heavy = [f"{key} = {less}" for key, less in zip(COUNTED, (first, last), strict=True) if less > each]
+    heavy = [f"{key} = {less}" for key, less in zip(LESS_LAYERS, (first, last), strict=True) if less > each]
     if count > total or heavy:
         asked = f" ({SECTION}.{', '.join(heavy)})" if heavy else ""
         raise ConfigError(
             f"{layers} layers, with {first} for the embedding and {last} for the output, give {count} stages {each}"
-            f" each: too few{asked}; take fewer stages, or smaller {' and '.join(COUNTED)}"
+            f" each: too few{asked}; take fewer stages, or smaller {' and '.join(LESS_LAYERS)}"
         )
     sizes = [each + (index < extra) for index in range(count)]
     sizes[0] -= first
@@ -178,35 +183,41 @@ def module_weights(arch: Architecture, seq_len: int) -> Weights:
 
 
 def balanced_layers(arch: Architecture, seq_len: int, count: int) -> list[range]:
-    """The cut into consecutive layers, one at least in each stage, whose heaviest stage is lightest."""
+    """The cut into consecutive layers whose heaviest stage is lightest.
+
+    Each stage has a layer, unless there are too few: then the embedding or the output may be a stage of its own.
+    """
     layers = arch.n_layers
+    if count == 1:
+        return [range(layers)]
+    least = [1] * count
     if layers < count:
+        least[0] = least[-1] = 0
+    if layers < sum(least):
         raise ConfigError(
-            f"{layers} layers cannot make {count} pipeline stages: each needs one at least; take fewer"
+            f"{layers} layers, the embedding and the output cannot make {count} pipeline stages; take a smaller"
             f" {SECTION}.pipeline_parallel_degree, or a schedule with fewer stages per rank"
         )
     weights = module_weights(arch, seq_len)
-    if count == 1:
-        return [range(layers)]
 
     def fits(limit: float) -> list[int] | None:
-        """Layers of each stage where none weighs more than the limit, as even as can be; None where some would."""
+        """Layers of each stage, as even as possible, with no stage above the limit; None if there is no such cut."""
         most = [
             math.floor((limit - weights.of(0, i == 0, i == count - 1)) / weights.layer + 1e-9) for i in range(count)
         ]
-        if min(most) < 1 or sum(most) < layers:
+        if any(high < low for high, low in zip(most, least, strict=True)) or sum(most) < layers:
             return None
-        return _level(most, layers)
+        return _level(least, most, layers)
 
-    loads = {weights.of(n, i == 0, i == count - 1) for i in (0, 1, count - 1) for n in range(1, layers + 1)}
+    loads = {weights.of(n, i == 0, i == count - 1) for i in (0, 1, count - 1) for n in range(layers + 1)}
     sizes = next(found for limit in sorted(loads) if (found := fits(limit)) is not None)
     return _ranges(sizes)
 
 
-def _level(most: Sequence[int], layers: int) -> list[int]:
-    """Numbers that add up to `layers`, none above its `most` or below 1, the largest as small as possible."""
-    sizes = [1] * len(most)
-    for _ in range(layers - len(most)):
+def _level(least: Sequence[int], most: Sequence[int], layers: int) -> list[int]:
+    """Numbers that add up to `layers`, each from its `least` to its `most`, the largest as small as possible."""
+    sizes = list(least)
+    for _ in range(layers - sum(least)):
         room = [index for index, size in enumerate(sizes) if size < most[index]]
         sizes[min(room, key=lambda index: (sizes[index], index))] += 1
     return sizes

@@ -25,7 +25,7 @@ import torch
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import AXES, KEYS, Layout, resolve_layout
-from shardline.config.schema import Config
+from shardline.config.schema import Config, Parallelism
 from shardline.errors import UserError
 from shardline.precision.mixed import DTYPES
 from shardline.registry import nearest
@@ -115,8 +115,9 @@ def _wanted(config: Config) -> int:
 
 
 def _with_dim(config: Config, dim: str, ranks: int) -> Config:
-    """Where no layout was given, the dimension that is measured has all ranks."""
-    if dim not in KEYS or any(config.is_set(f"parallelism.{key}") for key in KEYS.values()):
+    """Give all ranks to the measured dimension, unless the config has a layout: a degree that is not the default."""
+    section, default = config.parallelism, Parallelism()
+    if dim not in KEYS or any(getattr(section, key) != getattr(default, key) for key in KEYS.values()):
         return config
     return config.replace({f"parallelism.{KEYS[dim]}": ranks})
 
