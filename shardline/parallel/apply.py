@@ -1,9 +1,9 @@
-"""The one place that fixes the order in which a model is transformed.
+"""Transforms a model for its layout, in the one order that works.
 
     (stages were cut when the model was made)
     context parallel -> tensor parallel -> activation checkpointing -> compile -> data parallel
 
-Everything happens before the parameters have memory; each step says what it did in a line.
+All of it happens before the parameters have memory; each step adds a line for the log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardline.registry import nearest
 
 @dataclass
 class Applied:
-    """What was done to a model, and what the loop needs to know of it."""
+    """What was done to a model, as far as the loop needs it, and the lines for the log."""
 
     tensor: TensorParallel | None = None
     pipeline: PipelinePlan | None = None
@@ -70,7 +70,7 @@ def make_model(
         return model, Applied()
     done = apply(model, config, mesh, precision)
     done.pipeline = plan
-    done.lines[:0] = [] if plan is None else plan.lines()
+    done.lines[:0] = [] if plan is None else [plan.describe()]
     return model, done
 
 
@@ -84,7 +84,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         done.lines.append(describe(context, config.training.seq_len))
     if done.tensor is not None:
         check_tensor_parallel(model.arch, done.tensor.degree)
-        if model.context is None:  # which has checked them, with its own
+        if model.context is None:  # check_context_parallel has checked them too
             check_rows(config, done.tensor)
         apply_tensor_parallel(model, mesh, done.tensor)
         kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"

@@ -1,4 +1,4 @@
-"""Sets of moments as sorted lists of (start, end) that neither overlap nor touch; an empty interval is none."""
+"""Sets of moments: sorted lists of (start, end) that are not empty and neither overlap nor touch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shardline schedule`: draw a pipeline schedule and say what it costs, without running anything.
+"""`shardline schedule`: draw a pipeline schedule and print what it costs, without running anything.
 
 rank 0  FFFF..B-B-B-B-       a column is the time of one forward pass: F 1, B 2, I 1, W 1
 rank 1  .FFFFB-B-B-B-..      . idle
@@ -18,22 +18,18 @@ from shardline.config.names import SCHEDULES
 from shardline.errors import UserError
 from shardline.parallel.pipeline.schedules import (
     CLOSED_FORMS,
-    Schedule,
-    Span,
-    Timeline,
     build_schedule,
-    in_flight,
     read_csv,
-    simulate,
     stages_per_rank_of,
     theoretical_bubble,
     warnings,
 )
-from shardline.parallel.pipeline.timeline import KINDS
+from shardline.parallel.pipeline.timeline import KINDS, Schedule, TimedAction, Timeline, in_flight, simulate
+from shardline.words import counted
 
 MOST_PASSES = 200_000  # more would take minutes and fill no screen
 DEFAULT = "1F1B"
-# Of the terminal's 16 colours; a rank's second, fourth, ... stage has the paler one.
+# Terminal colours of each kind; a rank's second, fourth, ... stage has the paler one.
 COLORS = {"F": (44, 104), "B": (42, 102), "I": (46, 106), "W": (43, 103)}
 
 
@@ -69,7 +65,7 @@ def command(
         print(json_lines.dumps({**_numbers(found), "actions": spans}))
     else:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(told(found, timeline, shutil.get_terminal_size((120, 24)).columns, color))
+        print(report(found, timeline, shutil.get_terminal_size((120, 24)).columns, color))
     for warning in warnings(found):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
@@ -78,7 +74,7 @@ def command(
 def _refuse_together(option: str, **others: str | None) -> None:
     for name, value in others.items():
         if value is not None:
-            raise UserError(f"shardline schedule: {option} and --{name} do not go together: give one of them")
+            raise UserError(f"shardline schedule: {option} and --{name} exclude each other: give one of them")
 
 
 def _sizes(pp: int | None, microbatches: int | None, stages_per_rank: int | None) -> tuple[int, int]:
@@ -87,19 +83,19 @@ def _sizes(pp: int | None, microbatches: int | None, stages_per_rank: int | None
     passes = pp * microbatches * (stages_per_rank or 2)
     if passes > MOST_PASSES:
         raise UserError(
-            f"{pp} ranks, {microbatches} micro-batches: {passes} passes are too many, {MOST_PASSES} the most"
+            f"{pp} ranks with {microbatches} micro-batches make {passes} passes; at most {MOST_PASSES} can be drawn"
         )
     return pp, microbatches
 
 
 def _from_file(path: str, pp: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    """The file's schedule; numbers that were given must be the file's."""
+    """The schedule of the file; numbers that were given must agree with it."""
     found = read_csv(path)
     return build_schedule("", pp or found.ranks, microbatches or found.microbatches, stages_per_rank, path)
 
 
 def _all_schedules(ranks: int, microbatches: int, stages_per_rank: int | None) -> list[Schedule]:
-    """Every schedule, with the stages per rank that were asked for where it can run with them."""
+    """Every schedule, with the requested stages per rank if it can run with them."""
     made = []
     for name in SCHEDULES:
         counts = stages_per_rank_of(name)
@@ -130,10 +126,10 @@ def _numbers(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def told(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> str:
+def report(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> str:
     """Title, drawing, legend, bubble, and a line for each rank."""
     held = in_flight(schedule)
     lines = [title(schedule), "", *drawing(schedule, timeline, width, color), ""]
@@ -146,7 +142,7 @@ def told(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> str
             f"{' '.join(map(str, own))}"
         )
     lines.append(
-        "in flight: most activations held at once, of one stage and micro-batch each; divided by the rank's stages"
+        "in flight: the most activations of one stage and micro-batch held at once; micro-batches: the same per stage"
     )
     return "\n".join(lines)
 
@@ -154,22 +150,18 @@ def told(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> str
 def title(schedule: Schedule) -> str:
     counts = sorted({len(schedule.stages_of(rank)) for rank in range(schedule.ranks)})
     each = f"{' or '.join(map(str, counts))} stage{'s' * (counts != [1])} on each"
-    ranks, microbatches = schedule.ranks, schedule.microbatches
-    return (
-        f"{schedule.name}: {ranks} rank{'s' * (ranks > 1)}, {each}, "
-        f"{microbatches} micro-batch{'es' * (microbatches > 1)}"
-    )
+    several = "es" * (schedule.microbatches > 1)
+    return f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {each}, {schedule.microbatches} micro-batch{several}"
 
 
 def bubble_line(schedule: Schedule, timeline: Timeline) -> str:
     closed = f" (closed form {100 * theoretical_bubble(schedule):.1f}%)" if schedule.name in CLOSED_FORMS else ""
-    return (
-        f"bubble {100 * timeline.bubble:.1f}%{closed}: the share of {timeline.total:g} time units that ranks are idle"
-    )
+    share = f"the share of {timeline.total:g} time units in which ranks are idle"
+    return f"bubble {100 * timeline.bubble:.1f}%{closed}: {share}"
 
 
 def drawing(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> list[str]:
-    """A line for each rank and a legend. Actions are named where that fits into one line, else letters are wrapped."""
+    """A line for each rank and a legend. Actions have names if these fit into one line, else wrapped letters."""
     label = max(len(f"rank {schedule.ranks - 1}  "), 6)
     units = round(timeline.total)
     longest = max(len(str(span.action)) for row in timeline.spans for span in row)
@@ -189,7 +181,7 @@ def drawing(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> 
 
 
 def _row(
-    schedule: Schedule, rank: int, spans: Sequence[Span], units: int, cell: int, named: bool, color: bool
+    schedule: Schedule, rank: int, spans: Sequence[TimedAction], units: int, cell: int, named: bool, color: bool
 ) -> list[str]:
     """The text of each unit of time of a rank, `cell` columns wide."""
     row = [".".ljust(cell)] * units
@@ -199,7 +191,7 @@ def _row(
         start, length = round(span.start), round(span.end - span.start)
         later = own.index(stage)
         name = str(span.action) if named else kind.lower() if later else kind
-        # A gap after a name keeps neighbours apart; without colours a long action shows how far it goes.
+        # A gap after a name separates neighbours; without colours, dashes show how long an action takes.
         text = name.ljust(length * cell - named, " " if color else "-") + " " * named
         for unit in range(length):
             piece = text[unit * cell : (unit + 1) * cell]
@@ -221,7 +213,7 @@ def _legend(schedule: Schedule, named: bool, color: bool) -> str:
 
 
 def comparison(rows: Sequence[dict[str, Any]]) -> str:
-    """A line for each schedule, as a table of Markdown."""
+    """A Markdown table with a line for each schedule."""
     lines = ["| schedule | stages per rank | bubble | micro-batches in flight, most |", "|---|---|---|---|"]
     for row in rows:
         counts = [len(own) for own in row["stages"]]

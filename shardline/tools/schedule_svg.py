@@ -1,11 +1,11 @@
-"""The drawing of a pipeline schedule as a picture: one SVG file that needs nothing else."""
+"""A pipeline schedule as a picture: one SVG file that needs nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from shardline.parallel.pipeline.timeline import KINDS, Schedule, Span, Timeline
+from shardline.parallel.pipeline.timeline import KINDS, Schedule, TimedAction, Timeline
 
 # Fill of each kind; a rank's second, fourth, ... stage has the paler one.
 FILLS = {
@@ -19,7 +19,7 @@ CHARACTER = 6.2  # width of a digit at the size of the numbers in boxes
 
 
 def draw(schedule: Schedule, timeline: Timeline, title: str, subtitle: str) -> str:
-    """Rows of boxes, one for each rank; a box says its micro-batch where there is room, and all of it on hovering."""
+    """A row of boxes for each rank; a box shows its micro-batch if there is room, and the whole action on hovering."""
     unit = min(28.0, max(6.0, 1400 / timeline.total))
     width = max(LEFT + unit * timeline.total + MARGIN, 980)  # the legend needs as much
     bottom = TOP + ROW * schedule.ranks
@@ -45,7 +45,7 @@ def draw(schedule: Schedule, timeline: Timeline, title: str, subtitle: str) -> s
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _box(span: Span, later: int, unit: float, y: int) -> Iterator[str]:
+def _box(span: TimedAction, later: int, unit: float, y: int) -> Iterator[str]:
     action, start, end = span
     x, width = LEFT + unit * start, unit * (end - start)
     number = str(action.microbatch)

@@ -1,6 +1,6 @@
 """`shardline trace overlap`: how much communication the traces of a run show, and how much of it computation hides.
 
-Per rank, step and mesh dimension, of unions of intervals, so that nothing counts twice:
+Times are those of unions of intervals, for each rank, step and mesh dimension, so that nothing counts twice:
 
     communication   [ tp ----------------- ]        [ tp ---- ]
     computation     [ ------------- ]  [ ------- ]
@@ -16,18 +16,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardline.errors import UserError
 from shardline.tools.intervals import Interval, length, union, within, without
-from shardline.tools.trace_events import Rank, read
+from shardline.tools.trace_events import RankTrace, read
 
 ALL = "all"  # the row of all dimensions together, where there are several
 
 
 @dataclass(frozen=True)
-class Row:
-    """Milliseconds of one step on one rank; `dim` is None where there was no communication."""
+class OverlapRow:
+    """Milliseconds of one step on one rank; without communication, `dim` is None."""
 
     rank: int | None
     step: int | None
@@ -61,7 +61,7 @@ def command(traces: Sequence[str], json: bool = False) -> int:
 
 
 def _traces(path: Path) -> list[Path]:
-    """A trace; of a folder, such as a run's, those of its last profile."""
+    """The file itself; in a folder, such as that of a run, the traces of the last profile."""
     if not path.is_dir():
         return [path]
     newest = max((found.parent for found in path.rglob("rank*_trace.json")), key=_number, default=None)
@@ -75,15 +75,15 @@ def _number(path: Path) -> int:
     return int(digits or 0)
 
 
-def rows_of(rank: Rank) -> list[Row]:
-    """A row for each step and dimension; one step where the trace marks none."""
+def rows_of(rank: RankTrace) -> list[OverlapRow]:
+    """A row for each step and dimension; a trace that marks no steps is one step."""
     computing = union((activity.start, activity.end) for activity in rank.computation)
     if not rank.on_gpu:
         computing = without(computing, union((wait.start, wait.end) for wait in rank.waits))
-    rows: list[Row] = []
-    for step, host_start, host_end, window in _windows(rank):
+    rows: list[OverlapRow] = []
+    for step, (host_start, host_end), window in _windows(rank):
         dims = {
-            dim: union((a.start, a.end) for a in activities if host_start <= a.asked < host_end)
+            dim: union((a.start, a.end) for a in activities if host_start <= a.launched < host_end)
             for dim, activities in rank.communication.items()
         }
         dims = {dim: talking for dim, talking in sorted(dims.items()) if talking}
@@ -93,36 +93,43 @@ def rows_of(rank: Rank) -> list[Row]:
         named: list[tuple[str | None, list[Interval]]] = [*dims.items()] or [(None, [])]
         for dim, talking in [*named, (ALL, together)] if len(dims) > 1 else named:
             all_of_it, exposed = length(talking), length(without(talking, computing))
-            rows.append(Row(rank.rank, step, dim, all_of_it / 1e3, exposed / 1e3, compute / 1e3, idle / 1e3))
+            rows.append(OverlapRow(rank.rank, step, dim, all_of_it / 1e3, exposed / 1e3, compute / 1e3, idle / 1e3))
     return rows
 
 
-def _windows(rank: Rank) -> list[tuple[int | None, float, float, Interval]]:
-    """Number of each step, when the host was in it, and the time that counts as the step's.
+class StepWindow(NamedTuple):
+    """A step: its number, when the host was in it, and the time that counts as the step.
 
-    A GPU runs behind the host: its step lasts from the end of the one before to the end of what was launched in it.
+    A GPU runs later than the host: its step lasts from the end of the last step to the end of what was launched in it.
     """
+
+    step: int | None
+    host: Interval
+    time: Interval
+
+
+def _windows(rank: RankTrace) -> list[StepWindow]:
     everything = [*rank.computation, *(activity for found in rank.communication.values() for activity in found)]
     if not rank.steps:
         if not everything:
             return []
         window = min(a.start for a in everything), max(a.end for a in everything)
-        return [(None, -float("inf"), float("inf"), window)]
-    windows: list[tuple[int | None, float, float, Interval]] = []
+        return [StepWindow(None, (-float("inf"), float("inf")), window)]
+    windows = []
     before = -float("inf")
     for step, start, end in rank.steps:
         window = start, end
         if rank.on_gpu:
-            window = max(start, before), max((a.end for a in everything if start <= a.asked < end), default=end)
+            window = max(start, before), max((a.end for a in everything if start <= a.launched < end), default=end)
             before = window[1]
-        windows.append((step, start, end, window))
+        windows.append(StepWindow(step, (start, end), window))
     return windows
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[OverlapRow]) -> str:
     """All rows, in milliseconds, and the mean of each dimension."""
     names = ("communication", "exposed", "hidden", "hidden %", "compute", "idle")
     lines = ["  ".join([f"{'rank':>4}  {'step':>6}  {'dim':<12}", *(f"{name:>13}" for name in names)])]
@@ -136,7 +143,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: OverlapRow) -> list[str]:
     fraction = "-" if row.hidden_fraction is None else f"{100 * row.hidden_fraction:.1f}"
     numbers = [row.communication, row.exposed, row.hidden]
     return [
@@ -148,16 +155,16 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _mean(rows: Sequence[Row]) -> Row:
+def _mean(rows: Sequence[OverlapRow]) -> OverlapRow:
     names = ("communication", "exposed", "compute", "idle")
-    return Row(None, None, rows[0].dim, *(sum(getattr(row, name) for row in rows) / len(rows) for name in names))
+    return OverlapRow(None, None, rows[0].dim, *(sum(getattr(row, name) for row in rows) / len(rows) for name in names))
 
 
 def _or_dash(number: int | None) -> str:
     return "-" if number is None else str(number)
 
 
-def _json(path: Path, row: Row) -> dict[str, Any]:
+def _json(path: Path, row: OverlapRow) -> dict[str, Any]:
     return {
         "trace": str(path),
         "rank": row.rank,

@@ -1,14 +1,14 @@
-"""What a profiler's trace says of one rank: when it computed and when it communicated, over which mesh dimension.
+"""Reads from a profiler's trace when one rank computed and when it communicated, over which mesh dimension.
 
-Communication is told by process group, never by the name of a kernel:
+Communication is recognized by its process group, never by the name of a kernel:
 
 - a kernel of NCCL carries its process group, or is linked to the call that does; the trace's own table (`shardline`)
-  says which mesh dimension that group is
+  gives the mesh dimension of that group
 - a kernel or copy that was launched inside one of our labelled ranges belongs to the range's dimension
-- what gloo carries is in the trace as spans of the host, with their dimension
+- collectives of gloo are in the trace as spans of the host, with their dimension
 
-Everything else that runs on the GPU is computation. In a trace without GPU, computation is what the threads of forward
-and backward spend in operations, without the time they wait for communication.
+Everything else that runs on the GPU is computation. In a trace without GPU, computation is the time that the threads of
+forward and backward spend in operations, less the time in which they wait for communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardline.comm.spans import COPIES, RANGE
 from shardline.errors import UserError
@@ -36,34 +36,42 @@ STEP = re.compile(r"ProfilerStep#(\d+)")
 
 @dataclass(frozen=True)
 class Activity:
-    """Microseconds. `asked`: when the host launched it, which tells the step that it belongs to."""
+    """Times in microseconds. The step in which the host launched an activity is the one that it belongs to."""
 
     start: float
     end: float
-    asked: float
+    launched: float
+
+
+class MarkedStep(NamedTuple):
+    """A step that the profiler marked, with its start and end on the host."""
+
+    number: int
+    start: float
+    end: float
 
 
 @dataclass
-class Rank:
-    """The trace of one rank. `steps`: number, start and end on the host, in order; empty where none is marked."""
+class RankTrace:
+    """The trace of one rank. `steps` are in order; a trace may mark none."""
 
     rank: int | None
     on_gpu: bool
-    steps: list[tuple[int, float, float]]
+    steps: list[MarkedStep]
     computation: list[Activity] = field(default_factory=list)
     waits: list[Activity] = field(default_factory=list)
     communication: dict[str, list[Activity]] = field(default_factory=lambda: defaultdict(list))
 
 
-def read(path: Path) -> Rank:
-    """One trace; what is no trace is a UserError."""
+def read(path: Path) -> RankTrace:
+    """Read one trace; another kind of file is a UserError."""
     content = _load(path)
     known = content if isinstance(content, dict) else {"traceEvents": content}
     events = known.get("traceEvents")
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise UserError(f"{path}: not a profiler's trace: it has no list of traceEvents")
     try:
-        return _Reader(known, [event for event in events if event.get("ph") == "X"]).rank()
+        return _TraceReader(known, [event for event in events if event.get("ph") == "X"]).rank()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: not a trace that torch wrote: {type(error).__name__}: {error}") from error
 
@@ -80,7 +88,7 @@ def _load(path: Path) -> Any:
         raise UserError(f"{path}: damaged, or not JSON: {error}") from error
 
 
-class _Reader:
+class _TraceReader:
     def __init__(self, content: dict[str, Any], events: list[dict[str, Any]]) -> None:
         self.header: dict[str, Any] = content.get("shardline", {})
         self.axes: dict[str, Any] = self.header.get("axes", {})
@@ -99,22 +107,22 @@ class _Reader:
         self.waiting = Ranges(self._of("communication_wait"))
         marks = [event for event in self._of("user_annotation") if STEP.fullmatch(event["name"])]
         self.main = marks[0]["tid"] if marks else None
-        self.steps = sorted((self._step(event), event["ts"], event["ts"] + event["dur"]) for event in marks)
+        self.steps = sorted(MarkedStep(self._step(event), event["ts"], event["ts"] + event["dur"]) for event in marks)
 
     def _of(self, *kinds: str) -> list[dict[str, Any]]:
         return [event for kind in kinds for event in self.by_kind[kind]]
 
     def _step(self, event: dict[str, Any]) -> int:
-        """The profiler counts its own steps, from 0; the table says at which step of the run it began."""
+        """The step of the run: the profiler counts its own from 0, and the table has the step at which it began."""
         return int(STEP.fullmatch(event["name"])[1]) + int(self.header.get("first_step", 0))  # type: ignore[index]
 
-    def rank(self) -> Rank:
+    def rank(self) -> RankTrace:
         number = self.header.get("rank", self.distributed.get("rank"))
         gpu = self._of(*GPU)
-        found = Rank(number, bool(gpu), self.steps)
+        found = RankTrace(number, bool(gpu), self.steps)
         for event in self._of("communication"):
             found.communication[event["args"]["axis"]].append(_host(event))
-        for event in self._of("communication_wait"):  # standing still for it is communication that nothing hides
+        for event in self._of("communication_wait"):  # nothing hides communication while its thread waits
             found.communication[event["args"]["axis"]].append(_host(event))
             found.waits.append(_host(event))
         for event in gpu:
@@ -125,15 +133,15 @@ class _Reader:
 
     @functools.cached_property
     def threads(self) -> set[Any]:
-        """The threads of forward and backward; those of a backend have operations, too."""
+        """The threads of forward and backward; threads of a backend have operations, too."""
         backward = {event["tid"] for event in self._of("cpu_op") if event["name"].startswith(BACKWARD)}
         return backward | {self.main} if self.main is not None else {event["tid"] for event in self._of("cpu_op")}
 
-    def _place(self, event: dict[str, Any], found: Rank) -> None:
+    def _place(self, event: dict[str, Any], found: RankTrace) -> None:
         args = event.get("args", {})
         launch = self.launches.get(args.get("correlation"))
-        asked = launch["ts"] if launch is not None else event["ts"]
-        activity = Activity(event["ts"], event["ts"] + event["dur"], asked)
+        launched = launch["ts"] if launch is not None else event["ts"]
+        activity = Activity(event["ts"], event["ts"] + event["dur"], launched)
         axis = self._axis(event, args, launch)
         if axis is not None:
             found.communication[axis].append(activity)
@@ -141,7 +149,7 @@ class _Reader:
             found.computation.append(activity)
 
     def _axis(self, event: dict[str, Any], args: dict[str, Any], launch: dict[str, Any] | None) -> str | None:
-        """The mesh dimension of something that ran on the GPU; None for computation."""
+        """The mesh dimension of a GPU activity; None for computation."""
         call = args if GROUP in args else self.calls.get(args.get("External id"))
         if call is not None:
             return self._axis_of_group(call)
@@ -163,7 +171,7 @@ class _Reader:
         return described if described not in ("", "undefined") else f"group {name}"
 
     def _is_staging(self, event: dict[str, Any], launch: dict[str, Any] | None) -> bool:
-        """A copy by which gloo moves a tensor to or from the host: its span is there already."""
+        """Whether a copy moves a tensor of gloo to or from the host; the span of that collective is already counted."""
         if event["cat"] != "gpu_memcpy" or launch is None or not self.by_kind["communication"]:
             return False
         by_backend = self.main is not None and launch["tid"] not in self.threads
@@ -171,7 +179,7 @@ class _Reader:
 
 
 class Ranges:
-    """Finds the innermost event of a thread at a moment; `None` as thread stands for all threads together."""
+    """Finds the innermost event of a thread at a moment; the thread `None` stands for all threads together."""
 
     def __init__(self, events: Iterable[dict[str, Any]]) -> None:
         self.events: dict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -203,7 +211,7 @@ def _host(event: dict[str, Any]) -> Activity:
 
 
 def _ranks(given: Any) -> list[int] | None:
-    """Torch writes them as a list, or as the text of one; where there are many, with dots in between."""
+    """The ranks of a group, None if torch did not write all: it writes a list or its text, and shortens long ones."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -18,8 +18,8 @@ from shardline.config.layout import Layout
 from shardline.errors import UserError
 from shardline.run.options import TrainOptions
 from shardline.tools.bench import comm as bench
-from shardline.tools.bench.collectives import OPS, Bench, Row, WrongResult
-from shardline.tools.bench.comm import CommOptions, Report, parse_sizes
+from shardline.tools.bench.collectives import OPS, Bench, CollectiveTime, WrongResult
+from shardline.tools.bench.comm import CommOptions, CommReport, parse_sizes
 from tests.e2e.tiny import command
 from tests.parity.pool import Pool
 
@@ -63,10 +63,10 @@ def test_bad_sizes(text):
         (["--sizes", "big"], "--sizes big: expected sizes such as 512K, 1M or 1M:2G, above 0, got 'big'"),
         (["--ops", "all_reduce,all_gathr"], "got 'all_gathr', did you mean 'all_gather'?"),
         (["--dim", "dp_shart"], "--dim: expected one of pp, dp_replicate, dp_shard, cp, tp, fsdp, loss, world"),
-        (["--nproc", "1"], "one rank has nobody to talk to: --nproc 2"),
+        (["--nproc", "1"], "one rank has no collectives: --nproc 2"),
         (["--nproc", "4", "--tp", "3"], "does not match 4 ranks"),
-        (["--dim", "cp", "--tp", "2"], "--dim cp: it has one rank in the layout tp 2"),
-        (["--dim", "fsdp", "--tp", "2"], "--dim fsdp: it has one rank"),
+        (["--dim", "cp", "--tp", "2"], "--dim cp: the layout tp 2 has one rank there"),
+        (["--dim", "fsdp", "--tp", "2"], "--dim fsdp: the layout tp 2 has one rank there"),
         (["--dtype", "int8"], "--dtype: expected one of float32"),
         (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint"),
     ],
@@ -149,7 +149,7 @@ def spoiled(op):
 @pytest.mark.parametrize("op", OPS)
 def test_one_wrong_element_is_found(pool, op):
     for said in pool.run(2, spoiled, op):
-        assert said.startswith(f"{op} over tp by gloo gave")
+        assert said.startswith(f"{op} over tp by gloo returned")
 
 
 def test_sums_over_many_ranks_fit_the_narrowest_type():
@@ -200,19 +200,19 @@ def test_a_wrong_sum_ends_with_exit_code_1(tmp_path):
     done = command("bench", "comm", *words, f"--experimental.custom_import={tmp_path / 'wrong.py'}")
     assert done.returncode == 1
     assert "rank 1" in done.stderr
-    assert "all_reduce over world by gloo gave" in done.stderr
+    assert "all_reduce over world by gloo returned" in done.stderr
     assert "# all_gather over world" in done.stdout
 
 
 def test_shared_gpus_are_told_to_be_numbers_of_gloo(monkeypatch, capsys):
     tester = Bench.__new__(Bench)
     tester.axis, tester.device, tester.backend = collectives.Axis("tp", None, 2, 0), torch.device("cuda"), "gloo"
-    tester.of_host = True
+    tester.through_host = True
     monkeypatch.setattr(bench, "device_name", lambda device: "a GPU")
     options = CommOptions(None, TrainOptions(), json=True)
-    Report(tester, options, tells=False)
+    CommReport(tester, options, prints=False)
     assert capsys.readouterr().err == ""
-    Report(tester, options, tells=True).row(Row("p2p", 8, 2, 1, 0.001, 0.5, 0.5))
+    CommReport(tester, options, prints=True).row(CollectiveTime("p2p", 8, 2, 1, 0.001, 0.5, 0.5))
     shown = capsys.readouterr()
     assert "numbers of gloo" in shown.err
     assert json.loads(shown.out)["device"] == "a GPU"

@@ -41,7 +41,7 @@ PRODUCTS = [
         (["--tp", "3"], "16 heads cannot be shared by 3 ranks"),
         (["--seq", "63"], "1 x 63 = 63 tokens cannot be shared evenly by 2 ranks"),
         (["--seq", "33", "--batch", "3"], "3 x 33 = 99 tokens cannot be shared evenly by 2 ranks"),
-        (["--nproc", "4"], "--tp 2 needs 2 ranks, and 4 were asked for"),
+        (["--nproc", "4"], "--tp 2 needs 2 ranks, but 4 were requested"),
         (["--dtype", "int8"], "--dtype: expected one of float32"),
         (["--flavor", "debugmodl"], "did you mean 'debugmodel'?"),
         (["--seq", "0"], "--seq: expected a whole number, 1 or more, got '0'"),

@@ -300,9 +300,10 @@ def test_bytes_follow_the_types():
         text = describe(tiny({"vocab_size": 65536, "dim": 1024}, dp_shard=2, **settings), 2)
         return next(line for line in text.splitlines() if line.startswith("rank 0 holds")).split(": ")[1]
 
-    assert sizes() == "weights 0.25 GiB, gradients 0.25 GiB, AdamW state 0.50 GiB"
-    assert sizes(optimizer__state_dtype="bfloat16") == "weights 0.25 GiB, gradients 0.25 GiB, AdamW state 0.25 GiB"
-    assert sizes(training__dtype="bfloat16") == "weights 0.13 GiB, gradients 0.13 GiB, AdamW state 0.25 GiB"
+    assert sizes() == "weights 257.13 MiB, gradients 257.13 MiB, AdamW state 514.27 MiB"
+    narrow = "weights 257.13 MiB, gradients 257.13 MiB, AdamW state 257.13 MiB"
+    assert sizes(optimizer__state_dtype="bfloat16") == narrow
+    assert sizes(training__dtype="bfloat16") == "weights 128.57 MiB, gradients 128.57 MiB, AdamW state 257.13 MiB"
 
 
 def test_ranks_are_as_many_as_the_degrees_ask_for():

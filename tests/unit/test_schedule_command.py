@@ -14,7 +14,8 @@ import pytest
 
 from shardline.cli.main import main
 from shardline.config.names import SCHEDULES
-from shardline.parallel.pipeline.schedules import build_schedule, in_flight, simulate
+from shardline.parallel.pipeline.schedules import build_schedule
+from shardline.parallel.pipeline.timeline import in_flight, simulate
 from shardline.tools.schedule import drawing
 
 DOCS = Path(__file__).parents[2] / "docs" / "parallelism.md"
@@ -34,7 +35,7 @@ def test_small_ones_name_their_actions(capsys, monkeypatch):
         "rank 0  0F0 0F1 .   .   0B0---- .   0B1----",
         "rank 1  .   1F0 1B0---- 1F1 1B1---- .   .",
     ]
-    assert "bubble 33.3% (closed form 33.3%): the share of 9 time units that ranks are idle" in out
+    assert "bubble 33.3% (closed form 33.3%): the share of 9 time units in which ranks are idle" in out
     assert out[-3:-1] == ["   0   33.3%          2              2  0", "   1   33.3%          1              1  1"]
 
 
@@ -161,11 +162,11 @@ def test_the_docs_show_what_the_commands_print(capsys, monkeypatch):
         ("--pp 2 --microbatches 4 --schedule 1F1C", "there is no schedule '1F1C', did you mean '1F1B'?"),
         ("--pp 2 --microbatches 4 --stages-per-rank 2", "1F1B runs with exactly 1 stage per rank, got 2"),
         ("--pp 2 --microbatches 4 --schedule ZBVZeroBubble --stages-per-rank 3", "exactly 2 stages per rank, got 3"),
-        ("--pp 2 --microbatches 4 --csv x --schedule GPipe", "--csv and --schedule do not go together"),
-        ("--pp 2 --microbatches 4 --compare --svg x", "--compare and --svg do not go together"),
+        ("--pp 2 --microbatches 4 --csv x --schedule GPipe", "--csv and --schedule exclude each other"),
+        ("--pp 2 --microbatches 4 --compare --svg x", "--compare and --svg exclude each other"),
         ("--csv nowhere.csv", "nowhere.csv: cannot be read: No such file or directory"),
         ("--pp 2 --microbatches 4 --svg /nowhere/x.svg", "--svg /nowhere/x.svg: cannot be written"),
-        ("--pp 1000 --microbatches 1000", "2000000 passes are too many"),
+        ("--pp 1000 --microbatches 1000", "make 2000000 passes; at most 200000 can be drawn"),
     ],
 )
 def test_refused_in_one_line(capsys, words, message):

@@ -15,17 +15,14 @@ from shardline.config.names import SCHEDULES
 from shardline.errors import ConfigError
 from shardline.parallel.pipeline.schedules import (
     KINDS,
-    Action,
-    Schedule,
     build_schedule,
-    in_flight,
     read_csv,
-    simulate,
     stages_per_rank_of,
     theoretical_bubble,
     validate,
     warnings,
 )
+from shardline.parallel.pipeline.timeline import Action, Schedule, in_flight, simulate
 
 ALL = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 CLOSED = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B")
@@ -272,9 +269,9 @@ def test_stage_counts_in_words():
     ("arguments", "message"),
     [
         (("Interleaved", 2, 2), "no schedule 'Interleaved', did you mean 'Interleaved1F1B'"),
-        (("PipelineScheduleMulti", 2, 2), "PipelineScheduleMulti is what a file gives: name the file"),
-        (("1F1B", 0, 2), "1 rank and 1 micro-batch at least, got 0 and 2"),
-        (("1F1B", 2, 0), "1 rank and 1 micro-batch at least, got 2 and 0"),
+        (("PipelineScheduleMulti", 2, 2), "PipelineScheduleMulti comes from a file: name the file"),
+        (("1F1B", 0, 2), "at least 1 rank and 1 micro-batch, got 0 and 2"),
+        (("1F1B", 2, 0), "at least 1 rank and 1 micro-batch, got 2 and 0"),
         (("1F1B", 2, 2, 2), "2 per rank run with LoopedBFS, Interleaved1F1B"),
     ],
 )
@@ -288,7 +285,7 @@ def test_few_microbatches_are_warned_of():
     assert warnings(build_schedule("1F1B", 1, 1)) == []
     [line] = warnings(build_schedule("Interleaved1F1B", 8, 8))
     assert line == (
-        "Interleaved1F1B: 8 micro-batches for 16 stages leave ranks idle for 30% of a step: "
+        "Interleaved1F1B: 8 micro-batches for 16 stages leave ranks idle for 30% of a step; "
         "cut the batch into 16 or more, 16 cost 18%"
     )
 
@@ -332,23 +329,23 @@ def test_files_that_torch_writes(tmp_path):
     ("text", "message"),
     [
         ("", "has no action"),
-        ("0F0,0X0", "row 1, cell 2: '0X0' is no action"),
-        ("0F0,0B0\n,1F0,1B0,-1F0", "row 2, cell 4: '-1F0' is no action"),
-        ("0F0,0SEND_F0,0B0", "row 1, cell 2: '0SEND_F0' is no action"),
-        ("0F0,,0B0,0F0", "row 1, cell 4: '0F0': 0F0 is there already"),
-        ("0F0,0B0\n1F0,0B1", "row 2, cell 2: '0B1': stage 0 is in row 1 already"),
+        ("0F0,0X0", "row 1, cell 2: '0X0' is not an action"),
+        ("0F0,0B0\n,1F0,1B0,-1F0", "row 2, cell 4: '-1F0' is not an action"),
+        ("0F0,0SEND_F0,0B0", "row 1, cell 2: '0SEND_F0' is not an action"),
+        ("0F0,,0B0,0F0", "row 1, cell 4: '0F0': 0F0 is already in this row"),
+        ("0F0,0B0\n1F0,0B1", "row 2, cell 2: '0B1': stage 0 is already in row 1"),
         ("0F0,0B0\n,\n1F0,1B0", "row 2 has no action"),
         ("0F0,0B0,2F0,2B0", "stage 1 is missing, the file goes up to stage 2"),
         ("0F0,0B0,0F1", "0B1, or 0I1 and 0W1, is missing on rank 0"),
         ("0F0,0B0,0B1", "0F1 is missing on rank 0"),
         ("0F0,0I0", "0W0 is missing on rank 0"),
         ("0F0,0W0", "0I0 is missing on rank 0"),
-        ("0F0,0I0,0B0", "0B0 is the whole backward pass, 0I0 is there as well on rank 0"),
+        ("0F0,0I0,0B0", "0B0 is the whole backward pass, but 0I0 is there too on rank 0"),
         ("0F0,0W0,0I0", "cannot run: on rank 0, 0W0 waits for 0I0, which comes later on the same rank"),
         ("0B0,0F0", "cannot run: on rank 0, 0B0 waits for 0F0, which comes later"),
         ("0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0", "on rank 0, 0B0 waits for 1B0, which rank 1 never reaches"),
         ("0F0,0B0,0F99999999", "0F1 is missing on rank 0"),
-        ("(0F0;0B0)OVERLAP_B_F", "is no action"),
+        ("(0F0;0B0)OVERLAP_B_F", "is not an action"),
     ],
 )
 def test_files_that_are_refused(tmp_path, text, message):
@@ -383,5 +380,5 @@ def test_a_file_may_give_ranks_different_numbers_of_stages(tmp_path):
     found = read_csv(path)
     assert [found.stages_of(rank) for rank in range(2)] == [(0, 2), (1,)]
     assert warnings(found) == [
-        "file mine.csv: 1 micro-batch for 3 stages leave ranks idle for 50% of a step: cut the batch into 3 or more"
+        "file mine.csv: 1 micro-batch for 3 stages leave ranks idle for 50% of a step; cut the batch into 3 or more"
     ]

@@ -18,7 +18,7 @@ from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder, Stage
 from shardline.models.flavors import resolve
 from shardline.parallel.pipeline.channels import messages_of
-from shardline.parallel.pipeline.schedules import Action, build_schedule
+from shardline.parallel.pipeline.schedules import build_schedule
 from shardline.parallel.pipeline.stages import (
     balanced_layers,
     counted_layers,
@@ -27,6 +27,7 @@ from shardline.parallel.pipeline.stages import (
     named_stages,
     plan_pipeline,
 )
+from shardline.parallel.pipeline.timeline import Action
 
 PREFIX = "parallelism.pipeline_parallel_"
 MODEL = {"dim": 64, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 128, "vocab_size": 300}
@@ -136,7 +137,7 @@ def test_the_resolved_8b_over_8_stages_is_cut_as_before():
 @settings(deadline=None)
 @given(
     keys=st.fixed_dictionaries(
-        {f"{PREFIX}degree": st.integers(2, 6), f"{PREFIX}schedule": st.sampled_from(names())},
+        {f"{PREFIX}degree": st.integers(2, 6), f"{PREFIX}schedule": st.sampled_from(SCHEDULES)},
         optional={
             f"{PREFIX}first_stage_less_layers": st.integers(0, 3),
             f"{PREFIX}last_stage_less_layers": st.integers(0, 3),
@@ -193,7 +194,7 @@ def test_named_stages():
         (lambda parts: parts[0].remove("layers.1"), "missing: layers.1"),
         (lambda parts: parts[0].append("layers.9"), "unknown: layers.9"),
         (lambda parts: parts[0].append("layers.7"), "named twice: layers.7"),
-        (lambda parts: parts[0].reverse(), "layers.3 stands where tok_embeddings belongs"),
+        (lambda parts: parts[0].reverse(), "layers.3 is where tok_embeddings belongs"),
         (lambda parts: parts.append([]), "names 3 stages, which 2 ranks cannot share evenly"),
         (lambda parts: parts[1].insert(0, parts[0].pop(0)) or parts[0].clear(), "missing: layers.0"),
     ],
@@ -217,7 +218,7 @@ def test_the_embedding_is_the_first_stages():
     [
         ({"microbatch_size": 3}, "microbatch_size = 3 does not divide .*local_batch_size = 4; sizes that do: 1, 2, 4"),
         ({"schedule": "1F2B"}, "pipeline_parallel_schedule: there is no schedule '1F2B'"),
-        ({"schedule": "PipelineScheduleMulti"}, "pipeline_parallel_schedule: PipelineScheduleMulti is what a file"),
+        ({"schedule": "PipelineScheduleMulti"}, "pipeline_parallel_schedule: PipelineScheduleMulti comes from a file"),
         ({"layers_per_stage": 3}, "1F1B runs with exactly 1 stage per rank, got 2 on 2 ranks"),
         ({"layers_per_stage": 4}, r"= 4 makes 3 stages of 8 layers \(and 1 \+ 1 for .* 2 ranks cannot share evenly"),
         ({"ranks": 16}, "8 layers, the embedding and the output cannot make 16 pipeline stages"),

@@ -1,16 +1,17 @@
 """What pipeline stages send each other: activations one way, their gradients the other, point to point.
 
-There is a channel for every ordered pair of ranks that talk. Its messages travel in the order in which the sender makes
-them; the receiver knows that order from the schedule, and posts its receives in it, ahead of need:
+There is a channel for every ordered pair of ranks that exchange messages. Messages travel in the order in which the
+sender makes them; the receiver knows that order from the schedule, and posts its receives in it, ahead of need:
 
     rank 0   0F0 -a0-> 0F1 -a1-> 0F2 -a2->            0B0                channel 0 -> 1: a0 a1 a2 ...
     rank 1            1F0       1F1       1B0 -g0->       1B1 -g1->      channel 1 -> 0: g0 g1 ...
 
 A sent tensor is kept until it is known to have arrived: the receiver has sent something that it made after using it.
 
-NCCL's receives are kernels that run until the message is there. Two things must not come to wait for one: a kernel that
-is launched for the first time (CUDA may want the device idle to load it), so the first walk's messages take the way
-through host memory; and a second receive in the same stream, which can hold up other streams, so one is posted ahead.
+A receive of NCCL is a kernel that runs until the message is there. Two things must never wait for such a kernel:
+another kernel at its first launch (CUDA may need an idle device to load it), so the messages of the first walk go
+through host memory; and a second receive in the same stream, which can hold up other streams, so only one is posted
+ahead.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Key(NamedTuple):
 
 
 class Message(NamedTuple):
-    """`made` and `used` are places of actions: in the order of the rank that sends, and of the one that receives."""
+    """`made` and `used` are positions of actions, in the order of the sending and of the receiving rank."""
 
     key: Key
     source: int
@@ -56,7 +57,7 @@ class Message(NamedTuple):
 
 
 def messages_of(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> list[Message]:
-    """All that ranks send each other, each rank's in its order; what stays on a rank is no message."""
+    """All messages between ranks, those of each rank in its order; what stays on a rank is not a message."""
     places = {action: place for order in orders for place, action in enumerate(order)}
     found = []
     for rank, order in enumerate(orders):
@@ -71,7 +72,7 @@ def messages_of(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
 
 
 def sent_by(action: Action, stages: int) -> Key | None:
-    """What an action makes for another stage."""
+    """The key of what an action makes for another stage, None if it makes nothing for one."""
     if action.kind == "F" and action.stage + 1 < stages:
         return Key("activation", action.stage + 1, action.microbatch)
     if action.kind in "BI" and action.stage > 0:
@@ -80,7 +81,7 @@ def sent_by(action: Action, stages: int) -> Key | None:
 
 
 class Channel:
-    """One direction between two ranks of the pp axis, of which this rank is one."""
+    """One direction between this rank and another one of the pp axis."""
 
     def __init__(self, source: int, target: int, device: torch.device) -> None:
         up = collectives.axis("pp" if source < target else "pp_down")
@@ -93,26 +94,26 @@ class Channel:
 
     @property
     def staged(self) -> bool:
-        """Gloo sends and receives host memory alone."""
+        """Whether tensors are copied to and from host memory, the only memory that gloo sends from."""
         return self.on_host and self.device.type == "cuda"
 
     def open(self, sends: bool) -> None:
-        """Connect now, both sides together: later, each may be busy when the other one wants to."""
+        """Connect now, both sides together: later, one side may be busy when the other one connects."""
         x = torch.zeros(1, device="cpu" if self.staged else self.device)
         work = self._isend(x) if sends else self._irecv(x)
         work.wait()
 
-    def send(self, x: Tensor, what: object) -> Transfer:
+    def send(self, x: Tensor, what: object) -> PendingMessage:
         x = x.detach().contiguous()
         call = self._issue(what, x.shape, x.dtype, x.numel() * x.element_size())
         x = x.to("cpu") if self.staged else x
-        return Transfer(self, self._isend(x), x, call)
+        return PendingMessage(self, self._isend(x), x, call)
 
-    def receive(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> Transfer:
+    def receive(self, what: object, shape: Sequence[int], dtype: torch.dtype) -> PendingMessage:
         """Post a receive."""
         x = torch.empty(tuple(shape), dtype=dtype, device="cpu" if self.staged else self.device, pin_memory=self.staged)
         call = self._issue(what, shape, dtype, None)
-        return Transfer(self, self._irecv(x), x, call)
+        return PendingMessage(self, self._irecv(x), x, call)
 
     def _isend(self, x: Tensor) -> Any:
         return dist.isend(x, group=self.group, group_dst=self.peer)
@@ -125,8 +126,8 @@ class Channel:
         return Observed("pp", "send_receive", tag, sent, self.on_host, channel=self.name)
 
 
-class Transfer(NamedTuple):
-    """A message on its way."""
+class PendingMessage(NamedTuple):
+    """A message that was sent or whose receive was posted, until `wait` returns."""
 
     channel: Channel
     work: Any
@@ -134,13 +135,13 @@ class Transfer(NamedTuple):
     call: Observed
 
     def wait(self) -> Tensor:
-        """Return what was sent or has arrived, once it has."""
+        """Wait for the message and return the tensor that was sent or received."""
         with self.call:
             self.work.wait()
         return self.x
 
     def arrive(self) -> Tensor:
-        """Wait for a message; it is on the channel's device."""
+        """Wait for a received message and return it on the channel's device."""
         return self.wait().to(self.channel.device, non_blocking=True)
 
 
@@ -155,7 +156,7 @@ class Channels:
 
     @contextlib.contextmanager
     def through_host(self) -> Iterator[None]:
-        """Meanwhile messages pass through host memory."""
+        """Inside this context, messages pass through host memory."""
         for channel in self.by_pair.values():
             channel.on_host = True
         try:
@@ -165,7 +166,7 @@ class Channels:
                 channel.on_host = channel.always_on_host
 
     def swap(self, x: Tensor, peer: int, what: str) -> Tensor:
-        """What the other rank gives for x, of the same shape."""
+        """Exchange x for the tensor of the same shape that the other rank gives."""
         coming = self.by_pair[peer, self.rank].receive(what, x.shape, x.dtype)
         sent = self.by_pair[self.rank, peer].send(x, what)
         received = coming.arrive()
@@ -174,9 +175,9 @@ class Channels:
 
 
 class Transfers:
-    """The messages of one run of a schedule, as one rank sends and receives them.
+    """The messages that one rank sends and receives in one run of a schedule.
 
-    `describe` gives shape and type of a micro-batch's activation, which its gradient has too.
+    `describe` gives the shape and type of a micro-batch's activation, which are also those of its gradient.
     """
 
     def __init__(
@@ -192,8 +193,8 @@ class Transfers:
         self.to_post: dict[int, deque[Message]] = {}
         for message in self.incoming.values():
             self.to_post.setdefault(message.source, deque()).append(message)
-        self.posted: dict[int, dict[Key, Transfer]] = {source: {} for source in self.to_post}
-        self.sent: list[tuple[Message, Transfer]] = []
+        self.posted: dict[int, dict[Key, PendingMessage]] = {source: {} for source in self.to_post}
+        self.sent: list[tuple[Message, PendingMessage]] = []
         for source in self.to_post:
             self._post_ahead(source)
 
@@ -213,7 +214,7 @@ class Transfers:
         return received
 
     def finish(self) -> None:
-        """Return when everything was sent, and its memory may be used for something else."""
+        """Wait until everything was sent and its memory may be used for something else."""
         for _, sent in self.sent:
             sent.wait()
         self.sent.clear()
@@ -229,7 +230,7 @@ class Transfers:
             self._post(source)
 
     def _release(self, received: Message) -> None:
-        """Give up what the sender of this message had used before it made it."""
+        """Free the messages that the sender of this one had used before it made this one."""
         kept = []
         for message, sent in self.sent:
             if message.target == received.source and message.used < received.made:

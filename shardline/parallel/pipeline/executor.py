@@ -1,14 +1,14 @@
-"""Pipeline parallelism: ranks hold consecutive layers, and micro-batches go through them one behind the other.
+"""Pipeline parallelism: ranks hold consecutive layers, and micro-batches go through them one after the other.
 
     rank 0   0F0 0F1 0F2 0F3         0B0     0B1     0B2     0B3        stage, F forward or B backward, micro-batch
     rank 1       1F0 1B0     1F1 1B1     1F2 1B2     1F3 1B3            blanks: the bubble
 
-A rank walks its actions in the order of its schedule. Forward keeps the input (a leaf) and the edge of the graph that
-leads to the output; backward starts from that edge with the gradient that comes from the next stage, and hands the
-input's on. Where the schedule splits backward, I leaves weight gradients in the queue of models/linear.py and takes
-along what belongs to this stage and micro-batch; W computes exactly that.
+A rank runs its actions in the order of its schedule. Forward keeps the input (a leaf) and the edge of the graph that
+leads to the output; backward starts from that edge with the gradient that comes from the next stage, and sends on the
+gradient of the input. Where the schedule splits backward, I leaves weight gradients in the queue of models/linear.py
+and takes those of this stage and micro-batch out of it; W computes exactly these.
 
-Shapes are known from the tokens, which every rank of the pipeline reads: nothing runs before the first step.
+Shapes are known from the tokens, which every rank of the pipeline reads: no trial step is needed.
 """
 
 from __future__ import annotations
@@ -41,15 +41,22 @@ class MicroBatch(NamedTuple):
 Forward = Callable[[MicroBatch, Tensor | None, Stage], Tensor]
 
 
-class Kept(NamedTuple):
-    """What backward needs of a forward."""
+class SavedForward(NamedTuple):
+    """What backward needs from a forward."""
 
     x: Tensor | None
     output: Any  # an edge of the graph; the loss itself from the last stage
 
 
+class Made(NamedTuple):
+    """What an action made for another stage."""
+
+    key: Key
+    x: Tensor
+
+
 class Pipeline:
-    """One rank's stages, and what they send to those of other ranks.
+    """One rank's stages, and their messages to and from the stages of other ranks.
 
     `describe` gives the shape and type of the residual stream for tokens (B, S).
     """
@@ -74,7 +81,7 @@ class Pipeline:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def run(self, batches: Sequence[MicroBatch], forward: Forward, done: Callable[[int], None]) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of their losses, 0 where the last stage is elsewhere.
+        """Forward and backward of all micro-batches; returns the sum of the losses, 0 on ranks without the last stage.
 
         `done(stage)` is called when a stage has all its gradients.
         """
@@ -85,12 +92,13 @@ class Pipeline:
             for action in order:
                 run.receive(action)
                 with self.clock.around():
-                    run.compute(action)
+                    made = run.compute(action)
                     if action.kind != "F":
                         left[action.stage] -= 1
                         if not left[action.stage]:
                             done(action.stage)
-                run.send(action)
+                run.send(made)
+                del made  # its memory is free once it is sent
             run.transfers.finish()
         return run.total
 
@@ -98,23 +106,22 @@ class Pipeline:
 
     @torch.no_grad()
     def losses(self, batches: Sequence[MicroBatch], forward: Forward) -> Tensor:
-        """The sum of the micro-batches' losses, forward alone; 0 where the last stage is elsewhere."""
+        """Forward of all micro-batches; returns the sum of the losses, 0 on ranks without the last stage."""
         placement, count = self.schedule.placement, len(batches)
         orders = [
             [Action("F", stage, number) for stage in self.schedule.stages_of(rank) for number in range(count)]
             for rank in range(self.schedule.ranks)
         ]
         with self._walk("validation"):
-            run = _Run(self, batches, forward, self._transfers(batches, messages_of(orders, placement)), keeps=False)
+            run = _Run(self, batches, forward, self._transfers(batches, messages_of(orders, placement)), trains=False)
             for action in orders[self.rank]:
                 run.receive(action)
-                run.compute(action)
-                run.send(action)
+                run.send(run.compute(action))
             run.transfers.finish()
         return run.total
 
     def _walk(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """The first walk of a kind loads its kernels, and nothing on the device may wait meanwhile."""
+        """The first walk of a kind loads its kernels; meanwhile nothing on the device may wait for a message."""
         first = kind not in self._walked
         self._walked.add(kind)
         return self.channels.through_host() if first else contextlib.nullcontext()
@@ -125,7 +132,7 @@ class Pipeline:
 
 
 class _Run:
-    """One walk through the actions of this rank."""
+    """One walk of this rank through its actions."""
 
     def __init__(
         self,
@@ -133,19 +140,18 @@ class _Run:
         batches: Sequence[MicroBatch],
         forward: Forward,
         transfers: Transfers,
-        keeps: bool = True,
+        trains: bool = True,
     ) -> None:
         self.stages, self.placement = pipeline.plan.stages, pipeline.schedule.placement
         self.rank, self.batches, self.forward, self.transfers = pipeline.rank, batches, forward, transfers
-        self.keeps = keeps
-        self.kept: dict[tuple[int, int], Kept] = {}
+        self.trains = trains
+        self.saved: dict[tuple[int, int], SavedForward] = {}
         self.waiting: dict[tuple[int, int], list[Waiting]] = {}
-        self.here: dict[Key, Tensor] = {}  # what came from another rank, or from another stage of this one
-        self.made: tuple[Key, Tensor] | None = None  # by the last action, for another stage
+        self.here: dict[Key, Tensor] = {}  # what came from another rank, or from another stage of this rank
         self.total = torch.zeros((), device=pipeline.device)
 
     def receive(self, action: Action) -> None:
-        """Wait for what an action needs from another rank."""
+        """Wait for the input of an action, if it comes from another rank."""
         key = self._needs(action)
         if key is not None and key not in self.here:
             self.here[key] = self.transfers.receive(key)
@@ -156,63 +162,63 @@ class _Run:
             return None if stage.first else Key("activation", action.stage, action.microbatch)
         return None if stage.last or action.kind == "W" else Key("gradient", action.stage, action.microbatch)
 
-    def send(self, action: Action) -> None:
-        """Hand on what an action made, to another rank or to another stage here."""
-        if self.made is None:
+    def send(self, made: Made | None) -> None:
+        """Pass what an action made to another rank, or to another stage of this one."""
+        if made is None:
             return
-        (key, x), self.made = self.made, None
+        key, x = made
         if self.placement[key.stage] == self.rank:
             self.here[key] = x
         else:
             self.transfers.send(key, x)
 
-    def compute(self, action: Action) -> None:
+    def compute(self, action: Action) -> Made | None:
+        """Run an action; returns what it made for another stage."""
         place = (action.stage, action.microbatch)
         if action.kind == "F":
-            self._forward(action)
-        elif action.kind == "B":
-            self._backward(action)
-        elif action.kind == "I":
+            return self._forward(action)
+        if action.kind == "B":
+            return self._backward(action)
+        if action.kind == "I":
             with weight_queue.deferring():
-                self._backward(action)
+                made = self._backward(action)
             self.waiting[place] = weight_queue.take()
-        else:
-            accumulate(self.waiting.pop(place))
+            return made
+        accumulate(self.waiting.pop(place))
+        return None
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action) -> Made | None:
         stage, key = self.stages[action.stage], self._needs(action)
-        x = None if key is None else self.here.pop(key).detach().requires_grad_(self.keeps)
+        x = None if key is None else self.here.pop(key).detach().requires_grad_(self.trains)
         out = self.forward(self.batches[action.microbatch], x, stage)
         if stage.last:
             self.total += out.detach()
-        else:
-            self._make(action, out.detach())
-        if self.keeps:
+        if self.trains:
             # The edge alone: the output's memory is free once it is sent.
-            kept = Kept(x, out if stage.last else get_gradient_edge(out))
-            self.kept[action.stage, action.microbatch] = kept
+            self.saved[action.stage, action.microbatch] = SavedForward(x, out if stage.last else get_gradient_edge(out))
 
-    def _backward(self, action: Action) -> None:
-        kept, key = self.kept.pop((action.stage, action.microbatch)), self._needs(action)
-        torch.autograd.backward([kept.output], None if key is None else [self.here.pop(key)])
-        if kept.x is not None:
-            assert kept.x.grad is not None
-            self._make(action, kept.x.grad)
+        key = sent_by(action, len(self.stages))
+        return None if key is None else Made(key, out.detach())
 
-    def _make(self, action: Action, x: Tensor) -> None:
+    def _backward(self, action: Action) -> Made | None:
+        saved, key = self.saved.pop((action.stage, action.microbatch)), self._needs(action)
+        torch.autograd.backward([saved.output], None if key is None else [self.here.pop(key)])
+        if saved.x is None:
+            return None
         key = sent_by(action, len(self.stages))
         assert key is not None
-        self.made = (key, x)
+        assert saved.x.grad is not None
+        return Made(key, saved.x.grad)
 
 
 # ---- the bubble ------------------------------------------------------------------------------------------------------
 
 
 def idle_share(busy: float, span: float, device: torch.device) -> float:
-    """What an `ActionClock` took, of all ranks together: the share of the time that they were idle, on average.
+    """The share of a step in which ranks were idle, on average over all of them, from what `ActionClock.take` gives.
 
-    The longest time from a rank's first action to its last is that of the pipeline: the rank with the first stage
-    begins and ends it. Clocks of different hosts or devices are not compared.
+    The step of the pipeline lasts as long as the longest time from a rank's first action to its last: the rank with the
+    first stage begins and ends it. Clocks of different hosts or devices are never compared.
     """
     numbers = torch.tensor([busy, span], dtype=torch.float64, device=device)
     longest = collectives.max_in_place(numbers[1:].clone(), "world")
@@ -221,7 +227,7 @@ def idle_share(busy: float, span: float, device: torch.device) -> float:
 
 
 class ActionClock:
-    """How long the actions of a step took, and from the first to the last: by the clock, on a GPU by events."""
+    """Measures the time of a step's actions, and from the first to the last, with the clock or with CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = device.type == "cuda"

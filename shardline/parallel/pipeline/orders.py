@@ -1,4 +1,4 @@
-"""Who computes what when: one function per schedule, from numbers to the order of each rank.
+"""The order in which each rank computes: one function per schedule, from the numbers of ranks, micro-batches, stages.
 
 Stages lie on ranks in loops (rank r has stages r, r + ranks, ...) or in a V (rank r has stages r and 2 ranks - 1 - r):
 
@@ -40,7 +40,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Orders:
-    """As many forward passes as there are ranks behind, then one forward and one backward in turn."""
+    """As many forward passes as there are later ranks, then one forward and one backward in turn."""
     return [
         _in_turn(
             [Action("F", rank, i) for i in range(microbatches)],
@@ -52,7 +52,7 @@ def one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int
 
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
-    """Depth first: micro-batches go through all of a rank's stages in rounds of about as many as there are ranks.
+    """Depth first: micro-batches go through all of a rank's stages in rounds of about one micro-batch per rank.
 
     2 ranks, 4 micro-batches, stages 0 and 2 on rank 0
     forward   0F0 0F1  2F0 2F1  0F2 0F3  2F2 2F3     a round, another round
@@ -62,20 +62,22 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
 
 
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
-    """Interleaved with the backward passes cut in two: input gradients go on at once, weight gradients fill the gaps.
+    """Interleaved with split backward passes: input gradients are sent at once, weight gradients fill the gaps.
 
-    An input gradient takes half of a backward pass, so half the forward passes ahead do. A rank owes as many weight
-    gradients as there are ranks before it, and pays at the end, while gradients travel to rank 0: all hold the same.
+    An input gradient takes half of a backward pass, so half as many forward passes ahead are enough. A rank postpones
+    as many weight gradients as there are ranks before it, and computes them at the end, while gradients travel to
+    rank 0: all ranks hold equally many activations.
     """
     return [
-        _pay_later(_depth_first(rank, ranks, microbatches, stages_per_rank, "I", 1), owed=rank) for rank in range(ranks)
+        _with_weight_gradients(_depth_first(rank, ranks, microbatches, stages_per_rank, "I", 1), postponed=rank)
+        for rank in range(ranks)
     ]
 
 
 def _depth_first(
     rank: int, ranks: int, microbatches: int, stages_per_rank: int, backward: str, ahead: int
 ) -> list[Action]:
-    """Rounds of micro-batches through all stages, `ahead` forward passes more for each rank behind this one."""
+    """Rounds of micro-batches through all stages, with `ahead` more forward passes in front for each later rank."""
     own, groups = range(rank, ranks * stages_per_rank, ranks), rounds(ranks, microbatches)
     return _in_turn(
         [Action("F", stage, i) for group in groups for stage in own for i in group],
@@ -85,7 +87,7 @@ def _depth_first(
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """Micro-batches in as many rounds as have a micro-batch for each rank; their sizes differ by one at most."""
+    """As many rounds as possible with a micro-batch for each rank; the sizes of rounds differ by at most one."""
     count = max(1, microbatches // ranks)
     edges = [-(-microbatches * i // count) for i in range(count + 1)]
     return [range(low, high) for low, high in pairwise(edges)]
@@ -99,29 +101,29 @@ def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> li
     return [*forwards[:warmup], *(action for pair in pairs for action in pair), *backwards[steady:]]
 
 
-def _pay_later(order: list[Action], owed: int) -> list[Action]:
-    """Add the weight gradients, each after its input gradient and `owed` further ones."""
-    paid: list[Action] = []
-    debts: list[Action] = []
+def _with_weight_gradients(order: list[Action], postponed: int) -> list[Action]:
+    """Add the weight gradients, each after its input gradient and `postponed` further ones."""
+    done: list[Action] = []
+    waiting: list[Action] = []
     for action in order:
-        paid.append(action)
+        done.append(action)
         if action.kind == "I":
-            debts.append(action._replace(kind="W"))
-            if len(debts) > owed:
-                paid.append(debts.pop(0))
-    return paid + debts
+            waiting.append(action._replace(kind="W"))
+            if len(waiting) > postponed:
+                done.append(waiting.pop(0))
+    return done + waiting
 
 
 # ---- the V -----------------------------------------------------------------------------------------------------------
-# Both are written as phases: how often, and which actions, where 0 is the rank's stage on the way down the V and 1 the
-# one on the way up. Micro-batches count up by themselves. The phases fit a full pipeline; with fewer micro-batches,
-# those that are not there are left out of the same order.
+# Both schedules are lists of phases: how often to repeat which actions, where 0 is the rank's stage on the way down the
+# V and 1 the one on the way up. Micro-batches are numbered as they come. The phases fit a full pipeline; with fewer
+# micro-batches, the actions of the missing ones are left out of the same order.
 
 
 def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orders:
-    """Rank 0 has the first stage and the last: it starts first, and no gradient waits at the end of the V.
+    """Rank 0 has both the first and the last stage: it starts first, and no gradient waits at the end of the V.
 
-    Where F, I and W take the same time, a rank is idle only until its first input and after its last gradient.
+    If F, I and W take the same time, a rank is idle only until its first input and after its last gradient.
     """
     count = max(microbatches, 2 * ranks - 1)
     made = []
@@ -143,15 +145,15 @@ def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Or
 
 
 def dual_pipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orders:
-    """Forward passes of one arm of the V beside backward passes of the other; gradients are cut at the ends only.
+    """Forward passes of one arm of the V beside backward passes of the other; only the ends split their backward.
 
-    In the middle each forward pass has a backward pass as its neighbour that does not wait for it.
+    In the middle each forward pass is followed by a backward pass that does not depend on it.
     """
     count = max(microbatches, 2 * ranks)
     made = []
     for rank in range(ranks):
         behind = ranks - 1 - rank
-        whole = (rank + 1) // 2  # of the last `rank + 1` pairs; the rest is cut, an odd one between its two stages
+        whole = (rank + 1) // 2  # of the last `rank + 1` pairs; the rest is split, an odd one between its two stages
         phases = [
             (2 * behind, "F0"),
             (rank + 1, "F0 F1"),
@@ -169,13 +171,13 @@ def dual_pipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orde
 
 
 def _spelled(phases: Sequence[tuple[int, str]], stages: tuple[int, int], microbatches: int) -> list[Action]:
-    """The actions of phases, without those of micro-batches that are not there."""
+    """The actions of phases, without those of micro-batches beyond the last."""
     return [action for action in _all_of(phases, stages) if action.microbatch < microbatches]
 
 
 def _all_of(phases: Sequence[tuple[int, str]], stages: tuple[int, int]) -> Iterator[Action]:
     counts = {"F": [0, 0], "B": [0, 0]}  # I and B count the same micro-batches
-    owed: list[Action] = []  # weight gradients; a W without a number is the oldest
+    owed: list[Action] = []  # weight gradients still to compute; a W without a number is the oldest
     for repeat, words in phases:
         for word in words.split() * repeat:
             kind, arm = word[0], int(word[1:] or -1)

@@ -1,6 +1,6 @@
-"""Pipeline schedules by name or from a file: what each can run with, and the order of every rank, checked to run.
+"""Pipeline schedules by name or from a file: how many stages each allows, and every rank's order, checked to run.
 
-`build_schedule` is the way in. Orders are made in orders.py, times in timeline.py; nothing here needs torch.
+`build_schedule` is the entry point. Orders are made in orders.py, times in timeline.py; nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -14,29 +14,12 @@ from pathlib import Path
 from shardline.config.names import SCHEDULES_FROM_FILE, find_schedule, unknown_schedule
 from shardline.errors import ConfigError
 from shardline.parallel.pipeline import orders
-from shardline.parallel.pipeline.timeline import Action, Schedule, Span, Timeline, in_flight, needs, simulate
-
-__all__ = [
-    "Action",
-    "Schedule",
-    "Span",
-    "StageCounts",
-    "Timeline",
-    "build_schedule",
-    "in_flight",
-    "needs",
-    "read_csv",
-    "simulate",
-    "stages_per_rank_of",
-    "theoretical_bubble",
-    "validate",
-    "warnings",
-]
+from shardline.parallel.pipeline.timeline import Action, Schedule, simulate
 
 
 @dataclass(frozen=True)
 class StageCounts:
-    """How many stages a rank can have; `high` is None where there is no end."""
+    """How many stages a rank can have; without a limit, `high` is None."""
 
     low: int
     high: int | None
@@ -52,27 +35,27 @@ ONE, TWO, SEVERAL, ANY = StageCounts(1, 1), StageCounts(2, 2), StageCounts(2, No
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A row of the table of schedules."""
+class ScheduleKind:
+    """One row of the table of schedules."""
 
     stage_counts: StageCounts
     placement: Callable[[int, int], tuple[int, ...]]  # ranks, stages per rank -> stage -> rank
     orders: Callable[[int, int, int], orders.Orders]  # ranks, micro-batches, stages per rank
 
 
-KINDS: dict[str, Kind] = {
-    "GPipe": Kind(ONE, orders.loops, orders.looped_bfs),
-    "1F1B": Kind(ONE, orders.loops, orders.one_forward_one_backward),
-    "LoopedBFS": Kind(SEVERAL, orders.loops, orders.looped_bfs),
-    "Interleaved1F1B": Kind(SEVERAL, orders.loops, orders.interleaved),
-    "InterleavedZeroBubble": Kind(SEVERAL, orders.loops, orders.interleaved_zero_bubble),
-    "ZBVZeroBubble": Kind(TWO, orders.v_shape, orders.zero_bubble_v),
-    "DualPipeV": Kind(TWO, orders.v_shape, orders.dual_pipe_v),
+KINDS: dict[str, ScheduleKind] = {
+    "GPipe": ScheduleKind(ONE, orders.loops, orders.looped_bfs),
+    "1F1B": ScheduleKind(ONE, orders.loops, orders.one_forward_one_backward),
+    "LoopedBFS": ScheduleKind(SEVERAL, orders.loops, orders.looped_bfs),
+    "Interleaved1F1B": ScheduleKind(SEVERAL, orders.loops, orders.interleaved),
+    "InterleavedZeroBubble": ScheduleKind(SEVERAL, orders.loops, orders.interleaved_zero_bubble),
+    "ZBVZeroBubble": ScheduleKind(TWO, orders.v_shape, orders.zero_bubble_v),
+    "DualPipeV": ScheduleKind(TWO, orders.v_shape, orders.dual_pipe_v),
 }
 
 
 def stages_per_rank_of(name: str) -> StageCounts:
-    """Which numbers of stages per rank a schedule can run with; a file's may be any."""
+    """How many stages per rank a schedule can run with; one from a file may have any number."""
     known = _known(name)
     return ANY if known in SCHEDULES_FROM_FILE else KINDS[known].stage_counts
 
@@ -84,17 +67,17 @@ def build_schedule(
     stages_per_rank: int | None = None,
     csv: str | Path | None = None,
 ) -> Schedule:
-    """The schedule of that name, or the one in the file `csv`, which then goes before the name.
+    """The schedule of that name, or the one in the file `csv`, which overrides the name.
 
-    Unset `stages_per_rank` takes the fewest that the schedule can run with. What cannot run is a ConfigError.
+    `stages_per_rank = None` takes the fewest that the schedule allows. A schedule that cannot run is a ConfigError.
     """
     if ranks < 1 or microbatches < 1:
-        raise ConfigError(f"a pipeline needs 1 rank and 1 micro-batch at least, got {ranks} and {microbatches}")
+        raise ConfigError(f"a pipeline needs at least 1 rank and 1 micro-batch, got {ranks} and {microbatches}")
     if csv:
         return _from_file(csv, ranks, microbatches, stages_per_rank)
     known = _known(name)
     if known in SCHEDULES_FROM_FILE:
-        raise ConfigError(f"{known} is what a file gives: name the file, or take one of {', '.join(KINDS)}")
+        raise ConfigError(f"{known} comes from a file: name the file, or take one of {', '.join(KINDS)}")
     kind = KINDS[known]
     count = kind.stage_counts.low if stages_per_rank is None else stages_per_rank
     if count not in kind.stage_counts:
@@ -106,7 +89,7 @@ def build_schedule(
 
 
 def _known(name: str) -> str:
-    """The name as it is written in the table; case does not matter."""
+    """The name as the table writes it; upper and lower case are alike."""
     known = find_schedule(name)
     if known is None:
         raise ConfigError(unknown_schedule(name))
@@ -124,10 +107,10 @@ def _wrong_stages(name: str, ranks: int, count: int) -> str:
 
 
 def read_csv(path: str | Path) -> Schedule:
-    """A schedule from a file as torch.distributed.pipelining writes it: a row for each rank, an action in each cell.
+    """Read a file as torch.distributed.pipelining writes it: a row for each rank, an action in each cell.
 
-    Cells are like `0F0`, `1B0`, `1I0`, `1W0`, or empty. A pair `(0F4;7B0)OVERLAP_F_B` runs one after the other. Where a
-    stage lies is known from the row it is in.
+    Cells are like `0F0`, `1B0`, `1I0`, `1W0`, or empty. A pair `(0F4;7B0)OVERLAP_F_B` runs one after the other. A stage
+    belongs to the rank in whose row it is.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -145,9 +128,9 @@ def read_csv(path: str | Path) -> Schedule:
             place = f"{path}: row {rank + 1}, cell {column + 1}: {cell!r}"
             for action in _actions_in(cell, place):
                 if placement.setdefault(action.stage, rank) != rank:
-                    raise ConfigError(f"{place}: stage {action.stage} is in row {placement[action.stage] + 1} already")
+                    raise ConfigError(f"{place}: stage {action.stage} is already in row {placement[action.stage] + 1}")
                 if action in found[rank]:
-                    raise ConfigError(f"{place}: {action} is there already")
+                    raise ConfigError(f"{place}: {action} is already in this row")
                 found[rank][action] = None
         if not found[rank]:
             raise ConfigError(f"{path}: row {rank + 1} has no action: each rank needs a stage")
@@ -172,7 +155,7 @@ def _actions_in(cell: str, place: str) -> list[Action]:
     for word in pair[1].split(";") if pair else [cell] if cell else []:
         match = re.fullmatch(r"(\d{1,9})([FBIW])(\d{1,9})", word.strip())
         if match is None:
-            raise ConfigError(f"{place} is no action: stage, one of F B I W, micro-batch, such as 0F0")
+            raise ConfigError(f"{place} is not an action: expected stage, one of F B I W, and micro-batch, such as 0F0")
         actions.append(Action(match[2], int(match[1]), int(match[3])))
     return actions
 
@@ -190,16 +173,16 @@ def _from_file(path: str | Path, ranks: int, microbatches: int, stages_per_rank:
     return schedule
 
 
-# ---- what is told ----------------------------------------------------------------------------------------------------
+# ---- checks and estimates --------------------------------------------------------------------------------------------
 
 
 def validate(schedule: Schedule) -> None:
-    """Each micro-batch goes once forward and once backward through each stage, in an order that can run."""
+    """Check that each micro-batch goes forward and backward through each stage once, in an order that can run."""
     for rank, order in enumerate(schedule.orders):
         seen: set[Action] = set()
         for action in order:
             if action in seen:
-                raise ConfigError(f"{schedule.name}: {action} is there twice on rank {rank}")
+                raise ConfigError(f"{schedule.name}: rank {rank} has {action} twice")
             seen.add(action)
         for stage in schedule.stages_of(rank):
             for microbatch in range(schedule.microbatches):
@@ -215,7 +198,7 @@ def _check_backward(name: str, rank: int, stage: int, microbatch: int, seen: set
     if "F" not in kinds:
         problem = f"{here('F')} is missing"
     elif "B" in kinds:
-        problem = f"{here('B')} is the whole backward pass, {here('I' if 'I' in kinds else 'W')} is there as well"
+        problem = f"{here('B')} is the whole backward pass, but {here('I' if 'I' in kinds else 'W')} is there too"
     elif kinds == "F":
         problem = f"{here('B')}, or {here('I')} and {here('W')}, is missing"
     else:
@@ -227,7 +210,7 @@ CLOSED_FORMS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 
 
 def theoretical_bubble(schedule: Schedule) -> float:
-    """The idle share where stages cost the same and backward twice forward: in closed form where there is one.
+    """The idle share if all stages cost the same and backward twice as much as forward, in closed form if there is one.
 
     p ranks, v stages on each, m micro-batches: (p - 1) / (v m + p - 1). With m < p, a rank waits for its micro-batches
     to come round, v times: the pass takes v p + m - 1 instead of v m + p - 1.
@@ -239,7 +222,7 @@ def theoretical_bubble(schedule: Schedule) -> float:
 
 
 def warnings(schedule: Schedule) -> list[str]:
-    """What runs, but not well: fewer micro-batches than stages, with the idle share that it costs."""
+    """A line for the log where there are fewer micro-batches than stages, with the idle share that this costs."""
     given, stages, ranks = schedule.microbatches, schedule.stages, schedule.ranks
     if given >= stages or ranks == 1:
         return []
@@ -248,4 +231,4 @@ def warnings(schedule: Schedule) -> list[str]:
     if schedule.name in KINDS:
         better = theoretical_bubble(build_schedule(schedule.name, ranks, stages, stages // ranks))
         remedy += f", {stages} cost {better:.0%}"
-    return [f"{schedule.name}: {some} leave ranks idle for {theoretical_bubble(schedule):.0%} of a step: {remedy}"]
+    return [f"{schedule.name}: {some} leave ranks idle for {theoretical_bubble(schedule):.0%} of a step; {remedy}"]

@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage has, and which stages each rank.
+"""Which layers each pipeline stage holds, and which stages each rank.
 
     model     | embedding | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | norm, output |
     stages    |        stage 0      |       stage 1     |           stage 2              |
@@ -26,7 +26,9 @@ from shardline.config.schema import Config
 from shardline.errors import ConfigError, blame
 from shardline.models.decoder import Stage
 from shardline.models.fused_weights import logical_shapes
-from shardline.parallel.pipeline.schedules import Schedule, build_schedule, theoretical_bubble
+from shardline.parallel.pipeline.schedules import build_schedule, theoretical_bubble
+from shardline.parallel.pipeline.timeline import Schedule
+from shardline.words import listed, ranges
 
 SECTION = "parallelism"
 LESS_LAYERS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers")
@@ -48,26 +50,19 @@ class PipelinePlan(NamedTuple):
         """The ranks of the pp axis that have the first and the last stage."""
         return self.schedule.placement[0], self.schedule.placement[-1]
 
-    def lines(self) -> list[str]:
-        """For the log: what was cut where."""
+    def describe(self) -> str:
+        """A line for the log: the schedule, and the layers of each stage."""
         schedule = self.schedule
-        cut = ", ".join(_words(stage) for stage in self.stages)
-        return [
+        cut = ", ".join(ranges(stage.layers) or "none" for stage in self.stages)
+        return (
             f"pipeline of {schedule.ranks} ranks: {schedule.name}, {schedule.microbatches} micro-batches of"
             f" {self.microbatch_size}, {schedule.stages} stages, theoretical bubble"
             f" {theoretical_bubble(schedule):.1%}; layers of each stage: {cut}"
-        ]
-
-
-def _words(stage: Stage) -> str:
-    if not stage.layers:
-        return "none"
-    first, last = stage.layers[0], stage.layers[-1]
-    return str(first) if first == last else f"{first}-{last}"
+        )
 
 
 def plan_pipeline(config: Config, arch: Architecture, layout: Layout) -> PipelinePlan | None:
-    """The plan of a run with pipeline stages, None without; a ConfigError where it cannot run."""
+    """The plan of a run with pipeline stages, None without them. A plan that cannot run is a ConfigError."""
     if layout.pp == 1:
         return None
     section = config.parallelism
@@ -79,7 +74,7 @@ def plan_pipeline(config: Config, arch: Architecture, layout: Layout) -> Pipelin
             f" sizes that do: {good}"
         )
     csv = section.pipeline_parallel_schedule_csv or None
-    stages = stages_asked_for(config, arch, layout.pp)
+    stages = requested_stages_per_rank(config, arch, layout.pp)
     with blame(f"{SECTION}.pipeline_parallel_schedule{'_csv' if csv else ''}"):
         schedule = build_schedule(section.pipeline_parallel_schedule, layout.pp, batch // size, stages, csv)
     if schedule.splits and config.compile.enable and "model" in config.compile.components:
@@ -90,8 +85,8 @@ def plan_pipeline(config: Config, arch: Architecture, layout: Layout) -> Pipelin
     return PipelinePlan(schedule, tuple(cut_stages(config, arch, schedule.stages)), size)
 
 
-def stages_asked_for(config: Config, arch: Architecture, ranks: int) -> int | None:
-    """Stages per rank, where a key says how the model is cut; None leaves it to the schedule."""
+def requested_stages_per_rank(config: Config, arch: Architecture, ranks: int) -> int | None:
+    """Stages per rank, if a key gives the number of stages; None leaves it to the schedule."""
     section = config.parallelism
     if section.module_fqns_per_model_part is not None:
         count, key = len(section.module_fqns_per_model_part), "module_fqns_per_model_part"
@@ -109,7 +104,7 @@ def stages_asked_for(config: Config, arch: Architecture, ranks: int) -> int | No
 
 
 def cut_stages(config: Config, arch: Architecture, count: int) -> list[Stage]:
-    """The model in `count` stages."""
+    """Cut the model into `count` stages."""
     section = config.parallelism
     if section.module_fqns_per_model_part is not None:
         return named_stages(section.module_fqns_per_model_part, arch, count)
@@ -128,15 +123,15 @@ def _stages(layers_of: Sequence[range]) -> list[Stage]:
 
 
 def counted_layers(layers: int, count: int, first: int, last: int) -> list[range]:
-    """As many layers for each stage, the embedding counting as `first` and the output as `last` of them."""
+    """As many layers for each stage, with the embedding counting as `first` and the output as `last` of them."""
     total = layers + first + last
     each, extra = divmod(total, count)
     heavy = [f"{key} = {less}" for key, less in zip(LESS_LAYERS, (first, last), strict=True) if less > each]
     if count > total or heavy:
         asked = f" ({SECTION}.{', '.join(heavy)})" if heavy else ""
         raise ConfigError(
-            f"{layers} layers, with {first} for the embedding and {last} for the output, give {count} stages {each}"
-            f" each: too few{asked}; take fewer stages, or smaller {' and '.join(LESS_LAYERS)}"
+            f"{layers} layers, with {first} for the embedding and {last} for the output, are {each} for each of {count}"
+            f" stages: too few{asked}; take fewer stages, or smaller {' and '.join(LESS_LAYERS)}"
         )
     sizes = [each + (index < extra) for index in range(count)]
     sizes[0] -= first
@@ -156,7 +151,7 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 
 
 class Weights(NamedTuple):
-    """Of the embedding, of one layer, of norm and output: shares of the whole model, which weighs 1."""
+    """Weights of the embedding, of one layer, and of norm and output together; the whole model weighs 1."""
 
     embedding: float
     layer: float
@@ -167,7 +162,7 @@ class Weights(NamedTuple):
 
 
 def module_weights(arch: Architecture, seq_len: int) -> Weights:
-    """The mean of the shares of FLOPs and of parameters; a tied output is held a second time."""
+    """The mean of the shares of FLOPs and of parameters; a tied output counts as a second table."""
     sizes = {name: math.prod(shape) for name, shape in logical_shapes(arch).items()}
     table = sizes["tok_embeddings.weight"]
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
@@ -227,14 +222,14 @@ def _level(least: Sequence[int], most: Sequence[int], layers: int) -> list[int]:
 
 
 def named_stages(parts: Sequence[Sequence[str]], arch: Architecture, count: int) -> list[Stage]:
-    """Stages as `module_fqns_per_model_part` names their modules."""
+    """The stages whose modules `module_fqns_per_model_part` names."""
     key = f"{SECTION}.module_fqns_per_model_part"
     if len(parts) != count:
-        raise ConfigError(f"{key} names {len(parts)} stages, the schedule has {count}")
+        raise ConfigError(f"{key} names {len(parts)} stages, but the schedule has {count}")
     ends = ["norm"] if arch.tie_word_embeddings else ["norm", "output"]
     expected = ["tok_embeddings", *(f"layers.{layer}" for layer in range(arch.n_layers)), *ends]
     named = [name for part in parts for name in part]
-    if arch.tie_word_embeddings:  # the output is the embedding then; files that name it mean that
+    if arch.tie_word_embeddings:  # the output is the embedding; a file may still name it
         named = [name for name in named if name != "output"]
     if named != expected:
         raise ConfigError(f"{key}: {_difference(named, expected)}")
@@ -265,7 +260,6 @@ def _difference(named: Sequence[str], expected: Sequence[str]) -> str:
         ("named twice", [name for name in dict.fromkeys(named) if named.count(name) > 1]),
     ):
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            return f"{word}: {', '.join(names[:5])}{more}"
+            return f"{word}: {listed(names)}"
     at = next(index for index, (a, b) in enumerate(zip(named, expected, strict=True)) if a != b)
-    return f"{named[at]} stands where {expected[at]} belongs: modules follow each other as in the model"
+    return f"{named[at]} is where {expected[at]} belongs: list modules in the order of the model"

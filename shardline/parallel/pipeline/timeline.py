@@ -1,7 +1,7 @@
-"""What a pipeline schedule is, and when each of its actions would run: pure data, nothing is computed here.
+"""What a pipeline schedule is, and when each of its actions would run. It is pure data: no tensor is involved.
 
 rank 0   0F0 0F1 .   .   0B0 0B0 0F2 ...      an action: stage, kind, micro-batch
-rank 1   .   1F0 1B0 1B0 1F1 ...              a dot: idle, which is what a schedule is there to avoid
+rank 1   .   1F0 1B0 1B0 1F1 ...              a dot: idle, which a schedule is there to avoid
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 
 class Action(NamedTuple):
-    """One stage's part in one micro-batch; prints as `2F5`."""
+    """What one stage computes for one micro-batch; prints as `2F5`."""
 
     kind: str  # F forward, B full backward, I input gradient, W weight gradient
     stage: int
@@ -52,7 +52,7 @@ class Schedule:
         return tuple(stage for stage, place in enumerate(self.placement) if place == rank)
 
 
-class Span(NamedTuple):
+class TimedAction(NamedTuple):
     action: Action
     start: float
     end: float
@@ -62,12 +62,12 @@ class Span(NamedTuple):
 class Timeline:
     """When each rank runs each of its actions."""
 
-    spans: tuple[tuple[Span, ...], ...]  # for each rank
+    spans: tuple[tuple[TimedAction, ...], ...]  # for each rank
     total: float
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The share of the total that each rank computes nothing in."""
+        """The share of the total time in which each rank computes nothing."""
         return tuple(1 - sum(span.end - span.start for span in row) / self.total for row in self.spans)
 
     @property
@@ -77,7 +77,7 @@ class Timeline:
 
 
 def needs(action: Action, stages: int, split: bool) -> tuple[Action, ...]:
-    """What must have run before an action; `split` tells whether the next stage's backward is an I."""
+    """What must have run before an action; `split` says whether the next stage's backward is an I."""
     kind, stage, microbatch = action
     if kind == "F":
         return (Action("F", stage - 1, microbatch),) if stage else ()
@@ -96,15 +96,15 @@ def simulate(
     transfer: float = 0.0,
     stage_cost: Sequence[float] | None = None,
 ) -> Timeline:
-    """Run every action as early as its rank and its inputs allow. An order that would wait for ever is a ConfigError.
+    """Start every action as early as its rank and its inputs allow. An order that would wait forever is a ConfigError.
 
-    `transfer` is the time between two ranks, during which both go on computing; `stage_cost` multiplies the cost of
-    each stage.
+    `transfer` is the time that a message takes between two ranks, which go on computing meanwhile; `stage_cost` is a
+    factor for the cost of each stage.
     """
     costs = {"F": forward, "B": backward, "I": input_gradient, "W": weight_gradient}
     split = {(action.stage, action.microbatch) for order in schedule.orders for action in order if action.kind == "I"}
     ends: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.orders]
+    spans: list[list[TimedAction]] = [[] for _ in schedule.orders]
     waiting: dict[Action, list[int]] = {}  # ranks that go on when this action has run
     clocks = [0.0] * schedule.ranks
     ready = list(range(schedule.ranks))
@@ -122,7 +122,7 @@ def simulate(
             start = max([clocks[rank], *arrivals])
             cost = costs[action.kind] * (1.0 if stage_cost is None else stage_cost[action.stage])
             ends[action] = clocks[rank] = start + cost
-            spans[rank].append(Span(action, start, start + cost))
+            spans[rank].append(TimedAction(action, start, start + cost))
             ready += waiting.pop(action, [])
     stuck = [(needed, rank) for needed, found in waiting.items() for rank in found]
     if stuck:
@@ -136,14 +136,14 @@ def simulate(
 def _comes_too_late(schedule: Schedule, action: Action, waiting: int) -> str:
     home = schedule.placement[action.stage]
     if action not in schedule.orders[home]:
-        return "is nowhere"
+        return "no rank computes"
     return "comes later on the same rank" if home == waiting else f"rank {home} never reaches"
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
     """The most activations that each rank holds at once, in units of one stage's for one micro-batch.
 
-    A forward pass adds one; a backward pass, or the weight gradient where it is apart, lets it go.
+    A forward pass adds one; a backward pass, or the weight gradient where backward is split, frees it.
     """
     return tuple(max(_held(order), default=0) for order in schedule.orders)
 

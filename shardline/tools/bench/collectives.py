@@ -16,20 +16,20 @@ from shardline.comm.observe import Observed
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p")
 WARM_UP = 3
-MOMENT = 0.5  # seconds of calls that are timed where no number of them was given
+TIMED_SECONDS = 0.5  # of calls, if their number was not given
 LEAST, MOST = 5, 200
 TILE = 2**16  # periods of the pattern that are written or compared at once
 
 
 class WrongResult(RuntimeError):
-    """A collective gave other values than it should."""
+    """A collective returned wrong values."""
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveTime:
     op: str
     size: int  # bytes
-    count: int  # elements that nccl-tests give: of one rank's part
+    count: int  # elements as nccl-tests count them: those of one rank
     iterations: int
     seconds: float
     algbw: float  # 1e9 bytes per second
@@ -40,7 +40,7 @@ class Row:
 class Case:
     """One collective on buffers of one size.
 
-    `fill` writes the values of which `result`, cut into equal parts, is `expected` to hold a pattern in each.
+    `fill` writes the inputs. `result`, cut into equal parts, must then hold one of the `expected` patterns in each.
     """
 
     op: str
@@ -53,7 +53,7 @@ class Case:
 
 
 class Bench:
-    """Measures over one axis. Where gloo cannot carry a GPU's tensors they go through host memory, which is timed."""
+    """Measures over one axis. GPU tensors that gloo cannot send go through host memory, and the copies are timed."""
 
     def __init__(
         self, axis: collectives.Axis, device: torch.device, dtype: torch.dtype, iterations: int | None
@@ -61,11 +61,11 @@ class Bench:
         self.axis, self.device, self.dtype, self.iterations = axis, device, dtype, iterations
         backends = dict(part.split(":") for part in dist.get_backend_config(axis.group).split(","))
         self.backend = backends[device.type]
-        self.of_host = self.backend == "gloo" and device.type == "cuda"
+        self.through_host = self.backend == "gloo" and device.type == "cuda"
         # Values are small enough for sums to be exact in every type up to 128 ranks.
         self.period = max(2, min(13, 256 // axis.size))
 
-    def measure(self, op: str, size: int) -> Row:
+    def measure(self, op: str, size: int) -> CollectiveTime:
         case = self.case(op, size)
         case.fill()
         self._calls(case, 1)
@@ -76,7 +76,7 @@ class Bench:
         seconds = self._timed(case, iterations)
         n, algbw = self.axis.size, case.size / seconds / 1e9
         factor = {"all_reduce": 2 * (n - 1) / n, "p2p": 1.0}.get(op, (n - 1) / n)
-        return Row(op, case.size, case.count, iterations, seconds, algbw, algbw * factor)
+        return CollectiveTime(op, case.size, case.count, iterations, seconds, algbw, algbw * factor)
 
     def case(self, op: str, size: int) -> Case:
         """Buffers of `size` bytes or a little less: a whole number of elements for every rank, at least one."""
@@ -84,10 +84,10 @@ class Bench:
         return made
 
     def _fitting(self, seconds: float) -> int:
-        return max(LEAST, min(MOST, int(MOMENT / max(seconds, 1e-9))))
+        return max(LEAST, min(MOST, int(TIMED_SECONDS / max(seconds, 1e-9))))
 
     def _timed(self, case: Case, iterations: int) -> float:
-        """Seconds of one call on the slowest of all ranks, which begin together."""
+        """Seconds of one call on the slowest rank; all ranks start together."""
         collectives.max_in_place(torch.zeros(1, device=self.device), "world")
         self._synchronize()
         started = time.perf_counter()
@@ -105,7 +105,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    # ---- the collectives; `count` is of one rank's part --------------------------------------------------------------
+    # ---- the collectives; `count` elements per rank ------------------------------------------------------------------
 
     def _all_reduce(self, count: int) -> Case:
         x = self._empty(count * self.axis.size)
@@ -143,7 +143,7 @@ class Bench:
 
     def _all_to_all(self, count: int) -> Case:
         x, out = (self._empty(count * self.axis.size) for _ in range(2))
-        send, receive = self._through_host(x, out)
+        send, receive = self._host_buffers(x, out)
 
         def call() -> None:
             _stage(send, x)
@@ -159,7 +159,7 @@ class Bench:
     def _p2p(self, count: int) -> Case:
         n, group, own = self.axis.size, self.axis.group, self.axis.rank
         x, out = (self._empty(count * n) for _ in range(2))
-        send, receive = self._through_host(x, out)
+        send, receive = self._host_buffers(x, out)
         after, before = (own + 1) % n, (own - 1) % n
 
         def call() -> None:
@@ -184,21 +184,21 @@ class Bench:
     def _empty(self, count: int) -> Tensor:
         return torch.full((count,), -1.0, dtype=self.dtype, device=self.device)
 
-    def _through_host(self, *tensors: Tensor) -> list[Tensor]:
-        """What is sent and received in their place: themselves where the backend can."""
-        if not self.of_host:
+    def _host_buffers(self, *tensors: Tensor) -> list[Tensor]:
+        """The tensors that are sent and received: copies in host memory if the backend needs them."""
+        if not self.through_host:
             return list(tensors)
         return [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
 
     def _pattern(self, rank: int, to: int = 0) -> Tensor:
-        """Whole numbers that repeat along a tensor: others for each rank, and for each part that goes elsewhere."""
+        """Whole numbers that repeat along a tensor, different for each rank and for each receiver."""
         return (torch.arange(self.period) + 3 * rank + 5 * to) % self.period
 
     def _sum(self, to: int = 0) -> Tensor:
         return torch.stack([self._pattern(rank, to) for rank in range(self.axis.size)]).sum(0)
 
     def _write_parts(self, x: Tensor) -> None:
-        """Into each part the pattern of the rank that it goes to."""
+        """Write into each part the pattern for the rank that receives it."""
         for to, part in enumerate(x.split(len(x) // self.axis.size)):
             self._write(part, self._pattern(self.axis.rank, to))
 
@@ -222,8 +222,8 @@ class Bench:
                 continue
             at = int((part != expected).nonzero()[0])
             raise WrongResult(
-                f"{op} over {self.axis.name} by {self.backend} gave {part[at].item():g}"
-                f" where {expected[at].item():g} is right"
+                f"{op} over {self.axis.name} by {self.backend} returned {part[at].item():g}"
+                f" instead of {expected[at].item():g}"
             )
 
 
@@ -232,6 +232,6 @@ def _bytes(x: Tensor) -> int:
 
 
 def _stage(target: Tensor, source: Tensor) -> None:
-    """Copy, where the one stands in for the other."""
+    """Copy, unless both are the same tensor."""
     if target is not source:
         target.copy_(source)

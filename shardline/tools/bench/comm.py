@@ -1,6 +1,6 @@
 """`shardline bench comm`: how fast collectives run over one mesh dimension, by size.
 
-As nccl-tests count, for n ranks, `size` bytes and a time t:
+Numbers are those of nccl-tests, for n ranks, `size` bytes and a time t:
 
     size    all_reduce, p2p: of the tensor         all_gather, reduce_scatter, all_to_all: of all ranks' parts together
     algbw = size / t
@@ -31,7 +31,7 @@ from shardline.precision.mixed import DTYPES
 from shardline.registry import nearest
 from shardline.run.device import device_name
 from shardline.run.options import TrainOptions
-from shardline.tools.bench.collectives import OPS, Bench, Row
+from shardline.tools.bench.collectives import OPS, Bench, CollectiveTime
 from shardline.tools.bench.on_ranks import on_ranks, rank_count
 
 DIMS = (*AXES, "fsdp", "loss", "world")
@@ -40,7 +40,7 @@ UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 @dataclass(frozen=True)
 class CommOptions:
-    """`shardline bench comm`; the config tells the layout."""
+    """`shardline bench comm`; the config has the layout."""
 
     config: Config
     start: TrainOptions  # nproc 0: as many as the layout needs
@@ -48,27 +48,27 @@ class CommOptions:
     ops: str = "all_reduce,all_gather,reduce_scatter,all_to_all,p2p"
     dim: str = "world"
     dtype: str = "float32"
-    iterations: int | None = None  # unset: as many as fit into a moment
+    iterations: int | None = None  # None: as many as fit into half a second
     json: bool = False
 
 
 def run(options: CommOptions) -> int:
-    """Refuse what cannot be measured, then start the ranks or measure in this one; the exit code."""
+    """Check the options, then start the ranks, or measure if this is one; returns the exit code."""
     sizes, ops = parse_sizes(options.sizes), parse_ops(options.ops)
     if options.dim not in DIMS:
         raise UserError(f"--dim: expected one of {', '.join(DIMS)}, got {options.dim!r}{nearest(options.dim, DIMS)}")
     wanted = _wanted(options.config)
     ranks = rank_count(options.start, wanted)
     if ranks == 1:
-        raise UserError("one rank has nobody to talk to: --nproc 2 starts two")
+        raise UserError("one rank has no collectives: --nproc 2 starts two")
     config = _with_dim(options.config, options.dim, ranks)
     layout = resolve_layout(config.parallelism, ranks)
     if _degree(layout, options.dim) == 1:
-        raise UserError(f"--dim {options.dim}: it has one rank in the layout {layout}")
+        raise UserError(f"--dim {options.dim}: the layout {layout} has one rank there")
 
     def work(mesh: Mesh, device: torch.device) -> int:
         bench = Bench(collectives.axis(options.dim), device, DTYPES[options.dtype], options.iterations)
-        report = Report(bench, options, mesh.rank == 0)
+        report = CommReport(bench, options, mesh.rank == 0)
         for op in ops:
             report.begin(op)
             for size in sizes:
@@ -80,7 +80,7 @@ def run(options: CommOptions) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """`1M`, `1M:64M` in doubling steps, or several of these with commas between; bytes."""
+    """Sizes in bytes: `1M`, `1M:64M` in doubling steps, or several of these with commas between."""
     sizes = []
     for part in text.split(","):
         low, colon, high = part.partition(":")
@@ -108,7 +108,7 @@ def parse_ops(text: str) -> list[str]:
 
 
 def _wanted(config: Config) -> int:
-    """Ranks of the layout; where it names none, one per GPU of this machine, and two where there are not so many."""
+    """The ranks of the layout; without one, as many as this machine has GPUs, but at least two."""
     degrees = [getattr(config.parallelism, key) for key in KEYS.values()]
     named = math.prod(degree for degree in degrees if degree != -1)
     return named if named > 1 else max(2, torch.cuda.device_count())
@@ -127,31 +127,31 @@ def _degree(layout: Layout, dim: str) -> int:
     return math.prod(getattr(layout, axis) for axis in parts.get(dim, (dim,)))
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------
+# ---- output ----------------------------------------------------------------------------------------------------------
 
 
-class Report:
-    """Rows as nccl-tests print them, or JSON; one rank tells."""
+class CommReport:
+    """Prints rows as nccl-tests do, or JSON, on the rank that `prints`."""
 
-    def __init__(self, bench: Bench, options: CommOptions, tells: bool) -> None:
-        self.bench, self.options, self.tells = bench, options, tells
-        self.rows: list[Row] = []
+    def __init__(self, bench: Bench, options: CommOptions, prints: bool) -> None:
+        self.bench, self.options, self.prints = bench, options, prints
+        self.rows: list[CollectiveTime] = []
         self.device = device_name(bench.device)
-        if tells and bench.of_host:
+        if prints and bench.through_host:
             staged = ", all_to_all and p2p through host memory"
-            print(f"note: ranks share a GPU: these are numbers of gloo, not of NCCL{staged}", file=sys.stderr)
+            print(f"note: ranks share a GPU, so these are numbers of gloo, not of NCCL{staged}", file=sys.stderr)
 
     def begin(self, op: str) -> None:
         self.rows = []
-        if self.tells and not self.options.json:
+        if self.prints and not self.options.json:
             bench = self.bench
             print(f"# {op} over {bench.axis.name}: {bench.axis.size} ranks, {bench.backend}, {self.device}")
             print(f"# {'size':>12}  {'count':>12}  {'type':>8}  {'time':>12}  {'algbw':>8}  {'busbw':>8}")
             print(f"# {'(B)':>12}  {'(elements)':>12}  {'':>8}  {'(us)':>12}  {'(GB/s)':>8}  {'(GB/s)':>8}", flush=True)
 
-    def row(self, row: Row) -> None:
+    def row(self, row: CollectiveTime) -> None:
         self.rows.append(row)
-        if not self.tells:
+        if not self.prints:
             return
         if self.options.json:
             print(json.dumps(self._json(row)), flush=True)
@@ -163,11 +163,11 @@ class Report:
         )
 
     def end(self) -> None:
-        if self.tells and not self.options.json:
+        if self.prints and not self.options.json:
             mean = sum(row.busbw for row in self.rows) / len(self.rows)
             print(f"# average bus bandwidth: {mean:.3f} GB/s\n", flush=True)
 
-    def _json(self, row: Row) -> dict[str, Any]:
+    def _json(self, row: CollectiveTime) -> dict[str, Any]:
         return {
             "benchmark": "comm",
             "op": row.op,

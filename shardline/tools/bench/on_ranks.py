@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def rank_count(options: TrainOptions, wanted: int) -> int:
-    """Ranks of all machines: those that run already, those asked for, or as many as the benchmark wants."""
+    """Ranks of all machines: those already running, those requested, or as many as the benchmark wants."""
     return started_ranks() or nodes_of(options.nnodes) * _processes(options, wanted)
 
 
@@ -31,7 +31,7 @@ def _processes(options: TrainOptions, wanted: int) -> int:
 def on_ranks(
     command: str, config: Config, options: TrainOptions, wanted: int, work: Callable[[Mesh, torch.device], int]
 ) -> int:
-    """Run `work` on every rank of the config's layout; the exit code. `wanted` ranks where no number was given."""
+    """Run `work` on every rank of the layout, `wanted` ranks if no number was given; returns the exit code."""
     ranks = rank_count(options, wanted)
     layout = resolve_layout(config.parallelism, ranks)
     if ranks > 1:
@@ -46,7 +46,7 @@ def _work(config: Config, layout: Layout, work: Callable[[Mesh, torch.device], i
     from shardline.run.device import choose_device
     from shardline.run.numa import prepare_rank
 
-    lines = prepare_rank(config)  # before anything of CUDA or NCCL is touched
+    lines = prepare_rank(config)  # before CUDA or NCCL are first used
     device = choose_device()
     owns_group = start_process_group(device, config.comm.init_timeout_seconds)
     try:

@@ -51,7 +51,7 @@ class OverlapOptions:
 
 
 def run(options: OverlapOptions) -> int:
-    """Refuse what cannot be measured, then start the ranks or measure in this one; the exit code."""
+    """Check the options, then start the ranks, or measure if this is one; returns the exit code."""
     degree, arch = options.config.parallelism.tensor_parallel_degree, resolve(options.config.model)
     if options.backend is not None and options.backend not in NAMES:
         close = nearest(options.backend, NAMES)
@@ -59,7 +59,7 @@ def run(options: OverlapOptions) -> int:
     if degree < 2:
         raise UserError("one rank has nothing to overlap: --tp 2 measures two")
     if rank_count(options.start, degree) != degree:
-        raise UserError(f"--tp {degree} needs {degree} ranks, and {rank_count(options.start, degree)} were asked for")
+        raise UserError(f"--tp {degree} needs {degree} ranks, but {rank_count(options.start, degree)} were requested")
     check_tensor_parallel(arch, degree)
     rows = options.seq * options.batch
     if rows % degree:
@@ -91,7 +91,7 @@ def run(options: OverlapOptions) -> int:
 
 
 def measure_all(shape: Any, allowed: list[str], device: torch.device, rounds: int | None) -> Measured:
-    """Every candidate, and PyTorch's own fused op beside them, which is never chosen."""
+    """Measure every candidate, and for comparison PyTorch's own fused op, which is never chosen."""
     tried = candidates(shape.product, allowed)
     theirs: list[Choice] = []
     if "symmetric" in backends:

@@ -1,4 +1,4 @@
-"""`--dry-run`: what a run would build and send, from the config alone, without memory and without other ranks."""
+"""`--dry-run`: what a run would build and send, from the config alone, with neither memory nor other ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardline.parallel.pipeline.stages import plan_pipeline
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.tools.dry_run.shapes import (
     Built,
-    Kind,
+    ParameterKind,
     build_rank,
     chosen_ranks,
     differing,
@@ -33,26 +33,27 @@ from shardline.tools.dry_run.shapes import (
     stage_ranks,
 )
 from shardline.tools.dry_run.traffic import step_collectives
+from shardline.words import sized
 
-MOST_BUILT = 4  # ranks that are built; the others' shards follow from the placements
+MOST_BUILT = 4  # ranks that are built; the shards of the others follow from the placements
 
 
 def describe(config: Config, world_size: int | None = None, ranks_per_node: int | None = None) -> str:
     """Mesh, parameters and collectives of a run; keys whose feature is not built yet are marked.
 
-    `world_size` None takes as many ranks as the degrees ask for.
+    `world_size = None` takes as many ranks as the degrees need.
     """
     registry.import_custom(config.experimental.custom_import)
     check(config)
     missing = pending(config)
-    layout = resolve_layout(config.parallelism, world_size or _asked_for(config))
+    layout = resolve_layout(config.parallelism, world_size or _named_ranks(config))
     with_numbers = with_degrees(config, layout)
     check(with_numbers)
     ranks = f"{layout.world_size} ranks: {layout}" if layout.world_size > 1 else "1 rank"
     lines = [f"{config.model.name} {config.model.flavor} on {ranks}"]
     lines += _mesh_lines(layout, ranks_per_node)
     if not any(item.key in ("model.name", "model.flavor") for item in missing):
-        # As on GPUs: a CPU computes in float32 unless told otherwise.
+        # The types of a run on GPUs: on CPU the default is float32.
         precision = choose_precision(config, torch.device("cuda"), has_bfloat16=True)
         arch = resolve(config.model)
         lines += _model_lines(config, arch, layout, precision)
@@ -66,7 +67,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     return "\n".join(lines)
 
 
-def _asked_for(config: Config) -> int:
+def _named_ranks(config: Config) -> int:
     return math.prod(max(1, getattr(config.parallelism, key)) for key in KEYS.values())
 
 
@@ -96,7 +97,7 @@ def _ranks(ranks: range) -> str:
 
 
 def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: Precision) -> Iterator[str]:
-    """One line for each kind of parameter, those of the layers together; then what differs on other ranks."""
+    """A line for each kind of parameter, all layers together; then what differs on other ranks."""
     first = build_rank(arch, config, layout, precision, 0)
     if layout.world_size == 1:
         yield from _whole_lines(config, first, precision)
@@ -109,7 +110,7 @@ def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: 
     for rank in chosen[1:]:
         built = build_rank(arch, config, layout, precision, rank)
         if shapes(kinds, layout, rank) != tuple(built.shards.values()):
-            raise RuntimeError(f"rank {rank} was built with other shards than its placements say")
+            raise RuntimeError(f"rank {rank} was built with shards that differ from its placements")
         yield from _other_rank(config, first, built, precision)
     stages = [build_rank(arch, config, layout, precision, stage_ranks(layout, p)[0]) for p in range(1, layout.pp)]
     for built in stages:
@@ -117,7 +118,7 @@ def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: 
     yield from _total_lines(arch, config, [first, *stages], layout, len(chosen) + len(stages))
 
 
-def _row(built: Built, kind: Kind) -> str:
+def _row(built: Built, kind: ParameterKind) -> str:
     shard, count = built.shards[kind], built.counts[kind]
     size = count * math.prod(shard)
     return f"  {kind.name:<36} {count:>4} x {kind.whole!s:<18} {kind.placement:<36} {shard!s:<16} {size:>17,}"
@@ -139,23 +140,19 @@ def _other_rank(config: Config, first: Built, built: Built, precision: Precision
 
 
 def _sizes(config: Config, elements: int, precision: Precision) -> str:
-    """Bytes of what training keeps for so many parameters; gradients have the type of their parameters."""
+    """The bytes that training keeps for this many parameters; gradients have the type of their parameters."""
     weights = elements * precision.storage.itemsize
-    words = f"{elements:,} parameters: weights {_bytes(weights)}, gradients {_bytes(weights)}"
+    words = f"{elements:,} parameters: weights {sized(weights)}, gradients {sized(weights)}"
     name = config.optimizer.name
     if name not in MOMENTS:
         return f"{words}, and the state of {name}"
     narrow = config.optimizer.state_dtype == "bfloat16"
     size = torch.bfloat16.itemsize if narrow else precision.storage.itemsize
-    return f"{words}, {name} state {_bytes(MOMENTS[name] * elements * size)}"
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.2f} MiB"
+    return f"{words}, {name} state {sized(MOMENTS[name] * elements * size)}"
 
 
 def _total_lines(arch: Architecture, config: Config, stages: list[Built], layout: Layout, built: int) -> Iterator[str]:
-    """`stages`: the first rank at each place of the pipeline, of which there is one without a pipeline."""
+    """`stages`: the first rank of each pipeline position; a single one without a pipeline."""
     alike = [same_shapes(stage, layout) for stage in stages]
     counted = [held(stage, layout, shards) for stage, shards in zip(stages, alike, strict=True)]
     total, once = (sum(numbers) for numbers in zip(*counted, strict=True))
@@ -176,7 +173,8 @@ def _total_lines(arch: Architecture, config: Config, stages: list[Built], layout
 def _pipeline_lines(config: Config, arch: Architecture, layout: Layout) -> Iterator[str]:
     plan = plan_pipeline(config, arch, layout)
     if plan is not None:
-        yield from (*plan.lines(), *(f"warning: {line}" for line in warnings(plan.schedule)))
+        yield plan.describe()
+        yield from (f"warning: {line}" for line in warnings(plan.schedule))
 
 
 def _step_lines(config: Config, layout: Layout, pipeline: Iterable[str] = ()) -> Iterator[str]:
@@ -214,12 +212,12 @@ def _collective_lines(config: Config, arch: Architecture, layout: Layout, precis
     counted = step_collectives(arch, config, layout, precision, _micro_batches(config, layout))
     for (axis, kind), numbers in sorted(counted.items(), key=lambda item: -item[1]["bytes"]):
         size = numbers["bytes"]
-        yield f"  {axis:<12} {kind:<14} {numbers['calls']:>8,} x {size:>22,} bytes  {_bytes(size):>12}"
+        yield f"  {axis:<12} {kind:<14} {numbers['calls']:>8,} x {size:>22,} bytes  {sized(size):>12}"
     if precision.compute != precision.storage and not config.is_set("training.mixed_precision_param"):
         yield "  (on GPUs; on CPU training computes in the stored type unless training.mixed_precision_param is given)"
     if config.optimizer.name not in ("AdamW", "Adam"):
-        yield f"  (without what {config.optimizer.name} sums over ranks in its update)"
+        yield f"  (without the sums over ranks in the update of {config.optimizer.name})"
     if ("cp", "ring") in counted and (arch.attn_mask_type == "block_causal" or arch.sliding_window):
-        yield "  (the ring sends less: what lies outside of windows and documents stays where it is)"
+        yield "  (the ring sends less: blocks outside of windows and documents are not sent)"
     if config.activation_checkpoint.mode == "memory_budget":
-        yield "  (without what the compiler computes again for activation_checkpoint.memory_budget)"
+        yield "  (without collectives that the compiler repeats for activation_checkpoint.memory_budget)"

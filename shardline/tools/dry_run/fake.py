@@ -1,4 +1,4 @@
-"""Ranks that do not exist, and tensors without memory: a dry run builds and steps as one rank of many.
+"""Ranks that do not exist and tensors without memory, with which a dry run builds and steps as one rank of many.
 
 PyTorch's fake process group, fake tensors and dispatch modes are private to it; they are used in this file alone.
 """
@@ -32,9 +32,9 @@ Collectives = dict[tuple[str, str], Counter[str]]
 
 @contextmanager
 def fake_group(rank: int, world_size: int) -> Iterator[None]:
-    """This process is `rank` of `world_size` ranks, whose collectives return at once and change nothing."""
+    """Make this process `rank` of `world_size` ranks, whose collectives return at once and change nothing."""
     if dist.is_initialized():
-        raise RuntimeError("a fake process group cannot stand beside a real one")
+        raise RuntimeError("a fake process group cannot exist beside a real one")
     if world_size > 1:
         dist.init_process_group("fake", store=_fake_store(), rank=rank, world_size=world_size)
     try:
@@ -63,10 +63,10 @@ def fake_tensors() -> Any:
 
 
 def count_collectives(step: Callable[[], object]) -> Collectives:
-    """What `step`, which runs on fake tensors up to the first value it wants to read, sends over which axis."""
+    """The collectives of `step`, which runs on fake tensors up to the first value that it reads."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
-    counted, seen, plain = _Recorder(), _seen_operations(), job.traffic
+    counted, seen, plain = _Recorder(), _kinds_recorder(), job.traffic
     job.traffic = counted
     try:
         with seen, suppress(DataDependentOutputException):
@@ -96,19 +96,19 @@ class _Recorder(Traffic):
         self.announced.append((axis, kind, int(size)))
 
 
-def _seen_operations() -> Any:
+def _kinds_recorder() -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Seen(TorchDispatchMode):
-        """Writes down the kind of each collective that reaches PyTorch."""
+    class KindsRecorder(TorchDispatchMode):
+        """Records the kind of each collective that reaches PyTorch."""
 
-        kinds: list[str]
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds: list[str] = []
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.namespace == "c10d":
                 self.kinds += [word for part, word in KINDS.items() if part in func.__name__]
             return func(*args, **(kwargs or {}))
 
-    seen = Seen()
-    seen.kinds = []
-    return seen
+    return KindsRecorder()

@@ -1,4 +1,4 @@
-"""The model of a dry run: built on the meta device as chosen ranks would build it, and what every rank holds of it."""
+"""The model of a dry run: built on the meta device as selected ranks would build it, and what each rank holds of it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Parameters that differ in their layer only. `cuts` are (axis, dimension), in the order in which they are made."""
+class ParameterKind:
+    """Parameters that differ only in their layer. `cuts` are (axis, dimension), in the order in which they are made."""
 
     name: str
     whole: Shape
     cuts: tuple[tuple[str, int], ...]
 
     def shard(self, layout: Layout, coordinates: dict[str, int]) -> Shape:
-        """What the rank at `coordinates` holds: equal parts, smaller or empty ones at the end."""
+        """The shape of the shard of the rank at `coordinates`: equal shards, smaller or empty ones at the end."""
         shape = list(self.whole)
         for axis, dimension in self.cuts:
             degree, place = _place(axis, layout, coordinates)
@@ -42,7 +42,7 @@ class Kind:
         return tuple(shape)
 
     def copies(self, layout: Layout) -> int:
-        """How many ranks of a pipeline stage hold the same part."""
+        """How many ranks of a pipeline stage hold the same shard."""
         degrees = [_place(axis, layout, layout.coordinates(0))[0] for axis, _ in self.cuts]
         return layout.world_size // layout.pp // math.prod(degrees)
 
@@ -54,16 +54,16 @@ class Kind:
 
 @dataclass(frozen=True)
 class Built:
-    """What one rank built: how many parameters of each kind, and their shards."""
+    """What one rank built: how many parameters of each kind, and the shapes of their shards."""
 
     rank: int
-    counts: dict[Kind, int]
-    shards: dict[Kind, Shape]
+    counts: dict[ParameterKind, int]
+    shards: dict[ParameterKind, Shape]
     indices: tuple[int, ...]  # of its layers
 
     @property
     def layers(self) -> str:
-        """`layers 0-3`, or those of several stages: `layers 0, 1, 4, 5`."""
+        """`layers 0-3`, or of several stages `layers 0-1, 4-5`."""
         return f"layers {ranges(self.indices)}" if self.indices else "no layers"
 
     @property
@@ -74,10 +74,10 @@ class Built:
 def build_rank(arch: Architecture, config: Config, layout: Layout, precision: Precision, rank: int) -> Built:
     with fake_group(rank, layout.world_size):
         model, _ = make_model(arch, config, Mesh(layout, "cpu"), precision)
-        counts: Counter[Kind] = Counter()
+        counts: Counter[ParameterKind] = Counter()
         shards = {}
         for name, parameter in model.named_parameters():
-            kind = Kind(re.sub(r"^layers\.\d+", "layers.*", name), tuple(parameter.shape), _cuts(parameter))
+            kind = ParameterKind(re.sub(r"^layers\.\d+", "layers.*", name), tuple(parameter.shape), _cuts(parameter))
             counts[kind] += 1
             shards[kind] = tuple(local(parameter).shape)
         indices = tuple(int(layer) for layer in model.layers)
@@ -98,7 +98,7 @@ def _cuts(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
 
 
 def _place(axis: str, layout: Layout, coordinates: dict[str, int]) -> tuple[int, int]:
-    """Degree of an axis, and where on it a rank is; `dp_shard_cp` is the two of them as one."""
+    """The degree of an axis, and the position of a rank on it; `dp_shard_cp` joins two axes."""
     parts = ("dp_shard", "cp") if axis == "dp_shard_cp" else (axis,)
     degree = place = 0
     for part in parts:
@@ -108,19 +108,19 @@ def _place(axis: str, layout: Layout, coordinates: dict[str, int]) -> tuple[int,
     return degree, place
 
 
-def shapes(kinds: list[Kind], layout: Layout, rank: int) -> tuple[Shape, ...]:
+def shapes(kinds: list[ParameterKind], layout: Layout, rank: int) -> tuple[Shape, ...]:
     coordinates = layout.coordinates(rank)
     return tuple(kind.shard(layout, coordinates) for kind in kinds)
 
 
 def stage_ranks(layout: Layout, place: int) -> range:
-    """The ranks at one place of the pipeline: they hold the same layers."""
+    """The ranks at one position of the pipeline: they hold the same layers."""
     count = layout.world_size // layout.pp
     return range(place * count, (place + 1) * count)
 
 
 def same_shapes(first: Built, layout: Layout) -> dict[tuple[Shape, ...], list[int]]:
-    """Ranks by what they hold of each kind of parameter, of all with the same layers, in the order of the first."""
+    """The ranks with the same layers as `first`, grouped by the shapes that they hold of each kind of parameter."""
     kinds = list(first.counts)
     by_place: dict[tuple[int, int, int], tuple[Shape, ...]] = {}
     found: dict[tuple[Shape, ...], list[int]] = {}
@@ -134,14 +134,14 @@ def same_shapes(first: Built, layout: Layout) -> dict[tuple[Shape, ...], list[in
 
 
 def chosen_ranks(alike: dict[tuple[Shape, ...], list[int]], most: int) -> list[int]:
-    """The first rank, the last one, and the first of each set of shards, up to `most`."""
+    """The first and the last rank, and the first one of each group with equal shapes, up to `most`."""
     firsts = [ranks[0] for ranks in alike.values()]
     last = max(ranks[-1] for ranks in alike.values())
     return sorted(dict.fromkeys([min(firsts), last, *firsts][: max(most, 2)]))
 
 
 def held(built: Built, layout: Layout, alike: dict[tuple[Shape, ...], list[int]]) -> tuple[int, int]:
-    """Elements on all ranks with the same layers together, and the same with equal parts counted once."""
+    """Elements on all ranks with the same layers together, and the same with copies counted once."""
     total, once = 0, 0
     for position, (kind, count) in enumerate(built.counts.items()):
         of_kind = count * sum(len(ranks) * math.prod(shards[position]) for shards, ranks in alike.items())
@@ -150,5 +150,5 @@ def held(built: Built, layout: Layout, alike: dict[tuple[Shape, ...], list[int]]
     return total, once
 
 
-def differing(first: Built, other: Built) -> Iterator[Kind]:
+def differing(first: Built, other: Built) -> Iterator[ParameterKind]:
     return (kind for kind in first.counts if first.shards[kind] != other.shards[kind])

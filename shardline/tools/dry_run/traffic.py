@@ -1,7 +1,7 @@
 """The collectives of one step of a dry run: the real step, as rank 0 of a fake group, on tensors without memory.
 
-What a step sends grows in proportion with the layers and with the micro-batches, so a deep model is stepped with a few
-layers, and many micro-batches with two; the rest is proportion.
+What a step sends grows linearly with the layers and with the micro-batches, so a deep model is stepped with a few
+layers and many micro-batches with two, and the numbers are extrapolated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def step_collectives(
 
 
 def _staged(arch: Architecture, config: Config, layout: Layout, precision: Precision, batches: int) -> Collectives:
-    """With pipeline stages: all layers of the first rank. Every schedule runs with one micro-batch and with two."""
+    """A step with pipeline stages: all layers of the first rank, with one and with two micro-batches."""
     section = config.parallelism
     size = section.pipeline_parallel_microbatch_size
     count = config.training.local_batch_size // size
@@ -60,7 +60,7 @@ def _with_batch(config: Config, size: int) -> Config:
 
 
 def _layers(config: Config, layout: Layout, layers: int) -> tuple[int, int]:
-    """(layers to step with, layers after which the pattern repeats); DDP's buckets may span layers: all of them."""
+    """(layers to step with, layers after which the pattern repeats); buckets of DDP span layers, so they need all."""
     plain_replicas = layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1
     section = config.activation_checkpoint
     option = section.selective_ac_option
@@ -90,8 +90,8 @@ def _extended(one: Collectives, two: Collectives, times: int) -> Collectives:
 def _step(
     arch: Architecture, config: Config, layout: Layout, precision: Precision, layers: int, micro_batches: int
 ) -> Collectives:
-    # Kernels, windows, compilation and offloading do not change what is sent (windows: but by a ring), and may not run
-    # without values.
+    # Kernels, windows, compilation and offloading do not change what is sent (except windows in a ring), and some of
+    # them cannot run without values.
     plain = {"attn_backend": "auto", "sliding_window": None, "sliding_window_layers": None, "n_layers": layers}
     arch = arch.with_overrides(plain)
     config = _without_memory(config, arch, layout, precision)
