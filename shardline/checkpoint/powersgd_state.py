@@ -21,7 +21,7 @@ from shardline.checkpoint.reader import Shards
 from shardline.checkpoint.shards import Part, Piece, Place, part_key, place_of
 from shardline.comm.mesh import Mesh
 from shardline.models.decoder import Decoder
-from shardline.parallel.data.ddp import Remembered, Replicas
+from shardline.parallel.data.ddp import PowerSGDMemory, Replicas
 
 log = logging.getLogger("shardline")
 ERROR, Q = "compression/error/", "compression/q/"
@@ -69,12 +69,12 @@ class Memory:
                 len(lost | fresh),
             )
 
-    def _held(self) -> dict[str, Remembered]:
+    def _held(self) -> dict[str, PowerSGDMemory]:
         """By the names in files."""
-        found = () if self.replicas is None else self.replicas.remembered()
+        found = () if self.replicas is None else self.replicas.powersgd_memories()
         return {OUTPUT if one.name == EMBEDDING and not self.first else one.name: one for one in found}
 
-    def _add_errors(self, shards: Shards, key: str, one: Remembered) -> None:
+    def _add_errors(self, shards: Shards, key: str, one: PowerSGDMemory) -> None:
         holders, rows, own = self._holders(one), one.parameter.shape[0], self._error_place(one)
         saved = shards.stored(key).shape[0] // rows
         if saved == holders:
@@ -85,23 +85,23 @@ class Memory:
             place = Place((holder * rows + first, own.start[1]), own.size)
             _add(one.error, shards, key, place, 1.0 / holders)
 
-    def _holders(self, one: Remembered) -> int:
+    def _holders(self, one: PowerSGDMemory) -> int:
         """How many errors there are of each element."""
         return self.mesh.size("dp_replicate") * (
             self.mesh.size("tp") if id(one.parameter) in self.summed_over_tp else 1
         )
 
-    def _error_place(self, one: Remembered) -> Place:
+    def _error_place(self, one: PowerSGDMemory) -> Place:
         held, holder = place_of(one.parameter), self.mesh.coordinates["dp_replicate"]
         if id(one.parameter) in self.summed_over_tp:
             holder = holder * self.mesh.size("tp") + self.mesh.coordinates["tp"]
         return Place((holder * one.parameter.shape[0] + held.start[0], held.start[1]), held.size)
 
-    def _q_shape(self, one: Remembered) -> tuple[int, int]:
+    def _q_shape(self, one: PowerSGDMemory) -> tuple[int, int]:
         columns, rank = one.q.shape
         return self.mesh.size("tp") * columns, rank
 
-    def _q_place(self, one: Remembered) -> Place:
+    def _q_place(self, one: PowerSGDMemory) -> Place:
         columns, rank = one.q.shape
         return Place((self.mesh.coordinates["tp"] * columns, 0), (columns, rank))
 

@@ -1,7 +1,7 @@
-"""Do the ranks that must hold the same weights hold the same bits?
+"""Checks that ranks that must hold the same weights hold the same bits.
 
-Each rank hashes what it holds of every parameter; only the hashes travel. A parameter is compared over dp_replicate and
-over tp where its placement there is `Replicate`, a tied embedding also between the pipeline ranks that have the first
+Each rank hashes its shard of every parameter; only the hashes travel. A parameter is compared over dp_replicate and
+over tp if its placement there is `Replicate`, a tied embedding also between the pipeline ranks that have the first
 and the last stage. A single flipped bit always changes the hash.
 """
 
@@ -19,6 +19,7 @@ from shardline.comm import collectives
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
+from shardline.words import listed, numbered
 
 AXES = ("dp_replicate", "tp")
 TIED = "tok_embeddings.weight"
@@ -28,7 +29,7 @@ MOST_NAMED = 8
 
 
 def check_replicas(model: Decoder, step: int) -> None:
-    """Raise UserError, on every rank, that names the parameters and ranks that differ. Every rank must call it."""
+    """Raise UserError on every rank if copies differ, naming parameters and ranks. Every rank must call this."""
     axes = [axis for axis in AXES if collectives.axis_size(axis) > 1]
     tied = collectives.axis_size("pp") > 1 and model.arch.tie_word_embeddings
     if not axes and not tied:
@@ -48,7 +49,7 @@ def check_replicas(model: Decoder, step: int) -> None:
 
 
 def replicated(model: nn.Module, axis: str) -> list[str]:
-    """Names of the parameters that every rank of this axis must hold alike."""
+    """Names of the parameters that are equal on all ranks of this axis."""
     found = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -59,7 +60,7 @@ def replicated(model: nn.Module, axis: str) -> list[str]:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """An int64 scalar: the sum, modulo 2^64, of the numbers' bits times odd factors that depend on their place."""
+    """An int64 scalar: the sum, modulo 2^64, of each number's bits times an odd factor that depends on its index."""
     bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK):
@@ -70,13 +71,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _differ(hashes: Tensor, axis: str) -> Tensor:
-    """1 where not all ranks of the axis have the same; one all-reduce gives largest and smallest."""
+    """1 if ranks of the axis have different hashes; one all-reduce gives the largest and the smallest."""
     extremes = collectives.max_in_place(torch.stack([hashes, ~hashes]), axis)
     return (extremes[0] != ~extremes[1]).any().to(torch.int64)
 
 
 def _tied_differ(own: Tensor | None, like: Tensor) -> Tensor:
-    """1 where the pipeline ranks with the first and the last stage hold different embeddings; others take no part."""
+    """1 if the pipeline ranks with the first and the last stage hold different embeddings; others have no say."""
     smallest = torch.full((), torch.iinfo(torch.int64).min, dtype=torch.int64, device=like.device)
     extremes = torch.stack([smallest, smallest] if own is None else [own, ~own])
     collectives.max_in_place(extremes, "pp")
@@ -84,23 +85,22 @@ def _tied_differ(own: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _report(hashes: dict[str, Tensor], shared: dict[str, list[str]], step: int, between_stages: bool) -> str:
-    """What any rank sees of its groups, said by all."""
+    """The message of all ranks: the differences that any of them sees in its groups."""
     seen = [line for axis, names in shared.items() if names for line in _differences(hashes, names, axis)]
     if between_stages:
-        ranks = ", ".join(map(str, dist.get_process_group_ranks(collectives.axis("pp").group)))
-        seen.append(f"{TIED} between the first and the last pipeline stage of ranks {ranks}")
+        ranks = numbered("rank", dist.get_process_group_ranks(collectives.axis("pp").group))
+        seen.append(f"{TIED} between the first and the last pipeline stage of {ranks}")
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, seen)
     lines = sorted({line for found in everyone for line in found})
-    rest = f"; and {len(lines) - MOST_NAMED} more" if len(lines) > MOST_NAMED else ""
     return (
-        f"step {step}: copies of the model differ: {'; '.join(lines[:MOST_NAMED])}{rest}."
-        " Continue from a checkpoint saved before, and test the machines of those ranks"
+        f"step {step}: copies of the model differ: {listed(lines, MOST_NAMED, '; ')}."
+        " Continue from an earlier checkpoint, and test the machines of these ranks"
     )
 
 
 def _differences(hashes: dict[str, Tensor], names: list[str], axis: str) -> Iterator[str]:
-    """Which ranks differ from most of their group; without a majority, the whole group."""
+    """The ranks that differ from most of their group; without a majority, the whole group."""
     mine = torch.stack([hashes[name] for name in names])
     gathered = mine.new_empty(collectives.axis_size(axis) * len(names))
     collectives.gather_into(gathered, mine, axis)
@@ -109,6 +109,6 @@ def _differences(hashes: dict[str, Tensor], names: list[str], axis: str) -> Iter
         usual, count = Counter(values).most_common(1)[0]
         odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
         if odd and 2 * count > len(ranks):
-            yield f"{name} on rank {', '.join(map(str, odd))}"
+            yield f"{name} on {numbered('rank', odd)}"
         elif odd:
-            yield f"{name} between ranks {', '.join(map(str, ranks))}"
+            yield f"{name} between {numbered('rank', ranks)}"

@@ -253,7 +253,7 @@ def marked(layout: Layout, batches: int):
         patch.object(CountedScatter, "__call__", told(lambda self: "scatter", scatter)),
         patch.object(TimedWork, "wait", told(lambda self: "wait", wait)),
     ):
-        data.count(model, StreamWaits(), replicated=layout.dp_replicate > 1)
+        data.use_counted_collectives(model, StreamWaits(), replicated=layout.dp_replicate > 1)
         backward(config, model, batches)
     backward(plain_config, plain, batches)
     pairs = zip(model.parameters(), plain.parameters(), strict=True)

@@ -56,7 +56,7 @@ CASES = [
     ("ddp", "layers.0.attention.wo.weight", 2, "layers.0.attention.wo.weight on rank 2."),
     ("ddp", "norm.weight", 0, "norm.weight on rank 0."),
     ("hsdp", "layers.1.feed_forward.w2.weight", 3, "layers.1.feed_forward.w2.weight between ranks 1, 3."),
-    ("fsdp-tp", "layers.1.ffn_norm.weight", 1, "layers.1.ffn_norm.weight between ranks 0, 1."),
+    ("fsdp-tp", "layers.1.ffn_norm.weight", 1, "layers.1.ffn_norm.weight between ranks 0-1."),
     ("ddp-tp", "output.weight", 3, "output.weight between ranks 1, 3."),
 ]
 

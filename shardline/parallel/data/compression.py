@@ -5,9 +5,9 @@ PowerSGD keeps for each matrix M (rows n, columns m) a thin Q (m, r) and what it
     M = gradient + error    P = sum over ranks of M Q, made orthonormal    Q = M^T P    error = M - P Q^T
                                                                            sum over ranks of Q; result = P Q^T
 
-so (n + m) r numbers travel instead of n m. Q starts from where the last step ended, which makes one product a step of
-the power method; the error is added to the next gradient, so that nothing is lost for good. The errors take as much
-memory as the gradients in float32. They differ between ranks, and are saved with each (checkpoint/powersgd_state.py).
+so (n + m) r numbers travel instead of n m. Q starts with its value after the last step, which makes each product a step
+of the power method; the error is added to the next gradient, so that nothing is lost for good. The errors take as much
+memory as the gradients in float32. They differ between ranks; each saves its own (checkpoint/powersgd_state.py).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from shardline.comm import collectives
 from shardline.comm.exposed_time import exposed
 
 
-class Exchange(Protocol):
+class GradientExchange(Protocol):
     """Sums one bucket's gradients over an axis. A missing gradient counts as zero.
 
-    Every rank calls these in the same order, since each may issue a collective.
+    All ranks call these methods in the same order, since each may issue a collective.
     """
 
     def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None: ...
 
     def advance(self) -> None:
-        """Take the next step, if there is one before the result."""
+        """Issue the next collective, if the result needs one more."""
 
     def finish(self) -> list[Tensor]:
-        """Wait; the sums in their shapes, which nobody else keeps."""
+        """Wait, and return the sums in the shapes of the gradients; the caller owns them."""
 
 
 class WholeExchange:
-    """Sums the gradients themselves, sent (and therefore added up) as `sent`; the result is of type `dtype`."""
+    """Sums the gradients themselves, sent (and therefore added) in the type `sent`; the result has the type `dtype`."""
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, axis: str, sent: torch.dtype) -> None:
         self.shapes, self.dtype, self.axis, self.sent = list(shapes), dtype, axis, sent
@@ -63,7 +63,7 @@ class WholeExchange:
 
 
 class LowRankExchange:
-    """PowerSGD for the matrices that it makes smaller; the rest travels whole, beside their P."""
+    """PowerSGD for the matrices that it makes smaller; other gradients travel whole, together with the P."""
 
     def __init__(
         self, names: Sequence[str], shapes: Sequence[torch.Size], rank: int, dtype: torch.dtype, axis: str
@@ -71,7 +71,7 @@ class LowRankExchange:
         self.names, self.shapes, self.rank, self.dtype, self.axis = list(names), list(shapes), rank, dtype, axis
         self.matrices = [index for index, shape in enumerate(shapes) if is_worthwhile(shape, rank)]
         self.rest = [index for index in range(len(shapes)) if index not in self.matrices]
-        self.errors: dict[int, Tensor] = {}  # while an exchange goes on: M
+        self.errors: dict[int, Tensor] = {}  # during an exchange: M
         self.q: dict[int, Tensor] = {}
         self.p: dict[int, Tensor] = {}
         self.summed_rest: list[Tensor] = []
@@ -91,7 +91,7 @@ class LowRankExchange:
         self.work = collectives.start_sum(self.flat, self.axis)
 
     def advance(self) -> None:
-        """From the summed P on: each rank projects its own matrix, and the Q are summed."""
+        """Project this rank's matrices onto the summed P, and start the sum of the Q."""
         if self.p or self.flat is None or not self.matrices:
             return
         wait(self.work, self.flat)
@@ -101,7 +101,7 @@ class LowRankExchange:
             self.p[index] = torch.linalg.qr(product.float()).Q
             self.q[index] = self.errors[index].T @ self.p[index]
             self.errors[index].addmm_(self.p[index], self.q[index].T, alpha=-1)
-            self.errors[index].nan_to_num_(0.0, 0.0, 0.0)  # a gradient that was not finite must not stay for ever
+            self.errors[index].nan_to_num_(0.0, 0.0, 0.0)  # a gradient that was not finite must not stay forever
         qs = [self.q[index] for index in self.matrices]
         self.flat = flatten(qs, [q.shape for q in qs], torch.float32, qs[0].device)
         self.work = collectives.start_sum(self.flat, self.axis)
@@ -125,7 +125,7 @@ class LowRankExchange:
         return thin + [self.shapes[index] for index in self.rest]
 
     def memory(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(error, Q) of a matrix. Every replica begins with the same Q."""
+        """(error, Q) of a matrix. Every replica starts with the same Q."""
         if index not in self.q:
             generator = torch.Generator().manual_seed(zlib.crc32(self.names[index].encode()))
             rows, columns = self.shapes[index]
@@ -135,21 +135,21 @@ class LowRankExchange:
 
 
 def wait(work: collectives.Started | None, flat: Tensor) -> None:
-    """Until `flat` holds the sum; this is the part of the communication that nothing hides."""
+    """Wait until `flat` holds the sum; this is the part of the communication that nothing hides."""
     assert work is not None
     with exposed.waiting(flat.device):
         work.wait()
 
 
 def is_worthwhile(shape: torch.Size, rank: int) -> bool:
-    """A matrix that two thin ones of this rank are smaller than."""
+    """Whether the two thin matrices of this rank are smaller than the matrix."""
     return len(shape) == 2 and rank <= min(shape) and sum(shape) * rank < math.prod(shape)
 
 
 def flatten(
     tensors: Sequence[Tensor | None], shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """One vector of all the tensors; zeros where there is none."""
+    """One vector of all the tensors, with zeros for those that are None."""
     sizes = [math.prod(shape) for shape in shapes]
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     parts, there = [], []

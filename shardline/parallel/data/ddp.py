@@ -15,7 +15,7 @@ from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config, Parallelism
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
-from shardline.parallel.data.compression import Exchange, LowRankExchange, WholeExchange
+from shardline.parallel.data.compression import GradientExchange, LowRankExchange, WholeExchange
 from shardline.parallel.tensor.tensor import replace_parameter
 from shardline.precision.mixed import DTYPES
 
@@ -25,14 +25,14 @@ class Bucket:
     """Gradients that are summed together."""
 
     parameters: list[nn.Parameter]
-    exchange: Exchange
+    exchange: GradientExchange
     missing: set[nn.Parameter] = field(default_factory=set)
-    going: bool = False  # an exchange was started and its result not yet taken
+    running: bool = False  # an exchange was started, and its result not yet taken
     totals: list[Tensor] | None = None  # of the step so far
 
 
-class Remembered(NamedTuple):
-    """What an exchange keeps of one parameter from step to step: this rank's error, and the replicas' common Q."""
+class PowerSGDMemory(NamedTuple):
+    """What PowerSGD keeps of one parameter between steps: this rank's error, and the Q that all replicas share."""
 
     name: str
     parameter: nn.Parameter
@@ -41,14 +41,14 @@ class Remembered(NamedTuple):
 
 
 class Replicas:
-    """Sums gradients over dp_replicate in buckets, starting each as soon as its last gradient is there.
+    """Sums gradients over dp_replicate in buckets, and starts each as soon as its last gradient is there.
 
         backward:  ... grads of layer 3 -> bucket 0 | grads of layer 2 -> bucket 1 | ...        finish
         link:                     sum of bucket 0 ------ | sum of bucket 1 ------ |              wait for the rest
 
-    A bucket takes its gradients along: `p.grad` is empty until `finish` puts the sums there. Summing after every
-    micro-batch therefore sums what that one added, and goes on during the next one's forward. Buckets start in one
-    order on all ranks. A parameter that gets no gradient on a rank counts as zero there.
+    A bucket takes its gradients out of the parameters: `p.grad` is empty until `finish` puts the sums there. Summing
+    after every micro-batch therefore sums what that micro-batch added, and goes on during the next forward. All ranks
+    start buckets in the same order. A parameter without a gradient on some rank counts as zero there.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Replicas:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def expect(self, last: bool, every_micro_batch: bool) -> None:
-        """Before a micro-batch: whether its gradients are to be summed, with those kept since the last sum."""
+        """Call before a micro-batch: decides whether its gradients, and those kept since the last sum, are summed."""
         self._start_rest()
         self.enabled = last or every_micro_batch
         self.next = 0
@@ -74,7 +74,7 @@ class Replicas:
             bucket.missing = {parameter for parameter in bucket.parameters if parameter.requires_grad}
 
     def finish(self) -> None:
-        """After the last backward: wait for the sums and put them where the optimizer looks for them."""
+        """Call after the last backward: wait for the sums and put them where the optimizer looks for them."""
         self._start_rest()
         for bucket in self.buckets:
             self._settle(bucket)
@@ -82,13 +82,13 @@ class Replicas:
             for parameter, total in zip(bucket.parameters, totals or [], strict=True):
                 parameter.grad = _like(parameter, total) if parameter.requires_grad else None
 
-    def remembered(self) -> Iterator[Remembered]:
-        """Between steps: what is to be saved. The tensors may be filled."""
+    def powersgd_memories(self) -> Iterator[PowerSGDMemory]:
+        """What a checkpoint saves between steps; loading one fills these tensors."""
         for bucket in self.buckets:
             if isinstance(bucket.exchange, LowRankExchange):
                 for index in bucket.exchange.matrices:
                     parameter = bucket.parameters[index]
-                    yield Remembered(self.names[parameter], parameter, *bucket.exchange.memory(index, self.device))
+                    yield PowerSGDMemory(self.names[parameter], parameter, *bucket.exchange.memory(index, self.device))
 
     def _arrived(self, parameter: Any) -> None:
         if not self.enabled:
@@ -101,22 +101,22 @@ class Replicas:
             self._start_next()
 
     def start(self, bucket: Bucket) -> None:
-        """Begin to sum a bucket, whose gradients are complete."""
+        """Start to sum a bucket whose gradients are complete."""
         self._settle(bucket)
         gradients = [None if p.grad is None else local(p.grad) for p in bucket.parameters]
         bucket.exchange.start(gradients, self.device)
-        bucket.going = True
+        bucket.running = True
         for parameter in bucket.parameters:
             parameter.grad = None
 
     def _start_next(self) -> None:
         self.start(self.buckets[self.next])
-        if self.next > 0:  # has been on its way since the bucket before was full
+        if self.next > 0:  # its first collective has run since then
             self.buckets[self.next - 1].exchange.advance()
         self.next += 1
 
     def _start_rest(self) -> None:
-        """After backward: what did not start during it, because gradients are missing or nothing was to overlap."""
+        """Start the buckets that did not start during backward: gradients are missing, or overlap is switched off."""
         if not self.enabled:
             return
         self.enabled = False
@@ -127,11 +127,11 @@ class Replicas:
                 self._settle(bucket)
 
     def _settle(self, bucket: Bucket) -> None:
-        """Wait for a bucket's sum and add it to the step's."""
-        if not bucket.going:
+        """Wait for the sum of a bucket and add it to that of the step."""
+        if not bucket.running:
             return
         sums = bucket.exchange.finish()
-        bucket.going = False
+        bucket.running = False
         if bucket.totals is None:
             bucket.totals = sums
         else:
@@ -139,7 +139,7 @@ class Replicas:
 
 
 def replicate_parameters(model: Decoder, mesh: Mesh) -> None:
-    """Declare every parameter whole on each dp_replicate rank (beside its cut over tp), before it has memory."""
+    """Declare every parameter replicated over dp_replicate (and still cut over tp), before it has memory."""
     for name, parameter in list(model.named_parameters()):
         if isinstance(parameter, DTensor):
             joined = mesh.joined("dp_replicate", "tp")
@@ -169,8 +169,8 @@ def _buckets(model: nn.Module, config: Config, users: Mapping[nn.Parameter, froz
     return [Bucket([p for _, p in group], _exchange(group, section, dtype)) for group in groups]
 
 
-def _exchange(group: list[tuple[str, nn.Parameter]], section: Parallelism, dtype: torch.dtype) -> Exchange:
-    """`gradient_compression` as the sum of one bucket; of what tp cuts, each rank sums its own part."""
+def _exchange(group: list[tuple[str, nn.Parameter]], section: Parallelism, dtype: torch.dtype) -> GradientExchange:
+    """The exchange of one bucket that `gradient_compression` names; each tensor-parallel rank sums its own shards."""
     shapes = [local(parameter).shape for _, parameter in group]
     if section.gradient_compression == "powersgd":
         names = [name for name, _ in group]
@@ -179,10 +179,10 @@ def _exchange(group: list[tuple[str, nn.Parameter]], section: Parallelism, dtype
     return WholeExchange(shapes, dtype, "dp_replicate", sent=torch.bfloat16 if rounded else dtype)
 
 
-def _like(parameter: nn.Parameter, part: Tensor) -> Tensor:
-    """A gradient from its local part, which becomes part of it, in the parameter's type and layout."""
-    part = part.to(parameter.dtype)
+def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    """A gradient in the parameter's type and layout from its local shard, without a copy if the type allows."""
+    shard = shard.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+        return shard
+    mesh, cuts, stride = parameter.device_mesh, parameter.placements, parameter.stride()
+    return DTensor.from_local(shard, mesh, cuts, run_check=False, shape=parameter.shape, stride=stride)

@@ -1,9 +1,9 @@
 """Data parallelism: ranks read different samples and sum their gradients.
 
-    FSDP (dp_shard)            parameters, gradients and optimizer state cut over the ranks; a block's weights are
+    FSDP (dp_shard)            parameters, gradients and optimizer state sharded over the ranks; a block's weights are
                                gathered just before it runs, its gradients summed and scattered after its backward
     DDP (dp_replicate alone)   every rank holds everything; gradients are summed in buckets while backward goes on
-                               (replicas.py)
+                               (ddp.py)
     HSDP (both)                FSDP inside a group, gradients also summed between groups
 
 Gradients are summed, never averaged: the loss is already divided by the targets of the global batch.
@@ -38,7 +38,7 @@ from shardline.config.schema import Config, Parallelism
 from shardline.models.decoder import Decoder
 from shardline.precision.mixed import Precision
 
-WAYS_IN = ("hidden", "stage")  # methods of the model that begin a forward
+ENTRY_METHODS = ("hidden", "stage")  # methods of the model that start a forward
 
 
 def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision) -> None:
@@ -51,27 +51,27 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
         cast_forward_inputs=False,  # rotary tables stay float32
     )
     on_gpu = dp.device_type == "cuda"
-    # Page-locked memory lets copies to and from the GPU run beside the computation; without a GPU there is none.
+    # Copies between page-locked memory and the GPU run beside the computation; it exists only where there is a GPU.
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.training.enable_cpu_offload else OffloadPolicy()
     reshard = _reshard_after_forward(config)
     options: dict[str, Any] = {"mesh": dp, "mp_policy": policy, "offload_policy": offload}
     for block in model.blocks():
         fully_shard(block, reshard_after_forward=reshard, **options)
-    # What the root holds (embedding, norm, head) is used first and last: gathering it twice would gain nothing.
+    # The modules of the root (embedding, norm, head) are used first and last: freeing them in between gains nothing.
     fully_shard(model, reshard_after_forward=False, **options)
-    for name in WAYS_IN:
+    for name in ENTRY_METHODS:
         register_fsdp_forward_method(model, name)
     waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() else None
     exposed.measured = waits is not None or not on_gpu
-    count(model, waits, replicated=mesh.axis("dp_replicate") is not None)
+    use_counted_collectives(model, waits, replicated=mesh.axis("dp_replicate") is not None)
     _prefetch(model, config.parallelism.fsdp_prefetch)
 
 
-def count(model: Decoder, waits: StreamWaits | None, replicated: bool) -> None:
-    """Sum instead of average, and through our own collectives. None of these settings reaches inner modules."""
+def use_counted_collectives(model: Decoder, waits: StreamWaits | None, replicated: bool) -> None:
+    """Sum instead of average, through collectives that are counted. FSDP has these settings in every module."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # before the factor: other reductions are NCCL's alone
+            module.set_force_sum_reduction_for_comms(True)  # before the factor: only NCCL has other reductions
             module.set_gradient_divide_factor(1.0)
             scatter = CountedScatter(waits, is_last=module is model)
             module.set_custom_all_gather(CountedGather(waits, module))  # type: ignore[arg-type]
@@ -79,13 +79,13 @@ def count(model: Decoder, waits: StreamWaits | None, replicated: bool) -> None:
             if replicated:
                 module.set_all_reduce_hook(scatter.all_reduced)
     if waits is not None:
-        waits.watch(model, model.blocks(), WAYS_IN)
+        waits.watch(model, model.blocks(), ENTRY_METHODS)
 
 
 def _prefetch(model: Decoder, depth: int) -> None:
-    """Gather the weights of the next `depth` blocks while one computes; 0 leaves it to FSDP (backward alone).
+    """Gather the weights of the next `depth` blocks while one computes; 0 leaves this to FSDP (only in backward).
 
-    Of several stages each is a chain of its own; the root, which begins all of them, then gathers nothing ahead.
+    Each of several stages is a chain of its own; the root, with which all of them start, then gathers nothing ahead.
     """
     if depth == 0:
         return
@@ -100,7 +100,7 @@ def _prefetch(model: Decoder, depth: int) -> None:
 
 
 def _reshard_after_forward(config: Config) -> bool:
-    """`default` frees gathered weights after forward, except under a pipeline, which would gather them anew."""
+    """`default` frees gathered weights after forward, except in a pipeline: every micro-batch needs them."""
     choice = config.parallelism.fsdp_reshard_after_forward
     if choice == "default":
         return config.parallelism.pipeline_parallel_degree == 1
@@ -113,7 +113,7 @@ class _Allocate:
 
 
 class CountedGather(_Allocate):
-    """On CPU the gather goes on in the background until FSDP needs the weights, whether it asks for that or not."""
+    """FSDP's all-gather; on CPU it always runs in the background until FSDP needs the weights."""
 
     def __init__(self, waits: StreamWaits | None = None, module: Any = None) -> None:
         self.waits, self.module = waits, module
@@ -131,9 +131,9 @@ class CountedGather(_Allocate):
 
 
 class CountedScatter(_Allocate):
-    """FSDP uses the result at once: on CPU the step waits here, on a GPU another stream does.
+    """FSDP's reduce-scatter, whose result FSDP uses at once: on CPU the step waits here, on a GPU another stream does.
 
-    The last gradients of a backward are waited for at its end, where nothing is left to hide them behind.
+    At the end of a backward the step waits for the last gradients, and no computation is left to hide that.
     """
 
     def __init__(self, waits: StreamWaits | None = None, is_last: bool = False) -> None:
@@ -165,7 +165,7 @@ class CountedScatter(_Allocate):
         return self.is_last and exposed.last_backward
 
     def all_reduced(self, reduced: Tensor) -> None:
-        """HSDP has summed a scattered gradient between replicas, which it does right after scattering it."""
+        """Called when HSDP has summed a scattered gradient between replicas, right after scattering it."""
         size = collectives.axis("dp_replicate").size
         job.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
         if self.waits is None:
@@ -177,20 +177,20 @@ class CountedScatter(_Allocate):
 
 
 def _waited(started: int) -> int:
-    """The host has waited for a collective since `started`; the time now."""
+    """Record that the host has waited for a collective since `started`; returns the time now."""
     ended = now()
     exposed.add((ended - started) / 1e9)
     return ended
 
 
 def _observed(what: str, x: Tensor, each: int, group: dist.ProcessGroup, background: bool = False) -> Observed:
-    """A collective of FSDP's, which sends `each` bytes to every other rank."""
+    """A collective of FSDP, which sends `each` bytes to every other rank."""
     tag, on_host = described(what, "dp_shard", x), runs_on_host(group, x.device)
     return Observed("dp_shard", what, tag, each * (group.size() - 1), on_host, background)
 
 
 class TimedWork(dist.Work):
-    """A collective in the background; the time spent waiting for it counts as exposed."""
+    """A collective in the background; the time that the step waits for it counts as exposed."""
 
     def __init__(self, started: Started) -> None:
         super().__init__()
@@ -206,11 +206,11 @@ def _bytes(x: Tensor) -> int:
 
 
 def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> None:
-    """Before a micro-batch: what FSDP does with its gradients, and with its weights after backward.
+    """Call before a micro-batch: sets what FSDP does with its gradients, and with its weights after backward.
 
-    step: keep whole gradients, reduce with the last one; micro_batch: reduce every time; scatter: reduce-scatter every
-    time, all-reduce between replicas with the last one, and where there are none the same as step. Weights that are
-    never freed stay until the step's end.
+    step: keep whole gradients, reduce with the last micro-batch; micro_batch: reduce every time; scatter:
+    reduce-scatter every time, all-reduce between replicas with the last one. Weights that are never freed stay until
+    the step's end.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -224,13 +224,13 @@ def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> Non
 
 
 def accumulation_sync(section: Parallelism) -> str:
-    """When gradients are summed; `scatter` puts off sums between replicas of shards, and is `step` without them."""
+    """When gradients are summed; without HSDP, which has sums between replicas to postpone, `scatter` means `step`."""
     is_hsdp = collectives.axis_size("dp_replicate") > 1 and collectives.axis_size("fsdp") > 1
     return section.accumulation_sync if is_hsdp or section.accumulation_sync != "scatter" else "step"
 
 
 def free_gathered(model: nn.Module) -> None:
-    """After a forward without a backward: free the weights that FSDP keeps for it, so that the shards are the model."""
+    """Call after a forward without a backward: frees the weights that FSDP keeps for the backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -2,13 +2,14 @@
 
     rank 0, stages 0 and 2   ... 2B3 | sum of stage 2 ... 0B3 | sum of stage 0, and of what is outside of blocks
 
-Backward passes of the schedule sum nothing themselves; a stage is summed when its last gradient of the step is there.
+Backward passes of the schedule sum nothing themselves; a stage is summed once it has its last gradient of the step.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -20,11 +21,18 @@ from shardline.parallel.data.ddp import Replicas
 from shardline.parallel.data.fsdp import accumulation_sync
 
 
+class Unit(NamedTuple):
+    """Gradients that are summed together, when all of these stages have theirs."""
+
+    stages: set[int]
+    start: Callable[[], None]
+
+
 class StageSums:
     """Sums the gradients of pipeline stages over data ranks, each stage's as soon as it has its last one.
 
-    Nothing is summed while a schedule runs but this. What several stages use (a tied embedding, the modules outside of
-    blocks, which FSDP treats as one) is summed with the last of them.
+    While a schedule runs nothing else sums gradients. Parameters that several stages use (a tied embedding, the modules
+    outside of blocks, which FSDP treats as one) are summed with the last of these stages.
     """
 
     def __init__(self, model: Decoder, section: Parallelism, stages: Mapping[int, Stage], replicas: Replicas | None):
@@ -33,22 +41,22 @@ class StageSums:
         self.left: set[int] = set()
         self.all = set(stages)
         users = stage_users(model, stages)
-        self.units: list[tuple[set[int], Callable[[], None]]] = []
+        self.units: list[Unit] = []
         if replicas is not None:
             for bucket in replicas.buckets:
                 of_bucket = {stage for parameter in bucket.parameters for stage in users[parameter]}
                 of_bucket = of_bucket if replicas.overlap else self.all
-                self.units.append((of_bucket, functools.partial(replicas.start, bucket)))
+                self.units.append(Unit(of_bucket, functools.partial(replicas.start, bucket)))
         elif isinstance(model, FSDPModule):
             for index, stage in stages.items():
                 for layer in reversed(stage.layers):
-                    self.units.append(({index}, functools.partial(self._reduce, model.block(layer))))
+                    self.units.append(Unit({index}, functools.partial(self._reduce, model.block(layer))))
             outside = {index for index, stage in stages.items() if stage.first or stage.last}
-            self.units.append((outside or self.all, functools.partial(self._reduce, model)))
-        self.waiting: list[tuple[set[int], Callable[[], None]]] = []
+            self.units.append(Unit(outside or self.all, functools.partial(self._reduce, model)))
+        self.waiting: list[Unit] = []
 
     def begin(self, last: bool) -> None:
-        """Before a run of the schedule; `last` of the step."""
+        """Call before a run of the schedule; `last` says whether it is the last one of the step."""
         self.last, self.left = last, set(self.all)
         self.summing = last or accumulation_sync(self.section) != "step"
         self.waiting = list(self.units) if self.summing else []
@@ -59,12 +67,12 @@ class StageSums:
             self.model.set_reshard_after_backward(self.section.fsdp_reshard_after_forward == "always")
 
     def done(self, stage: int) -> None:
-        """A stage has all its gradients of this run."""
+        """Call when a stage has all its gradients of this run: starts the sums that wait for no other stage."""
         self.left.discard(stage)
-        ready = [start for stages, start in self.waiting if not stages & self.left]
-        self.waiting = [(stages, start) for stages, start in self.waiting if stages & self.left]
-        for start in ready:
-            start()
+        ready = [unit for unit in self.waiting if not unit.stages & self.left]
+        self.waiting = [unit for unit in self.waiting if unit.stages & self.left]
+        for unit in ready:
+            unit.start()
         if not self.left and self.last and isinstance(self.model, FSDPModule):
             self.model.set_is_last_backward(True)
             end_of_backward(self.model)
@@ -79,7 +87,7 @@ class StageSums:
 
 
 def stage_users(model: Decoder, stages: Mapping[int, Stage]) -> dict[nn.Parameter, frozenset[int]]:
-    """The stages of this rank that give each parameter gradients."""
+    """The stages of this rank in which each parameter gets gradients."""
     layer_of = {layer: index for index, stage in stages.items() for layer in stage.layers}
     first = [index for index, stage in stages.items() if stage.first]
     last = [index for index, stage in stages.items() if stage.last]
@@ -96,12 +104,12 @@ def stage_users(model: Decoder, stages: Mapping[int, Stage]) -> dict[nn.Paramete
 
 
 def reduce_now(module: FSDPModule) -> None:
-    """What FSDP does when backward has gone through a module; weight gradients may come later than that."""
-    group = module._get_fsdp_state()._fsdp_param_group  # private to torch, as below, and used in this file alone
+    """Do what FSDP does after the backward of a module; a schedule may compute weight gradients later than that."""
+    group = module._get_fsdp_state()._fsdp_param_group  # private to torch, as below, and used only in this file
     if group is not None:
         group.post_backward()
 
 
 def end_of_backward(model: FSDPModule) -> None:
-    """What FSDP does after the last backward: wait for the sums, forget the order of this step."""
+    """Do what FSDP does after the last backward: wait for the sums, forget the order of this step."""
     model._get_fsdp_state()._root_post_backward_final_callback()
