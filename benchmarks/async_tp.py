@@ -6,19 +6,19 @@
     python benchmarks/async_tp.py --backend ring -- --training.seq_len=512
     python benchmarks/async_tp.py --here --flavor 8B --seq-len 8192 --torch-pass -- --compile.enable=true     # CUDA
 
-Steps alternate between `serial` and the chosen backends, ten at a time; with --silent also with the products of serial
-in which each rank takes its own rows for those of the others: what a rank computes and stores stays, what goes between
-ranks does not, nor the wait for a slower one. (The loss of such a run means nothing.) The first block, and the first
-step of every other, is dropped; medians of the rest. One JSON line:
+Steps alternate between `serial` and the chosen backends, ten at a time; with --silent also with serial products in
+which each rank uses its own rows in place of those of the others: ranks compute and store as much, but neither
+communicate nor wait for each other. (The loss of such a run means nothing.) The first block and the first step of every
+other one are dropped; numbers are medians of the rest. One JSON line:
 
     serial, overlapped    step_seconds, tp_comm_seconds, tp_exposed_seconds of each
     speed_up              serial step / overlapped step
-    bound                 serial step / (serial step - its exposed communication): everything hidden at no cost
+    bound                 serial step / (serial step - its exposed communication): if all of it were hidden at no cost
     reached               (speed_up - 1) / (bound - 1)
     silent                step_seconds without communication in the blocks, and the bound and what is reached by that
     hidden                1 - overlapped's exposed seconds / serial's exposed seconds
     hidden_fraction       the overlapped steps' own tp_hidden_fraction
-    exposed_by_rank       seconds that each rank stood still in an overlapped step, for a message or for a slower rank
+    exposed_by_rank       seconds that each rank waited in an overlapped step, for a message or for a slower rank
     torch_pass            the same step with PyTorch's own pass (torch._inductor.config._micro_pipeline_tp) over
                           functional collectives, in a run of its own: step_seconds, and how many products it fused
 """
@@ -48,7 +48,7 @@ TORCH_PASS, SILENT = "SHARDLINE_BENCH_TORCH_PASS", "SHARDLINE_BENCH_SILENT"
 
 
 def kind(step: int, silent: bool) -> str:
-    """How a step multiplies: they count from 1, and blocks of serial come first."""
+    """How a step multiplies; steps count from 1, and the first block is serial."""
     kinds = ("serial", "overlapped", "silent") if silent else ("serial", "overlapped")
     return kinds[(step - 1) // BLOCK % len(kinds)]
 
@@ -58,7 +58,7 @@ def counts(step: int) -> bool:
 
 
 def silence() -> Any:
-    """What serial products take for communication in silent steps: others' rows are this rank's own."""
+    """Replaces the communication of serial products in silent steps: the rows of others are this rank's own."""
     from torch import Tensor
 
     from shardline.comm import collectives
@@ -73,7 +73,7 @@ def silence() -> Any:
 
 
 def use_torch_pass(fused: list[str]) -> None:
-    """Replace our products by functional collectives around plain ones, and let the compiler fuse them."""
+    """Replace our products by functional collectives around plain products, and let the compiler fuse them."""
     import torch._inductor.config as inductor
     import torch.distributed._symmetric_memory as memory
     from torch import Tensor
@@ -104,7 +104,7 @@ def use_torch_pass(fused: list[str]) -> None:
 
 
 def train(words: list[str]) -> None:
-    """On a rank: a run that changes its way of multiplying between blocks."""
+    """Runs on a rank: train, and change the backend of products between blocks."""
     from shardline import registry
     from shardline.comm import collectives
     from shardline.config.load import load_config
@@ -176,7 +176,7 @@ def run_words(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def both(options: argparse.Namespace, address: str, starts: list[Any], words: list[str], **more: str) -> None:
-    """Run every rank to its end, spread evenly over the places."""
+    """Run every rank to its end, spread evenly over the hosts."""
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(options.tp), **more}
     meeting |= {SILENT: "1"} if options.silent else {}
     each = options.tp // len(starts)
@@ -206,7 +206,7 @@ def summary(rows: list[dict[str, Any]], silent: bool) -> dict[str, Any]:
     speed_up = serial["step_seconds"] / overlapped["step_seconds"]
 
     def against(least: float) -> dict[str, float]:
-        """What is gained of what a step of so many seconds would gain."""
+        """The share of the possible gain that was reached, if a step of this many seconds is the best possible."""
         bound = serial["step_seconds"] / least
         return {"bound": round(bound, 3), "reached": round((speed_up - 1) / (bound - 1), 3) if bound > 1 else 0.0}
 

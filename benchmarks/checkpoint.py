@@ -4,13 +4,13 @@
     python benchmarks/checkpoint.py --gib 8 --folder /mnt/disk --repeats 5
 
 A model and its AdamW state of that size are stepped in a loop (matrix products, then the optimizer's own step) and
-saved in each mode. The loop is held up in two ways, both in seconds:
+saved in each mode. A save delays the loop in two ways, both in seconds:
 
     stall      the call that saves; for asynchronous saves until the loop goes on
     slowdown   how much longer than usual the steps take, all together, until the save is on disk
 
-Every save is loaded again, from disk where the system lets us drop its cached pages, and compared bit by bit with what
-was there when it began: steps that ran meanwhile must not be seen in it.
+Every save is loaded again, from disk if the system allows us to drop its cached pages, and compared bit by bit with the
+state when it began: steps that ran meanwhile must not be in it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(folder: Path, device: torch.device, gib: float, repeats: int) -> None:
 
 
 class Loop:
-    """A model that is stepped without data: gradients are constants, and the products are of other matrices."""
+    """A model that is stepped without data: gradients are constants, and the products use other matrices."""
 
     def __init__(self, device: torch.device, gib: float) -> None:
         self.device = device
@@ -115,7 +115,7 @@ class Loop:
 
 
 def architecture(gib: float) -> Architecture:
-    """As many layers as the size takes."""
+    """A model with as many layers as the size needs."""
     dim, ffn = (4096, 14336) if gib > 8 else (1024, 4096)
     heads = dim // 128
 
@@ -128,7 +128,7 @@ def architecture(gib: float) -> Architecture:
 
 
 def measure(loop: Loop, folder: Path, mode: str) -> dict[str, float]:
-    """One save in a fresh folder while the loop goes on, and the way back."""
+    """One save in a new folder while the loop goes on, and its loading."""
     place = folder / "checkpoint"
     config = loop.config.replace({"checkpoint.enable": True, "checkpoint.async_mode": mode})
     identity = DataIdentity(seed=0, dataset="", seq_len=1, global_batch_size=1, tokenizer="")

@@ -6,13 +6,13 @@
     torchrun --nproc-per-node 2 benchmarks/context.py attention --device cuda --lengths 32768 131072
 
 memory      peak memory of the largest rank in training at two lengths; their difference is activations, and the share
-            says how many times less of them a rank has
+            is how many times less of them a rank has
 overlap     communication and waiting in ring attention, forward and backward, by the spans of the slower rank:
             hidden = 1 - waiting / communication
 attention   forward and backward of one layer. First every rank computes the whole sequence at the same time, so that
             what ranks share (a GPU under MPS, a machine) is shared then too; then they share the sequence. The ideal is
-            that time over the number of ranks: over_ideal says what is on top of it. Without torchrun the program
-            starts its ranks itself. On a GPU gloo carries keys through host memory; --backend nccl is for ranks that
+            that time over the number of ranks: over_ideal is what exceeds it. Without torchrun the program
+            starts its ranks itself. On a GPU gloo sends keys through host memory; --backend nccl is for ranks that
             have a GPU each (or hosts of their own by NCCL_HOSTID).
 """
 
@@ -23,21 +23,21 @@ import contextlib
 import json
 import os
 import platform
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from dp_overlap import free_port, places, start_here  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from shardline.comm import collectives  # noqa: E402
@@ -48,12 +48,10 @@ from shardline.models.partial_attention import choose_part_kernel  # noqa: E402
 from shardline.parallel.context.context import ContextParallel  # noqa: E402
 from shardline.parallel.context.ops import shared_attention  # noqa: E402
 from shardline.parallel.context.slices import Slices  # noqa: E402
-from tests.hosts import missing, two_hosts  # noqa: E402
 
 # glibc: every block of 64 KiB or more is mapped by itself, and unmapped when it is freed
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 MODEL = {"dim": 256, "n_layers": 6, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "ffn_dim": 768, "vocab_size": 272}
-Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def say(**values: Any) -> None:
@@ -88,7 +86,7 @@ def memory(options: argparse.Namespace) -> None:
 
 
 def peak(ranks: int, length: int, options: argparse.Namespace) -> float:
-    """Of the largest rank, in GiB."""
+    """The peak memory of the largest rank, in GiB."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "shardline", "train", "--nproc", str(ranks)]
         command += [f"--model.overrides.{name}={value}" for name, value in MODEL.items()]
@@ -220,28 +218,11 @@ def overlap_rank(options: argparse.Namespace) -> None:
 # ---- starting ranks --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def places(options: argparse.Namespace) -> Iterator[tuple[str, list[Start], str]]:
-    """The first rank's address, how to start a process where each rank lives, and what link is between them."""
-    reason = missing()
-    if options.what != "overlap" or reason:
-        yield "127.0.0.1", [start_here] * options.ranks, f"127.0.0.1{f' ({reason})' if reason else ''}"
-        return
-    with two_hosts(rate=options.rate) as (a, b):
-        yield a.address, [a.start, b.start], options.rate
-
-
-def start_here(command: list[str], env: dict[str, str], **options: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **env}, **options)
-
-
 def start(options: argparse.Namespace) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    with places(options) as (address, starts, link):
+    here = contextlib.nullcontext(("127.0.0.1", [start_here] * options.ranks, "127.0.0.1"))
+    with places(options.rate) if options.what == "overlap" else here as (address, starts, link):
         say(benchmark=options.what, link=link, **machine(options.device))
-        meeting = {"MASTER_ADDR": address, "MASTER_PORT": port, "WORLD_SIZE": str(len(starts))}
+        meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(starts))}
         command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
         jobs = [
             begin(command, env=meeting | {"RANK": str(rank), "OMP_NUM_THREADS": "1"}, cwd=ROOT, text=True)

@@ -1,4 +1,4 @@
-"""How much of the data-parallel communication hides behind computation, on two hosts with a shaped link.
+"""How much of the data-parallel communication computation hides, on two hosts with a shaped link.
 
     python benchmarks/dp_overlap.py                          # root and iproute2: two network namespaces, 1 Gbit/s
     python benchmarks/dp_overlap.py --rate 200mbit --variants ddp "ddp, after backward"
@@ -9,10 +9,10 @@ since whatever else runs on the machine can only slow a step down.
 
     step_seconds          of the whole step
     dp_exposed_seconds    of it, waiting for data-parallel communication (the slower rank)
-    comm_seconds          what the step's collectives take with nothing beside them, by the rates in the first line
+    comm_seconds          what the step's collectives take without computation, by the rates in the first line
     hidden                1 - dp_exposed_seconds / comm_seconds (below 0: ranks waited for each other, not for bytes)
 
-Without root the ranks talk over 127.0.0.1, unshaped; the line says so, and then says little about overlap.
+Without root the ranks communicate over 127.0.0.1, unshaped; the first line says so, and the numbers mean little.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def words(options: argparse.Namespace, folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def places(rate: str) -> Iterator[tuple[str, list[Start], str]]:
-    """The first rank's address, how to start a process where each rank lives, and what link is between them."""
+    """The first rank's address, a function for each rank that starts a process on its host, and the link."""
     reason = missing()
     if reason:
         yield "127.0.0.1", [start_here, start_here], f"127.0.0.1, unshaped ({reason})"
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace, variant: list[str], address: str, starts: l
 
 
 def both(program: list[str], address: str, starts: list[Start]) -> str:
-    """Run a program as two ranks, to its end; what rank 0 printed."""
+    """Run a program as two ranks, to its end; returns what rank 0 printed."""
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     jobs = []
@@ -115,7 +115,7 @@ def both(program: list[str], address: str, starts: list[Start]) -> str:
 
 
 def measure() -> None:
-    """On a rank: seconds that each collective takes for one MiB of what `comm_bytes` counts."""
+    """Runs on a rank: print the seconds that each collective takes for one MiB of `comm_bytes`."""
     import torch
     import torch.distributed as dist
 
@@ -146,7 +146,7 @@ def measure() -> None:
 
 
 def alone(name: str, sent: dict[str, int], gradients: float, rates: dict[str, float]) -> float:
-    """Seconds the bytes of a step take by themselves; `gradients`: MiB of all, of which FSDP sends half."""
+    """Seconds that the bytes of a step take without computation; `gradients`: MiB of all, of which FSDP sends half."""
     if name.startswith("ddp"):
         return sent["dp_replicate"] / 2**20 * rates["all_reduce"]
     gathered = sent["dp_shard"] / 2**20 - gradients / 2

@@ -1,11 +1,11 @@
-"""How long pipeline ranks are idle, measured against what their schedule says, by the executor that trains.
+"""How long pipeline ranks are idle, measured with the executor that trains, beside the theory of their schedule.
 
     python benchmarks/pipeline.py
     python benchmarks/pipeline.py --ranks 2 --microbatches 8 --schedules 1F1B ZBVZeroBubble
 
-Two ranks compute: matrix products, the same number in each stage, backward twice forward. Four ranks sleep as long
-instead, since they may have fewer cores than that. The model has the same depth whatever the number of stages. One JSON
-line each; medians over the faster half of the steps, as whatever else runs on the machine can only slow one down.
+Two ranks compute matrix products, the same number in each stage, backward twice forward. Four ranks sleep for as long
+instead, since there may be fewer cores. The model has the same depth for any number of stages. One JSON line each, with
+medians over the faster half of the steps, since whatever else runs on the machine can only slow a step down.
 
     theory, measured   the idle share of the ranks' time, by the schedule and by the clock
     off_by             |measured - theory| / theory
