@@ -43,8 +43,8 @@ from torch import Tensor  # noqa: E402
 from shardline.comm import collectives  # noqa: E402
 from shardline.comm.hidden_time import Times, host_times  # noqa: E402
 from shardline.comm.job import job  # noqa: E402
-from shardline.models.attention import AttentionMask, attention, fastest_causal  # noqa: E402
-from shardline.models.partial_attention import choose_part_kernel  # noqa: E402
+from shardline.models.attention import AttentionMask, attention  # noqa: E402
+from shardline.models.partial_attention import fastest_kernel  # noqa: E402
 from shardline.parallel.context.context import ContextParallel  # noqa: E402
 from shardline.parallel.context.ops import shared_attention  # noqa: E402
 from shardline.parallel.context.slices import Slices  # noqa: E402
@@ -156,8 +156,8 @@ def shared_mask(options: argparse.Namespace, ranks: int, rank: int) -> Attention
 def attention_rank(options: argparse.Namespace) -> None:
     rank, ranks, device = join(options)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    whole = AttentionMask(fastest_causal(options.head_dim, dtype, device) if device.type == "cuda" else "sdpa")
-    part = choose_part_kernel(device, dtype, options.head_dim, False)
+    whole = AttentionMask(fastest_kernel(device, dtype, options.head_dim) if device.type == "cuda" else "sdpa")
+    part = fastest_kernel(device, dtype, options.head_dim)
     mask = shared_mask(options, ranks, rank)
     if rank == 0:
         say(**machine(device.type), ranks=ranks, backend=options.backend, whole_by=whole.kernel, parts_by=part)

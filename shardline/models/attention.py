@@ -1,18 +1,16 @@
-"""Attention kernels and masks: which kernel a batch uses is decided once, outside the blocks, and travels in the mask.
+"""Attention over whole sequences. The kernel of a batch is chosen once, outside the blocks, and travels in the mask.
 
 Letters: B batch, S sequence, H query heads, KV key and value heads, D head_dim. Queries are (B, S, H, D), keys and
 values (B, S, KV, D); query head h reads KV head h // (H / KV).
 
-Each CUDA kernel is called by its own op, so the choice is part of the traced code: a compiled graph can never be taken
-from a cache that was filled with another kernel. The ops are private to PyTorch and used in this file alone; where one
-is missing or fails its probe, the next one serves.
+Each CUDA kernel is called by its own op (partial_attention.py), so the choice is part of the traced code: a compiled
+graph can never come from a cache that was filled with another kernel.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,11 +21,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
+from shardline.models.partial_attention import CUDNN_TILE, HALF, KERNELS, fastest_kernel, fills_tiles, for_every_head
 
-HALF = (torch.bfloat16, torch.float16)
 SMALLEST_FLEX_HEAD = 16
-CUDNN_TILE = 128  # tokens; backward over a tile that is not full may read what nobody wrote, and give NaN
-logger = logging.getLogger("shardline")
 
 
 class AttentionMask(NamedTuple):
@@ -230,45 +226,9 @@ def choose_kernel(
         return "flex" if arch.head_dim >= SMALLEST_FLEX_HEAD else "sdpa"
     if plain:
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return fastest_causal(arch.head_dim, dtype, device, deterministic, fills_tiles(length))
+        fastest = fastest_kernel(device, dtype, arch.head_dim, False, deterministic, fills_tiles(length))
+        return "sdpa" if fastest == "math" else fastest
     return "sdpa"
-
-
-def fills_tiles(*lengths: int) -> bool:
-    """Whether cuDNN's backward can be trusted with sequences of these lengths."""
-    return all(length % CUDNN_TILE == 0 for length in lengths)
-
-
-@functools.lru_cache
-def fastest_causal(
-    head_dim: int, dtype: torch.dtype, device: torch.device, deterministic: bool = False, full_tiles: bool = True
-) -> str:
-    """cuDNN on Hopper and later, flash from Ampere on, memory-efficient for float32 and old devices.
-
-    cuDNN's backward adds up in no fixed order; flash's does when PyTorch is told to be deterministic.
-    """
-    if dtype in HALF and head_dim % 8 == 0:
-        major = torch.cuda.get_device_capability(device)[0]
-        cudnn = major >= 9 and head_dim <= 128 and full_tiles and not deterministic
-        if cudnn and _works("cudnn", head_dim, dtype, device):
-            return "cudnn"
-        if major >= 8 and head_dim <= 256 and _works("flash", head_dim, dtype, device):
-            return "flash"
-    return "efficient" if _works("efficient", head_dim, dtype, device) else "sdpa"
-
-
-def _works(kernel: str, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Run the kernel forward and backward on a small grouped-query problem; a failure is logged and gives False."""
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            q = torch.zeros(1, 128, 2, head_dim, dtype=dtype, device=device, requires_grad=True)
-            k = torch.zeros(1, 128, 1, head_dim, dtype=dtype, device=device, requires_grad=True)
-            attention(q, k, k, AttentionMask(kernel)).sum().backward()
-            torch.cuda.synchronize(device)
-        return True
-    except (RuntimeError, AttributeError, TypeError) as error:
-        logger.warning("attention: the %s kernel does not run here, the next one is used (%s)", kernel, error)
-        return False
 
 
 def _no_varlen(head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -285,36 +245,19 @@ def _no_varlen(head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
 # The kernels, all on (B, H, S, D) but varlen
 
 
-def _cudnn_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
-
-
-def _flash_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-
-
-def _efficient_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    k, v = _for_every_head(q, k, v)
-    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
+def _part_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """A kernel for a part of the keys, here with all of them."""
+    return KERNELS[mask.kernel].forward(q, k, v, mask.allowed is None, mask.allowed)[0]
 
 
 def _sdpa_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """PyTorch's own choice. On CUDA grouped heads would fall to the slowest kernel: they are repeated instead."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda:
-        k, v = _for_every_head(q, k, v)
+        k, v = for_every_head(q, k), for_every_head(q, v)
         grouped = False
     causal = mask.allowed is None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.allowed, is_causal=causal, enable_gqa=grouped)
-
-
-def _math_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """The definition, in plain matrix products: what the other kernels are compared with."""
-    k, v = _for_every_head(q, k, v)
-    places = torch.arange(q.shape[2], device=q.device)
-    allowed = _allowed(places, places, mask.window, None) if mask.allowed is None else mask.allowed
-    scores = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).masked_fill(~allowed, float("-inf"))
-    return scores.softmax(dim=-1) @ v
 
 
 def _flex_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -339,19 +282,10 @@ def _varlen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tens
     return out.unflatten(0, q.shape[:2])
 
 
-def _for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values repeated for each query head."""
-    group = q.shape[1] // k.shape[1]
-    return (k, v) if group == 1 else (k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1))
-
-
 _KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]] = {
-    "cudnn": _cudnn_kernel,
-    "flash": _flash_kernel,
-    "efficient": _efficient_kernel,
     "sdpa": _sdpa_kernel,
-    "math": _math_kernel,
     "flex": _flex_kernel,
+    **dict.fromkeys(("cudnn", "flash", "efficient", "math"), _part_kernel),
 }
 
 _varlen: Callable[..., Any] | None = None

@@ -1,12 +1,13 @@
-"""Attention over a part of the keys, and putting parts together: kernels that return the log-sum-exp of the scores.
+"""Attention over a part of the keys, by kernels that return the log-sum-exp (lse) of the scores.
 
-    out, lse = part(q, k, v, ...)                  softmax over these keys alone; lse says how much that softmax weighs
-    merge_(out, lse, more, more_lse)               softmax over both sets of keys
-    dq, dk, dv = part_backward(g, q, k, v, out, lse, ...)    of a part, given the merged `out` and `lse`: parts add up
+    out, lse = part(q, k, v, ...)                            softmax over these keys alone; lse is its weight
+    merge_(out, lse, more, more_lse)                         softmax over both sets of keys
+    dq, dk, dv = part_backward(g, q, k, v, out, lse, ...)    with the merged `out` and `lse`; gradients of parts add up
 
 Queries are (B, H, Q, D), keys and values (B, KV, K, D), lse (B, H, Q). A row that sees no key of a part has lse -inf
-and an output of 0 there. The ops are private to PyTorch and used here (and in attention.py) alone; on a GPU each is
-compared with the definition before its first use, and where it is missing or wrong the next one serves.
+and output 0 there. attention.py calls the same kernels for whole sequences. Their ops are private to PyTorch and used
+in this file alone. On a GPU each kernel is compared with the definition before its first use; where it is missing or
+wrong, the next one is used.
 """
 
 from __future__ import annotations
@@ -14,29 +15,30 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardline.models.attention import fills_tiles
-
 HALF = (torch.bfloat16, torch.float16)
+CUDNN_TILE = 128  # tokens; the backward of a tile that is not full may read uninitialised memory and give NaN
 MOST_SCORES = 2**26  # numbers that the definition keeps at a time
-CLOSE = 3e-2  # of a kernel that computes in half precision, relative to the definition
+CLOSE = 3e-2  # relative distance to the definition that is allowed to a kernel, which may compute in half precision
 Part = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
 logger = logging.getLogger("shardline")
 aten = torch.ops.aten
 
 
-def part(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, allowed: Tensor | None = None) -> Part:
-    """`allowed` (B or 1, 1, Q, K) of bool, or `causal`, or neither: every query sees every key."""
-    out, lse = _KERNELS[_kernel(q, k, allowed)][0](q, k, v, causal, allowed)
+def part(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, allowed: Tensor | None = None, kernel: str | None = None
+) -> Part:
+    """Output and lse under `allowed` (B or 1, 1, Q, K) of bool, or `causal`; with neither every query sees all keys."""
+    out, lse = KERNELS[kernel or _kernel(q, k, allowed)].forward(q, k, v, causal, allowed)
     if allowed is None:
         return out, lse
-    blind = ~allowed.any(dim=-1)  # (B or 1, 1, Q); kernels give such a row whatever they like
+    blind = ~allowed.any(dim=-1)  # (B or 1, 1, Q); what kernels give such a row is undefined
     return out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, float("-inf"))
 
 
@@ -49,37 +51,48 @@ def part_backward(
     lse: Tensor,
     causal: bool = False,
     allowed: Tensor | None = None,
+    kernel: str | None = None,
 ) -> Gradients:
-    """What these keys add to the gradients of q, k and v; `out` and `lse` are those over all keys."""
-    backward = _KERNELS[_kernel(q, k, allowed)][1]
-    return backward(gradient, q, k, v, out, lse, causal, allowed)
+    """The contribution of these keys to the gradients of q, k and v; `out` and `lse` are those over all keys."""
+    return KERNELS[kernel or _kernel(q, k, allowed)].backward(gradient, q, k, v, out, lse, causal, allowed)
 
 
 def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
-    """Put another part into out (..., Q, D) and lse (..., Q), both wide. Rows that have seen nothing yet stay 0."""
+    """Merge another part into out (..., Q, D) and lse (..., Q), both float32 or wider. Rows without any key stay 0."""
     total = torch.logaddexp(lse, more_lse)
-    finite = total.masked_fill(total == float("-inf"), 0.0)  # -inf - -inf is no number
+    finite = _finite(total)  # -inf - -inf would be NaN
     out.mul_((lse - finite).exp_().unsqueeze(-1))
     out.add_(more * (more_lse - finite).exp_().unsqueeze(-1))
     lse.copy_(total)
 
 
+# The choice
+
+
 def _kernel(q: Tensor, k: Tensor, allowed: Tensor | None) -> str:
     deterministic = torch.are_deterministic_algorithms_enabled()
     full_tiles = fills_tiles(q.shape[2], k.shape[2])
-    return choose_part_kernel(q.device, q.dtype, q.shape[-1], allowed is not None, deterministic, full_tiles)
+    return fastest_kernel(q.device, q.dtype, q.shape[-1], allowed is not None, deterministic, full_tiles)
+
+
+def fills_tiles(*lengths: int) -> bool:
+    """Whether cuDNN's backward can be trusted with sequences of these lengths."""
+    return all(length % CUDNN_TILE == 0 for length in lengths)
 
 
 @functools.lru_cache
-def choose_part_kernel(
+def fastest_kernel(
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    masked: bool,
+    masked: bool = False,
     deterministic: bool = False,
     full_tiles: bool = True,
 ) -> str:
-    """As for whole sequences: cuDNN on Hopper and later, flash from Ampere on; efficient takes masks and float32."""
+    """cuDNN on Hopper and later, flash from Ampere on, memory-efficient for masks, float32 and old devices.
+
+    cuDNN's backward sums in no fixed order; flash's order is fixed when PyTorch is set to be deterministic.
+    """
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":
@@ -90,11 +103,11 @@ def choose_part_kernel(
         names = (["flash"] if major >= 8 and head_dim <= 256 else []) + names
         cudnn = major >= 9 and head_dim <= 128 and full_tiles and not deterministic
         names = (["cudnn"] if cudnn else []) + names
-    return next((name for name in names if _right(name, device, dtype, head_dim, masked)), "math")
+    return next((name for name in names if _agrees(name, device, dtype, head_dim, masked)), "math")
 
 
-def _right(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> bool:
-    """Whether a kernel gives what the definition gives, forward and backward; if not, a line says so."""
+def _agrees(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> bool:
+    """Whether a kernel gives what the definition gives, forward and backward; a failure is logged."""
     source = torch.Generator(device).manual_seed(0)
 
     def drawn(heads: int, tokens: int) -> Tensor:
@@ -104,32 +117,22 @@ def _right(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, m
         with torch.inference_mode(False), torch.no_grad():
             q, k, v, gradient = drawn(2, 128), drawn(1, 256), drawn(1, 256), drawn(2, 128)
             for causal, keys in ((False, 64),) if masked else ((False, 256), (True, 128)):
-                cut = (q, k[:, :, :keys], v[:, :, :keys])
                 allowed = torch.ones(1, 1, 128, keys, dtype=torch.bool, device=device).tril(-8) if masked else None
-                worst = max(
-                    _distance(a, b)
-                    for a, b in zip(
-                        _both(name, gradient, *cut, causal, allowed),
-                        _both("math", gradient, *cut, causal, allowed),
-                        strict=True,
-                    )
-                )
+                case = (gradient, q, k[:, :, :keys], v[:, :, :keys], causal, allowed)
+                worst = max(map(_distance, _both(name, *case), _both("math", *case)))
                 if not worst < CLOSE:
-                    raise RuntimeError(f"it is {worst:.1e} off")
+                    raise RuntimeError(f"its relative error is {worst:.1e}")
         return True
     except (RuntimeError, AttributeError, TypeError) as error:
-        logger.warning("attention in parts: the %s kernel does not run here, the next one is used (%s)", name, error)
+        logger.warning("attention: the %s kernel does not run here, the next one is used (%s)", name, error)
         return False
 
 
 def _both(name: str, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: Any) -> list[Tensor]:
-    """Output, lse and gradients, with rows that see nothing left out."""
-    forward, backward = _KERNELS[name]
-    out, lse = forward(q, k, v, causal, allowed)
-    if allowed is not None:
-        blind = ~allowed.any(dim=-1)
-        out, lse = out.masked_fill(blind[..., None], 0), lse.masked_fill(blind, 0)
-    return [out, lse, *backward(gradient, q, k, v, out, lse, causal, allowed)]
+    """Output, lse and gradients of one kernel; rows that see no key are 0."""
+    out, lse = part(q, k, v, causal, allowed, name)
+    lse = _finite(lse)
+    return [out, lse, *part_backward(gradient, q, k, v, out, lse, causal, allowed, name)]
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -191,7 +194,7 @@ def _cudnn_backward(
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: Tensor | None) -> Part:
-    k, v = _for_every_head(q, k), _for_every_head(q, v)
+    k, v = for_every_head(q, k), for_every_head(q, v)
     bias = _aligned_bias(q, k, allowed)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[:2]
     return out, lse[:, :, : q.shape[2]]
@@ -201,19 +204,19 @@ def _efficient_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, allowed: Tensor | None
 ) -> Gradients:
     heads = k.shape[1]
-    k, v = _for_every_head(q, k), _for_every_head(q, v)
+    k, v = for_every_head(q, k), for_every_head(q, v)
     bias = _aligned_bias(q, k, allowed)
-    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))  # the kernel's own rows come in 32s
+    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=float("inf"))  # the kernel pads its rows to multiples of 32
     seed, offset = _no_dropout(q.device, torch.int64)
     backward = aten._scaled_dot_product_efficient_attention_backward
     wanted = [True, True, True, False]
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # in any other order in memory half precision reads astray
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # half precision gives wrong numbers in any other layout
     dq, dk, dv, _ = backward(g, q, k, v, bias, out, lse, seed, offset, 0.0, wanted, causal)
     return dq, _of_groups(dk, heads), _of_groups(dv, heads)
 
 
 def _aligned_bias(q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor | None:
-    """A row of the bias begins at a multiple of 16 elements."""
+    """The bias with rows that begin at multiples of 16 elements, as the kernel needs them."""
     bias = _bias(q, allowed)
     if bias is None:
         return None
@@ -222,14 +225,14 @@ def _aligned_bias(q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor | None
 
 
 def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The state of a random generator that nobody asks."""
+    """The random state that the backward ops want; without dropout it is not read."""
     state = torch.zeros(2, dtype=torch.int64, device=device).view(dtype)
     return state, state[0]
 
 
 def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: Tensor | None) -> Part:
-    """The definition, some rows of queries at a time."""
-    k, v = _for_every_head(q, k), _for_every_head(q, v)
+    """The definition, a block of query rows at a time."""
+    k, v = for_every_head(q, k), for_every_head(q, v)
     outs, sums = [], []
     for rows in _row_blocks(q, k):
         scores = _scores(q, k, rows, causal, allowed)
@@ -243,7 +246,7 @@ def _math_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, allowed: Tensor | None
 ) -> Gradients:
     heads, scale = k.shape[1], q.shape[-1] ** -0.5
-    k, v = _for_every_head(q, k), _for_every_head(q, v)
+    k, v = for_every_head(q, k), for_every_head(q, v)
     wide = lse.dtype
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows in _row_blocks(q, k):
@@ -258,12 +261,11 @@ def _math_backward(
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, causal: bool, allowed: Tensor | None) -> Tensor:
-    """Of some rows, in float32 or wider."""
+    """The masked scores of some query rows, in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q[:, :, rows].to(wide) @ k.to(wide).transpose(-2, -1) * q.shape[-1] ** -0.5
     if causal:
-        places = torch.arange(q.shape[2], device=q.device)
-        allowed = (places[:, None] >= torch.arange(k.shape[2], device=q.device))[None, None]
+        allowed = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     return scores if allowed is None else scores.masked_fill_(~allowed[:, :, rows], float("-inf"))
 
 
@@ -276,20 +278,26 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
-def _for_every_head(q: Tensor, k: Tensor) -> Tensor:
+def for_every_head(q: Tensor, k: Tensor) -> Tensor:
+    """Keys or values repeated for each query head, from (B, KV, K, D) to (B, H, K, D)."""
     group = q.shape[1] // k.shape[1]
     return k if group == 1 else k.repeat_interleave(group, dim=1)
 
 
 def _of_groups(gradient: Tensor, heads: int) -> Tensor:
-    """The gradient of the heads that were repeated."""
+    """The gradient of keys or values that were repeated for each query head."""
     return gradient if gradient.shape[1] == heads else gradient.unflatten(1, (heads, -1)).sum(dim=2)
 
 
-_KERNELS: dict[str, tuple[Callable[..., Part], Callable[..., Gradients]]] = {
-    "cpu": (_cpu, _cpu_backward),
-    "flash": (_flash, _flash_backward),
-    "cudnn": (_cudnn, _cudnn_backward),
-    "efficient": (_efficient, _efficient_backward),
-    "math": (_math, _math_backward),
+class Kernel(NamedTuple):
+    forward: Callable[..., Part]  # (q, k, v, causal, allowed)
+    backward: Callable[..., Gradients]  # (gradient, q, k, v, out, lse, causal, allowed)
+
+
+KERNELS = {
+    "cpu": Kernel(_cpu, _cpu_backward),
+    "flash": Kernel(_flash, _flash_backward),
+    "cudnn": Kernel(_cudnn, _cudnn_backward),
+    "efficient": Kernel(_efficient, _efficient_backward),
+    "math": Kernel(_math, _math_backward),
 }

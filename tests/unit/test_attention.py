@@ -7,12 +7,13 @@ from torch import Tensor
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
-from shardline.models import attention as module
+from shardline.models import partial_attention
 from shardline.models.attention import (
     AttentionMask,
     attention,
     check_attention,
     choose_kernel,
+    load_varlen,
     make_mask,
     make_masks,
     windows,
@@ -119,10 +120,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Decide as on a Hopper device; kernels put into the returned set fail their probe."""
     failing: set[str] = set()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(module, "_works", lambda kernel, *rest: kernel not in failing)
-    module.fastest_causal.cache_clear()
+    monkeypatch.setattr(partial_attention, "_agrees", lambda kernel, *rest: kernel not in failing)
+    partial_attention.fastest_kernel.cache_clear()
     yield failing
-    module.fastest_causal.cache_clear()
+    partial_attention.fastest_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -179,15 +180,15 @@ def test_kernel_for_packed_documents(hopper: set[str]) -> None:
         choose_kernel(architecture(attn_backend="varlen"), CUDA, f32, plain=False)
 
 
-def test_a_failing_probe_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    assert not module._works("cudnn", 64, torch.float32, CPU)
+def test_a_failing_probe_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert not partial_attention._agrees("cudnn", CPU, torch.float32, 64, False)
     assert "cudnn kernel does not run here" in caplog.text
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "varlen"])
 def test_cuda_ops_have_the_signatures_we_call(kernel: str) -> None:
     """On meta tensors, forward and backward, values as the strided view the block makes: no copy of them is needed."""
-    assert module.load_varlen()
+    assert load_varlen()
     fused = torch.empty(2, 64, 2, 6, 32, device="meta", dtype=torch.bfloat16, requires_grad=True)
     q, k, v = fused.split((4, 1, 1), dim=3)
     boundaries = torch.empty(5, dtype=torch.int32, device="meta")

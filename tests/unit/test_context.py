@@ -319,12 +319,12 @@ def test_a_kernel_that_is_wrong_or_missing_is_not_used(caplog):
         return out, lse + 0.5
 
     device = torch.device("cpu")
-    with patch.dict(attention_parts._KERNELS, {"flash": (wrong, attention_parts._math_backward)}):
-        assert not attention_parts._right("flash", device, torch.float32, 16, False)
+    with patch.dict(attention_parts.KERNELS, {"flash": attention_parts.Kernel(wrong, attention_parts._math_backward)}):
+        assert not attention_parts._agrees("flash", device, torch.float32, 16, False)
     assert "the flash kernel does not run here" in caplog.text
-    assert attention_parts._right("cpu", device, torch.float32, 16, False)
-    assert attention_parts._right("cpu", device, torch.float32, 16, True)
-    assert not attention_parts._right("cudnn", device, torch.bfloat16, 16, False)
+    assert attention_parts._agrees("cpu", device, torch.float32, 16, False)
+    assert attention_parts._agrees("cpu", device, torch.float32, 16, True)
+    assert not attention_parts._agrees("cudnn", device, torch.bfloat16, 16, False)
 
 
 def test_documents_are_masked_like_those_of_whole_sequences():
@@ -483,7 +483,7 @@ def test_ops_of_a_gpu_have_the_signatures_we_call(kernel, masked):
     q = torch.empty(1, 100, 4, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2)
     k = torch.empty(1, 50, 2, 64, device="meta", dtype=torch.bfloat16).transpose(1, 2)
     allowed = torch.ones(1, 1, 100, 50, dtype=torch.bool, device="meta") if masked else None
-    forward, backward = attention_parts._KERNELS[kernel]
+    forward, backward = attention_parts.KERNELS[kernel]
     out, lse = forward(q, k, k, False, allowed)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     assert [x.shape for x in backward(out, q, k, k, out, lse, False, allowed)] == [q.shape, k.shape, k.shape]

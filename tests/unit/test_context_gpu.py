@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardline.models.partial_attention import _right, choose_part_kernel
+from shardline.models.partial_attention import _agrees, fastest_kernel
 from shardline.parallel.context.context import ContextParallel, document_table
 from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together
 from shardline.parallel.context.slices import AttentionPlan, SliceRange, Slices, causal_plan, make_plan
@@ -33,15 +33,15 @@ RANKS, LENGTH, HEADS, KV_HEADS, DIM = 4, 1024, 8, 2, 128
 )
 def test_kernels_prove_themselves(kernel: str, dtype: torch.dtype, masked: bool) -> None:
     """On Hopper all of them do; elsewhere the next one would serve, and this says which one does not."""
-    assert _right(kernel, CUDA, dtype, DIM, masked)
+    assert _agrees(kernel, CUDA, dtype, DIM, masked)
 
 
 def test_the_fastest_kernel_is_chosen() -> None:
     hopper = torch.cuda.get_device_capability()[0] >= 9
-    assert choose_part_kernel(CUDA, torch.bfloat16, DIM, False) == ("cudnn" if hopper else "flash")
-    assert choose_part_kernel(CUDA, torch.bfloat16, DIM, False, True) == "flash"
-    assert choose_part_kernel(CUDA, torch.bfloat16, DIM, True) == "efficient"
-    assert choose_part_kernel(CUDA, torch.float32, DIM, False) == "efficient"
+    assert fastest_kernel(CUDA, torch.bfloat16, DIM, False) == ("cudnn" if hopper else "flash")
+    assert fastest_kernel(CUDA, torch.bfloat16, DIM, False, True) == "flash"
+    assert fastest_kernel(CUDA, torch.bfloat16, DIM, True) == "efficient"
+    assert fastest_kernel(CUDA, torch.float32, DIM, False) == "efficient"
 
 
 def documents_of(batch: int) -> Tensor:

@@ -21,7 +21,7 @@ from shardline.config.architecture import Architecture
 from shardline.config.schema import Config, Training, Validation
 from shardline.errors import ConfigError
 from shardline.models.attention import AttentionMask, make_masks, windows
-from shardline.models.partial_attention import choose_part_kernel
+from shardline.models.partial_attention import fastest_kernel
 from shardline.parallel.context.ops import shared_attention
 from shardline.parallel.context.slices import CAUSAL, FULL, MASKED, SKIP, Slices, causal_table
 from shardline.parallel.context.ulysses import ulysses_attention
@@ -162,9 +162,9 @@ def attention_words(
     section = config.parallelism
     if section.context_parallel_degree == 1 or section.context_parallel_rotate_method == "ulysses":
         return otherwise
-    names = [choose_part_kernel(device, dtype, arch.head_dim, masked=False, deterministic=config.debug.deterministic)]
+    names = [fastest_kernel(device, dtype, arch.head_dim, masked=False, deterministic=config.debug.deterministic)]
     if arch.attn_mask_type == "block_causal" or any(windows(arch)):
-        names.append(choose_part_kernel(device, dtype, arch.head_dim, True, config.debug.deterministic))
+        names.append(fastest_kernel(device, dtype, arch.head_dim, True, config.debug.deterministic))
     return f"{' and '.join(dict.fromkeys(names))}, in parts"
 
 
