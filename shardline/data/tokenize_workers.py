@@ -1,16 +1,16 @@
-"""Processes that tokenize. Each is a fresh interpreter running this file's `main`, spoken to through its pipes.
+"""Worker processes that tokenize: fresh interpreters that run `main`, each served by a thread of the caller.
 
-Fresh interpreters, not forks: nothing of the caller is copied, and a user's script needs no `__main__` guard.
-A worker uses one thread; there are as many workers as cores, which scales where threads of one process do not.
+A process pool of the standard library would import the caller's script again, which would then need a `__main__` guard,
+would outlive a caller that is killed and hide the exit code of a worker that dies. A worker uses one thread; there are
+as many workers as cores, which scales where threads of one process do not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import multiprocessing
 import os
-import pickle
-import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,8 @@ from shardline.data.token_store import join_documents
 from shardline.data.tokenizer import Tokenizer
 from shardline.errors import UserError
 
-LENGTH = struct.Struct("<Q")
+# Ctrl-C reaches the whole process group; the caller handles it and ends the workers
+START = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from shardline.data.tokenize_workers import main; "
 
 
 @dataclass
@@ -59,8 +61,9 @@ def encode_all(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> I
 
     def run(chunk: Chunk) -> Encoded:
         if not hasattr(local, "worker"):
-            local.worker = _Worker(tokenizer)
+            local.worker = _Worker()
             started.append(local.worker)
+            local.worker.send(tokenizer)
         return local.worker.encode(chunk)
 
     chunks = iter(chunks)
@@ -75,84 +78,65 @@ def encode_all(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> I
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         for worker in started:
-            worker.end()
+            worker.process.kill()  # nobody waits for its result, and its thread ends with it
         pool.shutdown(wait=True)
+        for worker in started:
+            worker.end()
 
 
 class _Worker:
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    """One process, and the pipe to it."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
         package_root = str(Path(__file__).resolve().parents[2])
         paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, "-c", "from shardline.data.tokenize_workers import main; main()"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self._send(tokenizer)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"{START}main({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a worker prints is no output of the caller
+                env=environment,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def send(self, value: Any) -> None:
+        with self._alive():
+            self.pipe.send(value)
 
     def encode(self, chunk: Chunk) -> Encoded:
-        self._send(chunk)
-        try:
-            result = _receive(self._pipe(self.process.stdout))
-        except EOFError:
-            self._died()
+        self.send(chunk)
+        with self._alive():
+            result = self.pipe.recv()
         if isinstance(result, BaseException):
             raise result
         return result
 
     def end(self) -> None:
-        """Kill it: what it still computes is wanted by nobody."""
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        self.pipe.close()
 
-    def _send(self, value: Any) -> None:
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
         try:
-            _send(self._pipe(self.process.stdin), value)
-        except BrokenPipeError:
-            self._died()
-
-    def _died(self) -> None:
-        raise RuntimeError(f"a tokenizing process ended by itself (exit code {self.process.wait()}; memory?)")
-
-    def _pipe(self, pipe: IO[bytes] | None) -> IO[bytes]:
-        assert pipe is not None
-        return pipe
+            yield
+        except (EOFError, OSError):
+            code = self.process.wait()
+            raise RuntimeError(f"a tokenizing process died (exit code {code}); is there enough memory?") from None
 
 
-def main() -> None:
+def main(descriptor: int) -> None:
     """The worker: a tokenizer first, then chunks until the pipe closes, which also happens if the caller dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the caller, which ends the workers
-    source, target = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # anything that prints must not get into the answers
-    try:
-        tokenizer = _receive(source)
+    with Connection(descriptor) as pipe, contextlib.suppress(EOFError, ConnectionError):
+        tokenizer = pipe.recv()
         while True:
-            chunk = _receive(source)
+            chunk = pipe.recv()
             try:
                 answer: Any = encode(chunk, tokenizer)
             except UserError as error:
                 answer = UserError(*error.args)
             except Exception as error:
                 answer = RuntimeError(f"{type(error).__name__}: {error}")
-            _send(target, answer)
-    except (EOFError, BrokenPipeError):
-        os._exit(0)
-
-
-def _send(pipe: IO[bytes], value: Any) -> None:
-    data = pickle.dumps(value, protocol=5)
-    pipe.write(LENGTH.pack(len(data)))
-    pipe.write(data)
-    pipe.flush()
-
-
-def _receive(pipe: IO[bytes]) -> Any:
-    header = pipe.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        raise EOFError
-    length = LENGTH.unpack(header)[0]
-    data = pipe.read(length)
-    if len(data) < length:
-        raise EOFError
-    return pickle.loads(data)
+            pipe.send(answer)
