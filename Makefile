@@ -1,7 +1,9 @@
 # `make demo` and `make test` are all the set-up there is: both create .venv.
-PYTHON ?= $(shell for p in python3.11 python3.12 python3 python; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 BIN := .venv/bin
+# Files side by side, in one process more than there are cores; the tests of a file stay together and in order.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help demo test test-all lint docs clean
 help:  ## show these lines
@@ -12,10 +14,10 @@ demo: .venv/.core  ## train a small Llama on generated text, on the GPU if there
 	@echo 'Next: $(BIN)/shardline generate "$$(ls -td outputs/demo-* | head -1)" --prompt "Once there was a"'
 
 test: .venv/.dev .venv/triton lint  ## lint, types and tests
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
-test-all: .venv/.dev .venv/triton lint  ## also the tests that take longer
-	$(BIN)/python -m pytest
+test-all: .venv/.dev .venv/triton lint  ## also the tests that take longer, every program in a process of its own
+	SHARDLINE_TEST_STARTS=exec HYPOTHESIS_PROFILE=full $(PYTEST)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -27,7 +29,7 @@ docs: .venv/.core  ## write the generated pages under docs/ again
 	$(BIN)/shardline config --compatibility > docs/new && mv docs/new docs/compatibility.md
 
 .venv/bin/python:
-	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or 3.12 is needed (make PYTHON=/path/to/python3.11 ...)"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "error: Python 3.11, 3.12 or 3.13 is needed (make PYTHON=/path/to/python3.11 ...)"; exit 2; }
 	$(PYTHON) -m venv .venv
 
 .venv/.core: pyproject.toml constraints.txt | .venv/bin/python

@@ -6,7 +6,7 @@
 `install` makes `subprocess.Popen` do this for the programs in `PROGRAMS`; others are executed as always. B is a real
 child of P: P waits for it, signals it and reads its exit status, and B sees P as its parent (P is a "subreaper" of
 orphaned descendants while it asks). B has a server of its own, so that the ranks which a launcher starts come from a
-fork as well.
+fork as well; that server is one more child of B.
 
 SHARDLINE_TEST_STARTS=exec turns this off: `make test-all` executes every program. So does a GPU, which no fork can use.
 """
@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,7 +57,8 @@ IMPORTS = (
     "tests.faults.nursery",
     "tests.parity.harness",
 )
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
+SERVER = "prefork"  # the name of its process
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -71,6 +73,7 @@ class Program:
     environment: dict[str, str]
     numbers: list[int]
     new_session: bool
+    blocked: list[int]  # signals
 
 
 def program_of(args: Any) -> tuple[str, list[str], bool] | None:
@@ -86,7 +89,13 @@ def program_of(args: Any) -> tuple[str, list[str], bool] | None:
     return module, words, bool(before)
 
 
-def _prctl(option: int, value: int) -> None:
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, without its server."""
+    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in found if Path(f"/proc/{child}/comm").read_text().strip() != SERVER]
+
+
+def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value)
 
 
@@ -168,7 +177,16 @@ def _execute_or_fork(self: Any, *given: Any) -> None:
     descriptors |= {number: number for number in call["pass_fds"]}
     environment = dict(os.environ if call["env"] is None else call["env"])
     module, words, safe_path = found
-    program = Program(module, words, safe_path, folder, environment, list(descriptors), bool(call["start_new_session"]))
+    program = Program(
+        module,
+        words,
+        safe_path,
+        folder,
+        environment,
+        numbers=list(descriptors),
+        new_session=bool(call["start_new_session"]),
+        blocked=[int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+    )
     self.pid = server.start(program, list(descriptors.values()))
     self._child_created = True
     leftovers.note_started(self.pid, call["args"])
@@ -182,9 +200,9 @@ def _execute_or_fork(self: Any, *given: Any) -> None:
 def serve(connection: socket.socket) -> tuple[Program, list[int]]:
     """Fork programs until the other end is closed; returns only in a program, with the descriptors that came for it."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the terminal's are for the programs
+    _prctl(PR_SET_NAME, SERVER.encode())
+    # The terminal's signals are for the programs. What comes to one that is not ready waits until it is.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     while True:
         size, descriptors, _, _ = socket.recv_fds(connection, 8, 64)
         if not size:
@@ -202,8 +220,7 @@ def serve(connection: socket.socket) -> tuple[Program, list[int]]:
                 os._exit(0)
             os.close(go)
             os.read(adopted, 1)  # until this process is a child of the one that asked for it
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            _prctl(PR_SET_NAME, b"python")
             return Program(**json.loads(text)), descriptors
         os.waitpid(between, 0)
         answer = os.read(pids, 8)
@@ -227,6 +244,7 @@ def become(program: Program, descriptors: Sequence[int]) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test process that is killed leaves no program behind
     if program.new_session:
         os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, program.blocked)
     os.chdir(program.folder)
     os.environ.clear()
     os.environ.update(program.environment)
@@ -255,6 +273,7 @@ def be_served() -> None:
     if os.fork() == 0:
         ours.close()
         run(*serve(theirs))
+        sys.exit()
     theirs.close()
     _server = Server(ours)
     install()
@@ -264,8 +283,7 @@ def run(program: Program, descriptors: Sequence[int]) -> None:
     become(program, descriptors)
     if program.module not in LEAVES:
         be_served()
-    if program.module != "shardline":
-        sys.modules.pop(program.module, None)  # runpy warns of a module that is imported already
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")  # of modules that are imported already
     runpy.run_module(program.module, run_name="__main__", alter_sys=True)
 
 

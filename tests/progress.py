@@ -54,7 +54,7 @@ class Progress:
             return None
         if report.when == "call" or not report.passed:
             category = "error" if report.failed and report.when != "call" else report.outcome
-            return category, "", ""
+            return category, "", category.upper() if report.failed else ""
         return None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

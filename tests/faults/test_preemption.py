@@ -19,6 +19,7 @@ from tests.e2e.tiny import flags
 from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import wait_until
 from tests.faults.test_trainer import Run
+from tests.prefork import children
 
 SAVING = {"checkpoint.enable": "true", "checkpoint.interval": 100000, "comm.train_timeout_seconds": 20}
 run, jobs = fixtures(Run)
@@ -52,9 +53,8 @@ def test_a_second_ctrl_c_ends_it_at_once_and_says_what_there_is(run):
 
 def test_ctrl_c_while_ranks_start(tmp_path):
     with contextlib.closing(Run(tmp_path, **SAVING)) as run:
-        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
-        wait_until(lambda: len(children.read_text().split()) == 2, 60)
-        first, _ = sorted(map(int, children.read_text().split()))
+        wait_until(lambda: len(children(run.process.pid)) == 2, 60)
+        first, _ = sorted(children(run.process.pid))
         wait_until(lambda: "libtorch" in Path(f"/proc/{first}/maps").read_text(), 60)  # it is importing
         run.process.send_signal(signal.SIGINT)
         stdout, stderr = run.process.communicate(timeout=30)
@@ -97,8 +97,7 @@ def wait_for_saves(run, count):
 def test_sigusr1_saves_and_goes_on_whoever_gets_it(tmp_path):
     """First before there are steps, or handlers: ranks are still importing."""
     with contextlib.closing(Run(tmp_path, **SAVING)) as run:
-        children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children")
-        wait_until(lambda: len(children.read_text().split()) == 2, 60)
+        wait_until(lambda: len(children(run.process.pid)) == 2, 60)
         run.process.send_signal(signal.SIGUSR1)
         wait_for_saves(run, 1)
         assert saved(run) == [1]

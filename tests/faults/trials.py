@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from shardline.checkpoint import format as files
+from tests import proven
 from tests.faults.nursery import Ended, Fault, Job, Nursery
 
 SEED = int(os.environ.get("SHARDLINE_FAULT_SEED", "6"))
@@ -134,6 +135,7 @@ class Lab:
 
     def count(self, point: str, action: str, outcome: str) -> None:
         self.table[point, action, outcome] += 1
+        proven.note("fault", f"{self.folder} {self.table.total()}")
 
     def lines(self) -> list[str]:
         rows = [("point", "action", "count", "outcome")]

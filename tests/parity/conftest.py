@@ -8,13 +8,13 @@ from tests.parity.harness import Harness
 from tests.parity.pool import Pool
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     workers = Pool()
     yield workers
     workers.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def harness(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Harness:
     return Harness(pool, tmp_path_factory.mktemp("parity"))

@@ -32,6 +32,7 @@ from shardline.config.load import load_config
 from shardline.data.demo import documents
 from shardline.models.dtensor import whole
 from shardline.models.fused_weights import unfuse
+from tests import proven
 from tests.parity.pool import TIMEOUT_SECONDS, Pool
 
 STEPS = 10
@@ -78,6 +79,7 @@ class Result:
     samples: list[list[list[int]]]
     validation_losses: list[float] = field(default_factory=list)
     comm_bytes: list[dict[str, int]] = field(default_factory=list)
+    layout: str = ""  # ranks and what was changed, of an unbroken run on several ranks or of one that cuts its work up
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,10 @@ class Harness:
         layout = resolve_layout(load_config(overrides=settings).parallelism, ranks)
         try:
             records = self.pool.run(ranks, train, settings, mutation, timeout=timeout)
-            return join(records, layout, folder)
+            result = join(records, layout, folder)
+            if mutation is None and any(key.startswith(LAYOUT_KEYS) for key in overrides):
+                result.layout = f"{ranks} {json.dumps(overrides, sort_keys=True, default=str)}"
+            return result
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -328,6 +333,8 @@ def compare(reference: Result, result: Result, tolerances: Tolerances = FLOAT32)
     lines = [line for kind in kinds for line in _shortened(list(kind))]
     if lines:
         raise AssertionError("\n  ".join(dict.fromkeys(lines)))
+    if result.layout:
+        proven.note("layout", result.layout)
 
 
 def _shortened(lines: list[str], most: int = 5) -> list[str]:

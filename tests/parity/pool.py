@@ -7,6 +7,8 @@ NCCL one for tensors of a GPU that all ranks share; each is given a host of its 
 
 `function` lives in a module and travels by name. A rank that raises, dies or hangs ends the case with `CaseFailed`,
 which says what happened to the rank that failed first; workers that did not come back are replaced.
+
+A worker is `python -m tests.parity.pool DESCRIPTOR LOG`, which tests/prefork.py forks where it can.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +32,10 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
+ROOT = Path(__file__).parents[2]
 MOST_RANKS = 8
 TIMEOUT_SECONDS = 120.0
 GRACE_SECONDS = 10.0  # for the other ranks to notice a failed one
@@ -86,8 +89,9 @@ class Report:
 # ---- inside a worker -------------------------------------------------------------------------------------------------
 
 
-def _serve(connection: Connection, log: str) -> None:
+def main(descriptor: str, log: str) -> None:
     """Do jobs until the other end of the pipe is closed."""
+    connection = Connection(int(descriptor))
     _write_output_to(log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which ends its workers
     torch.set_num_threads(1)
@@ -170,7 +174,7 @@ def _forget_meshes() -> None:
 
 @dataclass
 class Worker:
-    process: Any  # multiprocessing's SpawnProcess
+    process: subprocess.Popen[bytes]
     connection: Connection
     log: Path
 
@@ -190,7 +194,7 @@ class Worker:
     def end(self) -> None:
         self.connection.close()
         self.process.kill()
-        self.process.join()
+        self.process.wait()
 
 
 class Pool:
@@ -245,7 +249,7 @@ class Pool:
 
     def _worker(self, rank: int) -> Worker:
         worker = self.workers[rank]
-        if worker is None or not worker.process.is_alive():
+        if worker is None or worker.process.poll() is not None:
             self._drop(rank)
             worker = self.workers[rank] = self._start(rank)
         return worker
@@ -254,11 +258,9 @@ class Pool:
         ours, theirs = multiprocessing.Pipe()
         log = self.folder / f"worker-{rank}-{self.started}.log"
         self.started += 1
-        process = multiprocessing.get_context("spawn").Process(
-            target=_serve, args=(theirs, str(log)), name=f"parity-{rank}"
-        )
-        with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}):
-            process.start()
+        words = [sys.executable, "-m", "tests.parity.pool", str(theirs.fileno()), str(log)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        process = subprocess.Popen(words, cwd=ROOT, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()  # so that the pipe ends with the worker
         return Worker(process, ours, log)
 
@@ -293,8 +295,8 @@ def _failure(workers: list[Worker], reports: dict[int, Report], dead: list[int],
     """What went wrong first: a death explains the errors of others, an error explains why others hang."""
     if dead:
         rank = dead[0]
-        workers[rank].process.join(5)
-        return CaseFailed(rank, f"died, exit code {workers[rank].process.exitcode}\n{workers[rank].last_lines()}")
+        code = workers[rank].process.wait(5)
+        return CaseFailed(rank, f"died, exit code {code}\n{workers[rank].last_lines()}")
     errors = {rank: report for rank, report in reports.items() if report.error is not None}
     if errors:
         rank = min(errors, key=lambda rank: errors[rank].at)
@@ -304,3 +306,9 @@ def _failure(workers: list[Worker], reports: dict[int, Report], dead: list[int],
         text = "\n".join(f"rank {rank} is at\n{workers[rank].where()}" for rank in missing)
         return CaseFailed(missing[0], f"did not finish in {timeout:g} s (ranks that did not: {missing})\n{text}")
     return None
+
+
+if __name__ == "__main__":
+    from tests.parity import pool  # what jobs are unpickled as
+
+    pool.main(*sys.argv[1:])

@@ -16,6 +16,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import unfuse
 from shardline.models.hf import hf_name
 from shardline.training.trainer import Trainer
+from tests import proven
 from tests.e2e.tiny import rows, tiny_config
 
 transformers = pytest.importorskip("transformers")
@@ -223,6 +224,7 @@ def test_ten_steps_equal_transformers(variant: str, corpus: Path, checkpoints: d
     clipped = [norm > MAX_NORM for norm in theirs.norms]
     assert any(clipped)
     assert not all(clipped)
+    proven.note("family", FAMILIES[family][0])
     samples = torch.cat([batch.sample_ids for batches in steps for batch in batches])
     assert sorted(samples.tolist()) == list(range(STEPS * BATCH))
     if variant == "documents-accumulation":

@@ -10,6 +10,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.generate import generate
 from shardline.models.hf import hf_name, read_hf, write_hf
 from shardline.models.state import load_logical_state, logical_state
+from tests import proven
 
 transformers = pytest.importorskip("transformers")
 
@@ -117,6 +118,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
         assert torch.equal(again.state_dict()[name], value), name
     with torch.no_grad():
         torch.testing.assert_close(again(tokens).logits, expected, atol=1e-6, rtol=0)
+    proven.note("family", CASES[case][0])
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-tied-biases"])
