@@ -9,8 +9,11 @@ Shapes: B batch, S sequence, T = B * S tokens, C tokens of one chunk, V vocabula
 The gradients are made in the forward pass, while a chunk's logits are at hand, so the head's product is not computed a
 second time; backward only multiplies them by the incoming gradient.
 
-A vocabulary that ranks share brings its own `losses` (head.py) and sums grad_hidden over the ranks; the walk over the
-chunks, the masks and the accumulation stay as they are.
+Under tensor parallelism `Head` decides who has which tokens and which rows of the vocabulary:
+
+    loss parallel            every rank has all tokens and its rows of the vocabulary, and the ranks share one softmax
+    only sequence parallel   every rank has its own tokens and the whole vocabulary; the loss is a sum over ranks
+    neither                  every rank computes everything
 """
 
 from __future__ import annotations
@@ -18,10 +21,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from shardline.comm import collectives
+from shardline.models.decoder import Decoder
+from shardline.parallel.tensor.tensor import TensorParallel, vocabulary_rows
 
 IGNORE = -100
 
@@ -36,6 +44,46 @@ SLICE_BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 def count_targets(labels: Tensor) -> Tensor:
     """Number of valid targets, a 0-d int64 tensor on the labels' device; the scale is 1 / max(1, global count)."""
     return (labels != IGNORE).sum()
+
+
+@dataclass(frozen=True)
+class Head:
+    """The loss of a micro-batch. `share` is the part of a rank's loss that counts in the sum over all ranks."""
+
+    tensor: TensorParallel | None
+    chunk_tokens: int
+    compiled: bool
+    backend: str
+
+    @property
+    def share(self) -> float:
+        if self.tensor is None or (self.tensor.sequence_parallel and not self.tensor.loss_parallel):
+            return 1.0
+        return 1.0 / self.tensor.degree
+
+    def loss(self, model: Decoder, hidden: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
+        """scale * sum of the losses of the tokens that this rank has."""
+        weight, plan = model.output_weight(), self.tensor
+        hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        losses, chunk_tokens = None, self.chunk_tokens
+        if plan is not None and plan.loss_parallel:
+            hidden = collectives.all_gather(hidden, "tp") if plan.sequence_parallel else collectives.copy(hidden, "tp")
+            largest = len(vocabulary_rows(model.arch.vocab_size, plan.degree, 0))  # ranks add up the same chunks
+            chunk_tokens = chunk_tokens or choose_chunk_tokens(hidden, largest)
+            first = vocabulary_rows(model.arch.vocab_size, plan.degree, collectives.axis("tp").rank).start
+            losses = _shared_losses(first, self.backend if self.compiled else None)
+        elif plan is not None and plan.sequence_parallel:
+            labels = labels.chunk(plan.degree)[collectives.axis("tp").rank]
+        return chunked_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            scale=scale,
+            chunk_tokens=chunk_tokens,
+            compiled=self.compiled,
+            backend=self.backend,
+            losses=losses,
+        )
 
 
 def chunked_cross_entropy(
@@ -170,8 +218,9 @@ def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _write_gradient(logits: Tensor, target: Tensor, peak: Tensor, log_sum: Tensor, loss: Tensor, scale: Tensor) -> None:
+    """Put scale * dlogits where the logits are; a target below 0 is in no column of this rank."""
     columns = torch.arange(logits.shape[1], device=logits.device)
-    probability = (logits.to(_wide(logits.dtype)) - peak - log_sum).exp()
+    probability = (logits.to(peak.dtype) - peak - log_sum).exp()
     logits.copy_(torch.where(columns == target[:, None], torch.expm1(-loss), probability) * scale)
 
 
@@ -189,6 +238,36 @@ def _compiled_losses(backend: str) -> Losses:
         return loss.squeeze(1)
 
     return losses
+
+
+@functools.cache
+def _shared_losses(first: int, backend: str | None) -> Losses:
+    """Losses from the logits of this rank's rows of the vocabulary, from `first` on: two small all-reduces a chunk."""
+    sums, write_gradient = _sums, _write_gradient
+    if backend is not None:
+        sums, write_gradient = torch.compile(sums, backend=backend), torch.compile(write_gradient, backend=backend)
+
+    def losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:
+        held = (target >= first) & (target < first + logits.shape[1])
+        target = torch.where(held, target - first, -1)
+        peak = collectives.max_in_place(logits.amax(1, keepdim=True).float(), "tp")
+        both = collectives.sum_in_place(sums(logits, target, peak), "tp")  # (C, 2)
+        log_sum = both[:, :1].log()
+        loss = log_sum - both[:, 1:]
+        if scale is not None:
+            scale = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
+            write_gradient(logits, target, peak, log_sum, loss, scale)
+        return loss.squeeze(1)
+
+    return losses
+
+
+def _sums(logits: Tensor, target: Tensor, peak: Tensor) -> Tensor:
+    """(C, 2): the sum of exponentials below the peak, and the target's logit below it where this rank has it."""
+    wide = logits.to(peak.dtype) - peak
+    index = target[:, None]
+    picked = torch.where(index >= 0, wide.gather(1, index.clamp(min=0)), 0)
+    return torch.cat([wide.exp().sum(1, keepdim=True), picked], dim=1)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) -> None:

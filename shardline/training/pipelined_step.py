@@ -17,7 +17,7 @@ from shardline.parallel.data.stage_reduction import StageSums, stage_users
 from shardline.parallel.pipeline.executor import MicroBatch, Pipeline, idle_share
 from shardline.parallel.pipeline.schedules import theoretical_bubble
 from shardline.parallel.pipeline.stages import PipelinePlan
-from shardline.training.head import Head
+from shardline.training.loss import Head
 
 
 class Pipelined:

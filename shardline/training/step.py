@@ -25,8 +25,7 @@ from shardline.parallel.data.fsdp import set_gradient_sync
 from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicated_gradients
 from shardline.run.device import read
 from shardline.run.stop import Request, no_requests, request_of
-from shardline.training.head import Head
-from shardline.training.loss import count_targets
+from shardline.training.loss import Head, count_targets
 from shardline.training.pipelined_step import Pipelined
 
 log = logging.getLogger("shardline")

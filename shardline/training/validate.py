@@ -13,8 +13,7 @@ from shardline.data.loader import Loader
 from shardline.models.decoder import Decoder
 from shardline.parallel.data.fsdp import free_gathered
 from shardline.run.device import read
-from shardline.training.head import Head
-from shardline.training.loss import count_targets
+from shardline.training.loss import Head, count_targets
 from shardline.training.pipelined_step import Pipelined
 
 
