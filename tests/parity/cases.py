@@ -65,6 +65,7 @@ TIED = model(tie_word_embeddings=True)
 ONE_KV_HEAD = model(n_kv_heads=1)
 TWO_KV_HEADS = model(n_kv_heads=2)
 ODD_VOCABULARY = model(vocab_size=271)
+LARGE_TIED = model(vocab_size=2051, dim=256, tie_word_embeddings=True)  # a norm over half a million elements
 QK_NORM = model(qk_norm=True)
 BIASES = model(qkv_bias=True, out_bias=True, mlp_bias=True)
 DOCUMENTS = model(attn_mask_type="block_causal")
@@ -177,6 +178,7 @@ CASES = [
     case("fsdp2-tied", TIED, fsdp=2),
     case("fsdp2-documents", DOCUMENTS, SMALL_BATCHES, fsdp=2),
     case("fsdp2-odd-vocabulary", ODD_VOCABULARY, fsdp=2),
+    case("fsdp4-large-tied", LARGE_TIED, fsdp=4, slow=True),
     case("fsdp2-full-ac", FULL_AC, fsdp=2),
     case("fsdp2-op-ac", OP_AC, fsdp=2),
     case("fsdp2-validation", VALIDATION, fsdp=2),
@@ -212,6 +214,7 @@ CASES = [
     case("tp2-odd-vocabulary", ODD_VOCABULARY, tp=2),
     case("tp4-odd-vocabulary-tied", ODD_VOCABULARY, TIED, tp=4),
     case("tp2-odd-vocabulary-checked-narrow", ODD_VOCABULARY, NARROW_STATE, CHECKED, tp=2, tolerances=BFLOAT16),
+    case("tp4-large-tied", LARGE_TIED, tp=4),
     case("tp4-one-kv-head", ONE_KV_HEAD, tp=4),
     case("tp4-two-kv-heads", TWO_KV_HEADS, tp=4, slow=True),
     case("tp4-two-kv-heads-biases-qk-norm", TWO_KV_HEADS, BIASES, QK_NORM, tp=4),

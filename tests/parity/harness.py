@@ -55,7 +55,7 @@ BASE: dict[str, Any] = {
     "training.steps": STEPS,
     "training.mixed_precision_param": "float32",
     "training.max_norm": 1.0,  # gradient norms here are about 2: every step is clipped
-    "optimizer.lr": 3e-3,
+    "optimizer.lr": 1e-3,  # at 3e-3 some models amplify rounding differences a hundredfold in ten steps
     "lr_scheduler.warmup_steps": 2,
     "metrics.log_freq": 1,
 }
@@ -87,7 +87,7 @@ class Tolerances:
     """Relative; for tensors the norm of the difference over the norm."""
 
     loss: float = 1e-4
-    grad_norm: float = 1e-4
+    grad_norm: float = 1e-5
     gradient: float = 1e-3
     parameter: float = 1e-3
 

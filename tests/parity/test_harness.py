@@ -243,7 +243,7 @@ def make_result() -> Result:
 def test_compare_accepts_what_is_within_the_band() -> None:
     other = make_result()
     other.losses = [5.0 * (1 + 9e-5), 4.0]
-    other.grad_norms = [1.0, 2.0 * (1 - 9e-5)]
+    other.grad_norms = [1.0, 2.0 * (1 - 9e-6)]
     other.gradients["a"] = torch.tensor([3.0, 4.0]) * (1 + 9e-4)
     other.samples = [[[3], [2], [1], [0]], [[4, 5, 6, 7]]]  # who reads a sample does not matter
     compare(make_result(), other)
@@ -255,7 +255,7 @@ def test_compare_accepts_what_is_within_the_band() -> None:
         ({"losses": [5.0, 4.0 * (1 + 2e-4)]}, "loss at step 2"),
         ({"losses": [5.0, float("nan")]}, "loss at step 2"),
         ({"losses": [5.0]}, "loss: 1 values"),
-        ({"grad_norms": [1.0 + 2e-4, 2.0]}, "grad_norm at step 1"),
+        ({"grad_norms": [1.0 + 2e-5, 2.0]}, "grad_norm at step 1"),
         ({"gradients": {"a": torch.tensor([3.0, 4.006]), "b": torch.ones(2, 2)}}, "gradient of a: relative 1.2"),
         ({"gradients": {"a": torch.tensor([3.0, 4.0])}}, "gradient b is only in the reference"),
         ({"gradients": {"a": torch.ones(3), "b": torch.ones(2, 2)}}, "gradient a: shape"),
