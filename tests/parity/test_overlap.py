@@ -16,7 +16,8 @@ from shardline.comm.transfers import Exchange, distances, pieces
 from shardline.models.linear import accumulate, weight_queue
 from shardline.parallel.tensor import overlap
 from shardline.parallel.tensor.async_tp import usable_backends
-from shardline.parallel.tensor.backend_table import Choice, choices
+from shardline.parallel.tensor.backend_table import Choice, backends, choices
+from shardline.parallel.tensor.serial_and_ring import Serial
 from tests.parity.harness import DEVICE
 from tests.parity.pool import Pool
 
@@ -166,6 +167,37 @@ def frozen() -> None:
 
 def test_frozen_weights_and_inputs(pool: Pool) -> None:
     pool.run(2, frozen)
+
+
+class Generous(Serial):
+    """Computes the gradient of the input also where it is not needed, as backends on CUDA do."""
+
+    def linear_scatter_backward(self, gradient, x, weight, axis, chunks, needs):  # type: ignore[no-untyped-def]
+        return super().linear_scatter_backward(gradient, x, weight, axis, chunks, needs._replace(x=True))
+
+
+def partial() -> None:
+    """Ops with results that nothing reads, and with a gradient that nothing needs, give what eager functions give."""
+    rank, ranks = join_tp()
+    for operation in ("all_gather_linear", "copy_linear"):
+        found = []
+        for visible in (False, True):
+            x = drawn(ROWS, K, seed=rank).requires_grad_()
+            weights = [drawn(N, K, seed=100).requires_grad_(), drawn(N, K, seed=101).requires_grad_()]
+            with patch.object(choices, "visible", visible):
+                getattr(overlap, operation)(x, weights, "tp")[1].sum().backward()
+            found.append([x.grad, weights[1].grad])
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    x, weight = drawn(ROWS * ranks, K, seed=rank), drawn(N, K, seed=100).requires_grad_()
+    with patch.dict(backends, generous=Generous()), patch.object(choices, "visible", True):
+        with choices.forced(Choice("generous")):
+            overlap.linear_reduce_scatter(x, weight, "tp").sum().backward()
+    wanted = torch.ones(ROWS * ranks, N, dtype=x.dtype).t() @ x
+    torch.testing.assert_close(weight.grad, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_ops_whose_results_or_gradients_are_used_in_part(pool: Pool) -> None:
+    pool.run(2, partial)
 
 
 def delayed(repetitions: int, seed: int) -> int:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from shardline.checkpoint import format as files
 from shardline.config.load import load_config
@@ -18,7 +18,7 @@ from shardline.models import decoder
 from shardline.models.dtensor import local
 from shardline.models.linear import weight_queue
 from shardline.parallel.data import stage_reduction as stage_sums
-from shardline.parallel.tensor import overlap_ops
+from shardline.parallel.tensor import overlap
 from tests.parity import cases
 from tests.parity.cases import case, layers, schedule
 from tests.parity.harness import _own_logging, worst
@@ -81,15 +81,16 @@ class Products(TorchDispatchMode):
 
         def seen(plain):
             def function(*arguments):
-                with self:
+                inside = self not in _get_current_dispatch_mode_stack()
+                with self if inside else contextlib.nullcontext():
                     return plain(*arguments)
 
             return function
 
-        names = ("gather_linear", "gather_linear_backward", "linear_scatter", "linear_scatter_backward")
         with contextlib.ExitStack() as patches:
-            for name in (*names, "linear_sum", "linear_copy_backward", "multiply"):
-                patches.enter_context(patch.object(overlap_ops, name, seen(getattr(overlap_ops, name))))
+            for operation in (overlap.GATHER, overlap.SCATTER, overlap.SUM, overlap.COPY):
+                for name in ("forward", "backward"):
+                    patches.enter_context(patch.object(operation, name, seen(getattr(operation, name))))
             yield
 
 

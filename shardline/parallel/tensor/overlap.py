@@ -5,17 +5,14 @@
     linear_all_reduce(x, weight, axis)                      the sum on every rank
     copy_linear(x, weights, axis)                           plain products; backward sums the input's gradient
 
-How each is carried out is looked up when it runs (`choices`): a compiled graph holds the operation alone. In a compiled
-function, and where activation checkpointing chooses by operation, they are custom ops (`overlap_ops`); elsewhere plain
-autograd functions, which cost less.
-
-Biases are added outside, where they are an ordinary addition.
+The backend that carries out a product is looked up when it runs (`backend_table`): a compiled graph holds the operation
+alone. Biases are added outside, where they are an ordinary addition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,131 +28,208 @@ from shardline.parallel.tensor.backend_table import (
     linear_scatter_backward,
     linear_sum,
 )
-from shardline.parallel.tensor.overlap_ops import gather_linear_op, linear_copy_op, linear_scatter_op, linear_sum_op
-from shardline.parallel.tensor.serial_and_ring import Needs, multiply, weight_gradients
-
-
-def _prepared(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    return [weight.to(x.dtype) for weight in weights]
-
-
-def _alone(axis: str) -> bool:
-    return collectives.axis_size(axis) == 1
-
-
-def _as_ops() -> bool:
-    return choices.visible or torch.compiler.is_compiling()
+from shardline.parallel.tensor.serial_and_ring import Needs, Tensors, multiply, weight_gradients
 
 
 def all_gather_linear(x: Tensor, weights: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
-    prepared = _prepared(x, weights)
-    if _alone(axis):
-        return tuple(multiply(x, prepared))
-    if _as_ops():
-        return tuple(gather_linear_op(x, prepared, axis)[:-1])
-    products: tuple[Tensor, ...] = _GatherLinear.apply(x, axis, *prepared)
-    return products
+    return GATHER(x, weights, axis)
 
 
 def linear_reduce_scatter(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-    (prepared,) = _prepared(x, (weight,))
-    if _alone(axis):
-        return x @ prepared.t()
-    out: Tensor = linear_scatter_op(x, prepared, axis) if _as_ops() else _LinearScatter.apply(x, prepared, axis)
-    return out
+    return SCATTER(x, (weight,), axis)[0]
 
 
 def linear_all_reduce(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-    (prepared,) = _prepared(x, (weight,))
-    if _alone(axis):
-        return x @ prepared.t()
-    out: Tensor = linear_sum_op(x, prepared, axis) if _as_ops() else _LinearSum.apply(x, prepared, axis)
-    return out
+    return SUM(x, (weight,), axis)[0]
 
 
 def copy_linear(x: Tensor, weights: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
-    prepared = _prepared(x, weights)
-    if _alone(axis):
-        return tuple(multiply(x, prepared))
-    if _as_ops():
-        return tuple(linear_copy_op(x, prepared, axis))
-    products: tuple[Tensor, ...] = _LinearCopy.apply(x, axis, *prepared)
-    return products
+    return COPY(x, weights, axis)
 
 
-# Eager: autograd functions
+class Gradients(NamedTuple):
+    """Gradients of x and of the weights, None where not needed; and those of the products for all rows.
+
+    From the latter, and from what forward kept, the gradients of the weights can be computed later.
+    """
+
+    x: Tensor | None
+    weights: list[Tensor] | None
+    products: Tensors
 
 
-class _GatherLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: str, *weights: Tensor) -> tuple[Tensor, ...]:
-        products, full = gather_linear(x, weights, axis)
-        ctx.axis = axis
-        ctx.save_for_backward(full, *weights)
-        return tuple(products)
+class Operation:
+    """A product with a gradient, written once: in eager code an autograd function, in a compiled one a custom op.
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        full, *weights = ctx.saved_tensors
-        needs = Needs(ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:]))
-        later = needs.weights and weight_queue.active
-        dx, dw = gather_linear_backward(gradients, full, weights, ctx.axis, Needs(needs.x, needs.weights and not later))
-        if later:
-            weight_queue.push(weights, lambda: weight_gradients(gradients, full))
-        return dx, None, *(dw if dw is not None else [None] * len(weights))
+    `forward(x, weights, axis)` gives the products and what backward needs of x: x itself or, with `gathers`, the rows
+    of all ranks. With `scatters` the products are those of this rank's rows. `backward(gradients, kept, weights, axis,
+    needs)` gives the gradients; it is an op of its own, so that a graph keeps it whole. A `local` backward sends
+    nothing and is made of ordinary products.
+
+    Ops also run in eager code where activation checkpointing selects by operation and must see them
+    (`choices.visible`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[[Tensor, Tensors, str], tuple[list[Tensor], Tensor]],
+        backward: Callable[[Tensors, Tensor, Tensors, str, Needs], Gradients],
+        gathers: bool = False,
+        scatters: bool = False,
+        local: bool = False,
+    ) -> None:
+        self.name, self.forward, self.backward = name, forward, backward
+        self.gathers, self.scatters, self.local = gathers, scatters, local
+        self.function = self._autograd_function()
+        schema = "(Tensor x, Tensor[] weights, str axis) -> Tensor[]"
+        self.op = torch.library.custom_op(f"shardline::{name}", self._run, mutates_args=(), schema=schema)
+        self.op.register_fake(self._shapes)
+        self.op.register_autograd(self._differentiate_op, setup_context=self._keep)
+        if not local:
+            schema = "(Tensor[] gradients, Tensor kept, Tensor[] weights, str axis, bool x, bool w) -> Tensor[]"
+            name = f"shardline::{name}_backward"
+            self.backward_op = torch.library.custom_op(name, self._run_backward, mutates_args=(), schema=schema)
+            self.backward_op.register_fake(self._backward_shapes)
+
+    def __call__(self, x: Tensor, weights: Tensors, axis: str) -> tuple[Tensor, ...]:
+        prepared = [weight.to(x.dtype) for weight in weights]
+        if collectives.axis_size(axis) == 1:
+            return tuple(multiply(x, prepared))
+        if torch.compiler.is_compiling() or choices.visible:
+            return tuple(self.op(x, prepared, axis)[: len(prepared)])
+        products: tuple[Tensor, ...] = self.function.apply(x, axis, *prepared)
+        return products
+
+    def _rows(self, x_rows: int, axis: str) -> int:
+        """Rows of the products."""
+        ranks = collectives.axis_size(axis)
+        return x_rows * ranks if self.gathers else x_rows // ranks if self.scatters else x_rows
+
+    # ---- eager -------------------------------------------------------------------------------------------------------
+
+    def _autograd_function(self) -> Any:
+        operation = self
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, axis: str, *weights: Tensor) -> tuple[Tensor, ...]:
+                products, kept = operation.forward(x, weights, axis)
+                ctx.axis = axis
+                ctx.save_for_backward(kept, *weights)
+                return tuple(products)
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+                kept, *weights = ctx.saved_tensors
+                needs = Needs(ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:]))
+                dx, dw = _differentiate(operation.backward, gradients, kept, weights, ctx.axis, needs)
+                return dx, None, *dw
+
+        Function.__name__ = self.name
+        return Function
+
+    # ---- ops ---------------------------------------------------------------------------------------------------------
+
+    def _run(self, x: Tensor, weights: list[Tensor], axis: str) -> list[Tensor]:
+        products, kept = self.forward(x, weights, axis)
+        return [*products, kept] if self.gathers else products
+
+    def _shapes(self, x: Tensor, weights: list[Tensor], axis: str) -> list[Tensor]:
+        rows = self._rows(x.shape[0], axis)
+        widths = [*(weight.shape[0] for weight in weights), *([x.shape[1]] if self.gathers else [])]
+        return [x.new_empty(rows, width) for width in widths]
+
+    def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        x, weights, ctx.axis = inputs
+        ctx.save_for_backward(output[-1] if self.gathers else x, *weights)
+
+    def _differentiate_op(self, ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
+        kept, *weights = ctx.saved_tensors
+        rows = kept.shape[0] if self.gathers else self._rows(kept.shape[0], ctx.axis)
+        given = [
+            torch.zeros(rows, weight.shape[0], dtype=kept.dtype, device=kept.device) if gradient is None else gradient
+            for gradient, weight in zip(gradients, weights, strict=False)  # the kept rows have none
+        ]
+        needed = ctx.needs_input_grad[1]
+        needs = Needs(ctx.needs_input_grad[0], any(needed) if isinstance(needed, (list, tuple)) else needed)
+        backward = self.backward if self.local else self._call_backward
+        return *_differentiate(backward, given, kept, weights, ctx.axis, needs), None
+
+    def _call_backward(self, gradients: Tensors, kept: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+        found = list(self.backward_op(list(gradients), kept, list(weights), axis, needs.x, needs.weights))
+        dx = found.pop(0) if needs.x else None
+        dw = [found.pop(0) for _ in weights] if needs.weights else None
+        return Gradients(dx, dw, found or gradients)
+
+    def _run_backward(
+        self, gradients: list[Tensor], kept: Tensor, weights: list[Tensor], axis: str, x: bool, w: bool
+    ) -> list[Tensor]:
+        found = self.backward(gradients, kept, weights, axis, Needs(x, w))
+        dx = [found.x] if x and found.x is not None else []
+        return [*dx, *((found.weights or []) if w else found.products if self.scatters else [])]
+
+    def _backward_shapes(
+        self, gradients: list[Tensor], kept: Tensor, weights: list[Tensor], axis: str, x: bool, w: bool
+    ) -> list[Tensor]:
+        rows = kept.shape[0] // collectives.axis_size(axis) if self.gathers else kept.shape[0]
+        dx = [kept.new_empty(rows, kept.shape[1])] if x else []
+        if w:
+            return [*dx, *(weight.new_empty(weight.shape) for weight in weights)]
+        return [*dx, *(kept.new_empty(kept.shape[0], weight.shape[0]) for weight in weights if self.scatters)]
 
 
-class _LinearScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: str) -> Tensor:
-        ctx.axis = axis
-        ctx.save_for_backward(x, weight)
-        return linear_scatter(x, weight, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        needs = Needs(*ctx.needs_input_grad[:2])
-        later = needs.weights and weight_queue.active
-        needs = Needs(needs.x, needs.weights and not later)
-        dx, dw, full = linear_scatter_backward(gradient, x, weight, ctx.axis, needs)
-        if later:
-            weight_queue.push((weight,), lambda: [full.t() @ x])
-        return dx, dw, None
+def _differentiate(
+    backward: Callable[[Tensors, Tensor, Tensors, str, Needs], Gradients],
+    gradients: Tensors,
+    kept: Tensor,
+    weights: Tensors,
+    axis: str,
+    needs: Needs,
+) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+    """Gradients of x and the weights. A pipeline schedule may queue the latter, which a compiled function cannot."""
+    later = needs.weights and not torch.compiler.is_compiling() and weight_queue.active
+    dx, dw, of_products = backward(gradients, kept, weights, axis, Needs(needs.x, needs.weights and not later))
+    if later:
+        weight_queue.push(weights, lambda: weight_gradients(of_products, kept))
+    return dx, [None] * len(weights) if dw is None else dw
 
 
-class _LinearSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, axis: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return linear_sum(x, weight, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        """Every rank has the whole gradient: nothing travels."""
-        x, weight = ctx.saved_tensors
-        needs = Needs(*ctx.needs_input_grad[:2])
-        dw = None
-        if needs.weights and weight_queue.active:
-            weight_queue.push((weight,), lambda: [gradient.t() @ x])
-        elif needs.weights:
-            dw = gradient.t() @ x
-        return gradient @ weight if needs.x else None, dw, None
+# What runs, without autograd
 
 
-class _LinearCopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: str, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.axis = axis
-        ctx.save_for_backward(x, *weights)
-        return tuple(multiply(x, weights))
+def _gather_backward(gradients: Tensors, full: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+    return Gradients(*gather_linear_backward(gradients, full, weights, axis, needs), gradients)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        needs = Needs(ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:]))
-        later = needs.weights and weight_queue.active
-        dx, dw = linear_copy_backward(gradients, x, weights, ctx.axis, Needs(needs.x, needs.weights and not later))
-        if later:
-            weight_queue.push(weights, lambda: weight_gradients(gradients, x))
-        return dx, None, *(dw if dw is not None else [None] * len(weights))
+
+def _scatter(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
+    return [linear_scatter(x, weights[0], axis)], x
+
+
+def _scatter_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+    dx, dw, full = linear_scatter_backward(gradients[0], x, weights[0], axis, needs)
+    return Gradients(dx, None if dw is None else [dw], [full])
+
+
+def _sum(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
+    return [linear_sum(x, weights[0], axis)], x
+
+
+def _sum_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+    """Every rank has the whole gradient: nothing is sent."""
+    dx = gradients[0] @ weights[0] if needs.x else None
+    return Gradients(dx, weight_gradients(gradients, x) if needs.weights else None, gradients)
+
+
+def _copy(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
+    return multiply(x, weights), x
+
+
+def _copy_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+    return Gradients(*linear_copy_backward(gradients, x, weights, axis, needs), gradients)
+
+
+GATHER = Operation("all_gather_linear", gather_linear, _gather_backward, gathers=True)
+SCATTER = Operation("linear_reduce_scatter", _scatter, _scatter_backward, scatters=True)
+SUM = Operation("linear_all_reduce", _sum, _sum_backward, local=True)
+COPY = Operation("copy_linear", _copy, _copy_backward)
