@@ -30,7 +30,9 @@ from shardline.data.tokenizer import Tokenizer
 from shardline.errors import UserError
 
 # Ctrl-C reaches the whole process group; the caller handles it and ends the workers
-START = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from shardline.data.tokenize_workers import main; "
+START = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from shardline.data.tokenize_workers import main; "
+)
 
 
 @dataclass
