@@ -1,8 +1,9 @@
-"""Reading the options of a command: a small parser over tables of options, and the help text made from them."""
+"""A small parser over tables of options, and the help text made from them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,61 +18,86 @@ class Option:
     name: str
     help: str
     kind: type = str
-    metavar: str = ""
+    metavar: str = "VALUE"
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     default: Any = None
     low: int | None = None  # smallest number allowed
     count: int = 1  # values it takes
 
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its words, positionals, options; `config_flags` lets `--section.key` flags through."""
-
-    name: str
-    summary: str
-    positionals: tuple[str, ...] = ()  # "[FILE]" may be left out, "FILE..." be several
-    options: tuple[Option, ...] = ()
-    config_flags: bool = False
-    details: str = ""
-    examples: tuple[str, ...] = ()
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
 
 
 @dataclass
 class Parsed:
+    """The words of a command, sorted."""
+
     options: dict[str, Any]
     positionals: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)  # config flags, as given
     words: tuple[str, ...] = ()  # all of it, as given
 
+    @property
+    def file(self) -> str | None:
+        return self.positionals[0] if self.positionals else None
 
-COMMON = (
-    Option("debug", "Show the traceback of an error.", bool, default=False),
-    Option("help", "Show this text.", bool, default=False),
-)
+    def named(self, *names: str) -> dict[str, Any]:
+        """These options, by default all that are not common to every command."""
+        return {name: self.options[name] for name in names or self.options.keys() - {option.key for option in COMMON}}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its words, positionals and options; `config_flags` lets `--section.key` flags through.
+
+    `run` is a function of what was parsed, or `module:function`, called with the positionals and the options by name.
+    """
+
+    name: str
+    summary: str
+    positionals: tuple[str, ...]  # "[FILE]" is optional, "FILE..." takes several
+    options: tuple[Option, ...]
+    run: str | Callable[[Parsed], int]
+    config_flags: bool = False
+    details: str = ""
+    examples: tuple[str, ...] = ()
+
+    @property
+    def takes_several(self) -> bool:
+        return bool(self.positionals) and self.positionals[-1].endswith("...")
+
+    def __call__(self, parsed: Parsed) -> int:
+        if not isinstance(self.run, str):
+            return self.run(parsed)
+        module, _, function = self.run.partition(":")
+        positionals = [parsed.positionals] if self.takes_several else parsed.positionals
+        code: int = getattr(importlib.import_module(module), function)(*positionals, **parsed.named())
+        return code
+
+
+COMMON = (Option("debug", "Show the traceback of an error.", bool), Option("help", "Show this text.", bool))
 
 
 def parse(command: Command, words: Sequence[str]) -> Parsed:
-    """Split words into options, positionals and config flags; what does not fit is a UserError."""
-    known = {name: option for option in (*command.options, *COMMON) for name in (option.name, *option.aliases)}
-    parsed = Parsed({option.name.replace("-", "_"): option.default for option in known.values()}, words=tuple(words))
-    rest = list(words)
+    """Sort words into options, positionals and config flags; a word that fits nowhere is a UserError."""
+    options = (*command.options, *COMMON)
+    known = {name: option for option in options for name in (option.name, *option.aliases)}
+    defaults = {option.key: False if option.kind is bool else option.default for option in options}
+    parsed, rest = Parsed(defaults, words=tuple(words)), list(words)
     while rest:
-        if not rest[0].startswith("-") or rest[0] == "-":
-            parsed.positionals.append(rest.pop(0))
-            continue
-        name, equals, text = rest[0].lstrip("-").partition("=")
+        word = rest.pop(0)
+        name, equals, text = word.lstrip("-").partition("=")
         option = known.get({"h": "help"}.get(name, name).replace("_", "-"))
-        if option is not None:
-            del rest[0]
-            parsed.options[option.name.replace("-", "_")] = _value(option, text if equals else None, rest)
-        elif command.config_flags and rest[0].startswith("--") and ("." in name or name == "preset"):
-            from shardline.config.flags import span
+        if not word.startswith("-") or word == "-":
+            parsed.positionals.append(word)
+        elif option is not None:
+            parsed.options[option.key] = _value(option, text if equals else None, rest)
+        elif command.config_flags and word.startswith("--") and ("." in name or name == "preset"):
+            from shardline.config.flags import takes_value
 
-            taken = span(rest)
-            parsed.flags += rest[:taken]
-            del rest[:taken]
+            parsed.flags += [word, *([rest.pop(0)] if takes_value(word, rest) else [])]
         else:
             raise UserError(_unknown(command, name, known))
     if not parsed.options["help"]:
@@ -84,38 +110,33 @@ def help_text(command: Command) -> str:
     usage += ["[--section.key=value ...]"] if command.config_flags else []
     lines = [f"usage: {' '.join([*usage, '[options]'])}", "", command.summary]
     lines += ["", command.details] if command.details else []
-    rows = [(_left(option), option.help + _allowed(option)) for option in (*command.options, *COMMON)]
+    rows = [_help_row(option) for option in (*command.options, *COMMON)]
     width = max(len(left) for left, _ in rows)
     lines += ["", "options:", *(f"  {left:<{width}}  {right}" for left, right in rows)]
     lines += ["", "examples:", *(f"  {example}" for example in command.examples)] if command.examples else []
     return "\n".join(lines)
 
 
-def _left(option: Option) -> str:
-    return f"--{option.name}" + ("" if option.kind is bool else f" {option.metavar or 'VALUE'}")
-
-
-def _allowed(option: Option) -> str:
+def _help_row(option: Option) -> tuple[str, str]:
+    left = f"--{option.name}" + ("" if option.kind is bool else f" {option.metavar}")
+    default = "" if option.default in (None, "") else f" Default: {option.default}."
     names = f" Also: {', '.join('--' + name for name in option.aliases)}." if option.aliases else ""
-    shown = option.default is not None and option.kind is not bool and option.default != ""
-    default = f" Default: {option.default}." if shown else ""
-    return default + names
+    return left, option.help + default + names
 
 
 def _value(option: Option, text: str | None, rest: list[str]) -> Any:
+    """The option's value, from the text after `=` or from the next words, which it removes."""
     if option.kind is bool:
         if text not in (None, "true", "false"):
-            raise UserError(f"--{option.name} is a switch, it takes no value (got {text!r})")
+            raise UserError(f"--{option.name} is a switch and takes no value (got {text!r})")
         return text != "false"
     if option.count > 1:
         if text is not None or len(rest) < option.count:
             raise UserError(f"--{option.name} needs {option.count} values: {option.metavar}")
-        values = rest[: option.count]
-        del rest[: option.count]
-        return values
+        return [rest.pop(0) for _ in range(option.count)]
     if text is None:
         if not rest or rest[0].startswith("--"):
-            raise UserError(f"--{option.name} needs a value: --{option.name} {option.metavar or 'VALUE'}")
+            raise UserError(f"--{option.name} needs a value: --{option.name} {option.metavar}")
         text = rest.pop(0)
     return _typed(option, text)
 
@@ -149,11 +170,8 @@ def _unknown(command: Command, name: str, known: dict[str, Option]) -> str:
 def _check_positionals(command: Command, given: list[str]) -> None:
     required = [name for name in command.positionals if not name.startswith("[")]
     if len(given) < len(required):
-        missing = " ".join(required[len(given) :])
-        raise UserError(
-            f"shardline {command.name}: {missing} is missing: shardline {command.name} {' '.join(command.positionals)}"
-        )
-    several = bool(command.positionals) and command.positionals[-1].endswith("...")
-    if len(given) > len(command.positionals) and not several:
+        missing, usage = " ".join(required[len(given) :]), " ".join(("shardline", command.name, *command.positionals))
+        raise UserError(f"shardline {command.name}: {missing} is missing: {usage}")
+    if len(given) > len(command.positionals) and not command.takes_several:
         extra = given[len(command.positionals)]
         raise UserError(f"shardline {command.name}: unexpected argument {extra!r}")

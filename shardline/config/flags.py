@@ -31,63 +31,52 @@ def parse_flags(words: Sequence[str]) -> Flags:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
             problems.append(f"{WHERE}: {show(word)}: expected a flag such as --training.steps=100")
-            continue
-        name, equals, text = word[2:].partition("=")
-        key = name.replace("-", "_")
-        problem = _take(flags, key, text if equals else None, rest)
-        if problem:
+        elif problem := _take(flags, word, rest):
             problems.append(problem)
     if problems:
         raise ConfigError("\n".join(problems))
     return flags
 
 
-def _take(flags: Flags, key: str, text: str | None, rest: list[str]) -> str | None:
-    """Store one flag; what is wrong with it, or None."""
-    if key == "preset":
-        flags.preset = text if text is not None else _next(rest)
-        return None if flags.preset else line(WHERE, "--preset", "needs a name")
+def _take(flags: Flags, word: str, rest: list[str]) -> str | None:
+    """Store one flag, with its value from the rest; return what is wrong with it, or None."""
+    name, equals, text = word[2:].partition("=")
+    key = name.replace("-", "_")
+    value = text if equals else rest.pop(0) if takes_value(word, rest) else None
     annotation = annotation_of(key)
+    if key == "preset":
+        flags.preset = value
+        return None if value else line(WHERE, "--preset", "needs a name")
     if annotation is None and _negated(key):
-        if text is not None:
-            return line(WHERE, key, f"takes no value; write --{_negated(key)}=true or false")
         flags.values[_negated(key)] = False
-        return None
+        return None if value is None else line(WHERE, key, f"takes no value; write --{_negated(key)}=true or false")
     if annotation is None:
-        if text is None:
-            _next(rest)
         return unknown_key(WHERE, key)
-    if bool in kinds(annotation) and text is None:
-        flags.values[key] = BOOLEANS[rest.pop(0).lower()] if rest and rest[0].lower() in BOOLEANS else True
-        return None
-    text = text if text is not None else _next(rest)
-    if text is None:
+    if bool in kinds(annotation) and value is None:
+        flags.values[key] = True
+    elif value is None:
         return line(WHERE, key, f"needs a value: --{key}=VALUE")
-    if key == "job.config_file":
-        if flags.config_file not in (None, text):
-            return line(WHERE, key, f"given twice: {show(flags.config_file)} and {show(text)}")
-        flags.config_file = text
-        return None
-    flags.values[key] = from_text(text, annotation)
+    elif key != "job.config_file":
+        flags.values[key] = from_text(value, annotation)
+    elif flags.config_file not in (None, value):
+        return line(WHERE, key, f"given twice: {show(flags.config_file)} and {show(value)}")
+    else:
+        flags.config_file = value
     return None
 
 
-def span(words: Sequence[str]) -> int:
-    """How many words the first flag takes: itself, or itself and its value."""
-    name, equals, _ = words[0][2:].partition("=")
-    if equals or len(words) == 1:
-        return 1
+def takes_value(word: str, rest: Sequence[str]) -> bool:
+    """Whether the word after a flag is its value: not after `=` or `--a.no_b`; after a boolean, only true or false."""
+    name, equals, _ = word[2:].partition("=")
+    if equals or not rest:
+        return False
     key = name.replace("-", "_")
     annotation = annotation_of(key)
     if annotation is None and _negated(key):
-        return 1
+        return False
     if annotation is not None and bool in kinds(annotation):
-        return 2 if words[1].lower() in BOOLEANS else 1
-    return 1 if words[1].startswith("--") else 2
-
-
-def _next(rest: list[str]) -> str | None:
-    return rest.pop(0) if rest and not rest[0].startswith("--") else None
+        return rest[0].lower() in BOOLEANS
+    return not rest[0].startswith("--")
 
 
 def _negated(key: str) -> str:

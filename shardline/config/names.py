@@ -5,11 +5,13 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardline import registry
-from shardline.config.schema import Config
 from shardline.registry import nearest
+
+if TYPE_CHECKING:
+    from shardline.config.schema import Config
 
 # ---- dtypes, optimizers, schedules, models ---------------------------------------------------------------------------
 

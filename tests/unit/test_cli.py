@@ -6,12 +6,14 @@ import sys
 import time
 import tomllib
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardline import registry
-from shardline.cli.main import COMMANDS, main
+from shardline.cli.commands import COMMANDS
+from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.run.options import TrainOptions
 
@@ -59,7 +61,7 @@ def test_each_command_explains_itself(run, name):
     assert out.startswith(f"usage: shardline {name}")
     assert "examples:" in out
     assert "{" not in out
-    for option in COMMANDS[name][0].options:
+    for option in COMMANDS[name].options:
         assert f"--{option.name}" in out
     assert all(len(line) <= 120 for line in out.splitlines())
 
@@ -107,7 +109,7 @@ def test_user_errors_exit_2_without_traceback(run, words, expected):
 def test_help_states_defaults_of_nothing_too(run):
     _, out, _ = run("generate", "--help")
     assert "higher is more varied. Default: 0.0." in out
-    assert "Seed of the choice. Default: 0." in out
+    assert "Seed of the sampling. Default: 0." in out
 
 
 def test_debug_shows_the_traceback(run):
@@ -231,7 +233,7 @@ def test_interrupt_exits_130(run, monkeypatch):
     def interrupted(parsed):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(COMMANDS, "config", (COMMANDS["config"][0], interrupted))
+    monkeypatch.setitem(COMMANDS, "config", replace(COMMANDS["config"], run=interrupted))
     assert run("config") == (130, "", "interrupted\n")
 
 

@@ -1,0 +1,461 @@
+"""The commands: a table of their options, and what each runs. Nothing here imports torch before a command needs it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from shardline.cli.parser import Command, Option, Parsed
+from shardline.config.files import preset_names
+from shardline.config.names import DTYPES, SCHEDULES
+from shardline.errors import UserError
+
+if TYPE_CHECKING:
+    from shardline.config.schema import Config
+    from shardline.run.options import TrainOptions
+
+_DTYPE = Option("dtype", f"Convert to {', '.join(DTYPES)}; unset keeps the types.", str, "TYPE", choices=DTYPES)
+_JSON = Option("json", "Print one JSON object per line.", bool)
+_ITERATIONS = Option("iterations", "Timed calls; unset: as many as fit into half a second.", int, "N", low=1)
+_RENDEZVOUS = (
+    Option("nnodes", "Number of machines, or a range.", str, "N|MIN:MAX", default="1"),
+    Option("node-rank", "Number of this machine, from 0.", int, "N", default=0, low=0),
+    Option("rdzv-id", "Name of the job under which machines meet.", str, "ID", default="none"),
+    Option("rdzv-backend", "How machines meet: static or c10d.", str, "NAME", default="static"),
+    Option("rdzv-endpoint", "Address at which machines meet.", str, "HOST:PORT", default=""),
+)
+
+
+def _processes(help: str, default: int | None = None) -> Option:
+    return Option("nproc", f"Processes on this machine{help}.", int, "N", ("nproc-per-node",), default=default, low=1)
+
+
+# ---- the config of a command -----------------------------------------------------------------------------------------
+
+_CONFIG_DETAILS = f"""\
+FILE is TOML or YAML. Flags change single keys: --training.steps 100, --training.steps=100, --compile.enable,
+--compile.no_enable; lists are comma separated. `shardline config --comments` explains every key.
+--preset NAME starts from a packaged file: {", ".join(preset_names())}."""
+
+
+def load(file: str | None, flags: Sequence[str]) -> Config:
+    """The config of a command: loaded, the custom module imported, combinations checked."""
+    from shardline.config.load import load_config
+    from shardline.config.rules import check
+    from shardline.registry import import_custom
+
+    config = load_config(file, flags)
+    with _placing(config):
+        import_custom(config.experimental.custom_import)
+        check(config)
+    return config
+
+
+def _check_model(config: Config) -> None:
+    """Resolve the flavor and its overrides, unless the model is not built yet."""
+    from shardline.config.rules import pending
+
+    if not any(row.key in ("model.name", "model.flavor") for row in pending(config)):
+        from shardline.models.flavors import resolve
+
+        with _placing(config):
+            resolve(config.model)
+
+
+@contextlib.contextmanager
+def _placing(config: Config) -> Iterator[None]:
+    """Add the place where a key was given to each line of an error that begins with the key."""
+    try:
+        yield
+    except UserError as error:
+        error.args = ("\n".join(_located(config, line) for line in str(error).splitlines()),)
+        raise
+
+
+def _located(config: Config, line: str) -> str:
+    from shardline.config.assemble import annotation_of
+
+    key = re.match(r"[\w.]*", line)[0].rstrip(".")  # type: ignore[index]
+    if annotation_of(key) is None and not line.startswith("model: "):  # "model: " is about several fields
+        return line
+    places = [config.origin(known) for known in (key, *config.given()) if known == key or known.startswith(f"{key}.")]
+    where = next((place for place in places if place), "")
+    return f"{where}: {line}" if where else line
+
+
+# ---- train and config ------------------------------------------------------------------------------------------------
+
+
+def _train(parsed: Parsed) -> int:
+    from shardline.config.rules import refuse_pending
+    from shardline.run.options import TrainOptions
+
+    options = TrainOptions(**parsed.named(), debug=parsed.options["debug"], words=parsed.words)
+    if options.resume and options.overwrite:
+        raise UserError("--resume continues a run and --overwrite moves it aside: give one of them")
+    if options.world_size is not None and not options.dry_run:
+        raise UserError("--world-size is for --dry-run; --nproc starts processes")
+    config = load(parsed.file, parsed.flags)
+    if not options.dry_run:
+        refuse_pending(config)
+    _check_model(config)
+    with _placing(config):
+        if options.dry_run:
+            return _describe(config, options)
+        from shardline.launch.launch import train
+
+        return train(config, options)
+
+
+def _describe(config: Config, options: TrainOptions) -> int:
+    from shardline.run.options import node_range
+    from shardline.tools.dry_run.dry_run import describe
+
+    _, nodes = node_range(options.nnodes)
+    ranks = nodes * options.nproc
+    known = options.world_size or (ranks if ranks > 1 else None)
+    print(describe(config, known, options.nproc if nodes > 1 else None))
+    return 0
+
+
+def _config(parsed: Parsed) -> int:
+    if parsed.options["compatibility"]:
+        from shardline.config.features import compatibility_page
+
+        print(compatibility_page(), end="")
+        return 0
+    from shardline.config.rules import notes
+    from shardline.config.write import diff, markdown, to_toml
+
+    if parsed.options["markdown"]:
+        print(markdown(), end="")
+        return 0
+    if parsed.options["diff"]:
+        if parsed.positionals or parsed.flags:
+            raise UserError("shardline config --diff A B compares two files or presets and takes nothing else")
+        a, b = (_file_or_preset(name) for name in parsed.options["diff"])
+        print(diff(a, b), end="")
+        return 0
+    config = load(parsed.file, parsed.flags)
+    _check_model(config)
+    for note in (*config.alias_notes, *notes(config)):
+        print(f"note: {note}", file=sys.stderr)
+    print(to_toml(config, comments=parsed.options["comments"]), end="")
+    return 0
+
+
+def _file_or_preset(name: str) -> Config:
+    from shardline.config.load import load_config
+
+    if not os.path.exists(name) and name.removesuffix(".toml") in preset_names():
+        return load_config(preset=name)
+    return load_config(name)
+
+
+TRAIN = Command(
+    "train",
+    "Train a model from a config file, a preset or flags alone.",
+    ("[FILE]",),
+    (
+        Option("resume", "Resume from the latest checkpoint; an error if there is none.", bool),
+        Option("overwrite", "Move the run that is already in the folder aside.", bool),
+        Option("dry-run", "Report layout, sizes and communication; do not train.", bool),
+        Option("world-size", "Number of ranks in a dry run.", int, "N", low=1),
+        _processes("", default=1),
+        *_RENDEZVOUS,
+        Option("max-restarts", "How often failed workers are restarted.", int, "N", default=0, low=0),
+    ),
+    _train,
+    config_flags=True,
+    details=_CONFIG_DETAILS,
+    examples=(
+        "shardline train --preset demo",
+        "shardline train run.toml --training.steps 500 --optimizer.lr=1e-3",
+        "shardline train run.toml --job.dump_folder outputs/first --checkpoint.enable --resume",
+        "shardline train run.toml --dry-run",
+    ),
+)
+CONFIG = Command(
+    "config",
+    "Check a config and print it resolved, as TOML that loads back to the same config.",
+    ("[FILE]",),
+    (
+        Option("comments", "Add type, default and meaning above each key.", bool),
+        Option("diff", "Print the keys in which two files or presets differ.", str, "A B", count=2),
+        Option("markdown", "Print the reference page of all keys.", bool),
+        Option("compatibility", "Print which features can be combined.", bool),
+    ),
+    _config,
+    config_flags=True,
+    details=_CONFIG_DETAILS,
+    examples=(
+        "shardline config run.toml",
+        "shardline config --preset llama3_8b --training.seq_len=4096 > run.toml",
+        "shardline config --comments",
+        "shardline config --diff run.toml llama3_8b",
+    ),
+)
+
+
+# ---- data, models and checkpoints ------------------------------------------------------------------------------------
+
+
+def _import(parsed: Parsed) -> int:
+    for name in (word.lstrip("-").partition("=")[0] for word in parsed.flags if word.startswith("--")):
+        if not name.startswith(("model.", "experimental.custom_import", "preset")):
+            raise UserError(
+                f"shardline import: there is no option --{name}: it reads only --model.* of a config"
+            )
+    named = parsed.named()
+    file = named.pop("config")
+    config = load(file, parsed.flags) if file or parsed.flags else None
+    from shardline.checkpoint.convert import import_model
+
+    return import_model(*parsed.positionals, config=config, **named)
+
+
+def _generate(parsed: Parsed) -> int:
+    if parsed.options["prompt"] is None:
+        raise UserError('shardline generate: --prompt is missing: --prompt "Once upon a time"')
+    if parsed.options["top_p"] is not None and not 0 < parsed.options["top_p"] <= 1:
+        raise UserError(f"--top-p: expected a number above 0, at most 1, got {parsed.options['top_p']}")
+    from shardline.tools.generate import command
+
+    return command(parsed.positionals[0], **parsed.named())
+
+
+PREPARE = Command(
+    "data prepare",
+    "Tokenize text into a token store that training reads without copying.",
+    ("SRC", "OUT"),
+    (
+        Option("tokenizer", 'tokenizer.json or its folder, or "bytes".', str, "PATH", default="bytes"),
+        Option("text-field", "Field of each record that holds the text.", str, "NAME", default="text"),
+        Option("split", "Split of a Hugging Face dataset.", str, "NAME", default="train"),
+        Option("workers", "Processes that tokenize; unset means one per core.", int, "N", low=1),
+        Option("overwrite", "Replace what is in OUT.", bool),
+    ),
+    "shardline.data.prepare:command",
+    details="SRC: a text, JSONL or Parquet file, a glob in quotes, a folder, or the name of a Hugging Face dataset.",
+    examples=(
+        "shardline data prepare corpus.jsonl store --tokenizer ./llama",
+        "shardline data prepare 'shards/*.parquet' store --text-field content",
+        "shardline train run.toml --training.dataset_path store",
+    ),
+)
+IMPORT = Command(
+    "import",
+    "Convert a Hugging Face folder (config.json, safetensors) or a TorchTitan checkpoint to a Shardline checkpoint.",
+    ("FOLDER", "OUT"),
+    (
+        Option("trust-pickle", "Read TorchTitan's .metadata, a pickle that can run code.", bool),
+        Option("config", "TorchTitan: take the model section of this file.", str, "FILE"),
+        _DTYPE,
+        Option("overwrite", "Replace OUT.", bool),
+    ),
+    _import,
+    config_flags=True,
+    details="--model.name, --model.flavor and --model.overrides.* name the model of a TorchTitan checkpoint.",
+    examples=(
+        "shardline import ./Llama-3.2-1B checkpoints/llama",
+        "shardline import outputs/checkpoint/step-1000 checkpoints/ours --trust-pickle --model.flavor 8B",
+    ),
+)
+_FORMATS = ("hf", "consolidated")
+EXPORT = Command(
+    "export",
+    "Write the weights of a checkpoint for other programs.",
+    ("CHECKPOINT", "OUT"),
+    (
+        Option("format", "hf: a Hugging Face folder; consolidated: one file.", str, "NAME", (), _FORMATS, "hf"),
+        _DTYPE,
+        Option("max-shard-size", "hf: largest file, such as 500MB or 2GiB; unset: 5GB.", str, "SIZE"),
+        Option("overwrite", "Replace OUT.", bool),
+    ),
+    "shardline.checkpoint.convert:export",
+    details="CHECKPOINT: a run, a checkpoint, or a URL of one such as s3://bucket/run.",
+    examples=(
+        "shardline export outputs/run/checkpoint/step-500 ./model --dtype bfloat16",
+        "shardline export outputs/run/checkpoint/step-500 ./weights --format consolidated",
+    ),
+)
+_CHECKPOINTS = "PATH: a run, its checkpoint folder, one step, or a URL of them such as s3://bucket/run."
+CHECKPOINT_LS = Command(
+    "checkpoint ls",
+    "List checkpoints with their sizes and layouts, and what is broken or unfinished.",
+    ("PATH",),
+    (_JSON,),
+    "shardline.tools.checkpoints:ls",
+    details=_CHECKPOINTS,
+    examples=("shardline checkpoint ls outputs/run",),
+)
+CHECKPOINT_VERIFY = Command(
+    "checkpoint verify",
+    "Compare every byte of checkpoints with its checksum; exit code 2 and a list if anything is damaged.",
+    ("PATH",),
+    (Option("step", "Verify this step only; unset: every step.", int, "N", low=0), _JSON),
+    "shardline.tools.checkpoints:verify",
+    details=_CHECKPOINTS,
+    examples=("shardline checkpoint verify outputs/run", "shardline checkpoint verify outputs/run --step 200"),
+)
+CHECKPOINT_SHOW = Command(
+    "checkpoint show",
+    "Show what a checkpoint holds: step, data position, model, layout, tensors.",
+    ("PATH",),
+    (Option("tensors", "List every tensor with its type, shape and shards.", bool), _JSON),
+    "shardline.tools.checkpoints:show",
+    details=_CHECKPOINTS + "\nOf several steps the newest is shown.",
+    examples=(
+        "shardline checkpoint show outputs/run",
+        "shardline checkpoint show outputs/run/checkpoint/step-200 --tensors",
+    ),
+)
+GENERATE = Command(
+    "generate",
+    "Continue a prompt with a trained model.",
+    ("FOLDER",),
+    (
+        Option("prompt", "Text to continue.", str, "TEXT"),
+        Option("max-new-tokens", "Longest continuation.", int, "N", default=100, low=1),
+        Option("temperature", "0 takes the likeliest token; higher is more varied.", float, "T", default=0.0, low=0),
+        Option("top-k", "Sample from the K likeliest tokens.", int, "K", low=1),
+        Option("top-p", "Sample from the likeliest tokens of total probability P.", float, "P", low=0),
+        Option("seed", "Seed of the sampling.", int, "N", default=0, low=0),
+        Option("device", "cpu or cuda; unset takes a GPU if there is one.", str, "NAME"),
+        Option("tokenizer", "tokenizer.json, its folder, or bytes; unset takes the model's.", str, "PATH"),
+    ),
+    _generate,
+    details="FOLDER: a run, a checkpoint, the URL of one such as s3://bucket/run, or a Hugging Face folder.",
+    examples=('shardline generate outputs/run --prompt "Once upon a time" --temperature 0.8 --top-p 0.95',),
+)
+
+
+# ---- measurements and drawings ---------------------------------------------------------------------------------------
+
+
+def _bench_comm(parsed: Parsed) -> int:
+    if parsed.options["tp"] is not None:
+        parsed.flags.append(f"--parallelism.tensor_parallel_degree={parsed.options['tp']}")
+    config = load(parsed.file, parsed.flags)
+    from shardline.tools.bench.comm import CommOptions, run
+
+    names = ("sizes", "ops", "dim", "dtype", "iterations", "json")
+    return run(CommOptions(config, _start_options(parsed), **parsed.named(*names)))
+
+
+def _bench_overlap(parsed: Parsed) -> int:
+    keys = {"model": "model.name", "flavor": "model.flavor", "tp": "parallelism.tensor_parallel_degree"}
+    parsed.flags += [f"--{key}={parsed.options[name]}" for name, key in keys.items()]
+    config = load(parsed.file, parsed.flags)
+    _check_model(config)
+    from shardline.tools.bench.overlap import OverlapOptions, run
+
+    names = ("seq", "batch", "backend", "dtype", "iterations", "json")
+    return run(OverlapOptions(config, _start_options(parsed), **parsed.named(*names)))
+
+
+def _start_options(parsed: Parsed) -> TrainOptions:
+    """How the ranks of a benchmark start; nproc 0 leaves their number to the layout."""
+    from shardline.run.options import TrainOptions
+
+    named = parsed.named("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "debug")
+    return TrainOptions(nproc=parsed.options["nproc"] or 0, words=parsed.words, **named)
+
+
+_OPS = "all_reduce,all_gather,reduce_scatter,all_to_all,p2p"
+BENCH_COMM = Command(
+    "bench comm",
+    "Measure the speed of collectives over one mesh axis, by size.",
+    ("[FILE]",),
+    (
+        Option("sizes", "A size, a doubling range, or a list: 1M, 1M:2G, 4K,1M.", str, "SIZES", default="1M:64M"),
+        Option("ops", "Comma-separated collectives.", str, "NAMES", default=_OPS),
+        Option("dim", "Mesh axis: tp, dp_shard, ..., or world for all ranks.", str, "NAME", default="world"),
+        Option("tp", "Tensor-parallel ranks; --parallelism.* sets the rest of the layout.", int, "N", low=1),
+        Option("dtype", f"{', '.join(DTYPES)}.", str, "TYPE", choices=DTYPES, default="float32"),
+        _ITERATIONS,
+        _JSON,
+        _processes("; unset: as many as the layout needs"),
+        *_RENDEZVOUS,
+    ),
+    _bench_comm,
+    config_flags=True,
+    details="Bandwidths are counted as nccl-tests count them. Without a layout, the axis has all ranks.",
+    examples=(
+        "shardline bench comm --sizes 1M:2G --nproc 2",
+        "shardline bench comm run.toml --dim tp --ops all_gather,reduce_scatter --dtype bfloat16",
+        "shardline bench comm --dim tp --tp 2 --parallelism.data_parallel_shard_degree 2 --json",
+    ),
+)
+BENCH_OVERLAP = Command(
+    "bench overlap",
+    "Measure the overlapped tensor-parallel products of a model against collective-then-multiply.",
+    (),
+    (
+        Option("model", "Model family.", str, "NAME", default="llama3"),
+        Option("flavor", "Size of the model.", str, "NAME", default="8B"),
+        Option("tp", "Tensor-parallel ranks.", int, "N", default=2, low=1),
+        Option("seq", "Tokens per sequence.", int, "N", default=8192, low=1),
+        Option("batch", "Sequences per micro-batch.", int, "N", default=1, low=1),
+        Option("backend", "Measure this backend beside serial; unset: every one that can run.", str, "NAME"),
+        Option("dtype", f"{', '.join(DTYPES)}; unset: bfloat16 on a GPU, else float32.", str, "TYPE", choices=DTYPES),
+        _ITERATIONS,
+        _JSON,
+        _processes("; unset: as many as --tp needs"),
+        *_RENDEZVOUS,
+    ),
+    _bench_overlap,
+    config_flags=True,
+    examples=(
+        "shardline bench overlap --model llama3 --flavor 8B --tp 2 --seq 8192 --batch 1",
+        "shardline bench overlap --flavor debugmodel --tp 2 --seq 256 --backend ring --json",
+    ),
+)
+TRACE_OVERLAP = Command(
+    "trace overlap",
+    "Report how much communication profiler traces contain, and how much of it computation hides.",
+    ("TRACE...",),
+    (_JSON,),
+    "shardline.tools.trace:command",
+    details="TRACE: .json or .json.gz of one rank, as `--profiling.enable_profiling` writes them, one per rank,"
+    "\nor the folder of a run, which stands for its last profile.",
+    examples=(
+        "shardline trace overlap outputs/run",
+        "shardline trace overlap outputs/run/profile_traces/iteration_10/rank*_trace.json",
+    ),
+)
+SCHEDULE = Command(
+    "schedule",
+    "Draw a pipeline schedule and report its cost, without running anything.",
+    (),
+    (
+        Option("pp", "Pipeline ranks.", int, "N", low=1),
+        Option("microbatches", "Micro-batches per step.", int, "N", low=1),
+        Option("schedule", "Name of the schedule; unset: 1F1B.", str, "NAME"),
+        Option("stages-per-rank", "Stages on each rank; unset: the fewest possible.", int, "N", low=1),
+        Option("csv", "Read the schedule, its ranks and micro-batches from this file.", str, "FILE"),
+        Option("svg", "Also write the drawing to this file.", str, "FILE"),
+        Option("compare", "Print a table of all schedules instead.", bool),
+        Option("json", "Print one JSON object per schedule, with the time of each action.", bool),
+    ),
+    "shardline.tools.schedule:command",
+    details=f"NAME: {', '.join(SCHEDULES)}.",
+    examples=(
+        "shardline schedule --pp 8 --microbatches 32 --schedule Interleaved1F1B --stages-per-rank 2",
+        "shardline schedule --pp 4 --microbatches 8 --schedule ZBVZeroBubble --svg zbv.svg",
+        "shardline schedule --pp 8 --microbatches 32 --compare",
+        "shardline schedule --csv mine.csv",
+    ),
+)
+
+COMMANDS: dict[str, Command] = {
+    command.name: command
+    for command in (
+        *(TRAIN, CONFIG, PREPARE, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
+        *(BENCH_COMM, BENCH_OVERLAP, TRACE_OVERLAP, SCHEDULE),
+    )
+}
