@@ -26,16 +26,7 @@ _HOMES = {
     "register_hook": "shardline.registry",
 }
 
-__all__ = [
-    "Config",
-    "Trainer",
-    "__version__",
-    "load_config",
-    "register_flavor",
-    "register_hook",
-    "register_optimizer",
-    "register_source",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a user's module (`experimental.custom_import`) can add: flavors, data sources, optimizers and hooks."""
+"""Flavors, data sources, optimizers and hooks that a user's module (`experimental.custom_import`) adds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def register_flavor(model: str, flavor: str, architecture: Any) -> None:
 
 
 def register_source(name: str) -> Callable[[Function], Function]:
-    """`training.dataset = name` reads documents from `function(path) -> Iterable[str]`."""
+    """Let `training.dataset = name` read documents from `function(path) -> Iterable[str]`."""
     return _adder(sources, name)
 
 
 def register_optimizer(name: str) -> Callable[[Function], Function]:
-    """`optimizer.name = name` builds `function(parameter_groups, section) -> torch.optim.Optimizer`."""
+    """Let `optimizer.name = name` build `function(parameter_groups, section) -> torch.optim.Optimizer`."""
     return _adder(optimizers, name)
 
 
@@ -55,7 +55,7 @@ def run_hooks(event: Event, *arguments: Any) -> None:
 
 
 def nearest(name: str, names: Any) -> str:
-    """`, did you mean 'x'?` when a name is close to a known one, else nothing."""
+    """`, did you mean 'x'?` if a name is close to a known one, else nothing."""
     known = {str(candidate).lower(): str(candidate) for candidate in names}
     close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     return f", did you mean {known[close[0]]!r}?" if close else ""

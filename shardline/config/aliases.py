@@ -1,4 +1,4 @@
-"""Keys of older TorchTitan versions: what each is called now, and which have no successor."""
+"""Keys of older TorchTitan versions: their current names, and those without a successor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONVERTER_NAMES = {"float8": FLOAT8, "mx": "quantize.linear.mx"}
 
 @dataclass(frozen=True)
 class Alias:
-    """An older key. `kind` is its type where that differs from the new key's; `convert` then makes the new value."""
+    """An older key. If its type differs from the new key's, `kind` is the type and `convert` makes the new value."""
 
     new: str
     kind: Any = None
@@ -64,7 +64,7 @@ ALIASES: dict[str, Alias] = {
     "mx.filter_fqns": Alias("quantize.linear.mx.filter_fqns"),
 }
 
-# Accepted, with a line that says they do nothing. The value is the type a flag of that name takes.
+# Accepted with a note that they have no effect: key -> type of its value.
 NO_EFFECT: dict[str, Any] = {
     "job.use_for_integration_test": bool,
     "model.norm_type": str,

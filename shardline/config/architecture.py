@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from shardline.config.types import show
 from shardline.errors import ConfigError
 from shardline.registry import nearest
 
-# What each rule of scaling reads beside its factor.
+# The fields that each scaling rule reads besides the factor.
 SCALING_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -22,7 +23,7 @@ SCALING_FIELDS: dict[str, tuple[str, ...]] = {
 
 
 class RopeScaling(BaseModel):
-    """How rotary frequencies are stretched beyond the length a model was first trained on."""
+    """How rotary frequencies are scaled beyond the length that a model was first trained with."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -33,7 +34,9 @@ class RopeScaling(BaseModel):
     )
     high_freq_factor: float = Field(default=4.0, gt=0, description="llama3: wavelengths below original/this are kept.")
     original_max_position_embeddings: int | None = Field(default=None, ge=1, description="Length before scaling.")
-    attention_factor: float | None = Field(default=None, gt=0, description="yarn: scale of cos and sin; unset derives.")
+    attention_factor: float | None = Field(
+        default=None, gt=0, description="yarn: scale of cos and sin; unset: derived."
+    )
     beta_fast: float = Field(default=32.0, gt=0, description="yarn: rotations above which a frequency is kept.")
     beta_slow: float = Field(default=1.0, gt=0, description="yarn: rotations below which a frequency is divided.")
     mscale: float | None = Field(default=None, description="yarn: numerator of the derived attention factor.")
@@ -52,7 +55,7 @@ class RopeScaling(BaseModel):
 
 
 class Architecture(BaseModel):
-    """One decoder. `n_kv_heads` left out means `n_heads`, `head_dim` left out means `dim // n_heads`."""
+    """One decoder. By default, `n_kv_heads` is `n_heads` and `head_dim` is `dim // n_heads`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -63,25 +66,25 @@ class Architecture(BaseModel):
     head_dim: int = Field(default=0, ge=2, description="Width of one head; even.")
     ffn_dim: int = Field(ge=1, description="Width inside the feed-forward part.")
     vocab_size: int = Field(ge=1, description="Rows of the embedding.")
-    max_seq_len: int = Field(default=131072, ge=1, description="Longest sequence the model is meant for.")
+    max_seq_len: int = Field(default=131072, ge=1, description="Longest sequence that the model is meant for.")
     rope_theta: float = Field(default=500000.0, gt=0, description="Base of the rotary frequencies.")
-    rope_scaling: RopeScaling | None = Field(default=None, description="Stretching of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(default=None, description="Scaling of the rotary frequencies.")
     norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon of RMSNorm.")
     qkv_bias: bool = Field(default=False, description="Bias on the query, key and value projections.")
     out_bias: bool = Field(default=False, description="Bias on the attention output projection.")
     mlp_bias: bool = Field(default=False, description="Bias on the feed-forward projections.")
     qk_norm: bool = Field(default=False, description="RMSNorm on each query and key head.")
     tie_word_embeddings: bool = Field(default=False, description="The output layer shares the embedding's weight.")
-    sliding_window: int | None = Field(default=None, ge=1, description="Tokens a query sees back; unset is all.")
+    sliding_window: int | None = Field(default=None, ge=1, description="Tokens that a query sees; unset: all.")
     sliding_window_layers: tuple[int, ...] | None = Field(
         default=None, description="Layers that use the window; unset means every layer."
     )
     attn_mask_type: Literal["causal", "block_causal"] = Field(
-        default="causal", description="block_causal keeps packed documents apart."
+        default="causal", description="block_causal separates packed documents."
     )
     attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
     family: Literal["llama", "mistral", "qwen2", "qwen3"] = Field(
-        default="llama", description="Whose Hugging Face names are written."
+        default="llama", description="Family whose Hugging Face names are used."
     )
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
 
@@ -108,14 +111,14 @@ class Architecture(BaseModel):
             raise ValueError(f"head_dim ({self.head_dim}) must be even")
         outside = [layer for layer in self.sliding_window_layers or () if not 0 <= layer < self.n_layers]
         if outside:
-            raise ValueError(f"sliding_window_layers names {outside}, the layers are 0 to {self.n_layers - 1}")
+            raise ValueError(f"sliding_window_layers names {outside}, but the layers are 0 to {self.n_layers - 1}")
         return self
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Architecture:
         """A copy with some fields changed.
 
-        `head_dim` and `n_kv_heads` follow `dim` and `n_heads` where they followed them before. A `rope_scaling` table
-        without `type` changes single values of the present one.
+        `head_dim` and `n_kv_heads` follow `dim` and `n_heads` if they did before. A `rope_scaling` table without
+        `type` changes single values of the present one.
         """
         unknown = [name for name in overrides if name not in Architecture.model_fields]
         if unknown:
@@ -137,19 +140,36 @@ def build(fields: Mapping[str, Any]) -> Architecture:
     try:
         return Architecture.model_validate(dict(fields))
     except ValidationError as error:
-        raise ConfigError("\n".join(_line(row) for row in error.errors())) from None
+        raise ConfigError("\n".join(": ".join(field_problem(row)) for row in error.errors())) from None
 
 
 def unknown_override(name: str) -> str:
-    """The message for a name that is no architecture field."""
+    """The error for a name that is not an architecture field."""
     close = nearest(name, Architecture.model_fields)
     known = "" if close else f"; fields: {', '.join(Architecture.model_fields)}"
     return f"model.overrides.{name}: there is no such architecture field{close}{known}"
 
 
-def _line(row: Any) -> str:
-    name = ".".join(str(part) for part in row["loc"])
-    where = f"model.overrides.{name}" if name else "model"
+def field_problem(row: Any) -> tuple[str, str]:
+    """The key of a field in pydantic's row of an error, and what is wrong with it."""
+    names = [str(part) for part in row["loc"] if isinstance(part, str)]
+    key = ".".join(["model.overrides", *names]) if names else "model"
     if row["type"] == "value_error":
-        return f"{where}: {row['ctx']['error']!s}"
-    return f"{where}: {row['msg'][0].lower()}{row['msg'][1:]}, got {row['input']!r}"
+        return key, str(row["ctx"]["error"])
+    if row["type"] == "extra_forbidden":
+        return key, "there is no such field" + nearest(names[-1][:100], RopeScaling.model_fields)
+    expected = _EXPECTED[row["type"]].format(**row.get("ctx", {})) if row["type"] in _EXPECTED else row["msg"]
+    return key, f"expected {expected}, got {show(row['input'])}"
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "tuple_type": "a list of whole numbers",
+    "model_type": "a table",
+    "literal_error": "{expected}",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "a number, {ge} or more",
+}

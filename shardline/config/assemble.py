@@ -1,9 +1,8 @@
-"""From flat `section.key -> value` pairs to a checked Config; errors name key, place, what was expected and seen."""
+"""Builds a Config from flat `section.key -> value` pairs. Errors name key, place, what was expected and seen."""
 
 from __future__ import annotations
 
 import difflib
-import reprlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -11,15 +10,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardline.config.aliases import ALIASES, NO_EFFECT
-from shardline.config.architecture import Architecture, RopeScaling, unknown_override
+from shardline.config.architecture import Architecture, RopeScaling, field_problem, unknown_override
 from shardline.config.schema import Config, leaves, tables
-from shardline.config.types import is_optional, words
+from shardline.config.types import is_optional, show, words
 from shardline.errors import ConfigError
 from shardline.registry import nearest
 
 OVERRIDES = "model.overrides"
 
-# Any valid decoder: override values are checked one by one against its fields before the flavor is known.
+# A valid decoder: each override is checked in it alone, before the flavor is known.
 _SAMPLE: dict[str, Any] = {
     "dim": 64,
     "n_layers": 1,
@@ -32,7 +31,7 @@ _SAMPLE: dict[str, Any] = {
 
 
 def build_config(values: Mapping[str, Any], origins: Mapping[str, str], alias_notes: Sequence[str] = ()) -> Config:
-    """Check the values and make the Config; `origins` says where each key was given."""
+    """Check the values and build the Config; `origins` holds the place where each key was given."""
     nested: dict[str, Any] = {}
     for name in tables():
         _put(nested, name, {})
@@ -56,20 +55,8 @@ def line(where: str, key: str, message: str) -> str:
     return f"{where}: {key}: {message}" if where else f"{key}: {message}"
 
 
-def show(value: Any) -> str:
-    """A value in an error: short, whatever it is."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 80
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    try:
-        return short.repr(value)
-    except ValueError:  # Python refuses to print integers of thousands of digits
-        return "a number with thousands of digits"
-
-
 def annotation_of(key: str) -> Any:
-    """The type of a key, an older key or an override field; None when there is no such key."""
+    """The type of a key, an older key or an override field; None if there is no such key."""
     if key in leaves():
         return leaves()[key].annotation
     if key in ALIASES:
@@ -87,7 +74,7 @@ def annotation_of(key: str) -> Any:
 
 @cache
 def nearest_key(key: str) -> str:
-    """`, did you mean 'x'?` for a key close to a known one, in the same section or another."""
+    """`, did you mean 'x'?` for a key close to a known one in any section."""
     section, _, name = key.rpartition(".")
     best, best_score = "", 0.0
     for known in leaves():
@@ -155,7 +142,7 @@ def _problem(row: Any, origins: Mapping[str, str]) -> str:
 
 
 def _leaf_key(location: Sequence[Any]) -> str:
-    """The config key in pydantic's location, which goes on into list items and union members."""
+    """The config key in pydantic's location, which continues into list items and union members."""
     parts = [str(part) for part in location]
     for length in range(1, len(parts) + 1):
         if ".".join(parts[:length]) in leaves():
@@ -164,7 +151,7 @@ def _leaf_key(location: Sequence[Any]) -> str:
 
 
 def _override_problems(overrides: Any, origins: Mapping[str, str]) -> list[str]:
-    """Unknown names and values of the wrong type or range; how fields fit together is checked with the flavor."""
+    """Unknown names, and values of the wrong type or range. Whether fields fit together is checked with the flavor."""
     if not isinstance(overrides, Mapping):
         return []
     problems = []
@@ -183,32 +170,5 @@ def _field_problems(name: str, value: Any) -> list[tuple[str, str]]:
     try:
         Architecture.model_validate(_SAMPLE | {name: scaling | dict(value) if scaling else value})
     except ValidationError as error:
-        rows = [row for row in error.errors() if row["loc"][:1] == (name,)]
-        return [(_override_key(row), _override_message(row)) for row in rows]
+        return [field_problem(row) for row in error.errors() if row["loc"][:1] == (name,)]
     return []
-
-
-def _override_key(row: Any) -> str:
-    return ".".join([OVERRIDES, *(str(part) for part in row["loc"] if isinstance(part, str))])
-
-
-def _override_message(row: Any) -> str:
-    if row["type"] == "value_error":
-        return str(row["ctx"]["error"])
-    if row["type"] == "extra_forbidden":
-        return "there is no such field" + nearest(str(row["loc"][-1])[:100], RopeScaling.model_fields)
-    expected = _EXPECTED[row["type"]].format(**row.get("ctx", {})) if row["type"] in _EXPECTED else row["msg"]
-    return f"expected {expected}, got {show(row['input'])}"
-
-
-_EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a finite number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "tuple_type": "a list of whole numbers",
-    "model_type": "a table",
-    "literal_error": "{expected}",
-    "greater_than": "a number above {gt}",
-    "greater_than_equal": "a number, {ge} or more",
-}

@@ -1,4 +1,4 @@
-"""Config files: TOML or YAML in, nested tables and the line of every key out."""
+"""Config files: reads TOML or YAML into nested tables, with the line of every key."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PRESETS = Path(__file__).parent / "presets"
 
 
 @dataclass(frozen=True)
-class Source:
-    """One parsed file. `lines` maps dotted keys (and table names) to line numbers."""
+class ConfigFile:
+    """A parsed file. `lines` maps dotted keys and table names to line numbers."""
 
     path: str
     tables: dict[str, Any]
@@ -43,28 +43,28 @@ def preset_path(name: str) -> Path:
     return PRESETS / f"{stem}.toml"
 
 
-def read_chain(path: str | Path, above: tuple[Path, ...] = ()) -> list[Source]:
+def read_chain(path: str | Path, above: tuple[Path, ...] = ()) -> list[ConfigFile]:
     """The file and everything it extends, lowest precedence first."""
-    source = read_source(path)
+    file = read_file(path)
     resolved = Path(path).resolve()
-    chain: list[Source] = []
-    for base in _bases(source):
-        target = _find_base(base, source, resolved.parent)
+    chain: list[ConfigFile] = []
+    for base in _bases(file):
+        target = _find_base(base, file, resolved.parent)
         if target.resolve() in (*above, resolved):
             loop = " -> ".join(str(step) for step in (*above, resolved, target.resolve()))
-            raise ConfigError(f"{source.where('extends')}: extends: files extend each other in a circle: {loop}")
+            raise ConfigError(f"{file.where('extends')}: extends: files extend each other in a circle: {loop}")
         chain += read_chain(target, (*above, resolved))
-    return [*chain, source]
+    return [*chain, file]
 
 
-def read_source(path: str | Path) -> Source:
+def read_file(path: str | Path) -> ConfigFile:
     text = _read_text(str(path))
     is_yaml = str(path).lower().endswith((".yaml", ".yml"))
     try:
         tables, lines = _parse_yaml(str(path), text) if is_yaml else _parse_toml(str(path), text)
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
-    return Source(str(path), tables, lines, is_yaml)
+    return ConfigFile(str(path), tables, lines, is_yaml)
 
 
 def _read_text(path: str) -> str:
@@ -93,16 +93,16 @@ def _inside(path: str) -> str:
     return f", such as {Path(path) / 'config.toml'}" if (Path(path) / "config.toml").is_file() else ""
 
 
-def _bases(source: Source) -> list[str]:
-    given = source.tables.pop("extends", None)
+def _bases(file: ConfigFile) -> list[str]:
+    given = file.tables.pop("extends", None)
     bases = [] if given is None else [given] if isinstance(given, str) else given
     if not isinstance(bases, list) or not all(isinstance(base, str) and base for base in bases):
-        raise ConfigError(f"{source.where('extends')}: extends: expected a file or preset name, or a list of them")
+        raise ConfigError(f"{file.where('extends')}: extends: expected a file or preset name, or a list of them")
     return bases
 
 
-def _find_base(base: str, source: Source, folder: Path) -> Path:
-    """A file beside the one that extends it, or a packaged preset."""
+def _find_base(base: str, file: ConfigFile, folder: Path) -> Path:
+    """The path of a base: a file beside the one that extends it, or a packaged preset."""
     try:
         if (folder / base).is_file():
             return folder / base
@@ -112,7 +112,7 @@ def _find_base(base: str, source: Source, folder: Path) -> Path:
         return preset_path(base)
     close = nearest(base, [*preset_names(), *(entry.name for entry in folder.iterdir())])
     raise ConfigError(
-        f"{source.where('extends')}: extends: {base!r} is neither a file in {folder} nor a preset"
+        f"{file.where('extends')}: extends: {base!r} is neither a file in {folder} nor a preset"
         f" ({', '.join(preset_names())}){close}"
     )
 
@@ -139,7 +139,7 @@ def _toml_hint(text: str, number: int) -> str:
 
 
 def toml_lines(text: str) -> dict[str, int]:
-    """The line of every table and key: each statement is parsed alone, joined with lines until it is complete."""
+    """The line of every table and key. Lines are joined until they parse as one statement."""
     lines: dict[str, int] = {}
     header, pending, start = "", "", 0
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
@@ -174,7 +174,7 @@ def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
 
     loader = yaml.SafeLoader(text) if text.isprintable() or _yaml_can_read(text) else None
     if loader is None:
-        raise ConfigError(f"{path}: not valid YAML: holds control characters")
+        raise ConfigError(f"{path}: not valid YAML: it holds control characters")
     try:
         node = loader.get_single_node()
         if node is None:
@@ -202,7 +202,7 @@ def _yaml_can_read(text: str) -> bool:
 
 
 def _yaml_lines(path: str, node: Any, prefix: str, lines: dict[str, int], depth: int) -> None:
-    """Lines of mapping keys, and an error for a key given twice (YAML itself would drop the first)."""
+    """Collect the line of every key. A key given twice is an error; YAML itself would drop the first."""
     if depth > 8 or not isinstance(getattr(node, "value", None), list):
         return
     seen: set[str] = set()

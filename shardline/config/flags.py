@@ -1,4 +1,4 @@
-"""Command-line words such as `--training.steps 5` into keys and values."""
+"""Reads keys and values from command-line words such as `--training.steps 5`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin
 
-from shardline.config.assemble import annotation_of, line, show, unknown_key
-from shardline.config.types import is_optional, kinds
+from shardline.config.assemble import annotation_of, line, unknown_key
+from shardline.config.types import is_optional, kinds, show
 from shardline.errors import ConfigError
 
 WHERE = "command line"
@@ -17,7 +17,7 @@ BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0
 
 @dataclass
 class Flags:
-    """What the words gave: keys (older names included), the file and the preset they name."""
+    """The keys (older names included), the file and the preset that the words give."""
 
     values: dict[str, Any] = field(default_factory=dict)
     config_file: str | None = None
@@ -80,7 +80,7 @@ def takes_value(word: str, rest: Sequence[str]) -> bool:
 
 
 def _negated(key: str) -> str:
-    """The boolean key that `--a.no_b` switches off, or nothing."""
+    """The boolean key that `--a.no_b` turns off; empty for any other key."""
     section, _, name = key.rpartition(".")
     positive = f"{section}.{name.removeprefix('no_')}"
     annotation = annotation_of(positive) if name.startswith("no_") else None
@@ -88,7 +88,7 @@ def _negated(key: str) -> str:
 
 
 def from_text(text: str, annotation: Any) -> Any:
-    """The value a text stands for; the text itself when it does not fit (the schema then says what was expected)."""
+    """The value that a text stands for, or the text itself, which the schema then refuses."""
     accepted = kinds(annotation)
     lowered = text.strip().lower()
     if lowered == "none" and is_optional(annotation):
@@ -113,7 +113,7 @@ def _number(text: str, kind: type[int] | type[float]) -> int | float | str:
 
 
 def _items(annotation: Any) -> set[type]:
-    """What a list type holds."""
+    """The item types of a list type."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) in (list, tuple):
             return kinds(get_args(candidate)[0])

@@ -1,4 +1,4 @@
-"""How many ranks each dimension of parallelism gets: numbers only, no process groups."""
+"""How many ranks each axis of the mesh has: numbers only, no process groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from shardline.config.schema import Config, Parallelism
 from shardline.errors import ConfigError
+from shardline.words import counted
 
-# Outermost first: ranks of the last axis are neighbours, so that its traffic, the heaviest, stays inside a node.
+# Outermost first. Ranks of the last axis are neighbors, so that its traffic, the heaviest, stays inside a node.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 KEYS = {
     "pp": "pipeline_parallel_degree",
@@ -20,7 +21,7 @@ KEYS = {
 }
 
 
-# Axes of the experts: another cut of the same dp_shard x cp x tp ranks, outermost first.
+# Axes of the experts, outermost first: another split of the same dp_shard x cp x tp ranks.
 EXPERT_AXES = ("expert_shard", "ep", "etp")
 
 
@@ -28,8 +29,8 @@ EXPERT_AXES = ("expert_shard", "ep", "etp")
 class Layout:
     """Degrees by axis. Rank = ((((pp * dp_replicate + r) * dp_shard + s) * cp + c) * tp + t.
 
-    Experts see the dp_shard x cp x tp ranks of a replica as expert_shard x ep x etp: `ep` ranks share the experts,
-    `etp` (1 or tp) each expert's matrices, and `expert_shard` ranks shard what is left.
+    For experts, the dp_shard x cp x tp ranks of a replica are expert_shard x ep x etp: `ep` ranks split the experts,
+    `etp` (1 or tp) ranks split each expert's matrices, and `expert_shard` ranks shard the rest.
     """
 
     pp: int = 1
@@ -71,9 +72,9 @@ class Layout:
 
 
 def resolve_layout(section: Parallelism, world_size: int) -> Layout:
-    """The layout for `world_size` ranks; `data_parallel_shard_degree = -1` takes what the others leave.
+    """The layout for `world_size` ranks; `data_parallel_shard_degree = -1` takes the remaining ranks.
 
-    A section that leaves data parallel sharding at -1 and names replicas only gives plain replicas (DDP).
+    If replicas take all of them, the result is plain replicas (DDP).
     """
     degrees = {axis: getattr(section, key) for axis, key in KEYS.items()}
     given = math.prod(degree for degree in degrees.values() if degree != -1)
@@ -86,16 +87,16 @@ def resolve_layout(section: Parallelism, world_size: int) -> Layout:
 
 
 def with_degrees(config: Config, layout: Layout) -> Config:
-    """The config with numbers for all degrees: rules that turn on them can be judged."""
+    """The config with a number for every degree, so that rules that depend on them can be checked."""
     if config.parallelism.data_parallel_shard_degree == layout.dp_shard:
         return config
     return config.replace({"parallelism.data_parallel_shard_degree": layout.dp_shard})
 
 
 def _with_experts(layout: Layout, ep: int, etp: int) -> Layout:
-    """The layout with its experts' axes, which must cut the ranks of a replica evenly."""
+    """The layout with its experts' axes, which must split the ranks of a replica evenly."""
     if ep == 1:
-        return layout  # without experts shared between ranks, the other degree says nothing
+        return layout  # without expert parallelism, the other degree has no meaning
     ranks = layout.dp_shard * layout.cp * layout.tp
     if etp not in (1, layout.tp):
         raise ConfigError(
@@ -105,7 +106,7 @@ def _with_experts(layout: Layout, ep: int, etp: int) -> Layout:
         good = ", ".join(str(d) for d in range(1, ranks // etp + 1) if ranks % (d * etp) == 0)
         raise ConfigError(
             f"parallelism.expert_parallel_degree = {ep}: dp_shard {layout.dp_shard} x cp {layout.cp} x tp {layout.tp} ="
-            f" {ranks} ranks cannot be cut into ep {ep} x etp {etp}; degrees that fit: {good}"
+            f" {ranks} ranks cannot be split into ep {ep} x etp {etp}; degrees that fit: {good}"
         )
     return replace(layout, ep=ep, etp=etp)
 
@@ -117,20 +118,20 @@ def _mismatch(section: Parallelism, degrees: dict[str, int], world_size: int) ->
     product, rest = math.prod(degrees.values()), ""
     if wanted["dp_shard"] == -1:
         named = [degree for axis, degree in degrees.items() if axis != "dp_shard"]
-        product, rest = math.prod(named), ", which it must divide (dp_shard -1 takes the rest)"
+        product, rest = math.prod(named), ", which it must divide (dp_shard -1 takes the remaining ranks)"
         numbers += f": {' x '.join(map(str, named))}"
         wanted["dp_shard"] = 0
     good = [_flags(layout, wanted) for layout in suggestions(wanted, world_size)]
-    if world_size == 1:  # of which there is one layout
+    if world_size == 1:  # there is only one layout
         good.append(f"{product} ranks: --nproc {product}")
-    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    ranks = counted(world_size, "rank")
     return f"parallelism: {numbers} = {product} does not match {ranks}{rest}; try {'; or '.join(good)}"
 
 
 def suggestions(wanted: dict[str, int], world_size: int) -> list[Layout]:
-    """Two layouts of this many ranks (there is one of 1 rank), as near as can be to the degrees asked for.
+    """Two layouts of this many ranks (one for 1 rank), as close as possible to the requested degrees.
 
-    pp, cp and tp are kept or made smaller; the data axes take what is left. `dp_shard` 0 stands for any.
+    pp, cp and tp stay or become smaller; the data axes take the remaining ranks. `dp_shard` 0 stands for any.
     """
     model = (_up_to(wanted[axis], world_size) for axis in ("pp", "cp", "tp"))
     found = [
@@ -147,19 +148,19 @@ def _up_to(most: int, number: int) -> list[int]:
 
 
 def _distance(layout: Layout, wanted: dict[str, int]) -> tuple[int, float, int, float]:
-    """How many axes differ from what was asked for, and by how much: those that cut the model count first."""
+    """How many axes differ from the requested ones, and by how much; those that split the model count first."""
     return *_change(layout, wanted, ("pp", "cp", "tp")), *_change(layout, wanted, ("dp_replicate", "dp_shard"))
 
 
 def _change(layout: Layout, wanted: dict[str, int], axes: tuple[str, ...]) -> tuple[int, float]:
-    """Changed axes, and the sum of their changes in doublings; a factor that is not whole counts for more."""
+    """The number of changed axes and the sum of their changes in doublings; a fractional factor counts more."""
     ratios = [getattr(layout, axis) / wanted[axis] for axis in axes if wanted[axis] not in (0, getattr(layout, axis))]
     odd = sum(1 for ratio in ratios if ratio % 1 and (1 / ratio) % 1)
     return len(ratios), 0.75 * odd + sum(abs(math.log2(ratio)) for ratio in ratios)
 
 
 def _flags(layout: Layout, wanted: dict[str, int]) -> str:
-    """Flags that lead to a layout, whatever the config says: degrees above 1, and what was asked otherwise."""
+    """Flags that give a layout whatever the config holds: degrees above 1, and those that were requested."""
     degrees = dict(zip(AXES, layout.degrees, strict=True))
     named = [axis for axis in AXES if degrees[axis] > 1 or wanted[axis] != 1]
     return " ".join(f"--parallelism.{KEYS[axis]}={degrees[axis]}" for axis in named)

@@ -1,9 +1,10 @@
-"""Load a config: command line over file over what it extends over defaults."""
+"""Loads a config. The command line overrides the file, which overrides what it extends, and that the defaults."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,25 +14,26 @@ from shardline.config.assemble import (
     annotation_of,
     build_config,
     line,
-    show,
     unknown_key,
     unknown_table,
 )
 from shardline.config.files import preset_path, read_chain
 from shardline.config.flags import WHERE, from_text, parse_flags
-from shardline.config.schema import Config, tables
-from shardline.config.types import is_optional, kinds
+from shardline.config.schema import Config, leaves, tables
+from shardline.config.types import is_optional, kinds, show
 from shardline.errors import ConfigError
 
-Where = Callable[[str], str]  # the place a key was given at
+Where = Callable[[str], str]  # key -> where it was given
 
-RESET = object()  # an empty value in a file: back to the default
-CONFLICT = object()  # an older and a newer name that contradict each other
+HANDED_OVER = "SHARDLINE_CONFIG"  # variable: the launcher's config as JSON
+LONGEST_VARIABLE = 100_000  # Linux takes 128 KiB
+RESET = object()  # an empty value in a file: the default is used
+CONFLICT = object()  # an older and a newer name have different values
 
 
 @dataclass
 class Given:
-    """One key as it was written: under which name, where, and the value."""
+    """A key as it was given: its name there, the place and the value."""
 
     name: str
     where: str
@@ -40,7 +42,7 @@ class Given:
 
 @dataclass
 class Layer:
-    """Everything one file or the command line gives, under the names of today."""
+    """Everything that one file or the command line gives, by the current name of each key."""
 
     given: dict[str, Given] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -53,26 +55,40 @@ def load_config(
     *,
     preset: str | None = None,
 ) -> Config:
-    """Read a TOML or YAML file, or a preset, and change it by flags (`["--training.steps", "5"]`) or a mapping."""
+    """Read a TOML or YAML file or a preset, and apply flags (`["--training.steps", "5"]`) or a mapping to it."""
     if isinstance(overrides, Mapping):
-        top = _layer_from_tables(dict(overrides), lambda key: "overrides")
+        top = _layer(dict(overrides), lambda key: "overrides")
         file: str | None = os.fspath(source) if source is not None else None
     else:
         flags = parse_flags(overrides)
         file = _one_file(source, flags.config_file)
         preset = flags.preset or preset
-        top = _layer_from_tables(flags.values, lambda key: WHERE)
+        top = _layer(flags.values, lambda key: WHERE)
     sources = read_chain(preset_path(preset)) if preset else []
     sources += read_chain(file) if file is not None else []
-    layers = [*(_layer_from_tables(one.tables, one.where, one.is_yaml) for one in sources), top]
+    layers = [*(_layer(one.tables, one.where, one.is_yaml) for one in sources), top]
     problems = [problem for layer in layers for problem in layer.problems]
     try:
         config = _merge(layers, file if file is not None or preset is None else str(preset_path(preset)))
-    except ConfigError as error:  # both kinds of mistakes in one go
+    except ConfigError as error:  # both kinds of problems are reported together
         problems += str(error).splitlines()
     if problems:
         raise ConfigError("\n".join(problems))
     return config
+
+
+def handed_over(config: Config) -> dict[str, str]:
+    """The variable by which a launcher gives its ranks the config; none if it is too long, then they load it again."""
+    values = {key: config.value(key) for key in leaves()}
+    origins = {key: config.origin(key) for key in config.given()}
+    text = json.dumps({"values": values, "origins": origins, "alias_notes": config.alias_notes})
+    return {HANDED_OVER: text} if len(text) < LONGEST_VARIABLE else {}
+
+
+def take_handed_over() -> Config | None:
+    """The config of the launcher that started this process; None without one."""
+    text = os.environ.pop(HANDED_OVER, None)  # not for processes that this one starts
+    return None if text is None else build_config(**json.loads(text))
 
 
 def _one_file(positional: str | os.PathLike[str] | None, flag: str | None) -> str | None:
@@ -107,7 +123,7 @@ def _merge(layers: Sequence[Layer], file: str | None) -> Config:
 
 
 def _replaced_length(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
-    """Steps and epochs both give the length of a run: the one from the higher layer replaces the other."""
+    """Steps and epochs both set the length of a run: the one from the higher layer replaces the other."""
     for key, other in (("training.epochs", "training.steps"), ("training.steps", "training.epochs")):
         given = layer.given.get(key)
         if other in merged and other not in layer.given and given is not None and given.value not in (None, RESET):
@@ -116,7 +132,7 @@ def _replaced_length(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    """Store a value; override fields are collected into their table."""
+    """Store a value; fields of the architecture go into the table `model.overrides`."""
     if not key.startswith(OVERRIDES + "."):
         values[key] = value
         return
@@ -130,16 +146,24 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
         table[name] = {inner: value}
 
 
-def _layer_from_tables(given: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> Layer:
-    problems: list[str] = []
-    pairs = list(_flatten(given, "", where, problems))
-    layer = _layer_from_pairs(((key, _coerce(key, value, is_yaml)) for key, value in pairs), where)
-    layer.problems[:0] = problems
+def _layer(tables: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> Layer:
+    """The keys in a file's tables or in flags, by their current names."""
+    layer = Layer()
+    for name, value in _flatten(tables, "", where, layer.problems):
+        value = _coerce(name, value, is_yaml)
+        if name == "job.config_file" and value is not None:
+            layer.notes.append(f"{where(name)}: job.config_file has no effect here; give it on the command line")
+        elif name in NO_EFFECT:
+            layer.notes.append(f"{where(name)}: {name} is a key of an older version and has no effect")
+        elif name in ALIASES:
+            _add_alias(layer, name, value, where(name))
+        else:
+            _add(layer, name, Given(name, where(name), _with_new_names(layer, name, value, where(name))))
     return layer
 
 
 def _flatten(table: Mapping[Any, Any], prefix: str, where: Where, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """Nested tables to (dotted key, value); unknown names become problems."""
+    """The (dotted key, value) pairs of nested tables; unknown names become problems."""
     for name, value in table.items():
         key = f"{prefix}{name}"
         is_table = key in tables() or key in OLD_TABLES or key in (OVERRIDES, f"{OVERRIDES}.rope_scaling")
@@ -158,7 +182,7 @@ def _flatten(table: Mapping[Any, Any], prefix: str, where: Where, problems: list
 
 
 def _coerce(key: str, value: Any, is_yaml: bool) -> Any:
-    """What a file's value stands for: YAML leaves keys empty, and hands over numbers such as 2e-5 as text."""
+    """The meaning of a value in a file: YAML keys may be empty, and YAML reads numbers such as 2e-5 as text."""
     annotation = annotation_of(key)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
@@ -168,20 +192,6 @@ def _coerce(key: str, value: Any, is_yaml: bool) -> Any:
     if is_yaml and isinstance(value, str) and float in kinds(annotation):
         return from_text(value, annotation)
     return value
-
-
-def _layer_from_pairs(pairs: Iterable[tuple[str, Any]], where: Where) -> Layer:
-    layer = Layer()
-    for name, value in pairs:
-        if name == "job.config_file" and value is not None:
-            layer.notes.append(f"{where(name)}: job.config_file has no effect here: give it on the command line")
-        elif name in NO_EFFECT:
-            layer.notes.append(f"{where(name)}: {name} is of an older version and has no effect")
-        elif name in ALIASES:
-            _add_alias(layer, name, value, where(name))
-        else:
-            _add(layer, name, Given(name, where(name), _with_new_names(layer, name, value, where(name))))
-    return layer
 
 
 def _add_alias(layer: Layer, name: str, value: Any, where: str) -> None:
@@ -212,7 +222,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _joined(a: Any, b: Any) -> Any:
-    """Converters from a list and from the older float8 switch: on adds to the list, off may not meet a float8 in it."""
+    """Converters from a list and from the older float8 switch: on adds it to the list, off contradicts it there."""
     if not isinstance(a, list) or not isinstance(b, list):
         return CONFLICT
     if (a == [] and FLOAT8 in b) or (b == [] and FLOAT8 in a):
@@ -221,7 +231,7 @@ def _joined(a: Any, b: Any) -> Any:
 
 
 def _with_new_names(layer: Layer, key: str, value: Any, where: str) -> Any:
-    """Converters under the names of today, each once."""
+    """Converters by their current names, each once."""
     if key != "model.converters" or not isinstance(value, list):
         return value
     renamed = [CONVERTER_NAMES.get(item, item) if isinstance(item, str) else item for item in value]

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from shardline import registry
 from shardline.config.architecture import SCALING_FIELDS, RopeScaling
-from shardline.config.assemble import show
 from shardline.config.features import is_context_parallel, is_pipelined
 from shardline.config.names import (
     CONVERTERS,
@@ -27,6 +26,7 @@ from shardline.config.names import (
     unknown_schedule,
 )
 from shardline.config.schema import Config, LRScheduler, leaves
+from shardline.config.types import show
 
 Kind = Literal["refused", "pending", "idle", "note"]
 Test = Callable[[Config], bool]

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardline.config.assemble import line
 from shardline.config.features import refusals
+from shardline.config.layout import Layout, resolve_layout, with_degrees
 from shardline.config.rule_table import RULES, Kind, Rule, differs, lr_notes
 from shardline.config.schema import Config, leaves
 from shardline.errors import ConfigError
@@ -31,6 +32,15 @@ def check(config: Config) -> None:
     problems += [f"{a} with {b}: {refusal.reason}; {refusal.remedy}" for a, b, refusal in refusals(config)]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def checked_layout(config: Config, ranks: int) -> Layout:
+    """The layout of this many ranks. What cannot run on it is a ConfigError; a config is checked once per number."""
+    layout = resolve_layout(config.parallelism, ranks)
+    if config._checked_for != ranks:
+        check(with_degrees(config, layout))
+        config._checked_for = ranks
+    return layout
 
 
 def pending(config: Config) -> list[Pending]:

@@ -1,8 +1,9 @@
-"""The value types of the config: each carries its range and the words that describe it in errors and documents."""
+"""The value types of the config. Each has its range and the words that describe it in errors and documentation."""
 
 from __future__ import annotations
 
 import re
+import reprlib
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ LARGEST = 2**63 - 1  # the largest integer a TOML file can hold
 
 @dataclass(frozen=True)
 class Expect:
-    """The words for a value's range: `expected WORDS, got VALUE`."""
+    """The words of an error about a value out of range: `expected WORDS, got VALUE`."""
 
     words: str
 
@@ -71,7 +72,7 @@ _UNITS = (86400, 3600, 60, 1, 1)
 
 
 def seconds_of(text: str) -> int | None:
-    """`90s`, `30m`, `4h`, `1d12h` or plain seconds as a number of seconds; None for anything else."""
+    """The seconds in `90s`, `30m`, `4h`, `1d12h` or plain seconds; None for any other text."""
     found = _DURATION.fullmatch(text.strip())
     if found is None or not any(found.groups()):
         return None
@@ -79,7 +80,7 @@ def seconds_of(text: str) -> int | None:
 
 
 def _duration_text(value: Any) -> Any:
-    """Seconds and false may be given without quotes."""
+    """The text of seconds or false given without quotes."""
     if value is False or value == "false":
         return "0"
     return str(value) if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else value
@@ -104,7 +105,7 @@ NCCLVariables = Annotated[
 
 
 class Section(BaseModel):
-    """Base of every section: no unknown keys, no conversion between types, no NaN or infinity, read-only."""
+    """Base of every section: read-only, without unknown keys, conversions between types, NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -129,8 +130,20 @@ def words(annotation: Any, metadata: Any = ()) -> str:
     return simple.get(annotation, "a table")
 
 
+def show(value: Any) -> str:
+    """A value as an error shows it, shortened."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 80
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    try:
+        return short.repr(value)
+    except ValueError:  # Python refuses to print integers of thousands of digits
+        return "a number with thousands of digits"
+
+
 def short_type(annotation: Any) -> str:
-    """The type as documents name it: `int`, `"a" | "b"`, `list of str`, `float or none`."""
+    """The type as the documentation names it: `int`, `"a" | "b"`, `list of str`, `float or none`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return short_type(arguments[0])
@@ -150,7 +163,7 @@ def is_optional(annotation: Any) -> bool:
 
 
 def kinds(annotation: Any) -> set[type]:
-    """The plain types a value may have, looking through Annotated, Literal and unions; lists and tables as such."""
+    """The plain types of a value, found in Annotated, Literal and unions; `list` and `dict` for lists and tables."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kinds(arguments[0])

@@ -316,7 +316,7 @@ def test_older_names_are_understood_and_noted(old):
 def test_keys_without_successor_are_noted(old):
     config = load_config(overrides={old: 1})
     assert config == load_config()
-    assert config.alias_notes == (f"overrides: {old} is of an older version and has no effect",)
+    assert config.alias_notes == (f"overrides: {old} is a key of an older version and has no effect",)
 
 
 def test_older_names_as_flags():

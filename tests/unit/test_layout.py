@@ -146,7 +146,7 @@ def test_the_message_as_a_user_sees_it():
         resolve_layout(section(tp=3), 8)
     assert str(caught.value) == (
         "parallelism: pp 1 x dp_replicate 1 x dp_shard -1 x cp 1 x tp 3: 1 x 1 x 1 x 3 = 3 does not match 8 ranks,"
-        " which it must divide (dp_shard -1 takes the rest);"
+        " which it must divide (dp_shard -1 takes the remaining ranks);"
         " try --parallelism.data_parallel_shard_degree=4 --parallelism.tensor_parallel_degree=2; or"
         " --parallelism.data_parallel_replicate_degree=2 --parallelism.data_parallel_shard_degree=2"
         " --parallelism.tensor_parallel_degree=2"
