@@ -42,16 +42,23 @@ FILE is TOML or YAML. Flags change single keys: --training.steps 100, --training
 --preset NAME starts from a packaged file: {", ".join(preset_names())}."""
 
 
-def load(file: str | None, flags: Sequence[str]) -> Config:
-    """The config of a command: loaded, the custom module imported, combinations checked."""
-    from shardline.config.load import load_config
+def load(file: str | None, flags: Sequence[str], *, check_model: bool = False) -> Config:
+    """The config of a command: loaded, its custom module imported, its combinations checked.
+
+    A rank takes the config of the launcher that started it, which has checked it.
+    """
+    from shardline.config.load import load_config, take_handed_over
     from shardline.config.rules import check
     from shardline.registry import import_custom
 
-    config = load_config(file, flags)
+    handed_over = take_handed_over()
+    config = handed_over or load_config(file, flags)
     with _placing(config):
         import_custom(config.experimental.custom_import)
-        check(config)
+        if handed_over is None:
+            check(config)
+            if check_model:
+                _check_model(config)
     return config
 
 
@@ -62,8 +69,7 @@ def _check_model(config: Config) -> None:
     if not any(row.key in ("model.name", "model.flavor") for row in pending(config)):
         from shardline.models.flavors import resolve
 
-        with _placing(config):
-            resolve(config.model)
+        resolve(config.model)
 
 
 @contextlib.contextmanager
@@ -99,10 +105,9 @@ def _train(parsed: Parsed) -> int:
         raise UserError("--resume continues a run and --overwrite moves it aside: give one of them")
     if options.world_size is not None and not options.dry_run:
         raise UserError("--world-size is for --dry-run; --nproc starts processes")
-    config = load(parsed.file, parsed.flags)
+    config = load(parsed.file, parsed.flags, check_model=True)
     if not options.dry_run:
         refuse_pending(config)
-    _check_model(config)
     with _placing(config):
         if options.dry_run:
             return _describe(config, options)
@@ -140,8 +145,7 @@ def _config(parsed: Parsed) -> int:
         a, b = (_file_or_preset(name) for name in parsed.options["diff"])
         print(diff(a, b), end="")
         return 0
-    config = load(parsed.file, parsed.flags)
-    _check_model(config)
+    config = load(parsed.file, parsed.flags, check_model=True)
     for note in (*config.alias_notes, *notes(config)):
         print(f"note: {note}", file=sys.stderr)
     print(to_toml(config, comments=parsed.options["comments"]), end="")
@@ -207,15 +211,14 @@ CONFIG = Command(
 def _import(parsed: Parsed) -> int:
     for name in (word.lstrip("-").partition("=")[0] for word in parsed.flags if word.startswith("--")):
         if not name.startswith(("model.", "experimental.custom_import", "preset")):
-            raise UserError(
-                f"shardline import: there is no option --{name}: it reads only --model.* of a config"
-            )
+            raise UserError(f"shardline import: there is no option --{name}: it reads only --model.* of a config")
     named = parsed.named()
     file = named.pop("config")
     config = load(file, parsed.flags) if file or parsed.flags else None
     from shardline.checkpoint.convert import import_model
 
-    return import_model(*parsed.positionals, config=config, **named)
+    folder, out = parsed.positionals
+    return import_model(folder, out, config=config, **named)
 
 
 def _generate(parsed: Parsed) -> int:
@@ -350,8 +353,7 @@ def _bench_comm(parsed: Parsed) -> int:
 def _bench_overlap(parsed: Parsed) -> int:
     keys = {"model": "model.name", "flavor": "model.flavor", "tp": "parallelism.tensor_parallel_degree"}
     parsed.flags += [f"--{key}={parsed.options[name]}" for name, key in keys.items()]
-    config = load(parsed.file, parsed.flags)
-    _check_model(config)
+    config = load(parsed.file, parsed.flags, check_model=True)
     from shardline.tools.bench.overlap import OverlapOptions, run
 
     names = ("seq", "batch", "backend", "dtype", "iterations", "json")

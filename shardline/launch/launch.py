@@ -8,8 +8,8 @@ import socket
 import sys
 import time
 
-from shardline.config.layout import resolve_layout, with_degrees
-from shardline.config.rules import check
+from shardline.config.load import handed_over
+from shardline.config.rules import checked_layout
 from shardline.config.schema import Config, leaves
 from shardline.errors import UserError
 from shardline.launch.rank_main import LAUNCHER_VARIABLE
@@ -27,7 +27,7 @@ def train(config: Config, options: TrainOptions) -> int:
     started = started_ranks()
     is_elastic = least < nodes or options.max_restarts > 0
     if started or not is_elastic:
-        check(with_degrees(config, resolve_layout(config.parallelism, started or nodes * options.nproc)))
+        checked_layout(config, started or nodes * options.nproc)
     else:
         _check_layouts(config, options, least, nodes)
     _note_idle(options, nodes, bool(started))
@@ -54,9 +54,8 @@ def misfit(config: Config, ranks: int) -> str:
 
     section = config.training
     try:
-        layout = resolve_layout(config.parallelism, ranks)
-        check(with_degrees(config, layout))
-        resolve_global_batch(section.global_batch_size, section.local_batch_size, layout.data_ranks)
+        data_ranks = checked_layout(config, ranks).data_ranks
+        resolve_global_batch(section.global_batch_size, section.local_batch_size, data_ranks)
     except UserError as error:
         return str(error)
     return ""
@@ -122,7 +121,7 @@ def _run(config: Config, options: TrainOptions) -> int:
 
 
 def start(command: str, config: Config, options: TrainOptions) -> int:
-    """Start this machine's ranks, each with the same command line, and return the exit code."""
+    """Start this machine's ranks, each with the same command line and this config, and return the exit code."""
     least, nodes = node_range(options.nnodes)
     if nodes > 1:
         _check_endpoint(options, nodes)
@@ -134,6 +133,7 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
         Launch(
             entry="shardline.cli.main:dispatch",
             words=(*command.split(), *options.words),
+            environment=handed_over(config),
             nproc=options.nproc,
             nnodes=nodes,
             node_rank=options.node_rank,

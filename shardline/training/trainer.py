@@ -34,8 +34,8 @@ from shardline.comm.mesh import (
     world_size,
 )
 from shardline.comm.store import connect_store, gather_ranks, told_by_launcher
-from shardline.config.layout import resolve_layout, with_degrees
-from shardline.config.rules import check, notes, refuse_pending, schedule_notes
+from shardline.config.layout import with_degrees
+from shardline.config.rules import checked_layout, notes, refuse_pending, schedule_notes
 from shardline.config.schema import Config, Job
 from shardline.config.write import to_toml
 from shardline.data.loader import Batch, Loader, build_loader, steps_for_epochs
@@ -99,11 +99,9 @@ class Trainer:
         for line in prepare_rank(config):  # before anything of CUDA or NCCL is touched
             log.info("%s", line)
         registry.import_custom(config.experimental.custom_import)
-        check(config)
         refuse_pending(config)
         self.device = choose_device()
-        self.layout = resolve_layout(config.parallelism, world_size())
-        check(with_degrees(config, self.layout))
+        self.layout = checked_layout(config, world_size())
         set_determinism(config, self.device)  # first: kernels are chosen by it
         self.arch = resolve(config.model)
         self.tokenizer = choose_tokenizer(config)
@@ -148,7 +146,7 @@ class Trainer:
         if saved is None or saved.size == config.training.local_batch_size * ranks:
             return config
         config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
-        check(with_degrees(config, self.layout))
+        checked_layout(config, self.mesh.world_size)
         log.info("%s", batch_line(config, saved, ranks))
         return config
 

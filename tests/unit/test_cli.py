@@ -13,7 +13,7 @@ import pytest
 
 from shardline import registry
 from shardline.cli.commands import COMMANDS
-from shardline.cli.main import main
+from shardline.cli.main import dispatch, main
 from shardline.errors import UserError
 from shardline.run.options import TrainOptions
 
@@ -304,6 +304,31 @@ def test_errors_of_a_run_name_the_place_of_their_key(run, tmp_path, monkeypatch,
     processes = "1" if started_by == "training.trainer.Trainer" else "2"
     code, _, err = run("train", "run.toml", "--job.dump_folder=x", "--nproc", processes)
     assert (code, err) == (2, f"error: {shown}\n")
+
+
+def test_ranks_take_the_config_of_their_launcher(run, tmp_path, monkeypatch):
+    checks, configs, file = [], [], tmp_path / "run.toml"
+    monkeypatch.setattr("shardline.config.rules.refusals", lambda config: checks.append(config) or ())
+
+    def as_rank(launch):
+        file.unlink()
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "SHARDLINE_LAUNCHER": "1"}
+        for name, text in {**launch.environment, **address, "RANK": "0", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, text)
+        return dispatch(launch.words)
+
+    def fail(config, options):
+        configs.append(config)
+        raise UserError("training.seq_len: odd")
+
+    monkeypatch.setattr("shardline.launch.agent.start_ranks", as_rank)
+    monkeypatch.setattr("shardline.training.trainer.Trainer", fail)
+    file.write_text("[training]\nseq_len = 63\nbatch_size = 3\n")
+    assert run("train", str(file), "--nproc", "2") == (2, "", f"error: {file}:2: training.seq_len: odd\n")
+    (config,) = configs
+    assert (config.training.seq_len, config.training.local_batch_size) == (63, 3)
+    assert config.alias_notes == (f"{file}:3: training.batch_size is an older name of training.local_batch_size",)
+    assert len(checks) == 3  # by the launcher at load and for 2 ranks, by the rank for 2 ranks
 
 
 def in_process(code):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shardline.cli.main import main
 from shardline.config.assemble import build_config
 from shardline.config.features import active
-from shardline.config.load import load_config
+from shardline.config.load import HANDED_OVER, handed_over, load_config, take_handed_over
 from shardline.config.rules import check, notes, pending
 from shardline.config.schema import Config
 from shardline.config.write import diff, to_toml, toml_value
@@ -109,6 +109,12 @@ def test_round_trip(values):
     assert load_text(to_toml(config, comments=True)) == config
     assert diff(config, again) == ""
     assert decisions(again) == decisions(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HANDED_OVER, handed_over(config)[HANDED_OVER])
+        taken = take_handed_over()
+        assert taken == config
+        assert [taken.origin(key) for key in taken.given()] == [config.origin(key) for key in config.given()]
+        assert take_handed_over() is None
 
 
 def decisions(config):

@@ -10,9 +10,9 @@ import torch
 from shardline import registry
 from shardline.comm.mesh import crossing_lines
 from shardline.config.architecture import Architecture
-from shardline.config.layout import AXES, KEYS, Layout, resolve_layout, with_degrees
+from shardline.config.layout import AXES, KEYS, Layout, with_degrees
 from shardline.config.names import MOMENTS
-from shardline.config.rules import check, notes, pending
+from shardline.config.rules import checked_layout, notes, pending
 from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
 from shardline.models.flavors import resolve
@@ -44,11 +44,8 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     `world_size = None` takes as many ranks as the degrees need.
     """
     registry.import_custom(config.experimental.custom_import)
-    check(config)
     missing = pending(config)
-    layout = resolve_layout(config.parallelism, world_size or _named_ranks(config))
-    with_numbers = with_degrees(config, layout)
-    check(with_numbers)
+    layout = checked_layout(config, world_size or _named_ranks(config))
     ranks = f"{layout.world_size} ranks: {layout}" if layout.world_size > 1 else "1 rank"
     lines = [f"{config.model.name} {config.model.flavor} on {ranks}"]
     lines += _mesh_lines(layout, ranks_per_node)
@@ -63,7 +60,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     else:
         lines += _step_lines(config, layout)
     lines += [f"not built yet: {item.key} = {item.value!r} ({item.feature})" for item in missing]
-    lines += [f"note: {line}" for line in (*config.alias_notes, *notes(with_numbers))]
+    lines += [f"note: {line}" for line in (*config.alias_notes, *notes(with_degrees(config, layout)))]
     return "\n".join(lines)
 
 
