@@ -71,9 +71,22 @@ def _idle(reason: str, when: Test, *keys: str) -> Rule:
     return Rule("idle", keys, when, f"has no effect: {reason}")
 
 
+def _idle_if(key: str, values: Sequence[Any], *keys: str) -> Rule:
+    """Keys that have no effect while another key has one of these values."""
+    reason = f"{key} is {' or '.join(map(show, values))}"
+    return _idle(reason, lambda config: config.value(key) in values, *keys)
+
+
+def _idle_unless(key: str, values: Sequence[Any], *keys: str) -> Rule:
+    """Keys that have an effect only while another key has one of these values."""
+    names = " nor ".join(map(show, values))
+    reason = f"{key} is {f'not {names}' if len(values) == 1 else f'neither {names}'}"
+    return _idle(reason, lambda config: config.value(key) not in values, *keys)
+
+
 def _idle_without(switch: str, *keys: str) -> Rule:
     """Keys that have no effect while a switch has its default: off, a degree of 1, no workers."""
-    return _idle(f"{switch} is {show(leaves()[switch].default)}", lambda config: not differs(config, switch), *keys)
+    return _idle_if(switch, [leaves()[switch].default], *keys)
 
 
 def _below(section: str, *names: str) -> tuple[str, ...]:
@@ -434,19 +447,15 @@ RULES: list[Rule] = [
         "parallelism.pipeline_parallel_schedule",
     ),
     _idle_without("checkpoint.enable", "checkpoint."),
-    _idle(
-        "checkpoint.load_only is true",
-        lambda c: c.checkpoint.load_only,
+    _idle_if(
+        "checkpoint.load_only",
+        [True],
         *_below(
             "checkpoint", "interval", "keep_latest_k", "async_mode", "save_timeout_seconds", "last_save_model_only"
         ),
         *_below("checkpoint", "last_save_in_hf", "enable_first_step_checkpoint", "preempted_exit_code", "save_before"),
     ),
-    _idle(
-        "checkpoint.last_save_model_only is false",
-        lambda c: not c.checkpoint.last_save_model_only,
-        "checkpoint.export_dtype",
-    ),
+    _idle_if("checkpoint.last_save_model_only", [False], "checkpoint.export_dtype"),
     _idle(
         "checkpoint.initial_load_path is not given",
         lambda c: c.checkpoint.initial_load_path is None,
@@ -481,7 +490,7 @@ RULES: list[Rule] = [
         lambda c: not c.metrics.enable_tensorboard and not c.metrics.enable_wandb,
         "metrics.save_for_all_ranks",
     ),
-    _idle("model.name is 'auto'", lambda c: c.model.name == "auto", "model.flavor"),
+    _idle_if("model.name", ["auto"], "model.flavor"),
     _idle(
         "model.tokenizer_path is given, and no weights are read from there",
         lambda c: not _uses_assets(c),
@@ -497,40 +506,32 @@ RULES: list[Rule] = [
         lambda c: _recomputes(c) and _compiles_model(c),
         *_below("activation_checkpoint", "early_stop", "determinism_check", "debug"),
     ),
-    _idle(
-        "activation_checkpoint.mode is neither 'full' nor 'selective'",
-        lambda c: not _recomputes(c),
+    _idle_unless(
+        "activation_checkpoint.mode",
+        ["full", "selective"],
         *_below("activation_checkpoint", "early_stop", "preserve_rng_state", "determinism_check", "debug"),
     ),
-    _idle(
-        "activation_checkpoint.mode is not 'selective'",
-        lambda c: c.activation_checkpoint.mode != "selective",
-        "activation_checkpoint.selective_ac_option",
-    ),
+    _idle_unless("activation_checkpoint.mode", ["selective"], "activation_checkpoint.selective_ac_option"),
     _idle(
         "only mode 'selective' with selective_ac_option 'op' reads it",
         lambda c: c.activation_checkpoint.mode != "selective" or c.activation_checkpoint.selective_ac_option != "op",
         "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
     ),
-    _idle(
-        "activation_checkpoint.mode is not 'memory_budget'",
-        lambda c: c.activation_checkpoint.mode != "memory_budget",
+    _idle_unless(
+        "activation_checkpoint.mode",
+        ["memory_budget"],
         *_below("activation_checkpoint", "memory_budget", "visualize_memory_budget_pareto"),
     ),
-    _idle(
-        "optimizer.name is LAMB or LARS",
-        lambda c: c.optimizer.name in LAYERWISE,
-        *_below("optimizer", "implementation", "decay_norms"),
-    ),
-    _idle("optimizer.name is LARS", lambda c: c.optimizer.name == "LARS", *_below("optimizer", "beta2", "eps")),
-    _idle("optimizer.name is not LARS", lambda c: c.optimizer.name != "LARS", "optimizer.trust_coefficient"),
+    _idle_if("optimizer.name", LAYERWISE, *_below("optimizer", "implementation", "decay_norms")),
+    _idle_if("optimizer.name", ["LARS"], *_below("optimizer", "beta2", "eps")),
+    _idle_unless("optimizer.name", ["LARS"], "optimizer.trust_coefficient"),
     _idle_without("optimizer.lr_scaling", "optimizer.lr_scaling_base_batch"),
     _idle(
         "it is for clipping with optimizer.early_step_in_backward",
         lambda c: not _steps_early(c) or c.training.max_norm == 0,
         "optimizer.early_step_clipping",
     ),
-    _idle("training.dtype is 'bfloat16'", lambda c: c.training.dtype == "bfloat16", "optimizer.state_dtype"),
+    _idle_if("training.dtype", ["bfloat16"], "optimizer.state_dtype"),
     _idle(
         "gradients are not summed over data-parallel ranks",
         lambda c: not _replicates(c) and not _shards(c),
@@ -542,11 +543,7 @@ RULES: list[Rule] = [
         "parallelism.accumulation_sync",
     ),
     _idle_without("parallelism.enable_async_tensor_parallel", "parallelism.async_tensor_parallel_backend"),
-    _idle(
-        "parallelism.gradient_compression is not 'powersgd'",
-        lambda c: c.parallelism.gradient_compression != "powersgd",
-        "parallelism.powersgd_rank",
-    ),
+    _idle_unless("parallelism.gradient_compression", ["powersgd"], "parallelism.powersgd_rank"),
     _idle(
         "only plain replicas (DDP) sum gradients in buckets",
         lambda c: not _may_be_ddp(c),
