@@ -60,7 +60,7 @@ class Architecture(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     dim: int = Field(ge=1, description="Width of the residual stream.")
-    n_layers: int = Field(ge=1, description="Number of blocks.")
+    n_layers: int = Field(ge=1, description="Number of decoder layers.")
     n_heads: int = Field(ge=1, description="Query heads.")
     n_kv_heads: int = Field(default=0, ge=1, description="Key and value heads; divides n_heads.")
     head_dim: int = Field(default=0, ge=2, description="Width of one head; even.")

@@ -29,7 +29,7 @@ def _shards_nothing(config: Config) -> bool:
     return config.parallelism.data_parallel_shard_degree == 1
 
 
-def _replicates(config: Config) -> bool:
+def has_replicas(config: Config) -> bool:
     return config.parallelism.data_parallel_replicate_degree > 1
 
 
@@ -65,9 +65,9 @@ def _override(name: str, value: object) -> Callable[[Config], bool]:
 
 
 FEATURES: dict[str, Callable[[Config], bool]] = {
-    "DDP": lambda c: _replicates(c) and _shards_nothing(c) and not is_context_parallel(c),
-    "FSDP": lambda c: _shards(c) and not _replicates(c),
-    "HSDP": lambda c: (_shards(c) or is_context_parallel(c)) and _replicates(c),
+    "DDP": lambda c: has_replicas(c) and _shards_nothing(c) and not is_context_parallel(c),
+    "FSDP": lambda c: _shards(c) and not has_replicas(c),
+    "HSDP": lambda c: (_shards(c) or is_context_parallel(c)) and has_replicas(c),
     "TP": is_tensor_parallel,
     "TP without sequence parallel": lambda c: is_tensor_parallel(c) and not c.parallelism.enable_sequence_parallel,
     "async TP": lambda c: is_tensor_parallel(c) and c.parallelism.enable_async_tensor_parallel,

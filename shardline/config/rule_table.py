@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from shardline import registry
 from shardline.config.architecture import SCALING_FIELDS, RopeScaling
-from shardline.config.features import is_context_parallel, is_pipelined
+from shardline.config.features import has_replicas, is_context_parallel, is_pipelined, is_tensor_parallel
 from shardline.config.names import (
     CONVERTERS,
     LAYERWISE,
@@ -164,21 +164,17 @@ def _shards(config: Config) -> bool:
     return config.parallelism.data_parallel_shard_degree != 1 or is_context_parallel(config)
 
 
-def _replicates(config: Config) -> bool:
-    return config.parallelism.data_parallel_replicate_degree > 1
-
-
 def _may_be_ddp(config: Config) -> bool:
     """Replicas without sharding."""
     alone = config.parallelism.data_parallel_shard_degree in (-1, 1) and not is_context_parallel(config)
-    return _replicates(config) and alone
+    return has_replicas(config) and alone
 
 
 def _has_copies(config: Config) -> bool:
     """Whether ranks may hold the same weights. The two ends of a pipeline share tied embeddings."""
     may_be_tied = config.model.overrides.get("tie_word_embeddings") is not False
     ties = is_pipelined(config) and may_be_tied
-    return _replicates(config) or config.parallelism.tensor_parallel_degree > 1 or ties
+    return has_replicas(config) or is_tensor_parallel(config) or ties
 
 
 # ---- the learning rate -----------------------------------------------------------------------------------------------
@@ -534,12 +530,12 @@ RULES: list[Rule] = [
     _idle_if("training.dtype", ["bfloat16"], "optimizer.state_dtype"),
     _idle(
         "gradients are not summed over data-parallel ranks",
-        lambda c: not _replicates(c) and not _shards(c),
+        lambda c: not has_replicas(c) and not _shards(c),
         "parallelism.accumulation_sync",
     ),
     _idle(
         "only HSDP (both data parallel degrees above 1) has sums between replicas to postpone",
-        lambda c: c.parallelism.accumulation_sync == "scatter" and not (_replicates(c) and _shards(c)),
+        lambda c: c.parallelism.accumulation_sync == "scatter" and not (has_replicas(c) and _shards(c)),
         "parallelism.accumulation_sync",
     ),
     _idle_without("parallelism.enable_async_tensor_parallel", "parallelism.async_tensor_parallel_backend"),

@@ -175,7 +175,9 @@ class Parallelism(Section):
         "none", "How replicas (DDP) exchange gradients: in full, rounded, or as low-rank matrices."
     )
     powersgd_rank: Positive = key(4, "Rank of the matrices that powersgd sends.")
-    fsdp_prefetch: NonNegative = key(1, "Blocks whose weights FSDP gathers ahead; 0: one block, and only in backward.")
+    fsdp_prefetch: NonNegative = key(
+        1, "Decoder layers whose weights FSDP gathers ahead; 0: one, and only in backward."
+    )
     enable_async_tensor_parallel: bool = key(False, "Overlap tensor-parallel collectives with their matrix products.")
     async_tensor_parallel_backend: Literal["auto", "serial", "ring", "symmetric", "fused"] = key(
         "auto", "How they overlap: auto measures each product at the start, other names force a backend."
@@ -254,7 +256,7 @@ class Checkpoint(Section):
 
 class ActivationCheckpoint(Section):
     mode: Literal["selective", "full", "memory_budget", "none"] = key("none", "What to recompute in backward.")
-    selective_ac_option: EveryNth = key("2", "A number n recomputes every n-th block; op chooses by operation.")
+    selective_ac_option: EveryNth = key("2", "A number n recomputes every n-th decoder layer; op chooses by operation.")
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[Text] = key(
         ["moe.router.gate"], "With op: linears whose matrix shapes are always recomputed."
     )
