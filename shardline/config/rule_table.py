@@ -89,8 +89,9 @@ def _idle_without(switch: str, *keys: str) -> Rule:
     return _idle_if(switch, [leaves()[switch].default], *keys)
 
 
-def _below(section: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names)
+def _below(section: str, names: str) -> tuple[str, ...]:
+    """The keys of a section with these names, separated by spaces."""
+    return tuple(f"{section}.{name}" for name in names.split())
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def _source_rules(part: str) -> list[Rule]:
         _idle("plain text has no fields", when(names_texts), field),
         _idle_without(
             f"{part}.dataloader.num_workers",
-            *_below(f"{part}.dataloader", "persistent_workers", "prefetch_factor"),
+            *_below(f"{part}.dataloader", "persistent_workers prefetch_factor"),
         ),
     ]
 
@@ -271,7 +272,7 @@ def _override_rules() -> list[Rule]:
     def words(config: Config) -> str:
         return f"has no effect: rope_scaling.type is {scaling_type(config)!r}"
 
-    layers, scaling = _below("model.overrides", "sliding_window_layers", "rope_scaling")
+    layers, scaling = _below("model.overrides", "sliding_window_layers rope_scaling")
     fields = dict.fromkeys(field for fields in SCALING_FIELDS.values() for field in fields)
     return [
         Rule("note", (layers,), window_is_idle, "has no effect: the model has no sliding_window"),
@@ -410,7 +411,7 @@ RULES: list[Rule] = [
     _not_built("expert parallel", *EXPERT_KEYS, when=lambda c: c.parallelism.expert_parallel_degree > 1),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
     _not_built("simulated communication", "comm.mode"),
-    _not_built("flight recorder", *_below("comm", "trace_buf_size", "save_traces_folder", "save_traces_file_prefix")),
+    _not_built("flight recorder", *_below("comm", "trace_buf_size save_traces_folder save_traces_file_prefix")),
     _not_built("memory estimation", "memory_estimation.enable"),
     _not_built("replica groups", "fault_tolerance.enable"),
     _not_built("mixture of experts", "debug.moe_force_load_balance"),
@@ -421,13 +422,10 @@ RULES: list[Rule] = [
         "parallelism.pipeline_parallel_degree",
         *_below(
             "parallelism",
-            "module_fqns_per_model_part",
-            "pipeline_parallel_first_stage_less_layers",
-            "pipeline_parallel_last_stage_less_layers",
-            "pipeline_parallel_layers_per_stage",
-            "pipeline_parallel_schedule",
-            "pipeline_parallel_schedule_csv",
-            "pipeline_parallel_microbatch_size",
+            "module_fqns_per_model_part pipeline_parallel_first_stage_less_layers"
+            " pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage"
+            " pipeline_parallel_schedule pipeline_parallel_schedule_csv"
+            " pipeline_parallel_microbatch_size",
         ),
     ),
     _idle(
@@ -446,10 +444,8 @@ RULES: list[Rule] = [
     _idle_if(
         "checkpoint.load_only",
         [True],
-        *_below(
-            "checkpoint", "interval", "keep_latest_k", "async_mode", "save_timeout_seconds", "last_save_model_only"
-        ),
-        *_below("checkpoint", "last_save_in_hf", "enable_first_step_checkpoint", "preempted_exit_code", "save_before"),
+        *_below("checkpoint", "interval keep_latest_k async_mode save_timeout_seconds last_save_model_only"),
+        *_below("checkpoint", "last_save_in_hf enable_first_step_checkpoint preempted_exit_code save_before"),
     ),
     _idle_if("checkpoint.last_save_model_only", [False], "checkpoint.export_dtype"),
     _idle(
@@ -466,8 +462,8 @@ RULES: list[Rule] = [
     ),
     _idle_without(
         "profiling.enable_profiling",
-        *_below("profiling", "save_traces_folder", "profiler_active", "profiler_warmup"),
-        *_below("profiling", "record_shapes", "with_stack", "top_ops"),
+        *_below("profiling", "save_traces_folder profiler_active profiler_warmup"),
+        *_below("profiling", "record_shapes with_stack top_ops"),
     ),
     _idle(
         "neither profiling.enable_profiling nor profiling.enable_memory_snapshot is true",
@@ -500,12 +496,12 @@ RULES: list[Rule] = [
     _idle(
         "the compiler decides what is recomputed",
         lambda c: _recomputes(c) and _compiles_model(c),
-        *_below("activation_checkpoint", "early_stop", "determinism_check", "debug"),
+        *_below("activation_checkpoint", "early_stop determinism_check debug"),
     ),
     _idle_unless(
         "activation_checkpoint.mode",
         ["full", "selective"],
-        *_below("activation_checkpoint", "early_stop", "preserve_rng_state", "determinism_check", "debug"),
+        *_below("activation_checkpoint", "early_stop preserve_rng_state determinism_check debug"),
     ),
     _idle_unless("activation_checkpoint.mode", ["selective"], "activation_checkpoint.selective_ac_option"),
     _idle(
@@ -516,10 +512,10 @@ RULES: list[Rule] = [
     _idle_unless(
         "activation_checkpoint.mode",
         ["memory_budget"],
-        *_below("activation_checkpoint", "memory_budget", "visualize_memory_budget_pareto"),
+        *_below("activation_checkpoint", "memory_budget visualize_memory_budget_pareto"),
     ),
-    _idle_if("optimizer.name", LAYERWISE, *_below("optimizer", "implementation", "decay_norms")),
-    _idle_if("optimizer.name", ["LARS"], *_below("optimizer", "beta2", "eps")),
+    _idle_if("optimizer.name", LAYERWISE, *_below("optimizer", "implementation decay_norms")),
+    _idle_if("optimizer.name", ["LARS"], *_below("optimizer", "beta2 eps")),
     _idle_unless("optimizer.name", ["LARS"], "optimizer.trust_coefficient"),
     _idle_without("optimizer.lr_scaling", "optimizer.lr_scaling_base_batch"),
     _idle(
@@ -543,20 +539,20 @@ RULES: list[Rule] = [
     _idle(
         "only plain replicas (DDP) sum gradients in buckets",
         lambda c: not _may_be_ddp(c),
-        *_below("parallelism", "gradient_compression", "gradient_bucket_mib", "overlap_gradient_reduction"),
+        *_below("parallelism", "gradient_compression gradient_bucket_mib overlap_gradient_reduction"),
     ),
     _idle(
         "nothing is sharded over data-parallel ranks",
         lambda c: not _shards(c) and not c.training.enable_cpu_offload,
-        *_below("parallelism", "fsdp_prefetch", "fsdp_reshard_after_forward"),
+        *_below("parallelism", "fsdp_prefetch fsdp_reshard_after_forward"),
     ),
     _idle_without(
         "parallelism.tensor_parallel_degree",
-        *_below("parallelism", "disable_loss_parallel", "enable_sequence_parallel"),
+        *_below("parallelism", "disable_loss_parallel enable_sequence_parallel"),
     ),
     _idle_without(
         "parallelism.context_parallel_degree",
-        *_below("parallelism", "context_parallel_load_balancer", "context_parallel_rotate_method"),
+        *_below("parallelism", "context_parallel_load_balancer context_parallel_rotate_method"),
     ),
     _idle(
         "with ulysses every rank has all tokens of its heads, and the same work",
