@@ -172,9 +172,10 @@ def _dotted(value: Any, prefix: str) -> Iterator[str]:
 def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
     import yaml
 
-    loader = yaml.SafeLoader(text) if text.isprintable() or _yaml_can_read(text) else None
-    if loader is None:
-        raise ConfigError(f"{path}: not valid YAML: it holds control characters")
+    try:
+        loader = yaml.SafeLoader(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{path}: not valid YAML: it holds control characters") from None
     try:
         node = loader.get_single_node()
         if node is None:
@@ -193,12 +194,6 @@ def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
     if not isinstance(tables, dict):
         raise ConfigError(f"{path}: expected sections with keys, such as 'training:' over '  steps: 100'")
     return tables, lines
-
-
-def _yaml_can_read(text: str) -> bool:
-    import yaml
-
-    return yaml.reader.Reader.NON_PRINTABLE.search(text) is None
 
 
 def _yaml_lines(path: str, node: Any, prefix: str, lines: dict[str, int], depth: int) -> None:
