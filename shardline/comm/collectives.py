@@ -21,7 +21,6 @@ from shardline.comm.job import Axis, job
 from shardline.comm.observe import Blocking, Observed, Started, described, runs_on_host
 from shardline.comm.spans import now
 from shardline.comm.watchdog import pass_over
-from shardline.models import dtensor
 
 pass_over(__file__)
 
@@ -125,16 +124,8 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return sum_in_place(x, _name_of(group))
 
 
-def gather_over_group(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The values of all ranks of a group that a DTensor's mesh names, one rank's after the other's."""
-    return gather_rows(x, _name_of(group))
-
-
 def _name_of(group: dist.ProcessGroup) -> str:
     return next(over.name for over in job.axes.values() if over.group is group)
-
-
-dtensor.gather_over_group = gather_over_group  # models know of no process groups
 
 
 def _directly(x: Tensor, name: str) -> bool:

@@ -10,22 +10,8 @@ from torch import Tensor
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.models.dtensor import copy_into, whole
+from shardline.models.dtensor import copy_into
 from shardline.models.fused_weights import fuse, logical_names, logical_shapes, unfuse
-
-
-def logical_state(model: Decoder) -> dict[str, Tensor]:
-    """Every parameter, detached and unfused. Parts of fused weights are copies, the rest share the model's memory."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        for part, tensor in unfuse(model.arch, name, whole(parameter.detach())).items():
-            state[part] = tensor if part == name else _own(tensor)
-    return state
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor in memory of its own: with a single KV head a part is a view of the fused weight."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bool = True) -> None:

@@ -19,10 +19,10 @@ from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.models.fused_weights import logical_shapes
 from shardline.models.hf import INDEX, HFTensors, hf_name
-from shardline.models.state import logical_state
 from shardline.run.options import TrainOptions
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import run, tiny_config
+from tests.model_state import logical_state
 
 transformers = pytest.importorskip("transformers")
 from tests.e2e.hf_folders import tokenizer_folder, write_model  # noqa: E402

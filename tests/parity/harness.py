@@ -30,9 +30,9 @@ from shardline.comm.job import job
 from shardline.config.layout import Layout, resolve_layout
 from shardline.config.load import load_config
 from shardline.data.demo import documents
-from shardline.models.dtensor import whole
 from shardline.models.fused_weights import unfuse
 from tests import proven
+from tests.model_state import whole
 from tests.parity.pool import TIMEOUT_SECONDS, Pool
 
 STEPS = 10

@@ -15,7 +15,8 @@ from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.hf import INDEX, hf_name, read_hf, write_hf
 from shardline.models.init import init_weights
-from shardline.models.state import load_logical_state, logical_state
+from shardline.models.state import load_logical_state
+from tests.model_state import logical_state
 
 ARCH = Architecture(
     dim=16, n_layers=3, n_heads=4, n_kv_heads=1, ffn_dim=24, vocab_size=30, qk_norm=True, family="qwen3"

@@ -12,10 +12,10 @@ from shardline.config.load import load_config
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.models.state import logical_state
 from shardline.optim.lamb import Parts, fused_parts, whole_norms
 from shardline.optim.optimizer import build_optimizer
 from shardline.optim.state import optimizer_state
+from tests.model_state import logical_state
 from tests.unit.optimizer_state import load_optimizer_state
 
 LR, BETA1, BETA2, EPS, DECAY, TRUST = 0.02, 0.9, 0.95, 1e-6, 0.1, 0.01

@@ -11,7 +11,8 @@ from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import fuse, gate_block, logical_names, logical_shapes, parameter_count, unfuse
 from shardline.models.init import init_weights
-from shardline.models.state import load_logical_state, logical_state
+from shardline.models.state import load_logical_state
+from tests.model_state import logical_state
 
 QKV, W13 = "layers.0.attention.wqkv", "layers.0.feed_forward.w13"
 

@@ -21,10 +21,10 @@ from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
 from shardline.models.flavors import resolve
 from shardline.models.init import BLOCK_ROWS, init_weights, initial_std
-from shardline.models.state import logical_state
 from shardline.precision.mixed import choose_precision
 from shardline.tools.dry_run.fake import fake_group
 from shardline.training.setup import build_model
+from tests.model_state import logical_state
 
 ARCH = Architecture(
     dim=48, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=64, ffn_dim=304, vocab_size=700, qk_norm=True, qkv_bias=True

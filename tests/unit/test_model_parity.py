@@ -9,8 +9,9 @@ import torch
 from shardline.models.decoder import Decoder
 from shardline.models.generate import generate
 from shardline.models.hf import hf_name, read_hf, write_hf
-from shardline.models.state import load_logical_state, logical_state
+from shardline.models.state import load_logical_state
 from tests import proven
+from tests.model_state import logical_state
 
 transformers = pytest.importorskip("transformers")
 
