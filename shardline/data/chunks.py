@@ -1,7 +1,7 @@
 """Chunks: a source cut into pieces of about a megabyte, always at the same places.
 
-A chunk is a small description that travels to a worker process and turns into documents there. Preparing can stop
-after any chunk and go on with the next one later.
+A chunk is sent to a worker process, which turns it into documents. Preparing can stop after any chunk and continue
+with the next one later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH_ROWS = 256
 
 
 class Chunk(Protocol):
-    """Documents of one piece of a source. `opens`/`closes`: whether its first/last document begins/ends in it."""
+    """A piece of a source. `opens` and `closes`: whether its first document begins in it, and its last one ends."""
 
     @property
     def size(self) -> float: ...
@@ -57,7 +57,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text file or, of a large one, some whole lines: one document per file."""
+    """A text file, which is one document, or some whole lines of a large one."""
 
     file: str
     text: bytes
@@ -94,7 +94,7 @@ def file_chunks(file: Path, field: str) -> Iterator[Chunk]:
 
 @contextlib.contextmanager
 def _reading(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """The file's content, unzipped, and a function: how many bytes of the file were taken since it was last asked."""
+    """The file's content, unzipped, and a function that gives the bytes of the file read since its last call."""
     with file.open("rb") as raw:
         before = 0
 
@@ -130,13 +130,13 @@ def _text_chunks(file: Path) -> Iterator[Chunk]:
 
 
 def _cut(text: bytes) -> int:
-    """Where to cut a long text: after its last line, else before its last word, else between two characters."""
+    """The place to cut a long text: after its last line, else before its last word, else between two characters."""
     if line := text.rfind(b"\n") + 1:
         return line
     if (space := text.rfind(b" ")) > 0:
         return space
     at = len(text) - 1
-    while at > 1 and text[at] & 0xC0 == 0x80:  # the later bytes of a character
+    while at > 1 and text[at] & 0xC0 == 0x80:  # inside a character
         at -= 1
     return at
 
@@ -147,7 +147,7 @@ def _text_of_line(file: str, number: int, line: bytes, field: str) -> str:
     except ValueError as error:
         raise UserError(f"{file}:{number}: not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise UserError(f"{file}:{number}: one JSON object per line is needed, got {type(row).__name__}")
+        raise UserError(f"{file}:{number}: expected one JSON object per line, got {type(row).__name__}")
     if field not in row:
         raise UserError(f"{file}:{number}: no field {field!r}; {fields_there(row)}")
     return _text(row[field], file, f"line {number}", field)
@@ -157,13 +157,13 @@ def _text(value: Any, file: str, where: str, field: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise UserError(f"{file}, {where}: field {field!r} holds {type(value).__name__}, text is needed")
+        raise UserError(f"{file}, {where}: field {field!r} holds {type(value).__name__}, expected text")
     return value
 
 
 def fields_there(names: Iterable[str]) -> str:
     there = ", ".join(sorted(map(str, names))) or "none"
-    return f"fields there: {there} (choose one with dataset_text_field, or --text-field in `shardline data prepare`)"
+    return f"its fields: {there} (choose one with dataset_text_field, or --text-field in `shardline data prepare`)"
 
 
 def _parquet(file: str) -> Any:
@@ -185,12 +185,12 @@ def _parquet_chunks(file: Path, field: str) -> Iterator[Chunk]:
         batches = (batch.column(0).to_pylist() for batch in table.iter_batches(BATCH_ROWS, columns=[field]))
         try:
             yield from chunks_of_rows(batches, str(file), field, file.stat().st_size / rows)
-        except ValueError as error:  # what pyarrow raises for damaged pages, beside OSError
+        except ValueError as error:  # pyarrow raises it for damaged pages, besides OSError
             raise UserError(f"{file} cannot be read: {error}") from error
 
 
 def chunks_of_texts(texts: Iterable[str], cost: float | None = None) -> Iterator[Chunk]:
-    """Groups of about CHUNK_BYTES; each text counts `cost` towards the size of the source, or its length."""
+    """Groups of about CHUNK_BYTES; each text adds `cost`, or else its length, to the size of its chunk."""
     group: list[str] = []
     length = 0
     for text in texts:

@@ -52,7 +52,7 @@ def demo_store(section: str, tokenizer: Tokenizer) -> TokenStore:
     texts = documents(section)
     if isinstance(tokenizer, ByteTokenizer):
         arrays = tokenizer.encode_arrays(texts)
-    else:  # one by one: the library's own threads do not go well with worker processes that are forked later
+    else:  # one by one: the library's threads would deadlock in worker processes that are forked later
         arrays = [np.array(tokenizer.encode(text), dtype=np.uint32) for text in texts]
     return TokenStore.from_arrays(*join_documents(arrays, tokenizer), f"demo {section} 1", tokenizer)
 

@@ -22,7 +22,7 @@ SPLITS = {
 
 
 def file_kind(file: Path) -> str:
-    """The suffix that tells the format, without `.gz`; "parquet" for Parquet, "" when it is not known."""
+    """The suffix that gives the format, without `.gz`; "parquet" for Parquet, "" where the format is unknown."""
     suffix = file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
     if suffix == ".parquet" and file.suffix != ".gz":
         return "parquet"
@@ -30,7 +30,7 @@ def file_kind(file: Path) -> str:
 
 
 def find_files(path: str, split: str) -> list[Path]:
-    """All files behind `path`, each once, sorted within each comma-separated item."""
+    """All files that `path` names, each once, sorted within each comma-separated item."""
     found: dict[Path, None] = {}
     for item in filter(None, (item.strip() for item in path.split(","))):
         for file in _expand(item, split):
@@ -54,7 +54,7 @@ def _expand(item: str, split: str) -> list[Path]:
     unknown = [str(file) for file in files if not file_kind(file)]
     if unknown:
         raise UserError(
-            f"{unknown[0]!r}: format not known; files end in {', '.join(DATA_FILES)} (text and JSONL also .gz)"
+            f"{unknown[0]!r}: unknown format; files end in {', '.join(DATA_FILES)} (text and JSONL also .gz)"
         )
     return files
 
@@ -65,7 +65,7 @@ def readable_files(folder: Path) -> list[Path]:
 
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
-    """Readable files below a folder. When every one names its split (train-0.parquet), only the wanted split's."""
+    """Readable files below a folder; where every file names its split (train-0.parquet), only those of `split`."""
     files = readable_files(folder)
     if not files:
         raise UserError(f"the folder {str(folder)!r} holds no file that can be read: {', '.join(DATA_FILES)}")
@@ -76,14 +76,14 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
     chosen = [file for file, of in zip(files, splits, strict=True) if of == wanted]
     if not chosen:
         there = ", ".join(sorted({str(of) for of in splits}))
-        raise UserError(f"{str(folder)!r} has no files of the split {split!r}; splits there: {there} (dataset_split)")
+        raise UserError(f"{str(folder)!r} has no files of the split {split!r}; its splits: {there} (dataset_split)")
     if len(chosen) < len(files):
         say(f"{folder}: reading the {len(chosen)} files of the split {split!r} out of {len(files)}")
     return chosen
 
 
 def _split_of(file: Path) -> str | None:
-    """The split a data file's name or folder tells; texts, one document each, carry none."""
+    """The split in a data file's name or folder; text files, of one document each, have none."""
     if file_kind(file) in TEXT_FILES:
         return None
     words = re.split(r"[-_./\s]+", str(file).lower())

@@ -1,4 +1,4 @@
-"""From the token store to batches on the device, by global sample number; optional worker processes read ahead."""
+"""Batches on the device from the token store, by global sample number; worker processes may read ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardline.errors import UserError, blame
 from shardline.storage.progress import say
 
 IGNORE = -100  # label of a token that is not a target
-PLAN_AHEAD = 4096  # samples whose places are computed together
+SAMPLES_AHEAD = 4096  # samples whose places are computed together
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Batch:
     sample_ids: torch.Tensor  # (B,) int64, the global sample numbers; -1 for a padding row
 
     def to(self, device: torch.device) -> Batch:
-        """Documents stay on the CPU: kernels that take their boundaries find them there without a device wait."""
+        """Move all but `documents`: on the CPU their boundaries are found without waiting for the device."""
         moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))
         return Batch(moved.tokens, moved.labels, self.documents, moved.sample_ids)
 
     def pin_memory(self) -> Batch:
-        """Called by DataLoader too, which pins objects of unknown type through this name."""
+        """Copy to page-locked memory; DataLoader pins objects of types it does not know by this method."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change: Any) -> Batch:
@@ -51,7 +51,7 @@ Item = tuple[np.ndarray, np.ndarray]  # (B,) global sample numbers, -1 for paddi
 
 
 class Samples(Dataset[Batch]):
-    """Pure function from global samples and where they start to a batch on the CPU."""
+    """A pure function from global sample numbers and their first tokens to a batch on the CPU."""
 
     def __init__(self, store: TokenStore, order: Order, with_documents: bool, vocab_size: int | None = None) -> None:
         self.store, self.order, self.with_documents, self.vocab_size = store, order, with_documents, vocab_size
@@ -66,11 +66,11 @@ class Samples(Dataset[Batch]):
             rows[row] = self.store.read(int(starts[row]), length + 1)
             if self.with_documents:
                 numbers[row] = self.store.document_numbers(int(starts[row]), length + 1)
-        if self.vocab_size is not None and rows.max() >= self.vocab_size:  # on a GPU it would end in a device assert
+        if self.vocab_size is not None and rows.max() >= self.vocab_size:  # a GPU would fail with a device assert
             row, place = np.argwhere(rows >= self.vocab_size)[0]
             raise self.store.damaged_id(int(starts[row] + place), self.vocab_size)
         labels = rows[:, 1:].copy()
-        labels[numbers[:, 1:] != numbers[:, :-1]] = IGNORE  # the next document's first token is no target
+        labels[numbers[:, 1:] != numbers[:, :-1]] = IGNORE  # the next document's first token is not a target
         labels[~real] = IGNORE
         documents = torch.from_numpy(numbers[:, :-1].copy()) if self.with_documents else None
         return Batch(
@@ -79,7 +79,7 @@ class Samples(Dataset[Batch]):
 
 
 class InWorker(Dataset[Batch | UserError]):
-    """The same in a worker process: torch would hide the message of an error in a traceback, so it comes as a value."""
+    """`Samples` in a worker process, where torch would wrap an error in a traceback: it is returned as a value."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -91,8 +91,8 @@ class InWorker(Dataset[Batch | UserError]):
             return error
 
 
-class Plan(Sampler[Item]):
-    """Which samples come next: the endless training stream from a position, or one pass over the store."""
+class MicroBatchSampler(Sampler[Item]):
+    """The samples that come next: the endless training stream from a position, or one pass over the store."""
 
     def __init__(self) -> None:
         self.rows: Iterator[Item] = iter(())
@@ -121,8 +121,8 @@ class Loader:
         self.local_batch_size, self.global_batch_size = local_batch_size, global_batch_size
         self.rank, self.ranks, self.device = rank, ranks, device
         self.position = start_sample
-        self._plan = Plan()
-        self._reader = _reader(samples, self._plan, options, device)
+        self._sampler = MicroBatchSampler()
+        self._reader = _reader(samples, self._sampler, options, device)
         self._stream: Iterator[Batch] | None = None
 
     def seek(self, position: int) -> None:
@@ -142,10 +142,10 @@ class Loader:
         return batches
 
     def epoch(self, limit: int | None = None) -> Iterator[Batch]:
-        """Every sample once, in the order of the store, cut over the ranks; at most `limit` batches per rank.
+        """Every sample once, in the order of the store, divided among the ranks; at most `limit` batches per rank.
 
         All ranks get the same number of batches: rows past the end are padding without targets.
-        `position` stays; a `step` after this starts its reading ahead again.
+        `position` is kept; the next `step` starts reading ahead anew.
         """
         self._stream = None
         batches = self._start(self._once(limit))
@@ -153,26 +153,26 @@ class Loader:
             yield batch.to(self.device)
 
     def samples_in(self, batches: int) -> int:
-        """How many samples an epoch of at most so many batches per rank reads; -1: all."""
+        """The number of samples that an epoch of at most `batches` batches per rank reads; -1 means all."""
         together = self.local_batch_size * self.ranks
         return self.samples_per_epoch if batches < 0 else min(batches * together, self.samples_per_epoch)
 
     def close(self) -> None:
-        """End the worker processes, if there are any."""
+        """End the worker processes, if any."""
         self._stream = None
         self._reader = None  # the last reference: torch ends the workers and waits for them
 
     def _start(self, rows: Iterator[Item]) -> Iterator[Batch]:
         if self._reader is None:
             raise RuntimeError("this loader is closed")
-        self._plan.rows = rows
+        self._sampler.rows = rows
         batches = iter(self._reader)
         return batches if self._reader.num_workers == 0 else _from_workers(batches)
 
     def _endless(self) -> Iterator[Item]:
-        """Micro-batches from `position` on. Places of many are computed at once: it costs little more than for one."""
+        """Micro-batches from `position` on. Computing many places together costs little more than computing one."""
         position, size = self.position, self.global_batch_size
-        steps = max(1, PLAN_AHEAD // size)
+        steps = max(1, SAMPLES_AHEAD // size)
         cut = (size, self.local_batch_size, self.rank, self.ranks)
         while True:
             rows = [row for step in range(steps) for row in micro_batches(position + step * size, *cut)]
@@ -228,8 +228,8 @@ def steps_for_epochs(loader: Loader, epochs: float, global_batch_size: int = -1)
     return math.ceil(Fraction(str(epochs)) * loader.samples_per_epoch / size)
 
 
-def _reader(samples: Samples, plan: Plan, options: Any, device: torch.device) -> DataLoader[Any] | None:
-    """Torch's DataLoader does the reading ahead; with 0 workers it reads in place."""
+def _reader(samples: Samples, sampler: MicroBatchSampler, options: Any, device: torch.device) -> DataLoader[Any] | None:
+    """Torch's DataLoader, which reads ahead in its workers; with 0 workers it reads in place."""
     workers = options.num_workers
     if workers == 0 and (options.prefetch_factor is not None or options.persistent_workers):
         say("dataloader.prefetch_factor and persistent_workers have no effect with dataloader.num_workers = 0")
@@ -239,19 +239,19 @@ def _reader(samples: Samples, plan: Plan, options: Any, device: torch.device) ->
         raise UserError("dataloader.num_workers must be at least 0 and dataloader.prefetch_factor at least 1")
     return DataLoader(
         InWorker(samples) if workers else samples,
-        batch_size=None,  # an item of the plan is a whole micro-batch
-        sampler=plan,
+        batch_size=None,  # an item of the sampler is a whole micro-batch
+        sampler=sampler,
         num_workers=workers,
         prefetch_factor=(options.prefetch_factor or 2) if workers else None,
         persistent_workers=options.persistent_workers and workers > 0,
         pin_memory=options.pin_memory and device.type == "cuda",
         worker_init_fn=_ignore_signals if workers else None,
-        generator=torch.Generator(),  # of its own: starting to read must not move the global random state
+        generator=torch.Generator(),  # its own: starting to read must not advance the global random state
     )
 
 
 def _from_workers(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
-    """Torch notices a dead worker, except when it dies between announcing a batch and handing it over."""
+    """Report a worker's death that torch misses: between announcing a batch and handing it over."""
     try:
         for batch in batches:
             if isinstance(batch, UserError):
@@ -260,10 +260,10 @@ def _from_workers(batches: Iterator[Batch | UserError]) -> Iterator[Batch]:
     except (OSError, EOFError) as error:
         raise RuntimeError(f"a data loader worker died while handing over a batch: {error}") from error
     finally:
-        del batches  # an error keeps this frame alive, which must not keep the workers alive
+        del batches  # an error keeps this frame alive; the workers must not live as long
 
 
 def _ignore_signals(worker: int) -> None:
-    """What is sent to the whole process group is for the trainer, which needs its workers until the step has ended."""
+    """Signals to the process group are meant for the trainer, which needs its workers until the step has ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,8 @@
-"""Who reads what: global sample number -> window of the token store, a pure function of the seed.
+"""The order of samples: global sample number -> window of the token store, a pure function of the seed.
 
     sample n  ->  epoch n // N, index n % N  ->  shuffled window w in [0, N)  ->  tokens [start, start + S]
 
-Nothing is stored: the shuffle of an epoch is a keyed permutation computed for the numbers asked for.
+Nothing is stored: the shuffle of an epoch is a keyed permutation, computed only for the numbers it is needed for.
 A reader's state is therefore one integer, the number of samples consumed.
 """
 
@@ -92,13 +92,13 @@ class Order:
         return samples.astype(np.int64) * self.seq_len
 
     def _offsets(self, epochs: np.ndarray) -> np.ndarray:
-        """The tokens left over by the last window move to the front by epoch, so that window borders vary."""
+        """The first token of window 0, chosen by epoch among the tokens left over, so that window borders vary."""
         spare = self.tokens - 1 - self.samples_per_epoch * self.seq_len
         return (_key(self.seed, epochs, 1) % np.uint64(spare + 1)).astype(np.int64)
 
 
 def micro_batches(step_start: int, global_batch: int, local_batch: int, rank: int, ranks: int) -> list[np.ndarray]:
-    """The global samples this rank reads for one step, one array (local_batch,) per micro-batch.
+    """The global samples that this rank reads for one step, one array (local_batch,) per micro-batch.
 
     Micro-batch a, rank r, row l reads sample step_start + a*(L*R) + r*L + l.
     """

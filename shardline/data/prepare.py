@@ -1,8 +1,8 @@
-"""Tokenize a source once into a token store: in parallel, resumable, never half there.
+"""Tokenize a source once into a token store: in parallel and resumable; an unfinished store is never taken for one.
 
-Each finished part leaves a small note (part-00003.json) with its checksums and the number of chunks read so far.
-An interrupted run goes on after the last finished part. `store.json` comes last and makes the folder a store.
-A store that is replaced stays whole until then: the new parts stand beside it, with numbers it does not use.
+Each finished part leaves a note (part-00003.json) with its checksums and the number of chunks read so far. An
+interrupted run continues after the last finished part. `store.json` is written last and makes the folder a store. A
+store that is being replaced stays intact until then: the new parts have numbers that it does not use.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from typing import Any
 
 import numpy as np
 
-from shardline.data import token_store as store_files
+from shardline.data import token_store
 from shardline.data.chunks import chunks_of_texts
 from shardline.data.demo import demo_store, documents
 from shardline.data.files import file_kind
 from shardline.data.sources import Source, fingerprint_of, open_source
-from shardline.data.token_store import END_TYPE, BlockWriter, Part, TokenStore, is_store, token_type
+from shardline.data.token_store import END_TYPE, BlockWriter, StorePart, TokenStore, is_store, token_type
 from shardline.data.tokenize_workers import encode_all
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.errors import UserError, blame
 from shardline.storage.progress import Progress, say
+from shardline.words import counted
 
 PART_TOKENS = 64 * 2**20
 OURS = re.compile(r"(part-\d+\.(tokens|ends|json)|prepare\.json|store\.json)(\.tmp)?|\.lock")
@@ -46,25 +47,25 @@ def prepare(
     overwrite: bool = False,
     part_tokens: int = PART_TOKENS,
 ) -> TokenStore:
-    """Tokenize `source` into the folder `out`, or go on where an earlier call stopped, or find it done."""
+    """Tokenize `source` into the folder `out`; continues an interrupted call, and returns a store that is finished."""
     out = Path(out)
     job = _job(source, tokenizer)
     try:
         _check_folder(out)
-        if _done(out, job) and not overwrite:  # needs no lock, and no right to write
+        if _done(out, job) and not overwrite:  # needs neither the lock nor write permission
             return _finished(out, job)
         out.mkdir(parents=True, exist_ok=True)
         with _lock(out):
             if overwrite:
                 _remove_ours(out, _kept(out))
-            elif _done(out, job):  # made by the process that held the lock
+            elif _done(out, job):  # by the process that held the lock
                 return _finished(out, job)
             first, notes = _start(out, job)
             try:
                 _write_parts(out, source, tokenizer, first, notes, workers or _cores(), progress, part_tokens)
                 _finish(out, job, notes)
             except Exception:
-                if is_store(out) and not any(note["tokens"] for note in notes):  # nothing to go on with
+                if is_store(out) and not any(note["tokens"] for note in notes):  # nothing to continue from
                     _remove_ours(out, _kept(out))
                 raise
     except OSError as error:
@@ -82,7 +83,7 @@ def command(
     workers: int | None = None,
     overwrite: bool = False,
 ) -> int:
-    """`shardline data prepare SRC OUT`: SRC is files, a folder, a glob, a known or a Hub name."""
+    """`shardline data prepare SRC OUT`: SRC is files, a folder, a glob, a known name or a Hub name."""
     chosen = load_tokenizer(tokenizer)
     texts = named_source(source, text_field, split)
     done_before = _done(Path(out), _job(texts, chosen)) and not overwrite
@@ -95,7 +96,7 @@ def command(
 
 
 def named_source(name: str, text_field: str, split: str) -> Source:
-    """What a command line names: "demo", a known name, or paths."""
+    """The source that a command line names: "demo", a known name, or paths."""
     if name == "demo":
         section = "validation" if split == "validation" else "training"
         texts = documents(section)
@@ -118,7 +119,7 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
         source = open_source(
             settings.dataset, path, text_field=settings.dataset_text_field, split=settings.dataset_split
         )
-    key = hashlib.sha256(f"{store_files.VERSION} {source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[
+    key = hashlib.sha256(f"{token_store.VERSION} {source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[
         :20
     ]
     out = cache_folder(config.training.cache_folder) / "tokens" / key
@@ -126,7 +127,7 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"training.cache_folder: cannot write {out.parent}: {error.strerror or error}; give another folder there"
+            f"training.cache_folder: cannot write {out.parent}: {error.strerror or error}; set another folder there"
             " or in $SHARDLINE_CACHE"
         ) from error
     if not is_store(out):
@@ -159,7 +160,7 @@ def _write_parts(
     progress: bool,
     part_tokens: int,
 ) -> None:
-    """Append parts until the source ends; each is noted when it is safely on the disk."""
+    """Append parts until the source ends; each gets its note when it is durable."""
     done = notes[-1]["chunks"] if notes else 0
     chunks = source.chunks()
     skipped = sum(chunk.size for chunk in itertools.islice(chunks, done))
@@ -170,14 +171,14 @@ def _write_parts(
                 note = _write_part(out, first_part + len(notes), itertools.chain([first], results), part_tokens, bar)
                 note["chunks"] += notes[-1]["chunks"] if notes else 0
                 notes.append(note)
-                store_files.write_json(out / f"{note['name']}.json", note)
+                token_store.write_json(out / f"{note['name']}.json", note)
         finally:
-            results.close()  # type: ignore[attr-defined]  # a generator: ends the processes
+            results.close()  # type: ignore[attr-defined]  # a generator; this ends the processes
 
 
 def _write_part(out: Path, number: int, results: Iterator[Any], part_tokens: int, bar: Progress) -> dict[str, Any]:
     name = f"part-{number:05d}"
-    part = Part(name, 0, 0)
+    part = StorePart(name, 0, 0)
     tokens = BlockWriter(out / f"{name}.tokens.tmp")
     ends = BlockWriter(out / f"{name}.ends.tmp")
     chunks = empty = 0
@@ -196,15 +197,15 @@ def _write_part(out: Path, number: int, results: Iterator[Any], part_tokens: int
 
 
 def _job(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a store is made of; the same job gives the same store."""
+    """The inputs of a store; equal jobs give equal stores."""
     return {
-        "format": store_files.FORMAT,
-        "version": store_files.VERSION,
+        "format": token_store.FORMAT,
+        "version": token_store.VERSION,
         "dtype": token_type(tokenizer).name,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
         "source": {"name": source.name, "fingerprint": source.fingerprint},
-        "block_bytes": store_files.BLOCK_BYTES,
+        "block_bytes": token_store.BLOCK_BYTES,
     }
 
 
@@ -214,13 +215,13 @@ def _begun(out: Path) -> tuple[dict[str, Any], int] | None:
         job = json.loads((out / "prepare.json").read_text(encoding="utf-8"))
     except OSError:
         return None
-    except ValueError:  # damaged: the job of nobody
+    except ValueError:  # damaged: no job equals it
         return {}, 0
     return job, job.pop("first_part", 0)
 
 
 def _done(out: Path, job: dict[str, Any]) -> bool:
-    """Whether a store is there and stays: not where this job has begun to replace it."""
+    """Whether a finished store is there that this job has not begun to replace."""
     if not is_store(out):
         return False
     begun = _begun(out)
@@ -228,25 +229,25 @@ def _done(out: Path, job: dict[str, Any]) -> bool:
 
 
 def _start(out: Path, job: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    """The number of the first part, and the notes of the parts that an interrupted run of the same job has finished."""
+    """The number of the first part, and the notes of the parts that an interrupted run of the same job finished."""
     begun = _begun(out)
     if begun is None:
         first = 1 + max(map(_part_number, out.glob("part-*")), default=-1) if is_store(out) else 0
-        store_files.write_json(out / "prepare.json", job | {"first_part": first})
+        token_store.write_json(out / "prepare.json", job | {"first_part": first})
         return first, []
     if begun[0] != job:
         raise UserError(
-            f"{str(out)!r} holds the unfinished store of another source or tokenizer: --overwrite replaces it"
+            f"{str(out)!r} holds an unfinished store of another source or tokenizer: --overwrite replaces it"
         )
     first, notes = begun[1], list[dict[str, Any]]()
     for file in sorted(out.glob("part-*.json")):
         note = json.loads(file.read_text(encoding="utf-8"))
         if note["name"] == f"part-{first + len(notes):05d}" and _whole(out, note, np.dtype(job["dtype"]).itemsize):
             notes.append(note)
-        else:  # made again, and what came after it too
+        else:  # it is made again, and all parts after it too
             file.unlink()
     if notes:
-        say(f"going on after {len(notes)} finished parts in {out}")
+        say(f"continuing after {counted(len(notes), 'finished part')} in {out}")
     return first, notes
 
 
@@ -261,7 +262,7 @@ def _whole(out: Path, note: dict[str, Any], token_bytes: int) -> bool:
 
 
 def _finish(out: Path, job: dict[str, Any], notes: list[dict[str, Any]]) -> None:
-    fields = Part.__dataclass_fields__
+    fields = StorePart.__dataclass_fields__
     manifest = job | {
         "tokens": sum(note["tokens"] for note in notes),
         "documents": sum(note["documents"] for note in notes),
@@ -269,16 +270,17 @@ def _finish(out: Path, job: dict[str, Any], notes: list[dict[str, Any]]) -> None
         "parts": [{key: note[key] for key in fields} for note in notes],
     }
     if not manifest["documents"]:
-        raise UserError(f"{job['source']['name']!r} holds no text ({manifest['empty_documents']} empty documents)")
+        empty = counted(manifest["empty_documents"], "empty document")
+        raise UserError(f"{job['source']['name']!r} holds no text ({empty})")
     if manifest["empty_documents"]:
-        say(f"{manifest['empty_documents']:,} empty documents were left out")
-    manifest["checksum"] = store_files.manifest_checksum(manifest)
-    store_files.write_json(out / "store.json", manifest)
+        say(f"left out {counted(manifest['empty_documents'], 'empty document')}")
+    manifest["checksum"] = token_store.manifest_checksum(manifest)
+    token_store.write_json(out / "store.json", manifest)
     _remove_ours(out, _kept(out))
 
 
 def _finished(out: Path, job: dict[str, Any]) -> TokenStore:
-    """A store that is already there, if it is this one."""
+    """The finished store of the folder, which must be this job's."""
     store = TokenStore.open(out)
     same = store.source_fingerprint == job["source"]["fingerprint"]
     if not same or store.tokenizer_fingerprint != job["tokenizer"]["fingerprint"]:
@@ -287,7 +289,7 @@ def _finished(out: Path, job: dict[str, Any]) -> TokenStore:
 
 
 def _check_folder(out: Path) -> None:
-    """Never write among someone's files."""
+    """Refuse a folder that holds files of other kinds."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{str(out)!r} is a file; give a folder for the token store")
     foreign = [entry.name for entry in out.iterdir() if not OURS.fullmatch(entry.name)] if out.exists() else []
@@ -302,15 +304,15 @@ def _kept(out: Path) -> set[str]:
     if not is_store(out):
         return {".lock"}
     try:
-        names = [part["name"] for part in store_files.read_manifest(out)["parts"]]
-    except UserError:  # a damaged manifest tells nothing: what was there before is its own
+        names = [part["name"] for part in token_store.read_manifest(out)["parts"]]
+    except UserError:  # a damaged manifest: its parts are those from before this job
         begun = _begun(out)
         names = [file.stem for file in out.glob("part-*.tokens") if not begun or _part_number(file) < begun[1]]
     return {".lock", "store.json", *(name + suffix for name in names for suffix in (".tokens", ".ends"))}
 
 
 def _remove_ours(out: Path, keep: Collection[str]) -> None:
-    """All but `keep`. `prepare.json` goes last: what is half removed is removed when that job is run again."""
+    """Remove our files except `keep`; `prepare.json` last, so that an interrupted removal is completed by that job."""
     for entry in sorted(out.iterdir(), key=lambda entry: entry.name == "prepare.json"):
         if OURS.fullmatch(entry.name) and entry.name not in keep:
             entry.unlink()
@@ -318,7 +320,7 @@ def _remove_ours(out: Path, keep: Collection[str]) -> None:
 
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
-    """One process prepares a folder at a time; the system frees the lock when the process ends, however it ends."""
+    """Let one process at a time prepare a folder; the system frees the lock however the process ends."""
     with (out / ".lock").open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

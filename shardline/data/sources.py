@@ -1,4 +1,4 @@
-"""Where documents come from: files, Hugging Face datasets, and sources that a user's module registers."""
+"""Sources of documents: files, Hugging Face datasets, and functions that a user's module registers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ C4_NAMES = ("c4", "c4_test", "c4_validation")
 
 @dataclass(frozen=True)
 class Source:
-    """`chunks()` gives the same chunks each time; `size` is their total size (bytes, or rows), None if not known."""
+    """`chunks()` gives the same chunks each time; `size` is their total size in bytes or rows, None if unknown."""
 
     name: str
     fingerprint: str
@@ -37,7 +37,7 @@ class Source:
 
 
 def open_source(dataset: str, path: str | None, *, text_field: str = "text", split: str = "train") -> Source:
-    """The source a config names: `dataset` a known name, a Hub name "owner/name", or any label when `path` is given."""
+    """The source of a config: `dataset` is a known name, a Hub name "owner/name", or any label when `path` is given."""
     if dataset in registry.sources:
         return _registered(dataset, path)
     if path:
@@ -79,7 +79,7 @@ def _local(path: str, field: str, split: str) -> Source:
 
 
 def _registered(name: str, path: str | None) -> Source:
-    """A source from a user's module; a change of its code or of the path's date makes it another source."""
+    """A source from a user's module; a change of its code or of the path's date makes it a different source."""
     function = registry.sources[name]
     try:
         code = inspect.getsource(function)
@@ -96,7 +96,7 @@ def _registered(name: str, path: str | None) -> Source:
 
 def _checked(name: str, text: Any) -> str:
     if not isinstance(text, str):
-        raise UserError(f"the data source {name!r} gave {type(text).__name__}, text is needed")
+        raise UserError(f"the data source {name!r} gave {type(text).__name__}, expected text")
     return text
 
 
@@ -111,7 +111,7 @@ def _hub(name: str, field: str, split: str) -> Source:
     place, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
     try:
         data = library.load_dataset(place, config or None, split=split)
-    except Exception as error:  # many kinds: network, missing, private, wrong config or split
+    except Exception as error:  # of many types: network, missing, private, wrong config or split
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"the dataset {name!r} cannot be loaded with `datasets` (split {split!r}): {reason}") from error
     return _dataset_source(name, data, field, split)
@@ -128,9 +128,7 @@ def _datasets(name: str) -> Any:
 def _dataset_source(name: str, data: Any, field: str, split: str) -> Source:
     if isinstance(data, dict):  # a DatasetDict
         if split not in data:
-            raise UserError(
-                f"{name!r} has no split {split!r}; splits there: {', '.join(data)} (dataset_split, --split)"
-            )
+            raise UserError(f"{name!r} has no split {split!r}; its splits: {', '.join(data)} (dataset_split, --split)")
         data = data[split]
     if field not in data.column_names:
         raise UserError(f"{name!r}: no field {field!r}; {fields_there(data.column_names)}")

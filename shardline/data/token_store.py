@@ -1,6 +1,6 @@
-"""The token store: documents as one long row of token ids on disk, read through memory maps.
+"""The token store: all documents as one long row of token ids on disk, read through memory maps.
 
-FOLDER/store.json          what is inside, sizes and checksums; written last, so a folder with it is complete
+FOLDER/store.json          contents, sizes and checksums; written last, so a folder with it is complete
 FOLDER/part-00000.tokens   token ids, uint16 or uint32, little endian
 FOLDER/part-00000.ends     where documents end: int64, counted in tokens from the start of the part
 """
@@ -30,8 +30,8 @@ END_TYPE = np.dtype("<i8")
 
 
 @dataclass
-class Part:
-    """One pair of files: how many tokens and document ends they hold, and the CRC-32 of each block."""
+class StorePart:
+    """One pair of files: the number of tokens and document ends in them, and the CRC-32 of each block."""
 
     name: str
     tokens: int
@@ -43,7 +43,7 @@ class Part:
 class TokenStore:
     """A row of tokens with document ends, from a folder (`open`) or from memory (`from_arrays`)."""
 
-    def __init__(self, folder: Path | None, dtype: str, parts: list[Part], manifest: dict[str, Any]) -> None:
+    def __init__(self, folder: Path | None, dtype: str, parts: list[StorePart], manifest: dict[str, Any]) -> None:
         self.folder = folder
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.parts = parts
@@ -61,16 +61,16 @@ class TokenStore:
         manifest: dict[str, Any] = {"source": {"name": source, "fingerprint": source}}
         if tokenizer is not None:
             manifest["tokenizer"] = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
-        store = cls(None, tokens.dtype.name, [Part("memory", len(tokens), len(ends))], manifest)
+        store = cls(None, tokens.dtype.name, [StorePart("memory", len(tokens), len(ends))], manifest)
         store._arrays[0] = (tokens, ends.astype(END_TYPE))
         return store
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenStore:
-        """Open a finished store; checks the manifest's own checksum and every file's size, not the contents."""
+        """Open a finished store. The manifest's checksum and every file's size are checked, not the contents."""
         folder = Path(folder)
         manifest = read_manifest(folder)
-        parts = [Part(**entry) for entry in manifest["parts"]]
+        parts = [StorePart(**entry) for entry in manifest["parts"]]
         store = cls(folder, manifest["dtype"], parts, manifest)
         for file, size in store._files():
             check_size(file, size)
@@ -92,40 +92,40 @@ class TokenStore:
         return out
 
     def document_numbers(self, start: int, count: int) -> np.ndarray:
-        """For each of these tokens the number of its document, counted from 0 at the first one: int32."""
+        """The document number (int32) of each of these tokens, counted from 0 at the first token."""
         marks = np.zeros(count + 1, dtype=np.int32)
         for part, begin, stop, at in self._pieces(start, count):
             ends = self._array(part)[1]
-            # An end at e makes e the first token of the next document; the very first token starts none.
+            # An end at e makes e the first token of the next document; an end before the first token does not count.
             first, last = np.searchsorted(ends, [begin if at else begin + 1, stop + 1])
             marks[np.asarray(ends[first:last]) - begin + at] = 1
         return np.cumsum(marks[:count], dtype=np.int32)
 
     def damaged_id(self, token: int, vocab_size: int) -> UserError:
-        """The error for a token whose id is beyond the vocabulary."""
+        """The error for a token whose id lies outside the vocabulary."""
         part, begin, _, _ = next(iter(self._pieces(token, 1)))
         name = f"{self.parts[part].name}.tokens"
         return UserError(
             f"{name if self.folder is None else self.folder / name} is damaged: its token {begin} is"
-            f" {int(self._array(part)[0][begin])}, the vocabulary has {vocab_size} ids: {AGAIN}"
+            f" {int(self._array(part)[0][begin])}, but the vocabulary has {vocab_size} ids: {AGAIN}"
         )
 
     def verify(self) -> None:
-        """Read everything and compare it with the checksums; a damaged file is named with the byte where it starts."""
+        """Read all files and compare them with their checksums; the error names the damaged file and block."""
         assert self.folder is not None, "a store in memory has no files"
         for part in self.parts:
             for suffix, checksums in ((".tokens", part.token_checksums), (".ends", part.end_checksums)):
                 _verify_file(self.folder / (part.name + suffix), checksums, self.block_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Memory maps do not travel to another process: they are opened there again."""
+        """Leave out memory maps: another process opens its own."""
         state = self.__dict__.copy()
         if self.folder is not None:
             state["_arrays"] = {}
         return state
 
     def _pieces(self, start: int, count: int) -> Iterable[tuple[int, int, int, int]]:
-        """(part, first token in it, last token + 1 in it, place in the result) for tokens [start, start + count)."""
+        """The parts that hold tokens [start, start + count), as (part, begin, stop in it, place in the result)."""
         if start < 0 or start + count > self.tokens:
             raise IndexError(f"tokens [{start}, {start + count}) of a store with {self.tokens}")
         part = bisect.bisect_right(self._firsts, start) - 1
@@ -178,7 +178,7 @@ class BlockWriter:
                 self._close_block()
 
     def close(self, final: Path) -> None:
-        """Put the file on the disk, then give it its name."""
+        """Make the file durable, then give it its final name."""
         if self._filled:
             self._close_block()
         self.stream.flush()
@@ -199,9 +199,10 @@ def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
 def join_documents(
     arrays: Sequence[np.ndarray], tokenizer: Tokenizer, opens: bool = True, closes: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`[bos] tokens [eos]` one after the other, and where each document ends.
+    """`[bos] tokens [eos]` of all documents in a row, and where each document ends.
 
-    The first document may go on from an earlier call (`opens` false), the last may go on in the next (`closes` false).
+    The first document may continue one of an earlier call (`opens` false), and the last may continue in the next call
+    (`closes` false).
     """
     dtype = token_type(tokenizer)
     bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], dtype=dtype)
@@ -228,7 +229,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(f"{file} is not the manifest of a token store")
     if manifest.get("version") != VERSION:
-        raise UserError(f"{file} has version {manifest.get('version')}, this program reads {VERSION}: {AGAIN}")
+        raise UserError(f"{file} has version {manifest.get('version')}, only version {VERSION} can be read: {AGAIN}")
     if manifest.get("checksum") != manifest_checksum(manifest):
         raise UserError(f"{file} is damaged (its checksum does not match): {AGAIN}")
     return manifest
@@ -240,7 +241,7 @@ def manifest_checksum(manifest: dict[str, Any]) -> str:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write a small file so that it is either the old one or the whole new one."""
+    """Write a small file atomically: readers see the old content or all of the new one."""
     temporary = file.with_name(file.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as stream:
         json.dump(value, stream, indent=1)
@@ -251,7 +252,7 @@ def write_json(file: Path, value: dict[str, Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Renames reach the disk with the folder that holds them."""
+    """Make renames in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

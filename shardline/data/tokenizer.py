@@ -15,11 +15,11 @@ from shardline.errors import UserError, blame
 BYTES = "bytes"
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<|startoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
-OPTION = "--model.tokenizer_path"  # of a run; commands have --tokenizer
+OPTION = "--model.tokenizer_path"  # for a run; other commands have --tokenizer
 
 
 class Tokenizer(Protocol):
-    """`encode` adds no special tokens; whoever packs or prompts adds `bos_id` and `eos_id` where they exist."""
+    """Text to ids and back. `encode` adds no special tokens: callers add `bos_id` and `eos_id` where they exist."""
 
     name: str
     vocab_size: int
@@ -63,7 +63,7 @@ def _utf8(text: str) -> bytes:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`; begin and end of document as the files beside it name them, or by their usual names."""
+    """A `tokenizer.json`; begin and end of document come from the files beside it, or from their usual names."""
 
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -107,7 +107,7 @@ class JsonTokenizer:
 def load_tokenizer(path: str | Path, option: str = "--tokenizer") -> Tokenizer:
     """The tokenizer named by "bytes", a folder that holds tokenizer.json, or that file itself.
 
-    `option` is the one to give another with.
+    Errors name `option` as the way to choose another one.
     """
     if str(path) == BYTES:
         return ByteTokenizer()
@@ -140,16 +140,16 @@ def _remedy(option: str) -> str:
 
 
 def check_vocabulary(tokenizer: Tokenizer, arch: Any) -> None:
-    """The model must have a row for every id the tokenizer can give."""
+    """Refuse a model that has fewer rows than the tokenizer has ids."""
     if tokenizer.vocab_size > arch.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, the model has {arch.vocab_size}:"
+            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, the model has {arch.vocab_size} rows:"
             f" give --model.overrides.vocab_size={tokenizer.vocab_size} (or more), or another tokenizer"
         )
 
 
 def tokenizer_file(path: Path) -> Path | None:
-    """The file that a path to a tokenizer means; None where there is none."""
+    """The tokenizer.json that a path names, None where there is none."""
     for file in (path / "tokenizer.json", path):
         if file.is_file() and file.suffix == ".json":
             return file
@@ -159,11 +159,11 @@ def tokenizer_file(path: Path) -> Path | None:
 def _what_is_there(path: Path) -> str:
     if path.name == "tokenizer.model" or (path / "tokenizer.model").is_file():
         return " (tokenizer.model files are not read, only tokenizer.json)"
-    return " (there is no tokenizer.json in it)" if path.is_dir() else " (it is not there)"
+    return " (it holds no tokenizer.json)" if path.is_dir() else " (it does not exist)"
 
 
 def _special_id(kind: str, usual: Sequence[str], folder: Path, vocabulary: dict[str, int]) -> int | None:
-    """The id of `bos` or `eos`; a null bos in tokenizer_config.json means that the tokenizer has none."""
+    """The id of `bos` or `eos`; where tokenizer_config.json says that bos is null, the tokenizer has none."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         entries = _read_json(folder / name)
         token = entries.get(f"{kind}_token")

@@ -27,16 +27,16 @@ SMALLEST_FLEX_HEAD = 16
 
 
 class AttentionMask(NamedTuple):
-    """What a query may see, in the form its kernel wants. `window` counts the query itself; 0 means no window."""
+    """What a query may see, in the form its kernel takes. `window` counts the query itself; 0 means no window."""
 
-    kernel: str  # cudnn, flash, efficient, math, sdpa, varlen, flex; how keys travel where `shared` is given alone
+    kernel: str  # cudnn, flash, efficient, math, sdpa, varlen, flex; with `shared`, how keys travel
     window: int = 0
     allowed: Tensor | None = None  # sdpa, math: (B or 1, 1, S, S) of bool; None is causal
     boundaries: Tensor | None = None  # varlen: (documents + 1,) of int32, first token of each document in (B * S)
     block_mask: Any = None  # flex
-    shared: Callable[..., Tensor] | None = None  # ranks share the sequence: (q, k, v, mask) -> out, of this rank's part
-    each: int = 1  # shared: slices that a rank has
-    table: Tensor | None = None  # shared: (slices, slices), what slices see of each other; None is causal
+    shared: Callable[..., Tensor] | None = None  # ranks share the sequence: (q, k, v, mask) -> this rank's out
+    each: int = 1  # shared: slices per rank
+    table: Tensor | None = None  # shared: (slices, slices), what each slice sees of each other; None is causal
     documents: Tensor | None = None  # shared: (B, S) of the whole sequence
 
 
@@ -61,7 +61,7 @@ class KVCache:
 
 
 def remember(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Append this call's keys and values; return all so far."""
+    """Append this call's keys and values to the cache; return all of them so far."""
     end = cache.start + k.shape[1]
     cache.k[:, cache.start : end] = k
     cache.v[:, cache.start : end] = v
@@ -78,7 +78,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     return _KERNELS[mask.kernel](q, k, v, mask).transpose(1, 2)
 
 
-# Masks, one per window size, built once for a batch
+# Masks: one per window size, built once for a batch
 
 
 def windows(arch: Architecture) -> list[int]:
@@ -96,14 +96,14 @@ def make_masks(
 ) -> dict[int, AttentionMask]:
     """The mask of every window size in use, for `tokens` (B, S) that will be computed in `dtype`.
 
-    `documents` (B, S) numbers each token's document and counts only under `attn_mask_type = block_causal`. It may stay
+    `documents` (B, S) numbers each token's document and is used only with `attn_mask_type = block_causal`. It may stay
     on the CPU: then the varlen kernel's boundaries are found without waiting for the device.
     """
     if arch.attn_mask_type == "causal":
         documents = None
     if cache is not None:
         if documents is not None:
-            raise ValueError("a KV cache holds one document per row: call without documents")
+            raise ValueError("documents cannot be given with a KV cache, which holds one document per row")
         return {window: _cached_mask(tokens, window, cache) for window in set(windows(arch))}
     return {window: make_mask(arch, tokens, dtype, window, documents) for window in set(windows(arch))}
 
@@ -129,19 +129,19 @@ def make_mask(
     if plain:
         return AttentionMask(kernel)
     if kernel not in ("sdpa", "math"):
-        raise ValueError(f"the {kernel} kernel knows no documents and no window")
+        raise ValueError(f"the {kernel} kernel supports neither documents nor a window")
     places = torch.arange(length, device=device)
     return AttentionMask(kernel, window, allowed=_allowed(places, places, window, documents))
 
 
 def check_attention(arch: Architecture, device: torch.device, dtype: torch.dtype, length: int = CUDNN_TILE) -> str:
-    """The kernel a run will use, for its log; or the UserError that its first batch would meet."""
+    """The kernel that a run will use, for its log; raises the UserError that its first batch would raise."""
     masked = arch.attn_mask_type == "block_causal" or any(windows(arch))
     return choose_kernel(arch, device, dtype, plain=not masked, length=length)
 
 
 def _cached_mask(tokens: Tensor, window: int, cache: KVCache) -> AttentionMask:
-    """New tokens see themselves and what the cache holds."""
+    """The mask of new tokens, which see each other causally and all that the cache holds."""
     end = cache.used + tokens.shape[1]
     if cache.used == 0 and not 0 < window < end:
         return AttentionMask("sdpa")
@@ -170,7 +170,7 @@ def _boundaries(tokens: Tensor, documents: Tensor | None) -> Tensor:
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=batch * length)
     found = starts.to(tokens.device, torch.int32, non_blocking=True)
-    torch._dynamo.maybe_mark_dynamic(found, 0)  # its length changes with every batch; one graph serves them all
+    torch._dynamo.maybe_mark_dynamic(found, 0)  # the length changes with every batch; one graph is compiled for all
     return found
 
 
@@ -198,12 +198,12 @@ def _block_mask(tokens: Tensor, window: int, documents: Tensor | None) -> Any:
 def choose_kernel(
     arch: Architecture, device: torch.device, dtype: torch.dtype, plain: bool, length: int = CUDNN_TILE
 ) -> str:
-    """The kernel for this device, type and length of sequences; `plain` is causal, without documents or window."""
+    """The kernel for this device, type and sequence length; `plain` means causal, without documents or window."""
     backend = arch.attn_backend
     if device.type != "cuda":
         if backend in ("flex", "varlen"):
             raise UserError(
-                f"model.overrides.attn_backend = {backend!r} needs a CUDA device and this run is on {device.type}; "
+                f"model.overrides.attn_backend = {backend!r} needs a CUDA device, but this run is on {device.type}; "
                 "'auto' and 'sdpa' give the same results here (--model.overrides.attn_backend=auto)"
             )
         return "sdpa"
@@ -212,13 +212,13 @@ def choose_kernel(
         if reason:
             raise UserError(
                 f"model.overrides.attn_backend = 'varlen' cannot be used: {reason}; "
-                "'flex' can (--model.overrides.attn_backend=flex)"
+                "use 'flex' (--model.overrides.attn_backend=flex)"
             )
         return "varlen"
     if backend == "flex" and arch.head_dim < SMALLEST_FLEX_HEAD:
         raise UserError(
-            f"model.overrides.attn_backend = 'flex' needs heads of at least {SMALLEST_FLEX_HEAD}, not {arch.head_dim};"
-            " 'sdpa' takes any (--model.overrides.attn_backend=sdpa)"
+            f"model.overrides.attn_backend = 'flex' needs head_dim of at least {SMALLEST_FLEX_HEAD}, not"
+            f" {arch.head_dim}; 'sdpa' takes any (--model.overrides.attn_backend=sdpa)"
         )
     if backend == "flex" or (backend == "auto" and not plain):
         if backend == "auto" and not _no_varlen(arch.head_dim, dtype, device):
@@ -232,7 +232,7 @@ def choose_kernel(
 
 
 def _no_varlen(head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the varlen kernel cannot serve; empty when it can."""
+    """The reason why the varlen kernel cannot be used; empty when it can."""
     if dtype not in HALF:
         return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or head_dim > 256:
@@ -242,7 +242,7 @@ def _no_varlen(head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
     return "" if load_varlen() else "this PyTorch has no torch.nn.attention.varlen with window_size"
 
 
-# The kernels, all on (B, H, S, D) but varlen
+# The kernels: all take (B, H, S, D) except varlen
 
 
 def _part_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -251,7 +251,7 @@ def _part_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor
 
 
 def _sdpa_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """PyTorch's own choice. On CUDA grouped heads would fall to the slowest kernel: they are repeated instead."""
+    """PyTorch's own choice. On CUDA it would use the slowest kernel for grouped heads: they are repeated instead."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.is_cuda:
         k, v = for_every_head(q, k), for_every_head(q, v)
@@ -261,7 +261,7 @@ def _sdpa_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor
 
 
 def _flex_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Compiled with the block it stands in, or else by itself: uncompiled it would build all S x S scores."""
+    """Compiled with its block, or else by itself: uncompiled, FlexAttention would build all S x S scores."""
     alone = q.is_cuda and not torch.compiler.is_compiling()
     flex: Any = _compiled(flex_attention) if alone else flex_attention
     return flex(q, k, v, block_mask=mask.block_mask, enable_gqa=q.shape[1] != k.shape[1])
@@ -292,7 +292,7 @@ _varlen: Callable[..., Any] | None = None
 
 
 def load_varlen() -> bool:
-    """Import the varlen kernel when it is first wanted: it takes a second. False when this PyTorch has none for us."""
+    """Import the varlen kernel at its first use, which takes a second; False if this PyTorch has none with windows."""
     global _varlen
     if _varlen is None:
         try:

@@ -23,19 +23,19 @@ from shardline.models.rope import rope_tables, rotate
 
 
 class BlockSpec(NamedTuple):
-    """The numbers a block's function needs beside its tensors; equal for all layers."""
+    """The constants of a block's function, equal for all layers."""
 
     head_dim: int
     group: int  # query heads per KV head
     gate_block: int
     norm_eps: float
     products: Products = Products()
-    kv_heads: tuple[int, int] | None = None  # of separate K and V weights that every rank holds: first, count used here
+    kv_heads: tuple[int, int] | None = None  # where every rank holds all of wkv: the first head used here, and how many
 
 
 class BlockWeights(NamedTuple):
     attention_norm: Tensor
-    wqkv: Tensor  # queries alone where `wkv` is there
+    wqkv: Tensor  # only queries where `wkv` is given
     wqkv_bias: Tensor | None
     wkv: Tensor | None
     wkv_bias: Tensor | None
@@ -91,14 +91,14 @@ def attention_part(
 def project(
     x: Tensor, w: BlockWeights, spec: BlockSpec, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
-    """Queries, keys and values of all tokens for the heads of this rank, and the row shape the products have here."""
+    """Queries, keys and values of all tokens for the heads of this rank, and the shape of the product's rows."""
     if w.wkv is None:
         (product,) = spec.products.column(x, (w.wqkv,), (w.wqkv_bias,))
         heads = w.wqkv.shape[0] // ((spec.group + 2) * spec.head_dim)  # from the weight: never a symbol when compiled
         fused = product.view(*shape, heads, spec.group + 2, spec.head_dim)
         q, k, v = fused.split((spec.group, 1, 1), dim=3)
         return q, k, v, product.shape[:-1]
-    # More ranks than KV heads: every rank holds all of them and uses the one its query heads read.
+    # More ranks than KV heads: every rank holds all of them and uses those that its query heads read.
     first, count = spec.kv_heads or (0, w.wkv.shape[0] // (2 * spec.head_dim))
     rows = slice(2 * spec.head_dim * first, 2 * spec.head_dim * (first + count))
     wkv_bias = None if w.wkv_bias is None else w.wkv_bias[rows]
@@ -118,7 +118,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A weight (rows, columns) and perhaps a bias; memory only, `init_weights` or a checkpoint fills it."""
+    """A weight (rows, columns) and an optional bias, uninitialised: `init_weights` or a checkpoint fills them."""
 
     def __init__(self, rows: int, columns: int, bias: bool = False) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """`function` is where a vocabulary that ranks share gets its collective."""
+    """The token embedding; where ranks share the vocabulary, `function` is replaced by one with a collective."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Block(nn.Module):
         self.function: Callable[..., Tensor] = block_function
 
     def weights(self) -> BlockWeights:
-        """What this rank holds of each weight, as plain tensors."""
+        """This rank's shard of each weight, as plain tensors."""
         a, f = self.attention, self.feed_forward
         queries = a.wqkv if a.wqkv is not None else a.wq
         assert queries is not None
@@ -221,13 +221,13 @@ class Block(nn.Module):
         shape: tuple[int, int],
         cache: LayerCache | None = None,
     ) -> Tensor:
-        if cache is not None:  # lengths grow with every token: not for a compiled function
+        if cache is not None:  # lengths grow with every token, which a compiled function would be recompiled for
             return block_function(x, self.weights(), cos, sin, mask, self.spec, shape, cache)
         return self.function(x, self.weights(), cos, sin, mask, self.spec, shape)
 
 
 class Stage(NamedTuple):
-    """Consecutive modules of a model: some layers, with the embedding before them or norm and output behind them."""
+    """Consecutive modules of a model: some layers, with the embedding before them or norm and output after them."""
 
     layers: tuple[int, ...]
     first: bool
@@ -235,17 +235,18 @@ class Stage(NamedTuple):
 
 
 class Decoder(nn.Module):
-    """Parameters are made on the default device, not initialised; `compute_dtype` None computes in their own type.
+    """A model, or the pipeline stages of one that this rank holds (`stages`; None: all).
 
-    `stages` are those that this part of a model has, None for all of it. Names are those of the whole model. A part
-    with the last stage holds the output, which is the embedding's weight where they are tied.
+    Parameters are made on the default device, uninitialised, under their names in the whole model. Where embedding and
+    output are tied, a rank with the last stage holds the embedding too. `compute_dtype` None computes in the type of
+    the parameters.
     """
 
     def __init__(self, arch: Architecture, split_kv: bool = False, stages: Sequence[Stage] | None = None) -> None:
         super().__init__()
         self.arch = arch
         self.compute_dtype: torch.dtype | None = None
-        self.context: Any = None  # where ranks share sequences: positions, masks and tokens of this one
+        self.context: Any = None  # where ranks share sequences: this rank's positions, masks and tokens
         self.stages = (Stage(tuple(range(arch.n_layers)), True, True),) if stages is None else tuple(stages)
         first, last = any(stage.first for stage in self.stages), any(stage.last for stage in self.stages)
         tied = arch.tie_word_embeddings
@@ -265,7 +266,7 @@ class Decoder(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Tokens (B, S) to hidden states (B, S, dim) after the final norm; ranks that share tokens get their rows.
+        """Hidden states (B, S, dim) of tokens (B, S) after the final norm; ranks that share tokens get their rows.
 
         `positions` (S,) or (B, S) default to 0, 1, ...; `documents` (B, S) keep packed documents apart.
         """
@@ -273,7 +274,7 @@ class Decoder(nn.Module):
         return self._run(whole, None, tokens, positions, documents, cache)
 
     def stage(self, x: Tensor | None, tokens: Tensor, documents: Tensor | None, stage: Stage) -> Tensor:
-        """One stage of the model over the residual stream x, which the first stage begins: it is given None."""
+        """One stage of the model over the residual stream x, which is None for the first stage."""
         return self._run(stage, x, tokens, None, documents, None)
 
     def _run(
@@ -336,16 +337,16 @@ class Decoder(nn.Module):
         documents: Tensor | None,
         cache: KVCache | None = None,
     ) -> tuple[Tensor, Tensor, dict[int, AttentionMask]]:
-        """What all blocks are told beside x: the tables of the rotation, and the mask of every window size."""
+        """The inputs that all blocks share: cosines, sines, and the mask of every window size."""
         cos, sin = self._rope(tokens, positions, cache)
         if self.context is not None and cache is None:
             return cos, sin, self.context.masks(self.arch, tokens, dtype, documents)
         return cos, sin, make_masks(self.arch, tokens, dtype, documents, cache)
 
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-        """Tables that broadcast to (B, S, KV, group, D/2). Those of 0, 1, ... (this rank's of them) are kept for later.
+        """Cosines and sines that broadcast to (B, S, KV, group, D/2); those of the default positions are cached.
 
-        They are no buffers: a model built on the meta device needs nothing recomputed after it gets its memory.
+        They are not buffers: nothing needs to be recomputed when a model from the meta device gets its memory.
         """
         key = (tokens.shape[1], tokens.device)
         default = positions is None and cache is None

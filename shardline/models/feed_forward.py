@@ -1,7 +1,7 @@
 """Products and SwiGLU on the fused gate-up weight.
 
 Letters: t rows of the residual stream, one per token: (B, S, dim) on one rank, (tokens / ranks, dim) where ranks share
-the sequence. `Products` is the seam where tensor parallelism puts its collectives beside the products.
+the sequence. `Products` is the interface through which tensor parallelism adds its collectives to the products.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
 
 
 class Products(NamedTuple):
-    """The two kinds of products in a block: into heads or the wide middle (`column`), and back (`row`)."""
+    """The two kinds of products in a block: into heads or the wide middle (`column`), and back to dim (`row`)."""
 
     column: Callable[[Tensor, Weights, Biases], tuple[Tensor, ...]] = columns
     row: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear

@@ -14,7 +14,7 @@ from shardline.models.hf_config import architecture_from_hf
 
 
 class ModelSection(Protocol):
-    """What `resolve` reads of the config's model section."""
+    """The keys of the config's model section that `resolve` reads."""
 
     @property
     def name(self) -> str: ...
@@ -90,7 +90,7 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
 
 
 def resolve(model: ModelSection) -> Architecture:
-    """The architecture a config's model section names, with `model.overrides` applied."""
+    """The architecture that a config's model section names, with `model.overrides` applied."""
     if model.name == "auto":
         with blame("model.hf_assets_path"):
             found = architecture_from_hf(Path(model.hf_assets_path))
@@ -102,7 +102,7 @@ def resolve(model: ModelSection) -> Architecture:
 
 
 def _architecture(name: str, flavor: str, given: Any) -> Architecture:
-    """A registered flavor may be a dict of fields."""
+    """A flavor as an Architecture; a registered one may be a dict of fields."""
     if isinstance(given, Architecture):
         return given
     if not isinstance(given, Mapping):

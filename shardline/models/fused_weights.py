@@ -1,10 +1,10 @@
-"""The fused weights' row order, and the way between fused and logical (one tensor per projection) names and shapes.
+"""The row order of fused weights, and conversion between fused and logical tensors (one per projection).
 
     wqkv, rows by KV head        w13, rows in blocks of b = gcd(ffn_dim, 8)
     | q q q q k v | q q q q k v |      | gate b | up b | gate b | up b | ...
 
 Neither order depends on how many ranks share a weight: cutting the rows into equal parts gives each rank whole heads
-and matching gate and up rows. Biases and optimizer state follow their weight.
+and matching gate and up rows. Biases and optimizer state have the order of their weight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def gate_block(arch: Architecture) -> int:
 
 
 def logical_names(arch: Architecture, name: str) -> list[str]:
-    """The logical names a parameter of the model holds: itself, or the parts of a fused one."""
+    """The logical names of a parameter: its own, or those of the parts of a fused one."""
     _, parts = _split(name)
     if not parts:
         return [name]
@@ -39,7 +39,7 @@ def logical_names(arch: Architecture, name: str) -> list[str]:
 
 
 def unfuse(arch: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Logical tensors of the parameter `name`; any row cut that holds whole groups can be unfused too."""
+    """The logical tensors of the parameter `name`, or of rows of it that hold whole groups."""
     names = logical_names(arch, name)
     kind, _ = _split(name)
     if kind == "attention.wqkv":
@@ -95,7 +95,7 @@ def logical_rows(arch: Architecture, name: str, size: int, held: slice) -> list[
 
 
 def logical_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every logical tensor and its shape, in the order of the model; `output.weight` only when it is not tied."""
+    """Every logical tensor's shape, in the order of the model; `output.weight` only when it is not tied."""
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (arch.vocab_size, arch.dim)}
     for layer in range(arch.n_layers):
         for name, shape in _layer_shapes(arch).items():
@@ -132,7 +132,7 @@ def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _split(name: str) -> tuple[str, tuple[str, ...]]:
-    """("attention.wqkv", its parts) of a fused parameter's name, ("", ()) of any other."""
+    """("attention.wqkv", its parts) for a fused parameter's name, ("", ()) for any other."""
     for kind, parts in PARTS.items():
         if f".{kind}." in f".{name}":
             return kind, parts

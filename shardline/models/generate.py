@@ -1,4 +1,4 @@
-"""Text generation, one token at a time, with keys and values kept."""
+"""Text generation, one token at a time, with a cache of keys and values."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def _next_logits(model: Decoder, step: Tensor, cache: KVCache) -> Tensor:
 def _choose(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> int:
-    if not logits.isfinite().all():  # they are on the CPU: no wait for the device
+    if not logits.isfinite().all():  # on the CPU: no wait for the device
         raise UserError(
-            "the model gives numbers that are not finite: its weights are damaged, or too large for their type;"
-            " take another checkpoint"
+            "the model gives logits that are not finite: its weights are damaged, or too large for their type;"
+            " use another checkpoint"
         )
     if temperature == 0:
         return int(logits.argmax())

@@ -92,7 +92,7 @@ class HFTensors(Mapping[str, Tensor]):
         path, stored = self._places[name]
         tensor: Tensor = self._file(path).get_tensor(stored)
         self._mapped += tensor.nbytes
-        if self._mapped > MOST_MAPPED:  # pages that were read count as memory until their file is closed
+        if self._mapped > MOST_MAPPED:  # pages that were read count as resident memory until their file is closed
             self._files.clear()
             self._mapped = 0
         return tensor
@@ -115,7 +115,7 @@ class HFTensors(Mapping[str, Tensor]):
 
 
 def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
-    """Open a Hugging Face folder; its tensors must be exactly those of `arch` (None: of its own config.json)."""
+    """Open a Hugging Face folder; its tensors must be exactly those of `arch` (default: of its own config.json)."""
     folder = Path(folder)
     if arch is None:
         arch = architecture_from_hf(folder)
@@ -128,13 +128,13 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
         del stored["lm_head.weight"]
     problems = _problems(wanted, stored)
     if problems:
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise UserError(f"{folder}: the tensors do not fit the model\n  " + "\n  ".join(problems[:8]) + more)
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise UserError("\n  ".join([f"{folder}: the tensors do not fit the model", *problems[:8], *more]))
     return HFTensors(arch, {name: (stored[outside], outside) for outside, (name, _) in wanted.items()})
 
 
 def _problems(wanted: Mapping[str, tuple[str, tuple[int, ...]]], stored: Mapping[str, Path]) -> list[str]:
-    """What keeps the stored tensors from being the wanted ones, a line each."""
+    """The differences between the stored tensors and the wanted ones, a line each."""
     problems = [f"missing: {name}" for name in wanted if name not in stored]
     problems += [f"unexpected: {name}" for name in stored if name not in wanted]
     opened = {path: _open(path) for path in set(stored.values())}
@@ -142,19 +142,19 @@ def _problems(wanted: Mapping[str, tuple[str, tuple[int, ...]]], stored: Mapping
         entry = opened[stored[name]].get_slice(name)
         shape, found, dtype = wanted[name][1], tuple(entry.get_shape()), entry.get_dtype()
         if found != shape:
-            problems.append(f"wrong shape: {name} is {list(found)}, the model wants {list(shape)}")
+            problems.append(f"wrong shape: {name} is {list(found)}, but the model needs {list(shape)}")
         if dtype not in _DTYPES:
             problems.append(f"wrong type: {name} is {dtype}, only {', '.join(_DTYPES)} are read")
     return problems
 
 
 def _warn_of_differences(folder: Path, theirs: Architecture, ours: Architecture) -> None:
-    """Weights can fit a model that computes otherwise than theirs did: say so."""
+    """Warn where the weights fit but this model computes differently from theirs."""
     pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in _ARITHMETIC]
     changes = [f"{name}: {one!r}, here {two!r}" for name, one, two in pairs if one != two]
     if changes:
         logger.warning(
-            '%s: the model computes otherwise than its config.json says (%s); model.name = "auto" follows it',
+            '%s: the model computes differently from its config.json (%s); model.name = "auto" follows that file',
             folder,
             ", ".join(changes),
         )
@@ -196,7 +196,7 @@ def _open(path: Path) -> Any:
 
 
 def _check_tied(folder: Path, stored: dict[str, Path]) -> None:
-    """A tied model's file may repeat the embedding as lm_head; another lm_head would be lost without a word."""
+    """A tied model's file may repeat the embedding as lm_head; a different lm_head would be lost silently."""
     embedding = _OUTSIDE["tok_embeddings.weight"]
     if embedding not in stored:
         return
@@ -219,14 +219,14 @@ def write_hf(
 ) -> Path:
     """Write logical tensors as a folder that transformers opens, one at a time: none is held when the next is read.
 
-    `dtype` None keeps each tensor's own. Everything is written beside `out` and renamed at the end; `out` must not
-    exist or be empty. Tokenizer files come from `assets_from`, and so do `bos_token_id` and `eos_token_id` where it has
-    a config.json; else `special_tokens` gives them.
+    `dtype` None keeps each tensor's own. Everything is written beside `out` and renamed at the end; `out` must be
+    absent or empty. Tokenizer files come from `assets_from`, and so do `bos_token_id` and `eos_token_id` where it has a
+    config.json; otherwise `special_tokens` gives them.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another folder or remove it")
-    export_family(arch)  # refuses what no Hugging Face model computes before anything is written
+    export_family(arch)  # before anything is written: refuses what no Hugging Face model computes
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -260,7 +260,7 @@ class _Shard:
         self.size += tensor.nbytes
 
     def close(self) -> dict[str, int]:
-        """Write the header, make the file durable; each tensor's name and bytes."""
+        """Write the header and make the file durable; returns each tensor's name and bytes."""
         text = json.dumps(self.header).encode()
         self.file.seek(0)
         self.file.write(self.room.to_bytes(8, "little") + text + b" " * (self.room - len(text)))
@@ -308,7 +308,7 @@ def _header_entry(dtype: torch.dtype, shape: tuple[int, ...], start: int, end: i
 
 
 def _header_room(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Bytes that hold the header of any shard: of all tensors together, with the longest numbers."""
+    """Bytes enough for the header of any shard: that of all tensors together, with the longest numbers."""
     longest = 8 * sum(math.prod(shape) for shape in shapes.values())
     entries = {hf_name(name): _header_entry(torch.bfloat16, shape, longest, longest) for name, shape in shapes.items()}
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries})
@@ -341,7 +341,7 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 def copy_assets(source: Path | str, target: Path | str) -> None:
-    """Copy the tokenizer's files, those that are there; a `source` that is a file becomes the tokenizer.json."""
+    """Copy the tokenizer files that exist; a `source` that is a file becomes the tokenizer.json."""
     if Path(source).is_file():
         shutil.copyfile(source, Path(target) / "tokenizer.json")
     for name in TOKENIZER_FILES:

@@ -1,7 +1,7 @@
 """Hugging Face's config.json to an Architecture and back, for the Llama, Mistral, Qwen2 and Qwen3 families. Torch-free.
 
-Whatever changes the arithmetic and is not built is refused by name. A key that a family's own model ignores is ignored
-here too.
+A key that changes the arithmetic and is not supported is refused by name. A key that a family's own model ignores is
+ignored here too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
-# What a key that config.json leaves out means, where the families differ from the common values below.
+# The values of keys that config.json leaves out: common ones, and those in which the families differ.
 _COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu", "initializer_range": 0.02}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -101,12 +101,12 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
 
 
 def _head_dim(family: str, config: Mapping[str, Any]) -> int:
-    """Qwen2 has no head_dim of its own but honours one that is there; the others fall back to the same quotient."""
+    """The given head_dim, which Qwen2 honours too although it defines none; all fall back to the same quotient."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def _refuse(family: str, config: Mapping[str, Any]) -> None:
-    """Refuse what changes the arithmetic."""
+    """Refuse keys that change the arithmetic."""
     if config["hidden_act"] not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {config['hidden_act']!r} is not supported (supported: 'silu')")
     if config.get("quantization_config"):
@@ -178,13 +178,13 @@ def _yarn(rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
 
 
 def _original(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """A top-level value comes first, as it does in transformers."""
+    """The original context length; a value at the top level takes precedence, as in transformers."""
     outside = config.get("original_max_position_embeddings")
     return outside or rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
 
 
 def _sliding(family: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
-    """The window and the layers that use it; (None, None) without one."""
+    """The window and the layers that use it (None: all layers); (None, None) without a window."""
     window = config.get("sliding_window")
     if family == "llama" or window is None:
         return None, None
@@ -211,7 +211,7 @@ def _sliding(family: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[
 
 
 def export_family(arch: Architecture) -> str:
-    """The family whose Hugging Face model computes exactly this; its own first."""
+    """The first family, beginning with its own, whose Hugging Face model computes exactly this architecture."""
     for family in (arch.family, *(name for name in CLASSES if name != arch.family)):
         if not _obstacles(arch, family):
             return family
@@ -222,7 +222,7 @@ def export_family(arch: Architecture) -> str:
 
 
 def _obstacles(arch: Architecture, family: str) -> list[str]:
-    """Why a family's model cannot hold the architecture."""
+    """The reasons why a family's model cannot compute the architecture."""
     every_bias, no_bias = arch.qkv_bias and arch.out_bias, not (arch.qkv_bias or arch.out_bias)
     only_qkv = arch.qkv_bias and not arch.out_bias
     part = arch.sliding_window_layers is not None
@@ -258,7 +258,7 @@ def hf_config(
     bos_token_id: int | None = None,
     eos_token_id: int | list[int] | None = None,
 ) -> dict[str, Any]:
-    """The config.json that makes transformers compute this architecture; reads back to the same one."""
+    """The config.json with which transformers computes this architecture; reading it gives the same one."""
     family = export_family(arch)
     config: dict[str, Any] = {
         "architectures": [CLASSES[family]],
@@ -316,7 +316,7 @@ def _window_keys(arch: Architecture, family: str) -> dict[str, Any]:
         return {"use_sliding_window": False, "sliding_window": None}
     chosen = range(arch.n_layers) if arch.sliding_window_layers is None else arch.sliding_window_layers
     kinds = ["sliding_attention" if layer in chosen else "full_attention" for layer in range(arch.n_layers)]
-    # Older versions know a first layer only; where the layers are no such tail, layer_types alone says it.
+    # Older versions have only a first layer with the window; layer_types describes any choice of layers.
     first = min(chosen, default=arch.n_layers)
     return {
         "use_sliding_window": True,

@@ -3,7 +3,7 @@
 Each logical tensor is drawn in blocks of 256 rows, each block from its own generator, on the CPU. A rank draws only the
 blocks of which it holds rows, and neither device, threads, fused layout nor the number of ranks changes a value.
 
-    matrices and embeddings   normal, std `init_std`, cut at 3 std
+    matrices and embeddings   normal, std `init_std`, clamped at 3 std
     wo and w2                 the same with std `init_std` / sqrt(2 n_layers): they write into the residual stream,
                               and the sum over 2 n_layers of them then keeps its size whatever the depth
     norms                     1
@@ -56,13 +56,13 @@ def draw_block(seed: int, name: str, shape: tuple[int, ...], block: int, std: fl
 
 
 class _HeldBlock(NamedTuple):
-    """A block of which this rank holds some rows (of them some columns, where ranks share those), and where they go."""
+    """A block of which this rank holds rows (or, where ranks share columns, parts of rows), and where these go."""
 
     name: str
     shape: tuple[int, ...]
     block: int
     std: float
-    held: tuple[slice, ...]  # of the block
+    held: tuple[slice, ...]  # what is held of the block
     target: Tensor  # this rank's shard of the parameter
     places: Tensor  # the rows of `target` that are filled
 

@@ -1,7 +1,7 @@
-"""Products with weights that are stored in another type than they compute in, and weight gradients that may wait.
+"""Products with weights that are stored in another type than they compute in, and deferred weight gradients.
 
-The narrow copy of a weight is made where it is used, forward and backward, and never kept in between: the copies of a
-whole model would be held at the end of forward, when memory is short.
+The narrow copy of a weight is made where it is used, in forward and in backward, and not kept in between: at the end of
+forward, when memory is short, there would be a copy of every weight.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-# Where the gradients of some weights go (None: not wanted), and what computes them
+# Where the gradients of some weights go (None: not needed), and the function that computes them
 Waiting = tuple[list[GradientEdge | None], Callable[[], Sequence[Tensor]]]
 
 
 class WeightQueue:
-    """Weight gradients that wait: a schedule may run backward for the inputs first, take them and compute them later.
+    """Deferred weight gradients: a schedule runs backward for the inputs first and computes these later.
 
-    Inside `deferring()` the products' backward gives gradients of inputs alone and keeps what the weights' need.
+    Inside `deferring()` the backward of a product gives only the input gradient and queues that of the weight.
     """
 
     def __init__(self) -> None:
         self.active = False
-        self.offered = False  # products of a forward that come now will be asked to wait
+        self.offered = False  # the backward of products that run now may be deferred
         self._waiting: list[Waiting] = []
 
     @contextlib.contextmanager
@@ -40,7 +40,7 @@ class WeightQueue:
 
     @contextlib.contextmanager
     def offering(self) -> Iterator[None]:
-        """Around forward and backward whose products may be asked to wait."""
+        """Mark a forward and backward whose weight gradients may be deferred."""
         before, self.offered = self.offered, True
         try:
             yield
@@ -48,7 +48,7 @@ class WeightQueue:
             self.offered = before
 
     def push(self, weights: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) -> None:
-        # Edges, not tensors: what activation checkpointing gives back is a copy, which forgets where it came from.
+        # Edges, not tensors: activation checkpointing gives copies, which do not lead back to their parameters.
         edges = [get_gradient_edge(weight) if weight.requires_grad else None for weight in weights]
         self._waiting.append((edges, compute))
 
@@ -56,13 +56,13 @@ class WeightQueue:
         return len(self._waiting)
 
     def take(self) -> list[Waiting]:
-        """All that waits, for whoever computes it later with `accumulate`."""
+        """Remove and return all that waits; `accumulate` computes it."""
         taken, self._waiting = self._waiting, []
         return taken
 
 
 def accumulate(waiting: list[Waiting]) -> None:
-    """Compute weight gradients and add them to what the weights have; each is freed before the next is computed."""
+    """Compute weight gradients and add them to those of the weights; each is freed before the next is computed."""
     while waiting:
         edges, compute = waiting.pop(0)
         wanted = [(edge, value) for edge, value in zip(edges, compute(), strict=True) if edge is not None]
@@ -73,7 +73,7 @@ weight_queue = WeightQueue()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x (..., in) times weight (out, in) in the type of x, whatever type the weight is stored in."""
+    """x (..., in) times weight (out, in) in the type of x, whatever the type of the weight."""
     narrow_bias = None if bias is None else bias.to(x.dtype)
     plain = weight.dtype == x.dtype and not weight_queue.offered
     if plain or torch.compiler.is_compiling() or not torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from shardline.config.architecture import Architecture, RopeScaling
 def inverse_frequencies(arch: Architecture) -> tuple[Tensor, float]:
     """Frequencies (D/2,) in float32 on the CPU, and the factor by which cosines and sines are multiplied.
 
-    The default device is overruled: a model built under `torch.device("meta")` still needs real numbers here.
+    The default device is ignored: a model built under `torch.device("meta")` still needs real numbers here.
     """
     plain = _powers(arch).reciprocal()
     scaling = arch.rope_scaling
@@ -33,7 +33,7 @@ def rope_tables(arch: Architecture, positions: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end; dimension i pairs with i + D/2.
 
-    Done in float32 whatever the type of x: the cast costs nothing once compiled, and positions far out stay exact.
+    Computed in float32 whatever the type of x: compiled, the cast costs nothing, and large positions stay exact.
     """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

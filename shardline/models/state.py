@@ -12,13 +12,14 @@ from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import copy_into
 from shardline.models.fused_weights import fuse, logical_names, logical_shapes, unfuse
+from shardline.words import listed
 
 
 def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
     """Copy logical tensors into the model, one parameter at a time; `tensors` may read lazily.
 
-    With `strict` every name must be there and none besides; without it parameters whose tensors are absent keep their
-    values, but a fused weight is never filled in part.
+    With `strict` the names must be exactly those of the model; without it parameters whose tensors are absent keep
+    their values, but a fused weight is never filled in part.
     """
     wanted = {name: logical_names(model.arch, name) for name, _ in model.named_parameters()}
     present = set(tensors)
@@ -35,12 +36,17 @@ def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bo
 
 
 def check_names(arch: Architecture, present: Set[str]) -> None:
-    """That these are the tensors of the whole model, also where a rank has a part of it."""
-    of_model = logical_shapes(arch)
-    missing = [part for part in of_model if part not in present]
-    unexpected = sorted(present - of_model.keys())
-    if missing or unexpected:
-        raise UserError(_difference(missing, unexpected))
+    """Refuse names that are not those of the whole model, even where this rank holds a part of it."""
+    expected = logical_shapes(arch)
+    missing = [part for part in expected if part not in present]
+    unexpected = sorted(present - expected.keys())
+    problems = [
+        f"{word}: {listed(names, most=8)}"
+        for word, names in (("missing", missing), ("unexpected", unexpected))
+        if names
+    ]
+    if problems:
+        raise UserError(f"the tensors do not fit the model; {'; '.join(problems)}")
 
 
 def _copy(model: Decoder, name: str, parameter: Tensor, parts: dict[str, Tensor]) -> None:
@@ -48,14 +54,5 @@ def _copy(model: Decoder, name: str, parameter: Tensor, parts: dict[str, Tensor]
     shapes = {part: tuple(tensor.shape) for part, tensor in unfuse(model.arch, name, empty).items()}
     for part, tensor in parts.items():
         if tuple(tensor.shape) != shapes[part]:
-            raise UserError(f"{part} has shape {tuple(tensor.shape)}, the model wants {shapes[part]}")
+            raise UserError(f"{part} has shape {tuple(tensor.shape)}, but the model needs {shapes[part]}")
     copy_into(parameter, fuse(model.arch, name, parts))
-
-
-def _difference(missing: list[str], unexpected: list[str]) -> str:
-    lines = []
-    for word, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            lines.append(f"{word}: {', '.join(names[:8])}{more}")
-    return "the tensors do not fit the model; " + "; ".join(lines)

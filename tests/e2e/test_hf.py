@@ -363,7 +363,7 @@ def lose_tensors(folder: Path) -> str:
 
 def widen_the_config(folder: Path) -> str:
     edit_config(folder, intermediate_size=48)
-    return "wrong shape: model.layers.0.mlp.gate_proj.weight is [40, 32], the model wants [48, 32]"
+    return "wrong shape: model.layers.0.mlp.gate_proj.weight is [40, 32], but the model needs [48, 32]"
 
 
 def another_family(folder: Path) -> str:

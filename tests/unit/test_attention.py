@@ -176,7 +176,7 @@ def test_kernel_for_packed_documents(hopper: set[str]) -> None:
     assert choose_kernel(architecture(attn_backend="sdpa"), CUDA, bf16, plain=False) == "sdpa"
     assert choose_kernel(architecture(attn_backend="flex"), CUDA, bf16, plain=True) == "flex"
     assert choose_kernel(architecture(attn_backend="varlen"), CUDA, bf16, plain=True) == "varlen"
-    with pytest.raises(UserError, match=r"bfloat16 or float16, not float32; 'flex' can"):
+    with pytest.raises(UserError, match=r"bfloat16 or float16, not float32; use 'flex'"):
         choose_kernel(architecture(attn_backend="varlen"), CUDA, f32, plain=False)
 
 

@@ -162,7 +162,7 @@ def test_prefetch_factor_is_how_far_a_worker_reads_ahead() -> None:
     for factor in (1, 4):
         loader = make(store_of([800]), num_workers=1, prefetch_factor=factor)
         loader.step()
-        asked = next(rows for rows, _ in loader._plan.rows)  # the first row that was not yet handed to the worker
+        asked = next(rows for rows, _ in loader._sampler.rows)  # the first row that was not yet handed to the worker
         assert asked.tolist() == [2 * (factor + 1), 2 * (factor + 1) + 1]
         loader.close()
 
@@ -273,7 +273,7 @@ def test_a_damaged_store_is_named_and_its_workers_end(tmp_path: Path, workers: i
         training__dataset_path=str(tmp_path / "store"),
         training__dataloader__num_workers=workers,
     )
-    said = "is damaged: its token 700 is 65535, the vocabulary has 258 ids: prepare it again"
+    said = "is damaged: its token 700 is 65535, but the vocabulary has 258 ids: prepare it again"
     with pytest.raises(UserError, match=rf"^{re.escape(str(file))} {said}") as caught:
         stream(loader, 20)
     loader.close()

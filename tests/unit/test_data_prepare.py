@@ -209,7 +209,7 @@ def test_killed_and_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     before = {name: (out / name).stat().st_mtime_ns for name in part_files(out)[:5]}
     with caplog.at_level(logging.INFO, logger="shardline.data"):
         store = prepare(Source("s", "s", None, grouped), BYTES, out, part_tokens=1)
-    assert "going on after" in caplog.text
+    assert "continuing after" in caplog.text
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
     assert same(store, prepare(Source("s", "s", None, grouped), BYTES, tmp_path / "whole"))
     store.verify()
@@ -254,7 +254,7 @@ def test_a_store_stays_until_its_replacement_is_finished(tmp_path: Path, caplog:
         prepare(Source("u", "u", None, grouped), BYTES, out)
     with caplog.at_level(logging.INFO, logger="shardline.data"):
         store = prepare(new, BYTES, out, part_tokens=1)
-    assert "going on after" in caplog.text
+    assert "continuing after" in caplog.text
     assert store.manifest["source"]["name"] == "s"
     assert same(store, prepare(new, BYTES, tmp_path / "whole"))
     store.verify()

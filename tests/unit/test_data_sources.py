@@ -76,7 +76,7 @@ def test_parquet(tmp_path: Path) -> None:
     documents = [f"document {i}" for i in range(1000)] + [None]
     parquet.write_table(pyarrow.table({"body": documents}), tmp_path / "a.parquet", row_group_size=100)
     assert read(tmp_path / "a.parquet", text_field="body") == [*documents[:-1], ""]
-    with pytest.raises(UserError, match=r"a.parquet: no column 'text'; fields there: body"):
+    with pytest.raises(UserError, match=r"a.parquet: no column 'text'; its fields: body"):
         read(tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"nothing")
     with pytest.raises(UserError, match=r"b.parquet cannot be read as Parquet"):
@@ -109,7 +109,7 @@ def test_a_folder_whose_files_name_their_split_gives_the_wanted_one(tmp_path: Pa
     write_lines(tmp_path / "en" / "c4-validation.00000-of-00001.json.gz", "v")
     assert texts(open_source("c4", str(tmp_path))) == ["t0", "t1"]
     assert texts(open_source("c4_validation", str(tmp_path), split="validation")) == ["v"]
-    with pytest.raises(UserError, match=r"no files of the split 'test'; splits there: train, validation"):
+    with pytest.raises(UserError, match=r"no files of the split 'test'; its splits: train, validation"):
         read(tmp_path, split="test")
     write_lines(tmp_path / "en" / "data.json", "more")
     assert sorted(read(tmp_path, split="test")) == ["more", "t0", "t1", "v"]
@@ -119,8 +119,8 @@ def test_a_folder_whose_files_name_their_split_gives_the_wanted_one(tmp_path: Pa
     ("content", "message"),
     [
         ('{"text": "a"}\n{"text": \n', r"a.jsonl:2: not JSON"),
-        ('{"text": "a"}\n["b"]\n', r"a.jsonl:2: one JSON object per line is needed, got list"),
-        ('{"body": "a", "id": 1}\n', r"a.jsonl:1: no field 'text'; fields there: body, id .*dataset_text_field"),
+        ('{"text": "a"}\n["b"]\n', r"a.jsonl:2: expected one JSON object per line, got list"),
+        ('{"body": "a", "id": 1}\n', r"a.jsonl:1: no field 'text'; its fields: body, id .*dataset_text_field"),
         ('{"text": 3}\n', r"a.jsonl, line 1: field 'text' holds int"),
         ("\xff\n", r"a.jsonl:1: not JSON"),
     ],
@@ -150,7 +150,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"c.jsonl.gz' cannot be read"):
         read(tmp_path / "c.jsonl.gz")
     (tmp_path / "d.pdf").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"d.pdf': format not known; files end in .txt"):
+    with pytest.raises(UserError, match=r"d.pdf': unknown format; files end in .txt"):
         read(tmp_path / "d.pdf")
     with pytest.raises(UserError, match=r"no file matches '.*\*.jsonl'"):
         read(tmp_path / "*.jsonl")
@@ -199,9 +199,9 @@ def test_hugging_face_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert read(tmp_path / "one") == documents
     datasets.DatasetDict({"train": data, "test": data.select([5])}).save_to_disk(str(tmp_path / "two"))
     assert read(tmp_path / "two", split="test") == ["document 5"]
-    with pytest.raises(UserError, match=r"no split 'validation'; splits there: train, test"):
+    with pytest.raises(UserError, match=r"no split 'validation'; its splits: train, test"):
         read(tmp_path / "two", split="validation")
-    with pytest.raises(UserError, match=r"no field 'body'; fields there: n, text"):
+    with pytest.raises(UserError, match=r"no field 'body'; its fields: n, text"):
         read(tmp_path / "one", text_field="body")
     (tmp_path / "csv").mkdir()
     (tmp_path / "csv" / "rows.csv").write_text("text,n\nhello,1\n")

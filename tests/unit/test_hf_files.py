@@ -101,7 +101,7 @@ def test_problems_are_named(folder: Path) -> None:
         read_hf(folder)
     assert "missing: model.layers.2.mlp.up_proj.weight" in str(error.value)
     assert "unexpected: model.layers.7.mlp.up_proj.weight" in str(error.value)
-    assert "wrong shape: model.norm.weight is [3], the model wants [16]" in str(error.value)
+    assert "wrong shape: model.norm.weight is [3], but the model needs [16]" in str(error.value)
     assert "wrong type: lm_head.weight is I8, only F64, F32, F16, BF16 are read" in str(error.value)
 
 
@@ -206,7 +206,7 @@ def test_weights_that_fit_another_arithmetic_are_said(folder: Path, caplog: pyte
     read_hf(folder, ARCH)
     assert not caplog.text
     read_hf(folder, ARCH.with_overrides({"rope_theta": 1e4, "init_std": 0.5}))
-    assert "computes otherwise than its config.json says (rope_theta: 500000.0, here 10000.0)" in caplog.text
+    assert "computes differently from its config.json (rope_theta: 500000.0, here 10000.0)" in caplog.text
 
 
 def test_values_that_float16_cannot_hold_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

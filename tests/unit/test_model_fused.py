@@ -112,7 +112,7 @@ def test_loading_names_what_does_not_fit() -> None:
     renamed = {("w" if name == "norm.weight" else name): tensor for name, tensor in state.items()}
     with pytest.raises(UserError, match=r"missing: norm\.weight; unexpected: w"):
         load_logical_state(model, renamed)
-    with pytest.raises(UserError, match=r"norm\.weight has shape \(3,\), the model wants \(8,\)"):
+    with pytest.raises(UserError, match=r"norm\.weight has shape \(3,\), but the model needs \(8,\)"):
         load_logical_state(model, {**state, "norm.weight": torch.ones(3)})
     with pytest.raises(UserError, match=r"wqkv\.weight needs .*wk\.weight.*only layers\.0\.attention\.wq\.weight"):
         load_logical_state(model, {"layers.0.attention.wq.weight": state["layers.0.attention.wq.weight"]}, strict=False)

@@ -121,7 +121,7 @@ def test_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         choose_tokenizer(load_config(overrides={"model.tokenizer_path": "x"}))
     with pytest.raises(UserError, match=r"needs a tokenizer"):
         choose_tokenizer(load_config(overrides={"training.dataset_path": "x.jsonl"}))
-    with pytest.raises(UserError, match=r"hf_assets_path = 'nowhere'.*it is not there"):
+    with pytest.raises(UserError, match=r"hf_assets_path = 'nowhere'.*it does not exist"):
         choose_tokenizer(load_config(overrides={"model.hf_assets_path": "nowhere"}))
 
 
