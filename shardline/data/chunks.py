@@ -1,7 +1,7 @@
 """Chunks: a source cut into pieces of about a megabyte, always at the same places.
 
 A chunk is sent to a worker process, which turns it into documents. Preparing can stop after any chunk and continue
-with the next one later.
+with the next one later. `opens` and `closes` say whether a chunk's first document begins in it, and its last one ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, BinaryIO, cast
 
 from shardline.config.names import TEXT_FILES
 from shardline.data.files import file_kind
@@ -21,21 +21,6 @@ from shardline.errors import UserError
 
 CHUNK_BYTES = 2**20
 BATCH_ROWS = 256
-
-
-class Chunk(Protocol):
-    """A piece of a source. `opens` and `closes`: whether its first document begins in it, and its last one ends."""
-
-    @property
-    def size(self) -> float: ...
-
-    @property
-    def opens(self) -> bool: ...
-
-    @property
-    def closes(self) -> bool: ...
-
-    def documents(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -83,6 +68,9 @@ class Texts:
 
     def documents(self) -> list[str]:
         return self.texts
+
+
+Chunk = Lines | Passage | Texts
 
 
 def file_chunks(file: Path, field: str) -> Iterator[Chunk]:

@@ -29,8 +29,6 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
@@ -47,9 +45,6 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(_utf8(text))
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(_utf8(text), dtype=np.uint8) for text in texts]
@@ -91,17 +86,12 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._encodings(texts)]
-
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in self._encodings(texts)]
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)  # fast: no character offsets
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
-
-    def _encodings(self, texts: Sequence[str]) -> list[Any]:
-        return self.backend.encode_batch_fast(list(texts), add_special_tokens=False)  # fast: no character offsets
 
 
 def load_tokenizer(path: str | Path, option: str = "--tokenizer") -> Tokenizer:

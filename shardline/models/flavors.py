@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardline import registry
 from shardline.config.architecture import Architecture, RopeScaling, build
 from shardline.config.names import NOT_BUILT
+from shardline.config.schema import Model
 from shardline.errors import ConfigError, blame
 from shardline.models.hf_config import architecture_from_hf
-
-
-class ModelSection(Protocol):
-    """The keys of the config's model section that `resolve` reads."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def flavor(self) -> str: ...
-    @property
-    def hf_assets_path(self) -> str: ...
-    @property
-    def overrides(self) -> Mapping[str, Any]: ...
 
 
 def _llama3(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **more: Any) -> Architecture:
@@ -89,7 +77,7 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
 }
 
 
-def resolve(model: ModelSection) -> Architecture:
+def resolve(model: Model) -> Architecture:
     """The architecture that a config's model section names, with `model.overrides` applied."""
     if model.name == "auto":
         with blame("model.hf_assets_path"):
