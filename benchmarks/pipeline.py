@@ -34,10 +34,11 @@ import torch.multiprocessing as multiprocessing
 
 from shardline.comm.mesh import Mesh, stop_process_group
 from shardline.config.layout import Layout
+from shardline.config.names import SCHEDULES
 from shardline.models.decoder import Stage
 from shardline.models.linear import linear
 from shardline.parallel.pipeline.executor import MicroBatch, Pipeline, idle_share
-from shardline.parallel.pipeline.schedules import build_schedule, names, theoretical_bubble
+from shardline.parallel.pipeline.schedules import build_schedule, theoretical_bubble
 from shardline.parallel.pipeline.stages import PipelinePlan
 
 DEPTH = 128  # products, or pieces of sleep, in the whole model
@@ -63,7 +64,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--microbatches", type=int, help="twice as many as ranks unless given")
-    parser.add_argument("--schedules", nargs="*", default=["1F1B", "Interleaved1F1B"], choices=names())
+    parser.add_argument("--schedules", nargs="*", default=["1F1B", "Interleaved1F1B"], choices=SCHEDULES)
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     for ranks in options.ranks:

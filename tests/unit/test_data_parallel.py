@@ -227,7 +227,7 @@ class SlowBackward(torch.autograd.Function):
 
 def exposed_over_a_slow_link(monkeypatch, **overrides) -> tuple[float, list[int], int]:
     link, model = SlowLink(0.04), layers(4)
-    monkeypatch.setattr(compression.comm, "start_sum", link.start_sum)
+    monkeypatch.setattr(compression.collectives, "start_sum", link.start_sum)
     replicas = Replicas(model, settings(gradient_bucket_mib=SMALL, **overrides))
     exposed.reset()
     replicas.expect(last=True, every_micro_batch=False)
