@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,15 +37,15 @@ def command(
     device: str | None = None,
     tokenizer: str | None = None,
 ) -> int:
-    """Print the prompt and what the model adds to it, as it comes."""
+    """Print the prompt and the text that the model adds to it, as it is generated."""
     where, folder = _device(device), local_path(folder)
-    architecture, read, location = _open(folder)
-    location = tokenizer or location
-    words = _tokenizer(folder, location, architecture)
+    saved = _open(folder)
+    location = tokenizer or saved.tokenizer
+    words = _tokenizer(folder, location, saved.architecture)
     ids = _with_start(words, words.encode(prompt))
     if not ids:
         raise UserError("--prompt is empty and the tokenizer has no start token: give at least one character")
-    model = _build(architecture, read(), where)
+    model = _build(saved.architecture, saved.read(), where)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     sys.stdout.write(prompt)
@@ -71,11 +72,11 @@ def command(
 
 
 class TextStream:
-    """Text of tokens as they come; a character of several tokens is held back until it is complete.
+    """Turns tokens into text one by one; a character of several tokens is shown when it is complete.
 
-    Each token is decoded behind the piece before it: a tokenizer may drop the space at the beginning of a text.
+    Each token is decoded together with the ones shown last: a tokenizer may drop the space at the beginning of a text.
 
-        ids  | long since shown | shown last | not shown yet |
+        ids  | shown before     | shown last | not shown yet |
                                 start        end
     """
 
@@ -84,7 +85,7 @@ class TextStream:
         self.start, self.end = 0, len(prompt)
 
     def add(self, token: int) -> str:
-        """What can be shown after this token, often nothing or a word."""
+        """The text that can be shown after this token, often a word or nothing."""
         self.ids.append(token)
         text = self.rest()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -93,31 +94,34 @@ class TextStream:
         return text
 
     def rest(self) -> str:
-        """What has not been shown; incomplete characters as replacement characters."""
+        """The text that was not shown yet, with replacement characters for incomplete ones."""
         shown = self.tokenizer.decode(self.ids[self.start : self.end])
         return self.tokenizer.decode(self.ids[self.start :])[len(shown) :]
 
 
-Reader = Callable[[], Mapping[str, torch.Tensor]]
+class SavedModel(NamedTuple):
+    architecture: Architecture
+    read: Callable[[], Mapping[str, torch.Tensor]]
+    tokenizer: str  # where it is
 
 
-def _open(folder: Path) -> tuple[Architecture, Reader, str]:
-    """The model in `folder` (checkpoint, run or Hugging Face), how to read its weights, and where its tokenizer is."""
+def _open(folder: Path) -> SavedModel:
+    """The model in `folder`: a checkpoint, a run or a Hugging Face model."""
     if (folder / "config.json").is_file() and not (folder / "manifest.json").is_file():
         tensors = read_hf(folder)
-        return tensors.arch, lambda: tensors, str(folder)
+        return SavedModel(tensors.arch, lambda: tensors, str(folder))
     saved = find_checkpoint(folder)
 
     def read() -> Mapping[str, torch.Tensor]:
-        if saved.is_hf:  # others are verified as they are read
+        if saved.is_hf:  # our own format is verified while it is read
             saved.verify()
         return saved.weights()
 
-    return saved.architecture, read, tokenizer_of_checkpoint(saved)
+    return SavedModel(saved.architecture, read, tokenizer_of_checkpoint(saved))
 
 
 def _build(architecture: Architecture, weights: Mapping[str, torch.Tensor], device: torch.device) -> Decoder:
-    """The model with its weights, in bfloat16 where the GPU has it."""
+    """The model with its weights, in bfloat16 if the GPU supports it."""
     compute = torch.bfloat16 if device.type == "cuda" and supports_bf16(device) else torch.float32
     model, _ = build_model(architecture, device, Precision(compute, compute, torch.float32))
     load_logical_state(model, weights)
@@ -131,8 +135,8 @@ def _tokenizer(folder: Path, location: str, architecture: Architecture) -> Token
     tokenizer = load_tokenizer(location)
     if tokenizer.vocab_size > architecture.vocab_size:
         raise UserError(
-            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, the model {architecture.vocab_size}:"
-            " it is not the model's own; give that one as --tokenizer=FOLDER"
+            f"the tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, but the model {architecture.vocab_size}:"
+            " give the model's own as --tokenizer=FOLDER"
         )
     return tokenizer
 

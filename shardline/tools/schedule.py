@@ -24,7 +24,7 @@ from shardline.parallel.pipeline.schedules import (
     theoretical_bubble,
     warnings,
 )
-from shardline.parallel.pipeline.timeline import KINDS, Schedule, TimedAction, Timeline, in_flight, simulate
+from shardline.parallel.pipeline.timeline import ACTION_KINDS, Schedule, TimedAction, Timeline, in_flight, simulate
 from shardline.words import counted
 
 MOST_PASSES = 200_000  # more would take minutes and fill no screen
@@ -200,9 +200,10 @@ def _row(
 
 
 def _legend(schedule: Schedule, named: bool, color: bool) -> str:
-    kinds = [kind for kind in KINDS if any(a.kind == kind for order in schedule.orders for a in order)]
+    kinds = [kind for kind in ACTION_KINDS if any(a.kind == kind for order in schedule.orders for a in order)]
     words = [
-        f"\x1b[30;{COLORS[kind][0]}m{kind}\x1b[0m {KINDS[kind]}" if color else f"{kind} {KINDS[kind]}" for kind in kinds
+        f"\x1b[30;{COLORS[kind][0]}m{kind}\x1b[0m {ACTION_KINDS[kind]}" if color else f"{kind} {ACTION_KINDS[kind]}"
+        for kind in kinds
     ]
     several = schedule.stages > schedule.ranks
     if named:

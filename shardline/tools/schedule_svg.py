@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from shardline.parallel.pipeline.timeline import KINDS, Schedule, TimedAction, Timeline
+from shardline.parallel.pipeline.timeline import ACTION_KINDS, Schedule, TimedAction, Timeline
 
 # Fill of each kind; a rank's second, fourth, ... stage has the paler one.
 FILLS = {
@@ -64,7 +64,7 @@ def _box(span: TimedAction, later: int, unit: float, y: int) -> Iterator[str]:
 def _legend(schedule: Schedule, y: int) -> Iterator[str]:
     there = {action.kind for order in schedule.orders for action in order}
     x = float(LEFT)
-    items = [(FILLS[kind][0], f"{kind} {words}") for kind, words in KINDS.items() if kind in there]
+    items = [(FILLS[kind][0], f"{kind} {words}") for kind, words in ACTION_KINDS.items() if kind in there]
     for fill, words in [*items, ("#f1f1f1", "idle")]:
         yield f'<rect class="legend" x="{x:g}" y="{y}" width="14" height="14" fill="{fill}"/>'
         yield f'<text x="{x + 20:g}" y="{y + 12}">{words}</text>'

@@ -135,7 +135,7 @@ def spoiled(op):
     Mesh(Layout(tp=2), "cpu")
     tester = Bench(collectives.axis("tp"), torch.device("cpu"), torch.float32, iterations=1)
     case = tester.case(op, 4096)
-    case.fill()
+    tester._fill(case)
     case.run()
     tester._check(case)
     case.result[-1] += 1

@@ -196,7 +196,6 @@ class _Run:
         if self.trains:
             # The edge alone: the output's memory is free once it is sent.
             self.saved[action.stage, action.microbatch] = SavedForward(x, out if stage.last else get_gradient_edge(out))
-
         key = sent_by(action, len(self.stages))
         return None if key is None else Made(key, out.detach())
 

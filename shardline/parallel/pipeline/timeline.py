@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardline.errors import ConfigError
 
-KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+ACTION_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
 
 class Action(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,16 +39,22 @@ class CollectiveTime:
 class Case:
     """One collective on buffers of one size.
 
-    `fill` writes the inputs. `result`, cut into equal parts, must then hold one of the `expected` patterns in each.
+    `x` and `result` are cut into equal parts: into each part of `x` one of the patterns `given` is written, and each
+    part of `result` must then hold one of the patterns `expected`.
     """
 
     op: str
-    run: Callable[[], Any]
-    fill: Callable[[], None]
+    run: Callable[[], None]
+    x: Tensor
+    given: list[Tensor]
     result: Tensor
     expected: list[Tensor]
-    size: int
     count: int
+
+    @property
+    def size(self) -> int:
+        """Bytes as nccl-tests count them: those of the larger buffer."""
+        return max(x.numel() * x.element_size() for x in (self.x, self.result))
 
 
 class Bench:
@@ -67,10 +72,10 @@ class Bench:
 
     def measure(self, op: str, size: int) -> CollectiveTime:
         case = self.case(op, size)
-        case.fill()
+        self._fill(case)
         self._calls(case, 1)
         self._check(case)
-        case.fill()
+        self._fill(case)
         self._calls(case, WARM_UP)
         iterations = self.iterations or self._fitting(self._timed(case, 1))
         seconds = self._timed(case, iterations)
@@ -113,10 +118,7 @@ class Bench:
         def call() -> None:
             dist.all_reduce(x, group=self.axis.group)
 
-        def fill() -> None:
-            self._write(x, self._pattern(self.axis.rank))
-
-        return Case("all_reduce", call, fill, x, [self._sum()], _bytes(x), len(x))
+        return Case("all_reduce", call, x, [self._pattern(self.axis.rank)], x, [self._sum()], len(x))
 
     def _all_gather(self, count: int) -> Case:
         x, out = self._empty(count), self._empty(count * self.axis.size)
@@ -124,11 +126,8 @@ class Bench:
         def call() -> None:
             collectives._all_gather(out, x, group=self.axis.group)
 
-        def fill() -> None:
-            self._write(x, self._pattern(self.axis.rank))
-
         expected = [self._pattern(rank) for rank in range(self.axis.size)]
-        return Case("all_gather", call, fill, out, expected, _bytes(out), count)
+        return Case("all_gather", call, x, [self._pattern(self.axis.rank)], out, expected, count)
 
     def _reduce_scatter(self, count: int) -> Case:
         x, out = self._empty(count * self.axis.size), self._empty(count)
@@ -136,10 +135,7 @@ class Bench:
         def call() -> None:
             collectives._reduce_scatter(out, x, group=self.axis.group)
 
-        def fill() -> None:
-            self._write_parts(x)
-
-        return Case("reduce_scatter", call, fill, out, [self._sum(self.axis.rank)], _bytes(x), count)
+        return Case("reduce_scatter", call, x, self._patterns_to_all(), out, [self._sum(self.axis.rank)], count)
 
     def _all_to_all(self, count: int) -> Case:
         x, out = (self._empty(count * self.axis.size) for _ in range(2))
@@ -150,11 +146,8 @@ class Bench:
             dist.all_to_all_single(receive, send, group=self.axis.group)
             _stage(out, receive)
 
-        def fill() -> None:
-            self._write_parts(x)
-
         expected = [self._pattern(rank, self.axis.rank) for rank in range(self.axis.size)]
-        return Case("all_to_all", call, fill, out, expected, _bytes(x), count)
+        return Case("all_to_all", call, x, self._patterns_to_all(), out, expected, count)
 
     def _p2p(self, count: int) -> Case:
         n, group, own = self.axis.size, self.axis.group, self.axis.rank
@@ -174,10 +167,7 @@ class Bench:
                 work.wait()
             _stage(out, receive)
 
-        def fill() -> None:
-            self._write(x, self._pattern(own))
-
-        return Case("p2p", call, fill, out, [self._pattern(before)], _bytes(x), len(x))
+        return Case("p2p", call, x, [self._pattern(own)], out, [self._pattern(before)], len(x))
 
     # ---- buffers -----------------------------------------------------------------------------------------------------
 
@@ -197,15 +187,14 @@ class Bench:
     def _sum(self, to: int = 0) -> Tensor:
         return torch.stack([self._pattern(rank, to) for rank in range(self.axis.size)]).sum(0)
 
-    def _write_parts(self, x: Tensor) -> None:
-        """Write into each part the pattern for the rank that receives it."""
-        for to, part in enumerate(x.split(len(x) // self.axis.size)):
-            self._write(part, self._pattern(self.axis.rank, to))
+    def _patterns_to_all(self) -> list[Tensor]:
+        return [self._pattern(self.axis.rank, to) for to in range(self.axis.size)]
 
-    def _write(self, x: Tensor, pattern: Tensor) -> None:
-        tile = self._tile(pattern)
-        for part in x.split(len(tile)):
-            part.copy_(tile[: len(part)])
+    def _fill(self, case: Case) -> None:
+        for part, pattern in zip(case.x.split(len(case.x) // len(case.given)), case.given, strict=True):
+            tile = self._tile(pattern)
+            for piece in part.split(len(tile)):
+                piece.copy_(tile[: len(piece)])
 
     def _tile(self, pattern: Tensor) -> Tensor:
         return pattern.to(self.device, self.dtype).repeat(TILE)
@@ -225,10 +214,6 @@ class Bench:
                 f"{op} over {self.axis.name} by {self.backend} returned {part[at].item():g}"
                 f" instead of {expected[at].item():g}"
             )
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def _stage(target: Tensor, source: Tensor) -> None:
