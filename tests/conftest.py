@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(progress.Progress(reporter), "progress")
 
 
-def pytest_unconfigure() -> None:
+def pytest_sessionfinish() -> None:
     prefork.close()
 
 

@@ -43,6 +43,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "tests.faults.programs": (),
     "tests.faults.wire": (),
     "tests.parity.pool": (),
+    "tests.unit.forked_program": (),
+    "tests.unit.titan": (),
     "torch.distributed.run": (),
 }
 LEAVES = ("shardline.launch.rank_main", "tests.faults.nursery", "tests.parity.pool")  # start no programs themselves
@@ -78,8 +80,9 @@ class Program:
 
 def program_of(args: Any) -> tuple[str, list[str], bool] | None:
     """Module, words and whether `-P` is given, of a command that a fork can stand for."""
-    if not isinstance(args, (list, tuple)) or not all(isinstance(word, str) for word in args):
+    if not isinstance(args, (list, tuple)):
         return None
+    args = [os.fsdecode(word) for word in args]
     before = list(args[1 : args.index("-m")]) if "-m" in args else ["-c"]
     if args[0] != sys.executable or any(word != "-P" for word in before) or len(args) < len(before) + 3:
         return None
@@ -105,8 +108,9 @@ def _prctl(option: int, value: int | bytes) -> None:
 class Server:
     """The other end, in a process that starts programs."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection, self.lock, self.owner = connection, threading.Lock(), os.getpid()
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.connection, self.process = connection, process
+        self.lock, self.owner = threading.Lock(), os.getpid()
 
     def start(self, program: Program, descriptors: Sequence[int]) -> int:
         """The pid of a new child of this process."""
@@ -146,6 +150,8 @@ def close() -> None:
     server, _server = _server, None
     if server is not None and server.owner == os.getpid():
         server.connection.close()
+        if server.process is not None:
+            server.process.wait(30)
 
 
 def _server_of_this_process() -> Server | None:
@@ -156,9 +162,10 @@ def _server_of_this_process() -> Server | None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "tests.prefork", str(theirs.fileno())]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL)
+        options: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdin": subprocess.DEVNULL}
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], **options)
         theirs.close()
-        _server = Server(ours)
+        _server = Server(ours, process)
     return _server if _server.owner == os.getpid() else None
 
 

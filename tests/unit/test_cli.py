@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 import tomllib
 import types
 from dataclasses import replace
@@ -346,11 +345,13 @@ def test_answers_without_torch(words):
 
 @pytest.mark.parametrize("words", [["--help"], ["config"]])
 def test_answers_quickly(words):
+    """In seconds of a core: others may be busy."""
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = os.times()
         subprocess.run([sys.executable, "-m", "shardline", *words], check=True, capture_output=True, cwd=ROOT)
-        seconds.append(time.perf_counter() - start)
+        end = os.times()
+        seconds.append(end.children_user + end.children_system - start.children_user - start.children_system)
     assert min(seconds) < 0.7
 
 
