@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import leftovers, prefork, processes, progress, proven
+from tests import examples, leftovers, prefork, processes, progress, proven
 
 torch.set_num_threads(1)
+examples.load_profile()
 processes.reset_sighup()
 
 # Files that take long are begun first: a long one at the end would run alone.

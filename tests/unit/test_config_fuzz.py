@@ -22,9 +22,10 @@ from shardline.config.write import diff, to_toml, toml_value
 from shardline.errors import ConfigError
 from shardline.precision.mixed import choose_precision
 from shardline.tools.bench.comm import _with_dim
+from tests.examples import examples
 from tests.unit.config_strategies import ANYTHING, EDGES, FLAG_WORDS, KEYS, configs
 
-quick = settings(max_examples=300, deadline=None, derandomize=True)
+quick = settings(max_examples=examples(300), deadline=None, derandomize=True)
 
 
 def load_text(text, suffix=".toml"):
@@ -97,7 +98,7 @@ def test_arbitrary_command_lines(command, words):
     assert code in (0, 2)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(configs())
 def test_round_trip(values):
     config = build_config(values, dict.fromkeys(values, "here"))

@@ -23,6 +23,7 @@ from shardline.checkpoint.shards import (
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.fused_weights import fuse, logical_names, logical_shapes, unfuse
+from tests.examples import examples
 
 NAMES = (
     "layers.0.attention.wqkv.weight",
@@ -103,7 +104,7 @@ def pieces_of(arch, name, tensor, grid):
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(cuts())
 def test_pieces_of_all_ranks_are_the_logical_tensors_each_element_once(given_cuts):
     arch, name, tensor, parts, (grid, _) = given_cuts
@@ -118,7 +119,7 @@ def test_pieces_of_all_ranks_are_the_logical_tensors_each_element_once(given_cut
         assert bool((counts[part] == 1).all())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(cuts())
 def test_another_cut_is_filled_from_the_pieces_of_one_and_back(given_cuts):
     arch, name, tensor, _, (one, two) = given_cuts

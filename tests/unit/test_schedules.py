@@ -23,6 +23,7 @@ from shardline.parallel.pipeline.schedules import (
     warnings,
 )
 from shardline.parallel.pipeline.timeline import Action, Schedule, in_flight, simulate
+from tests.examples import examples
 
 ALL = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 CLOSED = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B")
@@ -59,7 +60,7 @@ def test_all_schedules_are_there():
     assert tuple(KINDS) == SCHEDULES == ALL
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(built())
 def test_each_pass_runs_once_where_its_stage_is(schedule):
     for rank, order in enumerate(schedule.orders):
@@ -75,7 +76,7 @@ def test_each_pass_runs_once_where_its_stage_is(schedule):
         assert schedule.splits == (schedule.name in SPLIT)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(built(), st.sampled_from([0.0, 0.25, 1.5]))
 def test_simulation_keeps_to_the_order_and_waits_for_inputs(schedule, transfer):
     costs = {"F": 1.0, "B": 2.5, "I": 1.25, "W": 0.75}
@@ -103,7 +104,7 @@ def test_simulation_keeps_to_the_order_and_waits_for_inputs(schedule, transfer):
     assert timeline.bubble == pytest.approx(1 - sum(busy) / (schedule.ranks * timeline.total))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(built())
 def test_bubble_is_between_the_least_possible_and_gpipe(schedule):
     """The last rank cannot start before p - 1 forward passes; GPipe waits for every rank twice."""
@@ -115,7 +116,7 @@ def test_bubble_is_between_the_least_possible_and_gpipe(schedule):
         assert bubble == pytest.approx(least), "a zero-bubble schedule idles for that only"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(built(CLOSED))
 def test_closed_forms_are_what_is_simulated(schedule):
     p, m, v = schedule.ranks, schedule.microbatches, schedule.stages // schedule.ranks
@@ -124,7 +125,7 @@ def test_closed_forms_are_what_is_simulated(schedule):
         assert theoretical_bubble(schedule) == pytest.approx((p - 1) / (v * m + p - 1))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(built(SPLIT))
 def test_others_are_simulated(schedule):
     assert theoretical_bubble(schedule) == simulate(schedule).bubble
@@ -293,7 +294,7 @@ def test_few_microbatches_are_warned_of():
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(schedule=built())
 def test_a_file_gives_the_schedule_back(schedule, tmp_path_factory):
     path = written(schedule, tmp_path_factory.mktemp("csv") / "mine.csv")
@@ -303,7 +304,7 @@ def test_a_file_gives_the_schedule_back(schedule, tmp_path_factory):
     assert theoretical_bubble(found) == simulate(schedule).bubble
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(schedule=built(), data=st.data())
 def test_a_file_without_one_action_is_refused_by_that_name(schedule, data, tmp_path_factory):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
