@@ -4,8 +4,21 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 BIN := .venv/bin
 # Files side by side, in one process more than there are cores; the tests of a file stay together and in order.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+# Types are checked while the tests run; what was found is shown after them.
+WITH_TYPES := $(BIN)/mypy > .venv/mypy.log 2>&1 & types=$$!; \
+	trap 'failed=$$?; wait $$types || failed=1; cat .venv/mypy.log; exit $$failed' EXIT;
 
-.PHONY: help demo test test-all lint docs clean
+# A given PYTHON is that of .venv, or .venv must go first.
+ifeq ($(origin PYTHON),command line)
+ifneq ($(wildcard .venv/bin/python),)
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifneq ($(call version,$(PYTHON)),$(call version,.venv/bin/python))
+$(error .venv has Python $(call version,.venv/bin/python), not $(call version,$(PYTHON)): make clean)
+endif
+endif
+endif
+
+.PHONY: help demo test test-all lint style docs clean
 help:  ## show these lines
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -13,16 +26,18 @@ demo: .venv/.core  ## train a small Llama on generated text, on the GPU if there
 	@$(BIN)/shardline train --preset demo
 	@echo 'Next: $(BIN)/shardline generate "$$(ls -td outputs/demo-* | head -1)" --prompt "Once there was a"'
 
-test: .venv/.dev .venv/triton lint  ## lint, types and tests
-	$(PYTEST) -m "not slow"
+test: .venv/.dev .venv/triton style  ## lint, types and tests
+	$(WITH_TYPES) $(PYTEST) -m "not slow"
 
-test-all: .venv/.dev .venv/triton lint  ## also the tests that take longer, every program in a process of its own
-	SHARDLINE_TEST_STARTS=exec HYPOTHESIS_PROFILE=full $(PYTEST)
+test-all: .venv/.dev .venv/triton style  ## also the tests that take longer, every program in a process of its own
+	$(WITH_TYPES) SHARDLINE_TEST_STARTS=exec HYPOTHESIS_PROFILE=full $(PYTEST)
 
-lint: .venv/.dev
+lint: style
+	$(BIN)/mypy
+
+style: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 docs: .venv/.core  ## write the generated pages under docs/ again
 	$(BIN)/shardline config --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
