@@ -46,7 +46,7 @@ from shardline.comm.job import job  # noqa: E402
 from shardline.models.attention import AttentionMask, attention  # noqa: E402
 from shardline.models.partial_attention import fastest_kernel  # noqa: E402
 from shardline.parallel.context.context import ContextParallel  # noqa: E402
-from shardline.parallel.context.ops import shared_attention  # noqa: E402
+from shardline.parallel.context.ring import shared_attention  # noqa: E402
 from shardline.parallel.context.slices import Slices  # noqa: E402
 
 # glibc: every block of 64 KiB or more is mapped by itself, and unmapped when it is freed

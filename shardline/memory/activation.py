@@ -120,7 +120,7 @@ def _kept_attention_ops() -> frozenset[Any]:
     ops.add(torch.ops.higher_order.flex_attention)
     if hasattr(torch.ops, "torch_attn") and hasattr(torch.ops.torch_attn, "_varlen_attn"):
         ops.add(torch.ops.torch_attn._varlen_attn.default)
-    if hasattr(torch.ops.shardline, "shared_attention"):  # over keys of other ranks (parallel/context/ops.py)
+    if hasattr(torch.ops.shardline, "shared_attention"):  # over keys of other ranks (parallel/context/ring.py)
         ops.add(torch.ops.shardline.shared_attention.default)
     return frozenset(ops)
 

@@ -4,8 +4,8 @@
     cp rank                     0   1   2   3   3   2   1   0
 
 A batch is cut once, before the model: each rank embeds, normalises, multiplies and scores its own tokens, at their
-positions in the sequence. Only attention sees more: keys and values travel (`ring_attention`), or heads are traded
-for tokens (`ulysses`). Parameters are sharded over dp_shard x cp, so their gradients are summed over the ranks of a
+positions in the sequence. Only attention sees more: keys and values travel (`ring`), or heads are traded for tokens
+(`ulysses`). Parameters are sharded over dp_shard x cp, so their gradients are summed over the ranks of a
 sequence as over those of a batch.
 """
 
@@ -22,7 +22,7 @@ from shardline.config.schema import Config, Training, Validation
 from shardline.errors import ConfigError
 from shardline.models.attention import AttentionMask, make_masks, windows
 from shardline.models.partial_attention import fastest_kernel
-from shardline.parallel.context.ops import shared_attention
+from shardline.parallel.context.ring import shared_attention
 from shardline.parallel.context.slices import CAUSAL, FULL, MASKED, SKIP, Slices, causal_table
 from shardline.parallel.context.ulysses import ulysses_attention
 
@@ -76,7 +76,7 @@ class ContextParallel:
 
 
 def document_table(documents: Tensor, count: int, window: int) -> Tensor:
-    """What `count` slices of rows with packed `documents` (B, S) see of each other, in the row that sees most."""
+    """What `count` slices of rows with packed `documents` (B, S) see of each other; the row that sees most decides."""
     length = documents.shape[1] // count
     table = torch.tensor(causal_table(count, length, window), dtype=torch.int8)
     parts = documents.cpu().unflatten(1, (count, length))
@@ -101,7 +101,7 @@ def context_plan(config: Config, ranks: int, rank: int) -> ContextParallel:
 
 
 def check_context_parallel(plan: ContextParallel, config: Config, arch: Architecture, tp: int) -> None:
-    """Raise for lengths and heads that cannot be cut, with what can."""
+    """Raise for lengths and heads that cannot be cut; the message names those that can."""
     shared_by = tp if config.parallelism.enable_sequence_parallel else 1
     sections: list[tuple[str, Training | Validation]] = [("training", config.training)]
     if config.validation.enable:
@@ -112,8 +112,8 @@ def check_context_parallel(plan: ContextParallel, config: Config, arch: Architec
         _check_heads(plan.slices.ranks, arch, tp)
     elif arch.attn_backend in ("flex", "varlen"):
         raise ConfigError(
-            f"model.overrides.attn_backend = {arch.attn_backend!r}: where keys travel, attention is put together from"
-            " parts by kernels of its own; set it to 'auto', or"
+            f"model.overrides.attn_backend = {arch.attn_backend!r}: with context parallelism by ring or allgather,"
+            " attention is put together from parts, which this kernel cannot compute; set it to 'auto', or"
             ' parallelism.context_parallel_rotate_method = "ulysses"'
         )
 
@@ -158,7 +158,7 @@ def describe(plan: ContextParallel, length: int) -> str:
 def attention_words(
     config: Config, arch: Architecture, device: torch.device, dtype: torch.dtype, otherwise: str
 ) -> str:
-    """Which kernel computes attention, for the log; `otherwise` is the one for whole sequences."""
+    """The name of the attention kernel for the log; `otherwise` is the one for whole sequences."""
     section = config.parallelism
     if section.context_parallel_degree == 1 or section.context_parallel_rotate_method == "ulysses":
         return otherwise
@@ -169,7 +169,7 @@ def attention_words(
 
 
 def slices_line(plan: ContextParallel, length: int) -> str:
-    """Who has what of a sequence."""
+    """The log's line about the slices of each rank."""
     ranks = range(plan.slices.ranks)
     shown = [*ranks] if len(ranks) <= 8 else [*ranks[:3], ranks[-1]]
     words = [f"cp {rank} has {' and '.join(map(str, plan.slices.of(rank)))}" for rank in shown]

@@ -1,31 +1,50 @@
 """Attention of queries that stay where they are over keys and values that travel.
 
-    rank 0   own keys     keys of 3    keys of 1    keys of 2       each block is computed while the next one is on its
-    rank 1   own keys     keys of 0    keys of 2    keys of 3       way; sent straight to whoever needs it (`exchange`)
-    rank 2   ...
+    rank 0   own keys     keys of 3    keys of 1    keys of 2      each block is computed while the next one is on its
+    rank 1   own keys     keys of 0    keys of 2    keys of 3      way, sent straight to each rank that needs it
+    rank 2   ...                                                   (`comm.transfers`)
 
-`ring` sends a rank only the slices that it will use, point to point, two blocks in memory at a time; `allgather`
-gathers all of them first. Either way the softmax is put together from the parts (`models.attention_parts`). Blocks call
-this through the ops in `ring_ops`.
+`ring` sends a rank only the slices that it will use, point to point, with two blocks in memory at a time; `allgather`
+gathers all of them first. Either way the softmax is put together from the parts (`models.partial_attention`).
 
 Backward does not keep what came from others: keys and values travel again. A rank computes what its queries add to the
-gradients of a block, which goes back to the block's owner, who adds up in float32.
+gradients of a block and sends it back to the block's owner, which adds up in float32.
+
+Forward and backward are one custom op each, in eager code and compiled: activation checkpointing by operation sees
+attention, not its parts, and a compiled graph keeps it whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.transfers import Exchange, Transfer, distances
+from shardline.models.attention import AttentionMask
 from shardline.models.partial_attention import merge_, part, part_backward
-from shardline.parallel.context.slices import CAUSAL, MASKED, AttentionPlan, Call, SliceRange
+from shardline.parallel.context.slices import (
+    CAUSAL,
+    MASKED,
+    AttentionPlan,
+    Call,
+    SliceRange,
+    Slices,
+    causal_plan,
+    make_plan,
+)
 
 AXIS = "cp"
+
+
+def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """(B, S / cp, H, D): what this rank's queries see of the whole sequence."""
+    out, _ = shared_attention_op(q, k, v, mask.table, mask.documents, mask.window, mask.each, mask.kernel)
+    return out
 
 
 class PairMask(NamedTuple):
@@ -63,7 +82,7 @@ def together(block: Tensor) -> Tensor:
 
 
 class Attending:
-    """The queries of one rank, over blocks that come one after the other."""
+    """Attention of one rank's queries over blocks that arrive one after the other."""
 
     def __init__(self, q: Tensor, plan: AttentionPlan, seen: PairMask) -> None:
         self.q, self.plan, self.seen = q.transpose(1, 2), plan, seen  # (B, H, T, D)
@@ -90,7 +109,7 @@ class Attending:
 
 
 class Differentiating:
-    """The same backward: `add` returns what the queries of this rank add to the gradients of a block by some calls."""
+    """The backward of `Attending`: `add` returns what this rank's queries add to the gradients of a block."""
 
     def __init__(
         self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: AttentionPlan, seen: PairMask
@@ -140,11 +159,11 @@ def _mask(
 
 
 class BlockRing:
-    """Blocks of the other ranks, one at a time, and gradients on their way back to the owners of the blocks."""
+    """Brings the blocks of the other ranks, one at a time, and sends gradients back to the owners of the blocks."""
 
     def __init__(self, block: Tensor, plan: AttentionPlan, backward: bool) -> None:
         self.block, self.plan = block, plan
-        # With documents of their own, some ranks may have nothing to send.
+        # With packed documents some ranks may have nothing to send.
         collectives.join_on_device(AXIS, block.device)
         slices = plan.sent + (plan.received if backward else 0)
         self.exchange = Exchange(AXIS, "ring", block, slices * block[0].numel() * block.element_size())
@@ -153,7 +172,7 @@ class BlockRing:
         self.returning: list[tuple[SliceRange, Tensor, Transfer]] = []
 
     def blocks(self) -> Iterator[tuple[int, SliceRange | None, Tensor]]:
-        """(owner, which of its slices, the block), own ones first; no slices where this rank needs none."""
+        """(owner, which of its slices, the block), own ones first; None in place of slices that are not needed."""
         coming = self._start(0)
         yield self.plan.rank, SliceRange(0, self.plan.slices.each), self.block
         for step in range(len(self.steps)):
@@ -172,15 +191,16 @@ class BlockRing:
         return source, span, self.block if into is None else into, transfer
 
     def give_back(self, source: int, added: Tensor | None, own: Tensor) -> None:
-        """Send the owner of a block what this rank adds to its gradients, and take what another adds to the own one's.
+        """Send the owner of a block what this rank adds to its gradients, and receive what another rank adds to `own`.
 
-        Also where there is nothing to send: ranks keep in step, or transfers would wait for each other in a circle.
+        It is called also where there is nothing to send: ranks keep in step, or transfers would wait for each other in
+        a circle.
         """
         distance = (self.plan.rank - source) % self.plan.slices.ranks
         span = self.plan.given[self._at(distance)]
         into = self._empty(span)
         transfer = self.exchange.pass_on(None if added is None else added.to(self.block.dtype), into, -distance)
-        self._add_up(own)  # of the step before, while this one travels
+        self._add_up(own)  # what arrived in the step before, while this one travels
         if span is not None and into is not None:
             self.returning.append((span, into, transfer))
 
@@ -214,7 +234,7 @@ def ring(attending: Attending, block: Tensor, plan: AttentionPlan) -> None:
 
 
 def ring_backward(differentiating: Differentiating, block: Tensor, plan: AttentionPlan) -> Tensor:
-    """Own keys come first, while others' travel, and last, while gradients do."""
+    """Own keys are computed first, while others' keys travel, and last, while gradients travel."""
     travelling = BlockRing(block, plan, backward=True)
     (first, last), blocks = plan.own_in_two(), travelling.blocks()
     _, whole, _ = next(blocks)
@@ -239,9 +259,104 @@ def allgather(attending: Attending, block: Tensor, plan: AttentionPlan) -> None:
 
 
 def allgather_backward(differentiating: Differentiating, block: Tensor, plan: AttentionPlan) -> Tensor:
-    """What ranks add to a block's gradients goes to its owner as it is: a sum on the way would round every time."""
+    """Each rank's summand of a block's gradients goes to the owner: a sum on the way would round every time."""
     blocks = _gathered(block, plan)
     added = torch.empty_like(blocks)
     for source in range(plan.slices.ranks):
         added[source] = differentiating.add(source, SliceRange(0, plan.slices.each), blocks[source], plan.calls[source])
     return collectives.exchange_blocks(added, AXIS).sum(dim=0, dtype=differentiating.wide)
+
+
+# ---- ops -------------------------------------------------------------------------------------------------------------
+
+
+def _prepared(
+    q: Tensor, table: Tensor | None, documents: Tensor | None, window: int, each: int
+) -> tuple[AttentionPlan, PairMask]:
+    axis = collectives.axis(AXIS)
+    slices, length = Slices(axis.size, each), q.shape[1] // each
+    if table is None:
+        plan = causal_plan(slices, axis.rank, length, window)
+    else:
+        plan = make_plan(table.tolist(), slices, axis.rank, length)
+    return plan, PairMask(documents, window, length)
+
+
+@torch.library.custom_op("shardline::shared_attention", mutates_args=())
+def shared_attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None,
+    documents: Tensor | None,
+    window: int,
+    each: int,
+    method: str,
+) -> tuple[Tensor, Tensor]:
+    plan, seen = _prepared(q, table, documents, window, each)
+    attending = Attending(q, plan, seen)
+    (ring if method == "ring" else allgather)(attending, pack(k, v, each), plan)
+    return attending.result(q.dtype)
+
+
+@shared_attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, table: Any, documents: Any, *options: Any) -> tuple[Tensor, Tensor]:
+    _announce(False, q, k, *options)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
+
+
+@torch.library.custom_op("shardline::shared_attention_backward", mutates_args=())
+def _shared_attention_backward_op(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    table: Tensor | None,
+    documents: Tensor | None,
+    window: int,
+    each: int,
+    method: str,
+) -> tuple[Tensor, Tensor]:
+    plan, seen = _prepared(q, table, documents, window, each)
+    differentiating = Differentiating(gradient, q, out, lse, plan, seen)
+    travel = ring_backward if method == "ring" else allgather_backward
+    own = travel(differentiating, pack(k, v, each), plan).to(k.dtype)
+    return differentiating.dq.transpose(1, 2).to(q.dtype).contiguous(), together(own).contiguous()
+
+
+@_shared_attention_backward_op.register_fake
+def _(gradient: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _announce(True, q, k, *rest[-3:])
+    return q.new_empty(q.shape), k.new_empty((2, *k.shape))
+
+
+def _announce(backward: bool, q: Tensor, k: Tensor, window: int, each: int, method: str) -> None:
+    """Report to a dry run what the op would send: without values nothing is sent."""
+    if not isinstance(q.shape[1], int):
+        return  # a compiler's symbol
+    plan, _ = _prepared(q, None, None, window, each)
+    block = 2 * k.numel() * k.element_size()
+    if method == "ring":
+        slices = plan.sent + (plan.received if backward else 0)
+        job.traffic.planned(AXIS, "ring", slices * block // each)
+        return
+    others = (plan.slices.ranks - 1) * block
+    job.traffic.planned(AXIS, "all-gather", others)
+    if backward:
+        job.traffic.planned(AXIS, "all-to-all", others)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, table, documents, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, table, documents)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    dq, dkv = _shared_attention_backward_op(gradient, *ctx.saved_tensors, *ctx.options)
+    return dq, *dkv.unbind(0), None, None, None, None, None
+
+
+shared_attention_op.register_autograd(_differentiate, setup_context=_keep)
