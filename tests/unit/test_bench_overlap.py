@@ -17,7 +17,7 @@ from shardline.tools.bench.overlap import _show, measure_row, together
 from tests.e2e.tiny import command
 
 KEYS = ["op", "direction", "M", "K", "N", "dtype", "world", "matmul_ms", "comm_ms", "serial_ms", "backends", "chosen"]
-KEYS += ["chosen_chunks", "chosen_ms", "efficiency", "device", "torch"]
+KEYS += ["chosen_chunks", "chosen_ms", "efficiency", "comm_hidden", "device", "torch"]
 ROUNDED = 1e-4  # milliseconds, and half of the last digit of an efficiency
 TINY = ["--flavor", "debugmodel", "--tp", "2", "--seq", "64"]
 ON_CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -67,16 +67,18 @@ def test_json_lines_of_the_four_projections():
         assert list(row) == KEYS
         assert (row["dtype"], row["world"], row["torch"]) == ("float32", 2, torch.__version__)
         assert set(row["backends"]) == {"ring"}
-        assert set(row["backends"]["ring"]) == {"ms", "chunks", "efficiency"}
+        assert set(row["backends"]["ring"]) == {"ms", "chunks", "efficiency", "comm_hidden"}
         check(row)
 
 
 def check(row):
     """Efficiencies follow from the times, as far as these are rounded; what is chosen is one of them."""
-    serial = {"ms": row["serial_ms"], "chunks": 1, "efficiency": 0.0}
+    of_comm = min(1.0, 1 - (row["serial_ms"] - row["matmul_ms"]) / row["comm_ms"])
+    serial = {"ms": row["serial_ms"], "chunks": 1, "efficiency": 0.0, "comm_hidden": of_comm}
     exposed = row["serial_ms"] - row["matmul_ms"]
     chosen = {"serial": serial, **row["backends"]}[row["chosen"]]
-    assert (row["chosen_ms"], row["chosen_chunks"], row["efficiency"]) == tuple(chosen.values())
+    assert (row["chosen_ms"], row["chosen_chunks"], row["efficiency"]) == tuple(chosen.values())[:3]
+    assert row["comm_hidden"] == pytest.approx(chosen["comm_hidden"], abs=5e-4 + 2 * ROUNDED / row["comm_ms"])
     fastest = min(entry["ms"] for entry in (serial, *row["backends"].values()))
     assert row["chosen_ms"] * (1 - CLEARLY) <= fastest + ROUNDED
     for entry in (serial, *row["backends"].values()):
@@ -85,6 +87,9 @@ def check(row):
             left = exposed * (1 - entry["efficiency"])
             allowed = ROUNDED * (2 + abs(1 - entry["efficiency"])) + 5e-4 * exposed
             assert left == pytest.approx(entry["ms"] - row["matmul_ms"], abs=allowed)
+        of_comm = min(1.0, 1 - (entry["ms"] - row["matmul_ms"]) / row["comm_ms"])
+        allowed = 5e-4 + ROUNDED * (2 + abs(1 - of_comm)) / row["comm_ms"]
+        assert entry["comm_hidden"] == pytest.approx(of_comm, abs=allowed)
 
 
 def known_row(monkeypatch):
@@ -111,13 +116,14 @@ def test_a_row_of_known_times(monkeypatch):
         "comm_ms": 1.0,
         "serial_ms": 4.0,
         "backends": {
-            "ring": {"ms": 2.5, "chunks": 4, "efficiency": 0.75},
-            "torch": {"ms": 2.0, "chunks": 1, "efficiency": 1.0},
+            "ring": {"ms": 2.5, "chunks": 4, "efficiency": 0.75, "comm_hidden": 0.5},
+            "torch": {"ms": 2.0, "chunks": 1, "efficiency": 1.0, "comm_hidden": 1.0},
         },
         "chosen": "ring",
         "chosen_chunks": 4,
         "chosen_ms": 2.5,
         "efficiency": 0.75,
+        "comm_hidden": 0.5,
         "device": "",
         "torch": "",
     }
@@ -126,27 +132,30 @@ def test_a_row_of_known_times(monkeypatch):
 def test_the_table(monkeypatch, capsys):
     row = known_row(monkeypatch)
     _show([row, row | {"backends": {}, "chosen": "serial", "chosen_chunks": 1}], torch.device("cpu"))
-    _, names, _, *rows, _, last, summed = capsys.readouterr().out.splitlines()
-    assert [cell.strip() for cell in names.split("┃")[1:-1]] == (
-        ["operation", "direction", "M x K x N", "matmul", "comm", "serial", "ring", "torch", "chosen", "efficiency"]
-    )
+    _, names, _, *rows, _, last, summed, of_comm = capsys.readouterr().out.splitlines()
+    times = ("matmul", "comm", "serial", "ring", "torch")
+    columns = ["operation", "direction", "M x K x N", *times, "chosen", "hidden of serial - matmul", "hidden of comm"]
+    assert [cell.strip() for cell in names.split("┃")[1:-1]] == columns
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in rows]
     sizes = ["all_gather_linear", "backward", "64 x 256 x 384", "2.000", "1.000", "4.000"]
     assert cells == [
-        [*sizes, "2.500 (4)", "2.000 (1)", "ring in 4 chunks", "0.75"],
-        [*sizes, "", "", "serial", "0.75"],
+        [*sizes, "2.500 (4)", "2.000 (1)", "ring in 4 chunks", "0.75", "0.50"],
+        [*sizes, "", "", "serial", "0.75", "0.50"],
     ]
     assert last.startswith("milliseconds (chunks), 4 ranks, bfloat16, ")
-    assert summed == "all_gather_linear: 4.00 ms exposed, of which are hidden: chosen 75%"  # ring was not in every row
+    # Ring was not in every row.
+    assert summed == "all_gather_linear: serial adds 4.00 ms to the products; hidden of that: chosen 75%"
+    assert of_comm == "all_gather_linear: hidden of the communication alone, mean over products: chosen 50%"
 
 
 def test_products_together(monkeypatch):
     row = known_row(monkeypatch)
-    long = {"matmul_ms": 20.0, "serial_ms": 26.0, "chosen_ms": 24.5}
-    long["backends"] = {"ring": {"ms": 24.5}, "torch": {"ms": 30.0}}
+    long = {"matmul_ms": 20.0, "serial_ms": 26.0, "chosen_ms": 24.5, "comm_hidden": -0.125}
+    long["backends"] = {"ring": {"ms": 24.5, "comm_hidden": -0.125}, "torch": {"ms": 30.0, "comm_hidden": -1.5}}
     hidden = {"op": "linear_reduce_scatter", "matmul_ms": 5.0, "serial_ms": 4.9}  # nothing exposed: nothing to say
     assert together([row, row | long, row | hidden]) == [
-        "all_gather_linear: 8.00 ms exposed, of which are hidden: chosen 38%, ring 38%, torch -25%"
+        "all_gather_linear: serial adds 8.00 ms to the products; hidden of that: chosen 38%, ring 38%, torch -25%",
+        "all_gather_linear: hidden of the communication alone, mean over products: chosen 19%, ring 19%, torch -25%",
     ]
 
 

@@ -120,13 +120,16 @@ def test_efficiency_is_the_share_of_exposed_time_that_is_gone():
     ring, slow = Choice("ring"), Choice("ring", 2)
     found = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0, ring: 2.5, slow: 5.0}, ring)
     assert (found.efficiency(SERIAL), found.efficiency(ring), found.efficiency(slow)) == (0, 0.75, -0.5)
+    # Of the communication's own second; serial adds another one to the products, which is not communication.
+    assert (found.comm_hidden(SERIAL), found.comm_hidden(ring), found.comm_hidden(slow)) == (-1.0, 0.5, -2.0)
     assert (found.best("ring"), found.best("serial"), found.best("symmetric")) == (ring, SERIAL, None)
     assert found.line() == (
         "all_gather_linear forward 64 x 32 x 48 float32: ring, 2500.00 ms against 4000.00 serial and 2000.00 without"
         " communication"
     )
     # A machine too noisy to see communication at all
-    assert Measured(PRODUCT, 2.0, 1.0, {SERIAL: 1.9, ring: 1.0}, ring).efficiency(ring) == 0
+    noisy = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 1.9, ring: 1.0}, ring)
+    assert (noisy.efficiency(ring), noisy.comm_hidden(ring)) == (0, 1.0)
 
 
 def run_measured(times, rounds, tells_pace=False):

@@ -63,9 +63,19 @@ class Measured:
         return Alone(max(self.matmul - self.weights, 0.0), self.weights, self.comm)
 
     def efficiency(self, choice: Choice) -> float:
-        """1: all communication is hidden; 0: as with serial; below: slower."""
+        """The share hidden of what `serial` adds to the products: 1 is all of it; 0 is as slow as serial.
+
+        Serial adds more than its communication, as a product also runs slower after a wait than back to back.
+        """
         exposed = self.serial - self.matmul
         return 1 - (self.times[choice] - self.matmul) / exposed if exposed > 0 else 0.0
+
+    def comm_hidden(self, choice: Choice) -> float:
+        """The share hidden of the communication's own time: at most 1, where a backend adds nothing to the products.
+
+        Below 0 the backend adds more to the products than the collective takes by itself.
+        """
+        return min(1.0, 1 - (self.times[choice] - self.matmul) / self.comm) if self.comm > 0 else 0.0
 
     def best(self, backend: str) -> Choice | None:
         tried = [choice for choice in self.times if choice.backend == backend]

@@ -2,13 +2,18 @@
 
 Times are medians over rounds in which all candidates take turns, of the slowest rank.
 
-    matmul       the matrix products alone, not cut            comm    the collective alone
-    exposed    = time - matmul                                 efficiency = 1 - exposed / serial's exposed
+    matmul       the matrix products alone, not cut            comm        the collective alone
+    exposed      time - matmul
+    efficiency   1 - exposed / serial's exposed: the share hidden of what communication costs without overlap
+    comm_hidden  1 - exposed / comm, at most 1: the share hidden of the communication's own time
+
+Serial's exposed time can be several times its communication: a product runs slower after a wait than back to back.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,8 +113,7 @@ def measure_row(measured: Measured, device: torch.device) -> dict[str, Any]:
     for name in dict.fromkeys(choice.backend for choice in measured.times):
         best = measured.best(name)
         if name != "serial" and best is not None:
-            milliseconds = round(measured.times[best] * 1e3, 4)
-            found[name] = {"ms": milliseconds, "chunks": best.chunks, "efficiency": round(measured.efficiency(best), 3)}
+            found[name] = {"ms": round(measured.times[best] * 1e3, 4), "chunks": best.chunks, **_hidden(measured, best)}
     return {
         "op": p.operation,
         "direction": p.direction,
@@ -125,22 +129,31 @@ def measure_row(measured: Measured, device: torch.device) -> dict[str, Any]:
         "chosen": measured.chosen.backend,
         "chosen_chunks": measured.chosen.chunks,
         "chosen_ms": round(measured.times[measured.chosen] * 1e3, 4),
-        "efficiency": round(measured.efficiency(measured.chosen), 3),
+        **_hidden(measured, measured.chosen),
         "device": device_name(device),
         "torch": torch.__version__,
     }
 
 
+def _hidden(measured: Measured, choice: Choice) -> dict[str, float]:
+    return {
+        "efficiency": round(measured.efficiency(choice), 3),
+        "comm_hidden": round(measured.comm_hidden(choice), 3),
+    }
+
+
 def _show(rows: list[dict[str, Any]], device: torch.device) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row["backends"]))
-    table = Table("operation", "direction", "M x K x N", "matmul", "comm", "serial", *names, "chosen", "efficiency")
+    shares = ("hidden of serial - matmul", "hidden of comm")
+    table = Table("operation", "direction", "M x K x N", "matmul", "comm", "serial", *names, "chosen", *shares)
     for row in rows:
         cells = [_cell(row["backends"].get(name)) for name in names]
         sizes = f"{row['M']} x {row['K']} x {row['N']}"
         times = [f"{row[key]:.3f}" for key in ("matmul_ms", "comm_ms", "serial_ms")]
         chosen = str(Choice(row["chosen"], row["chosen_chunks"]))
-        table.add_row(row["op"], row["direction"], sizes, *times, *cells, chosen, f"{row['efficiency']:.2f}")
-    console = Console(width=max(160, Console().width))
+        hidden = [f"{row[key]:.2f}" for key in ("efficiency", "comm_hidden")]
+        table.add_row(row["op"], row["direction"], sizes, *times, *cells, chosen, *hidden)
+    console = Console(width=max(180, Console().width))
     console.print(table)
     console.print(f"milliseconds (chunks), {rows[0]['world']} ranks, {rows[0]['dtype']}, {device_name(device)}")
     for line in together(rows):
@@ -148,7 +161,9 @@ def _show(rows: list[dict[str, Any]], device: torch.device) -> None:
 
 
 def together(rows: list[dict[str, Any]]) -> list[str]:
-    """A line for each operation: what the chosen backends, and each by itself, hide of the exposed milliseconds."""
+    """Two lines for each operation: what the chosen backends, and each by itself, hide of what serial adds to all its
+    products together, and of their communication alone, as the mean over products.
+    """
     lines = []
     for operation in dict.fromkeys(row["op"] for row in rows):
         of_it = [row for row in rows if row["op"] == operation]
@@ -156,13 +171,19 @@ def together(rows: list[dict[str, Any]]) -> list[str]:
         exposed = sum(row["serial_ms"] for row in of_it) - alone
         if exposed <= 0:
             continue
-        taken = {"chosen": [row["chosen_ms"] for row in of_it]}
+        taken = {"chosen": [{"ms": row["chosen_ms"], "comm_hidden": row["comm_hidden"]} for row in of_it]}
         for name in dict.fromkeys(name for row in of_it for name in row["backends"]):
             if all(name in row["backends"] for row in of_it):
-                taken[name] = [row["backends"][name]["ms"] for row in of_it]
-        parts = [f"{name} {1 - (sum(times) - alone) / exposed:.0%}" for name, times in taken.items()]
-        lines.append(f"{operation}: {exposed:.2f} ms exposed, of which are hidden: {', '.join(parts)}")
+                taken[name] = [row["backends"][name] for row in of_it]
+        shares = {name: 1 - (sum(one["ms"] for one in found) - alone) / exposed for name, found in taken.items()}
+        means = {name: statistics.mean(one["comm_hidden"] for one in found) for name, found in taken.items()}
+        lines.append(f"{operation}: serial adds {exposed:.2f} ms to the products; hidden of that: {_percent(shares)}")
+        lines.append(f"{operation}: hidden of the communication alone, mean over products: {_percent(means)}")
     return lines
+
+
+def _percent(shares: dict[str, float]) -> str:
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
 
 
 def _cell(entry: dict[str, Any] | None) -> str:
