@@ -1,4 +1,4 @@
-"""What goes with weights beside their tensors: where the tokenizer is, and which tokens begin and end a text."""
+"""What belongs to weights besides tensors: where the tokenizer is, and which tokens begin and end a text."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def tokenizer_of_run(config: Config) -> str:
 
 
 def tokenizer_of_checkpoint(saved: Saved) -> str:
-    """The tokenizer beside the weights, so that a moved checkpoint finds it, or the one of the run; "" if none."""
+    """The tokenizer beside the weights, if there is one (the checkpoint may have moved), or the run's; "" if none."""
     return str(saved.path) if (saved.path / "tokenizer.json").is_file() else saved.trainer.get("tokenizer", "")
 
 
 def assets_of_checkpoint(saved: Saved) -> Path | None:
-    """What goes along with an export: the files beside the weights, or those of the run's tokenizer."""
+    """Where the files for an export come from: beside the weights, or from the run's tokenizer."""
     beside = any((saved.path / name).is_file() for name in ("tokenizer.json", "config.json"))
     return saved.path if beside else assets_at(tokenizer_of_checkpoint(saved))
 
 
 def assets_at(location: str) -> Path | None:
-    """The folder of a tokenizer.json, or the file where it has another name; None where there is no tokenizer file."""
+    """The folder of a tokenizer.json, or the file if it has another name; None if there is no tokenizer file."""
     file = None if location in ("", BYTES) else tokenizer_file(Path(location))
     return file.parent if file is not None and file.name == "tokenizer.json" else file
 
@@ -43,7 +43,7 @@ def special_tokens(location: str) -> dict[str, Any]:
 
 
 def end_tokens(tokenizer: Tokenizer, location: str) -> list[int]:
-    """Every token that ends a text: the tokenizer's, and those that the model's own files name besides."""
+    """Every token that ends a text: the tokenizer's, and those that the model's own files name."""
     found = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     folder = assets_at(location)
     for name in ("generation_config.json", "config.json"):

@@ -1,10 +1,10 @@
-"""A save in a thread of its own: the run waits for it, or goes on and hears of it later.
+"""A save in a thread of its own: the run waits for it, or goes on and gets its error later.
 
     submit --> writing ... --> done          check(): raises what went wrong, once
        |________ wait() _______|             wait():  names the file it is at when that takes long
 
-The thread is told to stop by `Position.cancelled` and looks at it between pieces. One that hangs in the file system
-cannot be stopped; it does not keep the process from ending.
+The thread looks at `Activity.cancelled` between pieces and stops. One that hangs in the file system cannot be stopped;
+it does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections.abc import Callable
 from shardline.errors import UserError
 
 log = logging.getLogger("shardline")
-PATIENCE_SECONDS = 10.0  # before a wait is spoken of for the first time
-LAST_SECONDS = 2.0  # for a save that was told to stop
+PATIENCE_SECONDS = 10.0  # before a wait is logged for the first time
+LAST_SECONDS = 2.0  # for a save that was cancelled
 
 
 class Cancelled(Exception):
     """The run ends without this save."""
 
 
-class Position:
-    """What the thread is doing, in words for a message, and whether it is still wanted."""
+class Activity:
+    """What the thread is doing, in words for a message, and whether it was cancelled."""
 
     def __init__(self, at: str) -> None:
         self.at, self.cancelled = at, False
@@ -37,16 +37,16 @@ class Position:
             raise Cancelled
 
 
-Job = Callable[[Position], None]
+Job = Callable[[Activity], None]
 
 
 class Background:
-    """At most one job at a time."""
+    """Runs at most one job at a time."""
 
     def __init__(self, timeout_seconds: float, rank: int) -> None:
         self.timeout_seconds, self.rank = timeout_seconds, rank
         self._thread: threading.Thread | None = None
-        self._position = Position("")
+        self._activity = Activity("")
         self._what, self._began = "", 0.0
         self.seconds = 0.0  # of the last job that ended
         self._done = threading.Event()
@@ -57,28 +57,28 @@ class Background:
         return self._thread is not None and not self._done.is_set()
 
     def submit(self, what: str, job: Job) -> None:
-        """Start `job`, after the one before has ended well."""
+        """Start `job` after the last one has ended well."""
         self.wait()
-        self._what, self._began, self._position = what, time.monotonic(), Position("its beginning")
+        self._what, self._began, self._activity = what, time.monotonic(), Activity("its beginning")
         self._done.clear()
         self._thread = threading.Thread(
-            target=self._run, args=(job, self._position), name="shardline-save", daemon=True
+            target=self._run, args=(job, self._activity), name="shardline-save", daemon=True
         )
         self._thread.start()
 
-    def _run(self, job: Job, position: Position) -> None:
+    def _run(self, job: Job, activity: Activity) -> None:
         try:
-            job(position)
+            job(activity)
         except Cancelled:
             pass
-        except BaseException as error:  # it is raised where the run hears of it
+        except BaseException as error:  # `check` raises it in the run's thread
             self._error = error
         finally:
             self.seconds = time.monotonic() - self._began
             self._done.set()
 
     def check(self) -> None:
-        """Raise what went wrong in a job that has ended."""
+        """Raise the error of a job that has ended, once."""
         if self._thread is None or not self._done.is_set():
             return
         self._thread.join()
@@ -87,7 +87,7 @@ class Background:
             raise error
 
     def wait(self, seconds: float = math.inf) -> None:
-        """Until the job has ended; then as `check`. An interrupt cancels it, and so does waiting for too long."""
+        """Wait until the job has ended, then `check`. An interrupt cancels it, and so does waiting for too long."""
         try:
             began, patience = time.monotonic(), PATIENCE_SECONDS
             while self.busy and not self._done.wait(0.5):
@@ -96,7 +96,7 @@ class Background:
                     raise UserError(self._too_long(now - self._began))
                 if now - began > patience:
                     patience *= 4
-                    log.warning("waiting for the save of %s, which is at: %s", self._what, self._position.at)
+                    log.warning("waiting for the save of %s, which is at: %s", self._what, self._activity.at)
         except BaseException:
             self.cancel()
             raise
@@ -104,13 +104,13 @@ class Background:
 
     def _too_long(self, seconds: float) -> str:
         return (
-            f"the save of {self._what} has not ended after {seconds:.0f} s: rank {self.rank} is at {self._position.at};"
+            f"the save of {self._what} has not ended after {seconds:.0f} s: rank {self.rank} is at {self._activity.at};"
             " earlier ones are intact. checkpoint.save_timeout_seconds allows more"
         )
 
     def cancel(self) -> None:
-        """The job ends where it next looks, or with the process."""
-        self._position.cancelled = True
+        """End the job where it next looks, or with the process."""
+        self._activity.cancelled = True
         if self._thread is not None:
             self._done.wait(LAST_SECONDS)
         self._thread = self._error = None

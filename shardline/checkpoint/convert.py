@@ -1,4 +1,4 @@
-"""`shardline import` and `shardline export`: Hugging Face folders to checkpoints and back, bit by bit; TorchTitan's in.
+"""`shardline import` and `shardline export`: from Hugging Face and TorchTitan, to Hugging Face or one file, bit by bit.
 
 Tensors are read and written one at a time; what is written appears under its name when all of it is on disk.
 """
@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from shardline.checkpoint.assets import (
     tokenizer_of_checkpoint,
     tokenizer_of_run,
 )
+from shardline.checkpoint.commit import publish, put_in_place
 from shardline.checkpoint.fetch import local_path
 from shardline.config.schema import Config
 from shardline.errors import UserError
@@ -31,7 +32,7 @@ from shardline.models.fused_weights import logical_shapes, parameter_count
 from shardline.models.hf import HFTensors, copy_assets, read_hf, write_hf
 from shardline.models.hf_config import architecture_from_hf
 from shardline.precision.mixed import DTYPES
-from shardline.storage.safetensors import Entry, write_tensors
+from shardline.storage.safetensors import entries_from, write_tensors
 
 if TYPE_CHECKING:
     from shardline.checkpoint.torchtitan import DCPTensors
@@ -51,7 +52,7 @@ def import_model(
     """Write weights as a model-only checkpoint; types are kept unless `dtype` is given.
 
     `folder` is Hugging Face's, whose config.json and tokenizer files go along: the checkpoint needs nothing else to be
-    trained, sampled or exported. Or it is TorchTitan's, whose model `config` names where shapes alone do not tell it.
+    trained, sampled or exported. Or it is TorchTitan's, whose model `config` names.
     """
     folder, out, wanted = Path(folder), Path(out).resolve(), _dtype(dtype)
     tensors: DCPTensors | HFTensors
@@ -61,23 +62,22 @@ def import_model(
     else:
         tensors, assets = _open_hf(folder, trust_pickle, config), folder
     architecture = tensors.arch
-    assert architecture is not None
     with _new_folder(out, overwrite, source=folder) as partial:
         partial.mkdir()
-        entries = _entries(tensors, logical_shapes(architecture), wanted, "model/")
+        entries = entries_from(tensors, logical_shapes(architecture), wanted, "model/")
         recorded, tensors_table = files.write_whole(partial, entries)
         if assets is not None:
             copy_assets(assets, partial)
         if (folder / "config.json").is_file():
             shutil.copyfile(folder / "config.json", partial / "config.json")
         trainer = {"step": 0, "samples": 0, "tokens": 0, "tokenizer": ""}  # its tokenizer, if any, lies beside it
-        files.publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded, tensors_table))
+        publish(partial, out, files.manifest(0, "model", architecture, trainer, recorded, tensors_table))
     print(f"imported {len(entries)} tensors, {parameter_count(architecture):,} parameters, to {out}")
     return 0
 
 
 def is_dcp_folder(folder: Path) -> bool:
-    """TorchTitan's; the folder of several steps is met with a word about which to name."""
+    """Whether a folder is TorchTitan's; one that holds several steps is an error that names the newest."""
     steps = [path.parent.name for path in folder.glob(f"step-*/{METADATA}")]
     if steps and not (folder / METADATA).is_file():
         newest = max(steps, key=lambda name: int("".join(filter(str.isdigit, name)) or -1))
@@ -125,21 +125,19 @@ def export(
     with _new_folder(out, overwrite, source=saved.path) as partial:
         if format == "hf":
             write_hf(
-                ((name, tensors[name]) for name in logical_shapes(saved.architecture)),
+                entries_from(tensors, logical_shapes(saved.architecture), wanted),
                 saved.architecture,
                 partial,
-                dtype=wanted,
                 max_shard_bytes=limit,
                 assets_from=assets_of_checkpoint(saved),
                 special_tokens=special_tokens(tokenizer_of_checkpoint(saved)),
             )
         else:
             partial.mkdir()
-            entries = _entries(tensors, logical_shapes(saved.architecture), wanted)
-            write_tensors(partial / CONSOLIDATED, entries)
+            write_tensors(partial / CONSOLIDATED, entries_from(tensors, logical_shapes(saved.architecture), wanted))
             architecture = json.dumps(saved.architecture.model_dump(mode="json"), indent=1)
             (partial / "architecture.json").write_text(architecture + "\n")
-        files.put_in_place(partial, out)
+        put_in_place(partial, out)
     print(f"exported step {saved.step} ({parameter_count(saved.architecture):,} parameters) to {out}")
     return 0
 
@@ -159,21 +157,9 @@ def _find(path: Path) -> files.Saved:
     return files.find_checkpoint(path)
 
 
-def _entries(
-    tensors: files.TensorView | HFTensors | DCPTensors,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype | None,
-    prefix: str = "",
-) -> list[Entry]:
-    return [
-        Entry(prefix + name, shape, dtype or tensors.dtype(name), lambda name=name: tensors[name])  # type: ignore[misc]
-        for name, shape in shapes.items()
-    ]
-
-
 @contextlib.contextmanager
 def _new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
-    """A free name beside `out` to write under; nothing is left there, whatever happens."""
+    """A folder beside `out` to write into; it is removed if it is not renamed, whatever happens."""
     _check_place(out, overwrite, source)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
@@ -188,7 +174,7 @@ def _new_folder(out: Path, overwrite: bool, source: Path) -> Iterator[Path]:
 
 
 def _check_place(out: Path, overwrite: bool, source: Path) -> None:
-    """What is there is replaced when asked for, and only if it is a model: --overwrite never empties a home folder."""
+    """Refuse to replace what is there without --overwrite, or if it is no model: a home folder is never emptied."""
     here = source.resolve()
     if here == out or here in out.parents or out in here.parents:
         raise UserError(f"{out} and {source} overlap: name a folder apart from what is read")

@@ -1,114 +1,185 @@
-"""Checkpoints: safetensors shards written by the ranks that hold them, and a JSON manifest. No pickle.
+"""What a checkpoint is on disk: safetensors shards written by the ranks that hold them, and a JSON manifest. No pickle.
 
     checkpoint/step-200/manifest.json                        format, step, kind, architecture, trainer state, tables
     checkpoint/step-200/shard-00000-of-00004.safetensors     pieces of model/<name> and optimizer/<kind>/<name>
+
+    checkpoint/step-300.partial/    a save that did not end, or is under way
+    checkpoint/step-200.damaged/    failed its checksums when a run wanted to resume it
+    checkpoint/step-300.abandoned/  belongs to steps that were trained again
+    checkpoint/step-100.replaced/   the older of two saves of one step
+    checkpoint/step-50.removed/     its removal was cut short
 
 A folder is written as `step-200.partial` and renamed when everything in it is on disk, so a crash leaves either a whole
 checkpoint or one that is recognised as broken. `kind` is "full" (can be resumed) or "model" (weights only). Names are
 unfused; a piece that is not all of its tensor has its place in its key. The manifest has the checksums of the shards
 and, at its end, its own. docs/checkpoints.md describes every field.
 
-Version 1 had all tensors whole in one `state.safetensors`; it is still read.
+Nothing here imports torch before a tensor is read: `shardline checkpoint ls` answers at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
-import random
+import math
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-import torch
-
-from shardline.checkpoint.folders import (
-    FORMAT,
-    LEFTOVERS,
-    MANIFEST,
-    VERSION,
-    Unreadable,
-    manifest_checksum,
-    parse_manifest,
-)
-from shardline.checkpoint.reader import Shards, TensorView
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.models.hf import HFTensors, read_hf
+from shardline.storage.blocks import Advance, Damaged, Problem, check_size, find_damage
 from shardline.storage.crash_points import reach
-from shardline.storage.safetensors import TYPE_NAMES, Damaged, Entry, check_size, verify_file, write_tensors
+from shardline.storage.location import Location, locate
+from shardline.storage.safetensors import Entry, HeaderRow, header_of, name_of_type, write_tensors
 
-OLD_STATE_FILE = "state.safetensors"  # of version 1
+if TYPE_CHECKING:
+    import torch
+
+    from shardline.checkpoint.reader import ShardFiles, TensorView
+    from shardline.models.hf import HFTensors
+
+FORMAT, VERSION = "shardline-checkpoint", 2
+MANIFEST = "manifest.json"
+LEFTOVERS = {
+    "partial": "a save that did not end, or is under way",
+    "damaged": "set aside: it failed its checksums",
+    "abandoned": "set aside: its steps were trained again",
+    "replaced": "the older of two saves of this step",
+    "removed": "its removal was cut short",
+}
 Kind = Literal["full", "model"]
+_NAME = re.compile(rf"step-(\d+)(?:\.({'|'.join(LEFTOVERS)}))?")
+
+
+class TensorSummary(NamedTuple):
+    """A tensor as the manifest lists it; `pieces` is the number of pieces in the files."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint on disk whose manifest reads well; its tensors are checked when they are read."""
+    """A checkpoint whose manifest is good; its tensors are verified when they are read."""
 
-    path: Path
-    step: int
-    kind: Kind
+    place: Location
     architecture: Architecture
-    trainer: dict[str, Any]
-    files: dict[str, Any] = field(repr=False)
-    table: dict[str, Any] | None = field(default=None, repr=False)  # the manifest's `tensors`
-    world_size: int = 1
-    layout: dict[str, int] | None = None
+    manifest: dict[str, Any] = field(repr=False)
+
+    @property
+    def path(self) -> Path:
+        local = self.place.local
+        assert local is not None, f"{self.place} must be fetched before it is read"
+        return local
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    @property
+    def kind(self) -> Kind:
+        return self.manifest["kind"]
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        return self.manifest["trainer"]
+
+    @property
+    def files(self) -> dict[str, dict[str, Any]]:
+        return self.manifest["files"]
+
+    @property
+    def size(self) -> int:
+        return sum(int(recorded["size"]) for recorded in self.files.values())
+
+    # ---- whether it is whole -----------------------------------------------------------------------------------------
+
+    def check_sizes(self) -> list[Problem]:
+        """Check that every file is there with its size; nothing is read."""
+        found = (check_size(self.place / name, recorded) for name, recorded in self.files.items())
+        return [problem for problem in found if problem is not None]
+
+    def find_damage(self, advance: Advance = int) -> list[Problem]:
+        """Read every block of every file, and compare the files' headers with the manifest."""
+        files = self.files.items()
+        problems = [one for name, recorded in files for one in find_damage(self.place / name, recorded, advance)]
+        return problems or self._compare_headers()
 
     def verify(self) -> None:
-        """Read every file and compare every checksum."""
-        for name, recorded in self.files.items():
-            verify_file(self.path / name, recorded)
+        """Raise `Damaged` if any file is not what was written."""
+        for problem in self.find_damage():
+            raise Damaged(str(problem))
 
-    def check_sizes(self) -> None:
-        """That every file is there with its size; nothing is read."""
-        for name, recorded in self.files.items():
-            check_size(self.path / name, recorded)
+    def _compare_headers(self) -> list[Problem]:
+        """Compare the tensors of the manifest with those in the files' own headers."""
+        stored: dict[str, tuple[str, int]] = {}  # type, elements of all pieces
+        try:
+            for key, row in self._headers():
+                name = re.sub(r"\[[\d:,]*\]$", "", key)
+                dtype, before = stored.get(name, (row.dtype, 0))
+                if dtype != row.dtype:
+                    raise ValueError(f"{name} is {dtype} and {row.dtype}")
+                stored[name] = (dtype, before + row.elements)
+            listed = {name: (row.dtype, row.elements) for name, row in self.summaries().items()}
+            wrong = [name for name in stored.keys() | listed.keys() if stored.get(name) != listed.get(name)]
+            if wrong:
+                raise ValueError(min(wrong))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            return [Problem(str(self.place / MANIFEST), f"does not fit the files: {error}")]
+        return []
+
+    def _headers(self) -> Iterator[tuple[str, HeaderRow]]:
+        for name in (name for name in self.files if name.endswith(".safetensors")):
+            with (self.place / name).open() as file:
+                yield from header_of(file, self.files[name]["size"]).items()
+
+    # ---- what is in it -----------------------------------------------------------------------------------------------
 
     @property
     def is_hf(self) -> bool:
-        """A last save may be a Hugging Face folder."""
-        return OLD_STATE_FILE not in self.files and not self.table
+        """Whether this is a Hugging Face folder with a manifest beside it, as a last save may be."""
+        return not self.manifest["tensors"]
+
+    def summaries(self) -> dict[str, TensorSummary]:
+        """Every tensor by name, from the manifest; those of a Hugging Face folder from the files' headers."""
+        if self.is_hf:
+            return {name: TensorSummary(row.dtype, row.shape, 1) for name, row in self._headers()}
+        rows = self.manifest["tensors"].items()
+        return {name: TensorSummary(row["dtype"], tuple(row["shape"]), len(row["pieces"])) for name, row in rows}
 
     @functools.cached_property
-    def shards(self) -> Shards:
-        if OLD_STATE_FILE in self.files:
-            return Shards(self.path, {OLD_STATE_FILE: self.files[OLD_STATE_FILE]}, None)
-        return Shards(self.path, self.files, self.table or {})
+    def shards(self) -> ShardFiles:
+        from shardline.checkpoint.reader import ShardFiles
+
+        return ShardFiles(self.path, self.files, self.manifest["tensors"])
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """`model/<name>` or `optimizer/<kind>/<name>`, or a block of it; only the bytes it needs are read."""
+        """Read `model/<name>` or `optimizer/<kind>/<name>`, or a block of it, and no other bytes."""
         return self.shards.read(name, slices)
 
     def tensors(self, prefix: str) -> TensorView:
+        from shardline.checkpoint.reader import TensorView
+
         return TensorView(self.shards, prefix)
 
     def weights(self) -> TensorView | HFTensors:
         """The model under unfused names, each tensor read when asked for."""
+        from shardline.models.hf import read_hf
+
         return read_hf(self.path, self.architecture) if self.is_hf else self.tensors("model/")
 
 
-def shard_name(rank: int, world_size: int) -> str:
-    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-def write_whole(partial: Path, entries: Sequence[Entry]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One shard with whole tensors, for whoever has all of them; the manifest's `files` and `tensors`."""
-    name = shard_name(0, 1)
-    record = write_tensors(partial / name, entries)
-    rows = {entry.name: [[0, *(0 for _ in entry.shape), *entry.shape]] for entry in entries}
-    tensors = {
-        entry.name: {"dtype": TYPE_NAMES[entry.dtype], "shape": list(entry.shape), "pieces": rows[entry.name]}
-        for entry in entries
-    }
-    return {name: record}, tensors
+# ---- manifests -------------------------------------------------------------------------------------------------------
 
 
 def manifest(
@@ -135,101 +206,135 @@ def manifest(
     }
 
 
-def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
-    """Add the manifest to `partial`, make everything durable and rename it to `final`."""
-    with open(partial / MANIFEST, "w") as file:
-        file.write(_readable({**content, "crc32": manifest_checksum(content)}))
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(partial)
-    reach("manifest-written", partial)
-    put_in_place(partial, final)
-
-
-def _readable(content: dict[str, Any]) -> str:
-    """JSON with a line for each key, each file and each tensor, readable and still short."""
+def manifest_text(content: dict[str, Any]) -> str:
+    """A manifest as JSON with its checksum: a line for each key, each file and each tensor."""
 
     def lines(value: dict[str, Any]) -> str:
         return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()) + "\n }"
 
     rows = [
         f" {json.dumps(key)}: {lines(value) if key in ('files', 'tensors') and value else json.dumps(value)}"
-        for key, value in content.items()
+        for key, value in {**content, "crc32": manifest_checksum(content)}.items()
     ]
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
-def put_in_place(partial: Path, final: Path) -> None:
-    """Rename `partial` to `final`, which it replaces if that is there."""
-    reach("before-rename", partial)
-    if final.exists():
-        replaced = final.with_name(final.name + ".replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-        partial.rename(final)
-        with contextlib.suppress(OSError):  # the next pruning removes it
-            remove(replaced)
-    else:
-        partial.rename(final)
-    sync_folder(final.parent)
-    reach("renamed", final)
+def manifest_checksum(content: Mapping[str, Any]) -> int:
+    """The checksum of everything in a manifest: a flipped bit in a number would otherwise be believed."""
+    text = json.dumps({key: value for key, value in content.items() if key != "crc32"}, sort_keys=True)
+    return zlib.crc32(text.encode())
 
 
-def read_checkpoint(path: Path) -> Saved:
-    """Read a step folder's manifest; a folder that is no whole checkpoint is a `UserError`."""
+class _Unreadable(Exception):
+    """What is wrong with a manifest, to follow its name: `is damaged: it fails its checksum`."""
+
+
+def _parse(place: Location) -> Saved:
     try:
-        content = parse_manifest((path / MANIFEST).read_text())
-        return Saved(
-            path,
-            content["step"],
-            content["kind"],
-            Architecture.model_validate(content["architecture"]),
-            content["trainer"],
-            content["files"],
-            content.get("tensors"),
-            content.get("world_size", 1),
-            content.get("layout"),
-        )
-    except FileNotFoundError:
-        raise UserError(f"{path} is not a checkpoint: it has no {MANIFEST}") from None
-    except Unreadable as error:
-        raise UserError(f"{path}/{MANIFEST} {error}") from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}/{MANIFEST} cannot be read: {error}") from error
+        content = json.loads((place / MANIFEST).text())
+        if (content["format"], content["version"]) != (FORMAT, VERSION):
+            form = f"format {content['format']!r} version {content['version']!r}"
+            raise _Unreadable(f"has {form}, which is not readable here: only version {VERSION} is")
+        if content["crc32"] != manifest_checksum(content):
+            raise _Unreadable("is damaged: it fails its checksum")
+        _ = [(row["size"], row["block_bytes"], row["crc32"]) for row in content["files"].values()]
+        _ = content["step"], content["kind"], content["trainer"], content["tensors"]
+        return Saved(place, Architecture.model_validate(content["architecture"]), content)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _Unreadable("is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise _Unreadable(f"cannot be read: {missing}") from error
 
 
-def list_checkpoints(folder: Path, report: Callable[[UserError], None] | None = None, step: int = -1) -> list[Saved]:
-    """Every whole checkpoint under `folder` (or that of one step), oldest first.
-
-    Broken ones are left out, and told to `report`.
-    """
-    found = []
-    for path in folder.glob("step-*") if folder.is_dir() else []:
-        name = re.fullmatch(r"(step-(\d+))(\.replaced)?", path.name)
-        if name is None or step not in (-1, int(name[2])):
-            continue
-        if path.name == name[1] or not (folder / name[1]).exists():  # replaced: a rename was cut short
-            try:
-                saved = read_checkpoint(path)
-                if name[1] != f"step-{saved.step}":
-                    raise UserError(f"{path}/{MANIFEST} is of step {saved.step}")
-                found.append(saved)
-            except UserError as error:
-                if report is not None:
-                    report(error)
-    return sorted(found, key=lambda saved: saved.step)
+# ---- folders of checkpoints ------------------------------------------------------------------------------------------
 
 
-def find_checkpoint(path: Path, step: int = -1) -> Saved:
-    """The checkpoint that `path` means: a step folder, a run folder or a checkpoint folder (its newest, or `step`)."""
-    if (path / MANIFEST).is_file():
-        return read_checkpoint(path)
-    for folder in (path / "checkpoint", path):
-        every = list_checkpoints(folder, step=step)
-        if every:
-            return every[-1]
+class Found(NamedTuple):
+    """A folder of a step as a listing finds it: a checkpoint, or the reason why it is none."""
+
+    place: Location
+    step: int
+    leftover: str  # "" or a key of LEFTOVERS
+    saved: Saved | None
+    problem: str = ""  # of its manifest
+
+    def check(self) -> list[Problem]:
+        """What can be seen without reading files: each must be there, with its size."""
+        if self.saved is None:
+            return [Problem(str(self.place / MANIFEST), self.problem)]
+        return self.saved.check_sizes()
+
+    @property
+    def error(self) -> UserError:
+        return UserError(f"{self.place / MANIFEST} {self.problem}")
+
+
+def look_at(place: Location, any_step: bool = False) -> Found:
+    """Read the manifest of a step's folder, if that is possible; it must be of the step in the folder's name."""
+    name = _NAME.fullmatch(place.base)
+    step, leftover = (-1, "") if name is None else (int(name[1]), name[2] or "")
+    try:
+        saved = _parse(place)
+        if not any_step and step not in (-1, saved.step):
+            raise _Unreadable(f"is of step {saved.step}")
+        return Found(place, saved.step, leftover, saved)
+    except _Unreadable as error:
+        return Found(place, step, leftover, None, str(error))
+
+
+def list_folder(folder: Location | Path, leftovers: bool = False) -> list[Found]:
+    """Every step in a folder, oldest first, broken ones too; also what crashes left behind, if asked for."""
+    place = folder if isinstance(folder, Location) else locate(folder)
+    names, found = set(place.names()), list[Found]()
+    for name in (name for text in names if (name := _NAME.fullmatch(text)) is not None):
+        # The rename that should have replaced it was cut short: it still counts.
+        current = name[2] is None or (name[2] == "replaced" and f"step-{name[1]}" not in names)
+        if current or leftovers:
+            one = look_at(place / name[0])
+            found.append(one._replace(leftover="") if current else one)
+    return sorted(found, key=lambda one: (one.step, one.leftover))
+
+
+def list_checkpoints(folder: Path) -> list[Saved]:
+    """Every whole checkpoint under `folder`, oldest first."""
+    return [found.saved for found in list_folder(folder) if found.saved is not None]
+
+
+def find(where: Location) -> tuple[Location, list[Found]]:
+    """The folder that `where` means (a run, its checkpoints, one step) and what is in it, leftovers included."""
+    if (where / MANIFEST).is_file():
+        return where, [look_at(where, any_step=True)]
+    for folder in (where / "checkpoint", where):
+        found = list_folder(folder, leftovers=True)
+        if found:
+            return folder, found
+    raise UserError(f"{where} holds no checkpoint" if where.exists() else f"{where} does not exist")
+
+
+def find_checkpoint(where: Location | Path, step: int = -1) -> Saved:
+    """The checkpoint that `where` means: a step's folder, a run's or one of checkpoints (its newest, or `step`)."""
+    folder, every = find(where if isinstance(where, Location) else locate(where))
+    return choose(folder, every, step)
+
+
+def choose(folder: Location | Path, every: Sequence[Found], step: int = -1) -> Saved:
+    """The newest checkpoint of a listing, or that of `step`."""
+    steps = [found for found in every if not found.leftover]
+    fitting = [found for found in steps if step in (-1, found.step)]
+    for found in reversed(fitting):
+        if found.saved is not None:
+            return found.saved
+    if fitting:
+        raise fitting[-1].error
     wanted = "no checkpoint" if step == -1 else f"no checkpoint of step {step}"
-    raise UserError(f"{path} holds {wanted}" if path.exists() else f"{path} does not exist")
+    raise UserError(f"{folder} holds {wanted} (steps there: {', '.join(str(one.step) for one in steps) or 'none'})")
+
+
+def step_names(folder: Location) -> list[str]:
+    """`step-2`, `step-10`, ... that have a manifest, oldest first; none is read."""
+    names = [name for name in folder.names() if re.fullmatch(r"step-\d+", name)]
+    return sorted((name for name in names if (folder / name / MANIFEST).is_file()), key=lambda name: int(name[5:]))
 
 
 def set_aside(saved: Saved, why: str) -> Path:
@@ -246,7 +351,7 @@ def prune(folder: Path, keep: int, protected: Collection[int] = ()) -> list[Path
     """
     reach("before-prune", folder)
     every = list_checkpoints(folder)
-    resumable = [saved for saved in every if saved.kind == "full" and _sizes_are_right(saved)][-1:]
+    resumable = [saved for saved in every if saved.kind == "full" and not saved.check_sizes()][-1:]
     kept = {saved.path for saved in resumable} | {saved.path for saved in every if saved.step in protected}
     doomed = [saved.path for saved in every[:-keep] if saved.path not in kept] if keep > 0 else []
     for path in (*doomed, *_leftovers(folder)):
@@ -256,7 +361,7 @@ def prune(folder: Path, keep: int, protected: Collection[int] = ()) -> list[Path
 
 
 def remove(path: Path) -> None:
-    """Under another name first: one that a crash leaves half removed must not look like a checkpoint."""
+    """Remove a checkpoint, renamed first: one that a crash leaves half removed must not look like a checkpoint."""
     doomed = path.with_name(f"{path.name.partition('.')[0]}.removed")
     if path != doomed:
         shutil.rmtree(doomed, ignore_errors=True)
@@ -265,19 +370,12 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _sizes_are_right(saved: Saved) -> bool:
-    try:
-        saved.check_sizes()
-    except Damaged:
-        return False
-    return True
-
-
 def _leftovers(folder: Path) -> list[Path]:
+    """What pruning removes of the leftovers in a folder."""
     found: dict[str, list[tuple[int, Path]]] = {}
     for path in folder.glob("step-*.*"):
-        name = re.fullmatch(rf"step-(\d+)\.({'|'.join(LEFTOVERS)})", path.name)
-        if name:
+        name = _NAME.fullmatch(path.name)
+        if name and name[2]:
             found.setdefault(name[2], []).append((int(name[1]), path))
     aside = [path for kind in ("damaged", "abandoned") for _, path in sorted(found.get(kind, []))[:-1]]
     cut_short = [path for kind in ("partial", "removed") for _, path in found.get(kind, [])]
@@ -285,39 +383,29 @@ def _leftovers(folder: Path) -> list[Path]:
     return cut_short + replaced + aside
 
 
-def same_model(a: Architecture, b: Architecture) -> list[str]:
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def shard_name(rank: int, world_size: int) -> str:
+    return f"shard-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def write_whole(partial: Path, entries: Sequence[Entry]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write one shard with whole tensors, for whoever has all of them; the manifest's `files` and `tensors`."""
+    name = shard_name(0, 1)
+    record = write_tensors(partial / name, entries)
+    tensors = {
+        entry.name: {
+            "dtype": name_of_type(entry.dtype),
+            "shape": list(entry.shape),
+            "pieces": [[0, *(0 for _ in entry.shape), *entry.shape]],
+        }
+        for entry in entries
+    }
+    return {name: record}, tensors
+
+
+def differing_fields(a: Architecture, b: Architecture) -> list[str]:
     """Names of the fields in which two architectures compute something different."""
     free = {"attn_backend", "init_std", "max_seq_len"}
     return [name for name in type(a).model_fields if name not in free and getattr(a, name) != getattr(b, name)]
-
-
-def rng_state() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": bytes(torch.get_rng_state().numpy()).hex(),
-        "cuda": bytes(torch.cuda.get_rng_state().numpy()).hex() if torch.cuda.is_available() else None,
-    }
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(_byte_tensor(state["torch"]))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
-
-
-def _byte_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

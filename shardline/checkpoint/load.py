@@ -1,4 +1,4 @@
-"""Filling a model and its optimizer from a checkpoint of any layout: each rank reads the blocks that it holds."""
+"""Fills a model and its optimizer from a checkpoint of any layout: each rank reads what it holds."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardline.checkpoint.format import Saved
-from shardline.checkpoint.reader import Shards
-from shardline.checkpoint.shards import Piece, cut, place_of, put, whole_place
+from shardline.checkpoint.reader import ShardFiles
+from shardline.checkpoint.shards import TensorPiece, cut, place_of, put, whole_place
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
@@ -38,21 +38,24 @@ def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimize
         if one.follows:
             _fill(shards, f"optimizer/{one.kind}/", _pieces(model.arch, one.name, target), target)
         else:  # the same under every logical name
-            part = logical_names(model.arch, one.name)[0]
-            _fill(shards, f"optimizer/{one.kind}/", [Piece(part, one.state.shape, place_of(target), None)], target)
+            logical = logical_names(model.arch, one.name)[0]
+            pieces = [TensorPiece(logical, one.state.shape, place_of(target), None)]
+            _fill(shards, f"optimizer/{one.kind}/", pieces, target)
 
 
-class _Found(NamedTuple):
+class _ParameterState(NamedTuple):
+    """State of one kind (`exp_avg`, `step`, ...) that a checkpoint has for a parameter."""
+
     kind: str
     name: str  # of the parameter
     state: SavedState
     follows: bool  # it has the parameter's shape
 
 
-def _saved_state(shards: Shards, model: Decoder) -> dict[str, _Found]:
+def _saved_state(shards: ShardFiles, model: Decoder) -> dict[str, _ParameterState]:
     """State of this rank's parameters, by `<kind>.<parameter>`."""
     kinds = sorted({name.split("/", 2)[1] for name in shards if name.startswith("optimizer/")})
-    found: dict[str, _Found] = {}
+    found: dict[str, _ParameterState] = {}
     for name, parameter in model.named_parameters():
         whole = cut(model.arch, name, parameter.shape, whole_place(parameter.shape))
         for kind in kinds:
@@ -62,15 +65,15 @@ def _saved_state(shards: Shards, model: Decoder) -> dict[str, _Found]:
             stored = [shards.stored(key) for key in keys]
             follows = [one.shape for one in stored] == [piece.shape for piece in whole]
             shape = tuple(parameter.shape) if follows else stored[0].shape
-            found[f"{kind}.{name}"] = _Found(kind, name, SavedState(shape, stored[0].dtype), follows)
+            found[f"{kind}.{name}"] = _ParameterState(kind, name, SavedState(shape, stored[0].dtype), follows)
     return found
 
 
-def _pieces(arch: Architecture, name: str, tensor: Tensor) -> list[Piece]:
+def _pieces(arch: Architecture, name: str, tensor: Tensor) -> list[TensorPiece]:
     return cut(arch, name, tensor.shape, place_of(tensor))
 
 
-def _fill(shards: Shards, prefix: str, pieces: list[Piece], tensor: Tensor) -> None:
+def _fill(shards: ShardFiles, prefix: str, pieces: list[TensorPiece], tensor: Tensor) -> None:
     held = local(tensor.detach())
     for piece in pieces:
         stored = shards.stored(prefix + piece.name)

@@ -1,10 +1,10 @@
-"""`checkpoint.mirror`: finished checkpoints copied to any fsspec URL, behind the run's back, and fetched from there.
+"""`checkpoint.mirror`: finished checkpoints are copied to any fsspec URL in the background.
 
     step-200 renamed --> nudge --> thread: step-200/*.safetensors --> sizes right? --> step-200/manifest.json --> prune
 
 A checkpoint without its manifest does not count, so the manifest goes last when one is copied and first when one is
-removed. What this run has copied is written down in `mirror.json` beside the checkpoints: nothing else is replaced or
-removed there. A copy that fails is said once and tried again with the next save; it never stops the training.
+removed. `mirror.json` beside the checkpoints records what this run has copied: nothing else is replaced or removed
+there. A copy that fails is logged once and tried again with the next save; it never stops the training.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardline.checkpoint.folders import MANIFEST, Found, checked_blocks, describe, in_words, steps_in
+from shardline.checkpoint.format import MANIFEST, Saved, look_at, step_names
 from shardline.config.schema import Config
 from shardline.errors import UserError, blame
 from shardline.run.folder import RunFolder
+from shardline.storage.atomic import write_atomically
+from shardline.storage.blocks import copy_file
 from shardline.storage.location import Location, locate
+from shardline.words import sized
 
 log = logging.getLogger("shardline")
 RECORD = "mirror.json"
-PATIENCE_SECONDS = 10.0  # at the end, before the wait is spoken of
+PATIENCE_SECONDS = 10.0  # at the end, before the wait is logged
 
 
 class Gone(Exception):
@@ -51,12 +54,12 @@ class Mirror:
         self._again = self._closed = self._last = False
         self._copying: int | None = None
         self._taken: set[str] = set()
-        self._said = ""
+        self._logged = ""
 
     # ---- from the run ------------------------------------------------------------------------------------------------
 
     def nudge(self) -> None:
-        """There is something new to copy."""
+        """Start copying what is new, in the background."""
         with self._lock:
             self._again = True
             if self._thread is None and not self._closed:
@@ -72,15 +75,15 @@ class Mirror:
         """Wait for the last copy; one that had failed is tried once more."""
         self._last = True
         self.nudge()
-        began = told = time.monotonic()
+        began = logged = time.monotonic()
         while (thread := self._thread) is not None:
             thread.join(0.2)
-            if time.monotonic() - told > PATIENCE_SECONDS:
-                told = time.monotonic()
-                log.info("copying step %s to %s, %.0f s so far", self._copying, self.url, told - began)
+            if time.monotonic() - logged > PATIENCE_SECONDS:
+                logged = time.monotonic()
+                log.info("copying step %s to %s, %.0f s so far", self._copying, self.url, logged - began)
 
     def close(self) -> None:
-        """Copy nothing more; what is half there has no manifest."""
+        """Copy nothing more; a copy that is cut short has no manifest."""
         self._closed = True
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
@@ -95,74 +98,73 @@ class Mirror:
             try:
                 self._sync()
             except Exception as error:  # whatever a file system raises: training goes on
-                log.warning("%s: %s; %s", self.url, _words(error), self._prospect())
+                log.warning("%s: %s; %s", self.url, _reason(error), self._prospect())
 
     def _prospect(self) -> str:
         return "the run ends without it" if self._last else "tried again with the next save"
 
     def _sync(self) -> None:
-        while not self._closed and (found := self._newest_missing()) is not None:
+        while not self._closed and (saved := self._newest_missing()) is not None:
             began = time.monotonic()
             try:
-                self._copy(found)
+                self._copy(saved)
             except Gone:
                 continue
             except Taken:
-                self._taken.add(found.place.base)
-                log.warning(
-                    "%s is not copied: %s is another run's, and left alone", found.place, self.place / found.place.base
-                )
+                name = saved.place.base
+                self._taken.add(name)
+                log.warning("%s is not copied: %s is another run's, and left alone", saved.place, self.place / name)
                 continue
             except Exception as error:
-                line = f"{found.place} was not copied to {self.url}: {_words(error)}; {self._prospect()}"
-                if not self._last or line != self._said:  # the last one is tried twice
+                line = f"{saved.place} was not copied to {self.url}: {_reason(error)}; {self._prospect()}"
+                if not self._last or line != self._logged:  # the last one is tried twice
                     log.warning("%s", line)
-                self._said = line
+                self._logged = line
                 return
             finally:
                 self._copying = None
             if not self._closed:
                 seconds = time.monotonic() - began
-                log.info("copied %s to %s (%s, %.1f s)", found.place.base, self.url, in_words(found.size), seconds)
+                log.info("copied %s to %s (%s, %.1f s)", saved.place.base, self.url, sized(saved.size), seconds)
         if not self._closed:
             self._prune()
 
-    def _newest_missing(self) -> Found | None:
-        copied = self._record()
+    def _newest_missing(self) -> Saved | None:
+        copied = read_record(self.folder, self.url)
         here = locate(self.folder)
-        for name in (name for name in reversed(steps_in(here)) if name not in self._taken):
-            found = describe(here / name)
-            if found.manifest is None or copied.get(name, {}).get("sha256") == _digest(found.place):
+        for name in (name for name in reversed(step_names(here)) if name not in self._taken):
+            saved = look_at(here / name).saved
+            if saved is None or copied.get(name, {}).get("sha256") == digest_of(saved.place):
                 continue
-            self._copying = found.step
+            self._copying = saved.step
             if (self.folder / name / MANIFEST).is_file():  # it is protected from now on, and was not pruned before
-                return found
+                return saved
         self._copying = None
         return None
 
-    def _copy(self, found: Found) -> None:
-        name, target = found.place.base, self.place / found.place.base
-        digest, there, copied = _digest(found.place), _digest(target), self._record()
+    def _copy(self, saved: Saved) -> None:
+        name, target = saved.place.base, self.place / saved.place.base
+        digest, there, copied = digest_of(saved.place), digest_of(target), read_record(self.folder, self.url)
         if there not in (None, digest) and name not in copied:
             raise Taken
-        row = {"sha256": "", "kind": found.manifest and found.manifest["kind"]}
-        self._write_record({**copied, name: row})  # what is half there is ours, too
-        if there != digest or describe(target).check():
-            self._copy_files(found, target)
+        row = {"sha256": "", "kind": saved.kind}
+        write_record(self.folder, self.url, {**copied, name: row})  # a copy that is cut short is this run's, too
+        if there != digest or look_at(target).check():
+            self._copy_files(saved, target)
         if not self._closed:
-            self._write_record({**copied, name: {**row, "sha256": digest}})
+            write_record(self.folder, self.url, {**copied, name: {**row, "sha256": digest}})
 
-    def _copy_files(self, found: Found, target: Location) -> None:
+    def _copy_files(self, saved: Saved, target: Location) -> None:
         (target / MANIFEST).remove()
-        names = [name for name in found.place.names() if name != MANIFEST]
+        names = [name for name in saved.place.names() if name != MANIFEST]
         for extra in set(target.names()) - set(names):
             (target / extra).remove()
         target.make_folder()
         for name in (*names, MANIFEST):
             try:
-                size = copy_file(found.place / name, target / name, found.files.get(name))
+                size = copy_file(saved.place / name, target / name, saved.files.get(name))
             except FileNotFoundError:
-                if not found.place.exists():
+                if not saved.place.exists():
                     raise Gone from None
                 raise
             self.place.fs.invalidate_cache()
@@ -175,26 +177,18 @@ class Mirror:
     def _prune(self) -> None:
         """Keep there what `keep_latest_k` keeps here; steps after the newest here were trained again.
 
-        What was not copied to its end, and is not here any more, goes.
+        A copy that was cut short is removed if its checkpoint is not here any more.
         """
-        copied = self._record()
+        copied = read_record(self.folder, self.url)
         steps = {_step(name): name for name in copied}
-        newest = max((_step(name) for name in steps_in(locate(self.folder))), default=-1)
+        newest = max((_step(name) for name in step_names(locate(self.folder))), default=-1)
         current = sorted(step for step in steps if step <= newest and copied[steps[step]]["sha256"])
         kept = set(current[-self.keep :])
         kept |= set([step for step in current if copied[steps[step]]["kind"] == "full"][-1:])
         for step in sorted(set(steps) - kept):
             remove_checkpoint(self.place / steps[step])
             del copied[steps[step]]
-            self._write_record(copied)
-
-    # ---- what this run has copied ------------------------------------------------------------------------------------
-
-    def _record(self) -> dict[str, Any]:
-        return read_record(self.folder, self.url)
-
-    def _write_record(self, steps: dict[str, Any]) -> None:
-        write_record(self.folder, self.url, steps)
+            write_record(self.folder, self.url, copied)
 
 
 def open_mirror(config: Config, run: RunFolder) -> Mirror | None:
@@ -210,17 +204,17 @@ def open_mirror(config: Config, run: RunFolder) -> Mirror | None:
 
 
 def check_free(url: str) -> list[str]:
-    """For a new run: checkpoints of another one there would be mixed with its own. What is to be said, if anything.
+    """Refuse a URL that already holds another run's checkpoints, which would be mixed with the new run's.
 
-    A file system that does not answer now may do so at the first save.
+    Returns a line for the log if the URL cannot be listed: it may be there at the first save.
     """
     try:
         with blame("checkpoint.mirror"):
-            there = steps_in(locate(url))
+            there = step_names(locate(url))
     except UserError:
         raise
     except Exception as error:
-        return [f"checkpoint.mirror = {url} cannot be listed now ({_words(error)}); saves are copied if it can be"]
+        return [f"checkpoint.mirror = {url} cannot be listed now ({_reason(error)}); saves are copied if it can be"]
     if there:
         raise UserError(
             f"checkpoint.mirror = {url} already holds {there[-1]} of another run: --resume into an empty folder goes on"
@@ -238,29 +232,17 @@ def read_record(folder: Path, url: str) -> dict[str, Any]:
 
 
 def write_record(folder: Path, url: str, steps: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{RECORD}"
-    partial.write_text(json.dumps({"url": url, "steps": steps}, indent=1) + "\n")
-    partial.replace(folder / RECORD)
+    write_atomically(folder / RECORD, json.dumps({"url": url, "steps": steps}, indent=1) + "\n")
 
 
 def remove_checkpoint(folder: Location) -> None:
-    """The manifest first: what is left of a removal that was cut short does not look like a checkpoint."""
+    """Remove the manifest first: what is left of a removal that was cut short does not look like a checkpoint."""
     (folder / MANIFEST).remove()
     folder.remove()
 
 
-def copy_file(source: Location, target: Location, recorded: dict[str, Any] | None) -> int:
-    """Copy, comparing each block with its checksum where there is one; the number of bytes."""
-    size = 0
-    with target.open("wb") as file:
-        for block in checked_blocks(source, recorded):
-            file.write(block)
-            size += len(block)
-    return size
-
-
-def _digest(folder: Location) -> str | None:
+def digest_of(folder: Location) -> str | None:
+    """The SHA-256 of a checkpoint's manifest, None if there is none: the manifest has the checksums of the rest."""
     try:
         with (folder / MANIFEST).open() as file:
             return hashlib.sha256(file.read()).hexdigest()
@@ -276,6 +258,6 @@ def _overlap(a: Path, b: Path) -> bool:
     return a == b or a in b.parents or b in a.parents
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     text = str(error) or type(error).__name__
     return (error.strerror or text) if isinstance(error, OSError) else text

@@ -1,12 +1,12 @@
-"""What replicas remember of gradients they have not yet exchanged (PowerSGD), as parts of a checkpoint.
+"""The state of PowerSGD in a checkpoint: what replicas have left out of the gradients they exchanged.
 
-    compression/error/<parameter>   (replicas x rows, columns)  what each replica has left out so far; each of its
-                                                                tensor-parallel ranks, where those add up gradients
-    compression/q/<parameter>       (tp x columns, rank)        where each tensor-parallel part's power method stands
+    compression/error/<parameter>   (replicas x rows, columns)  what each replica has left out so far; one for each of
+                                                                its tensor-parallel ranks, if those add up gradients
+    compression/q/<parameter>       (tp x columns, rank)        the power method's matrix of each tensor-parallel shard
 
-On the layout that saved them a resumed run goes on bit by bit. For another number of them errors are added up and
-shared out evenly, so that what is to be made good stays the same; Q are drawn again where they do not fit. Where an
-embedding is tied to the output on another pipeline rank, that rank's error is kept as `output.weight`.
+A run that is resumed on the same layout continues bit by bit. On another number of replicas errors are added up and
+shared out evenly, so that their sum stays the same; Q is drawn again if it does not fit. If an embedding is tied to the
+output on another pipeline rank, that rank's error is saved as `output.weight`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from shardline.checkpoint.reader import Shards
-from shardline.checkpoint.shards import Part, Piece, Place, part_key, place_of
+from shardline.checkpoint.reader import ShardFiles
+from shardline.checkpoint.shards import HeldTensor, Place, TensorPiece, held_key, place_of
 from shardline.comm.mesh import Mesh
 from shardline.models.decoder import Decoder
 from shardline.parallel.data.ddp import PowerSGDMemory, Replicas
@@ -29,7 +29,7 @@ EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 
 
 class Memory:
-    """Of this rank; empty where nothing is compressed."""
+    """PowerSGD's state on this rank; empty if nothing is compressed."""
 
     def __init__(
         self, replicas: Replicas | None, model: Decoder, mesh: Mesh, summed_over_tp: Iterable[nn.Parameter] = ()
@@ -40,16 +40,17 @@ class Memory:
         self.first = any(stage.first for stage in model.stages)
         self.last = any(stage.last for stage in model.stages)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[HeldTensor]:
         found = []
         for name, one in self._held().items():
             rows, columns = one.parameter.shape
-            found.append(_part(ERROR + name, one.error, (self._holders(one) * rows, columns), self._error_place(one)))
-            found.append(_part(Q + name, one.q, self._q_shape(one), self._q_place(one)))
+            shape = (self._holders(one) * rows, columns)
+            found.append(_held_tensor(ERROR + name, one.error, shape, self._error_place(one)))
+            found.append(_held_tensor(Q + name, one.q, self._q_shape(one), self._q_place(one)))
         return found
 
-    def load(self, shards: Shards) -> None:
-        """What is not there begins as in a new run."""
+    def load(self, shards: ShardFiles) -> None:
+        """Load what the checkpoint has; the rest begins as in a new run."""
         held = self._held()
         for name, one in held.items():
             one.error.zero_()  # an attempt before may have found its checkpoint damaged halfway
@@ -64,17 +65,17 @@ class Memory:
         lost = (saved & self.names) - {one.name for one in held.values()}
         if lost or fresh:
             log.warning(
-                "what PowerSGD had left out so far is not taken over for %d parameters of this rank: they are fused,"
-                " cut or sent otherwise now",
+                "PowerSGD's error is not loaded for %d parameters of this rank: they are fused, sharded or compressed"
+                " differently now",
                 len(lost | fresh),
             )
 
     def _held(self) -> dict[str, PowerSGDMemory]:
-        """By the names in files."""
+        """This rank's state by the names in files."""
         found = () if self.replicas is None else self.replicas.powersgd_memories()
         return {OUTPUT if one.name == EMBEDDING and not self.first else one.name: one for one in found}
 
-    def _add_errors(self, shards: Shards, key: str, one: PowerSGDMemory) -> None:
+    def _add_errors(self, shards: ShardFiles, key: str, one: PowerSGDMemory) -> None:
         holders, rows, own = self._holders(one), one.parameter.shape[0], self._error_place(one)
         saved = shards.stored(key).shape[0] // rows
         if saved == holders:
@@ -86,7 +87,7 @@ class Memory:
             _add(one.error, shards, key, place, 1.0 / holders)
 
     def _holders(self, one: PowerSGDMemory) -> int:
-        """How many errors there are of each element."""
+        """The number of ranks that have an error for each element."""
         return self.mesh.size("dp_replicate") * (
             self.mesh.size("tp") if id(one.parameter) in self.summed_over_tp else 1
         )
@@ -106,10 +107,12 @@ class Memory:
         return Place((self.mesh.coordinates["tp"] * columns, 0), (columns, rank))
 
 
-def _part(name: str, tensor: torch.Tensor, shape: tuple[int, int], place: Place) -> Part:
-    return Part(part_key(name, place), tensor, tensor.dtype, (Piece(name, shape, place, None),), in_backward=True)
+def _held_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, int], place: Place) -> HeldTensor:
+    return HeldTensor(
+        held_key(name, place), tensor, tensor.dtype, (TensorPiece(name, shape, place, None),), changes_in_backward=True
+    )
 
 
-def _add(tensor: torch.Tensor, shards: Shards, key: str, wanted: Place, share: float) -> None:
+def _add(tensor: torch.Tensor, shards: ShardFiles, key: str, wanted: Place, share: float) -> None:
     for place, block in shards.blocks(key, wanted):
         tensor[place.within(wanted).slices].add_(block.to(tensor.device), alpha=share)

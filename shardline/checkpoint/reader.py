@@ -1,6 +1,6 @@
-"""Reading a checkpoint's tensors, whole or in part: only the blocks of the files that are needed, each one verified.
+"""Reads a checkpoint's tensors, whole or in part: only the blocks of the files that are needed, each one verified.
 
-    wanted block of a tensor -> pieces that meet it -> rows of each piece -> bytes of its file -> checksum blocks
+    wanted part of a tensor -> pieces that meet it -> rows of each piece -> bytes of its file -> checksum blocks
 
 Columns are cut out of the rows that hold them: bytes in between are read too, since a checksum covers 4 MiB.
 """
@@ -8,7 +8,6 @@ Columns are cut out of the rows that hold them: bytes in between are read too, s
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
@@ -19,14 +18,16 @@ import numpy as np
 import torch
 
 from shardline.checkpoint.shards import Place, place_key, whole_place
-from shardline.storage.safetensors import TYPES, Damaged, check_block, check_size, helpers
+from shardline.storage.blocks import Damaged, Record, check_block, check_size, helpers
+from shardline.storage.location import locate
+from shardline.storage.safetensors import HeaderRow, name_of_type, read_header, torch_type
 
 CHUNK_BYTES = 32 << 20  # read at a time, so that filling a large tensor takes little memory beside it
 MOST_OPEN = 64  # files
 MOST_KEPT = 16  # blocks that were needed in part: a neighbour may need the rest
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a checkpoint; `pieces` are file numbers and places, and together all of it."""
 
     dtype: torch.dtype
@@ -34,8 +35,8 @@ class Stored(NamedTuple):
     pieces: tuple[tuple[int, Place], ...]
 
 
-class Kept:
-    """The last blocks that were needed in part."""
+class BlockCache:
+    """Keeps the last blocks that were needed in part."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[Path, int], memoryview] = {}  # the oldest first
@@ -53,10 +54,12 @@ class Kept:
 class VerifiedFile:
     """Bytes of a safetensors file, read in whole blocks that are compared with their checksums."""
 
-    def __init__(self, path: Path, recorded: Mapping[str, Any], kept: Kept | None = None) -> None:
-        check_size(path, recorded)
+    def __init__(self, path: Path, recorded: Record, cache: BlockCache | None = None) -> None:
+        problem = check_size(locate(path), recorded)
+        if problem is not None:
+            raise Damaged(str(problem))
         self.path, self.recorded, self.bytes_read = path, recorded, 0
-        self._kept = kept or Kept()
+        self._cache = cache or BlockCache()
         self._descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
@@ -64,15 +67,11 @@ class VerifiedFile:
             os.close(self._descriptor)
 
     @functools.cached_property
-    def header(self) -> dict[str, Any]:
-        """Name -> dtype, shape and where its bytes begin and end in the file."""
-        length = int.from_bytes(self.read(0, 8), "little")
-        entries = json.loads(bytes(self.read(8, 8 + length)))
-        entries.pop("__metadata__", None)
-        return {
-            name: {**entry, "start": 8 + length + entry["data_offsets"][0]}  # and so it ends by shape and type
-            for name, entry in entries.items()
-        }
+    def header(self) -> dict[str, HeaderRow]:
+        try:
+            return read_header(self.read, self.recorded["size"])
+        except ValueError as error:
+            raise Damaged(f"{self.path} is no safetensors file: {error}") from error
 
     def read(self, start: int, end: int, into: memoryview | None = None) -> memoryview:
         """Bytes of the file, in memory of their own unless there is some."""
@@ -86,7 +85,7 @@ class VerifiedFile:
             if (low, high) == (first, last):
                 whole.append(helpers().submit(self._fetch, index, target))
             else:
-                block = self._kept.get(self.path, index, functools.partial(self._block, index, last - first))
+                block = self._cache.get(self.path, index, functools.partial(self._block, index, last - first))
                 target[:] = block[low - first : high - first]
         wait(whole)  # all of them, also where one fails: they write into this memory
         for one in whole:
@@ -110,23 +109,17 @@ class VerifiedFile:
         check_block(self.path, self.recorded, index, into)
 
 
-class Shards:
+class ShardFiles:
     """The tensors in a checkpoint's files by their names there (`model/...`, `optimizer/<kind>/...`)."""
 
-    def __init__(self, folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any] | None) -> None:
-        """`tensors` is the manifest's table; None: one file has all of them whole."""
+    def __init__(self, folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """`files` and `tensors` are the manifest's tables."""
         self.folder, self.files = folder, files
         self._names = list(files)
         self._open: dict[int, VerifiedFile] = {}
-        self._kept, self._closed_bytes = Kept(), 0
+        self._cache, self._closed_bytes = BlockCache(), 0
         self._chunk = np.empty(0, dtype=np.uint8)
-        self._table = tensors if tensors is not None else self._whole_tensors()
-
-    def _whole_tensors(self) -> dict[str, Any]:
-        return {
-            name: {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": [[0, *_numbers(entry["shape"])]]}
-            for name, entry in self._file(0).header.items()
-        }
+        self._table = tensors
 
     def __contains__(self, name: object) -> bool:
         return name in self._table
@@ -134,16 +127,16 @@ class Shards:
     def __iter__(self) -> Iterator[str]:
         return iter(self._table)
 
-    def stored(self, name: str) -> Stored:
+    def stored(self, name: str) -> StoredTensor:
         entry = self._table[name]
         shape = tuple(entry["shape"])
         places = (
             (row[0], Place(tuple(row[1 : 1 + len(shape)]), tuple(row[1 + len(shape) :]))) for row in entry["pieces"]
         )
-        return Stored(TYPES[entry["dtype"]], shape, tuple(places))
+        return StoredTensor(torch_type(entry["dtype"]), shape, tuple(places))
 
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """A tensor, or a block of it, in memory of its own."""
+        """Read a tensor, or a block of it, into memory of its own."""
         stored = self.stored(name)
         wanted = whole_place(stored.shape)
         if slices is not None:
@@ -156,9 +149,9 @@ class Shards:
         return out
 
     def blocks(self, name: str, wanted: Place) -> Iterator[tuple[Place, torch.Tensor]]:
-        """What `wanted` consists of, some rows at a time, in no order; each with its place in the whole tensor.
+        """Read what `wanted` covers, some rows at a time, in no order; yields their place in the tensor and the rows.
 
-        Rows are in memory that the next ones are read into.
+        The next rows are read into the same memory.
         """
         stored, found = self.stored(name), 0
         for file, held in stored.pieces:
@@ -170,14 +163,14 @@ class Shards:
             raise Damaged(f"{self.folder}/manifest.json: the pieces of {name} are not all of it")
 
     def _rows(
-        self, name: str, stored: Stored, number: int, held: Place, shared: Place
+        self, name: str, stored: StoredTensor, number: int, held: Place, shared: Place
     ) -> Iterator[tuple[Place, torch.Tensor]]:
         file, key = self._file(number), place_key(name, stored.shape, held)
         entry = file.header.get(key)
-        if entry is None or tuple(entry["shape"]) != held.size or TYPES.get(entry["dtype"]) != stored.dtype:
+        if entry is None or (entry.shape, entry.dtype) != (held.size, name_of_type(stored.dtype)):
             raise Damaged(f"{file.path} does not hold {key} as {self.folder}/manifest.json says")
         if not stored.shape:
-            data = file.read(entry["start"], entry["start"] + stored.dtype.itemsize)
+            data = file.read(entry.start, entry.start + stored.dtype.itemsize)
             yield shared, torch.frombuffer(data, dtype=stored.dtype).reshape(())
             return
         row_bytes = stored.dtype.itemsize * held.elements // held.size[0]
@@ -185,7 +178,7 @@ class Shards:
         first, last = inside.start[0], inside.start[0] + inside.size[0]
         for row in range(first, last, step):
             count = min(step, last - row)
-            begin, memory = entry["start"] + row * row_bytes, self._memory(count * row_bytes)
+            begin, memory = entry.start + row * row_bytes, self._memory(count * row_bytes)
             data = file.read(begin, begin + count * row_bytes, memory)
             rows = torch.frombuffer(data, dtype=stored.dtype).reshape(count, *held.size[1:])
             place = Place((held.start[0] + row, *shared.start[1:]), (count, *shared.size[1:]))
@@ -202,7 +195,7 @@ class Shards:
                 oldest = next(iter(self._open))
                 self._closed_bytes += self._open.pop(oldest).bytes_read
             name = self._names[number]
-            self._open[number] = VerifiedFile(self.folder / name, self.files[name], self._kept)
+            self._open[number] = VerifiedFile(self.folder / name, self.files[name], self._cache)
         return self._open[number]
 
     @property
@@ -213,7 +206,7 @@ class Shards:
 class TensorView(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint whose names start with `prefix`, each read and verified when it is asked for."""
 
-    def __init__(self, shards: Shards, prefix: str) -> None:
+    def __init__(self, shards: ShardFiles, prefix: str) -> None:
         self.shards, self.prefix = shards, prefix
         self._names = dict.fromkeys(name.removeprefix(prefix) for name in shards if name.startswith(prefix))
 
@@ -234,7 +227,3 @@ class TensorView(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._names)
-
-
-def _numbers(shape: list[int]) -> list[int]:
-    return [*(0 for _ in shape), *shape]

@@ -1,21 +1,24 @@
-"""What a run starts from: its own newest checkpoint, weights the config names, or fresh weights."""
+"""Where a run starts: from its own newest checkpoint, from weights that the config names, or from fresh weights."""
 
 from __future__ import annotations
 
+import functools
 import logging
+import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from shardline.checkpoint import format as files
 from shardline.checkpoint.fetch import local_path
-from shardline.checkpoint.format import Saved
+from shardline.checkpoint.format import Found, Saved
 from shardline.checkpoint.load import load_model, load_optimizer
-from shardline.checkpoint.reader import Shards
+from shardline.checkpoint.reader import ShardFiles
 from shardline.comm import collectives, watchdog
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
@@ -26,22 +29,25 @@ from shardline.models.fused_weights import logical_shapes
 from shardline.models.hf import read_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
-from shardline.storage.location import is_url
-from shardline.storage.safetensors import Damaged
+from shardline.storage.blocks import Damaged
+from shardline.storage.location import is_url, locate
 
 log = logging.getLogger("shardline")
 
 
 @dataclass
-class Progress:
-    """How far a run is: all that a resumed run needs beside weights and optimizer state."""
+class RunPosition:
+    """How far a run is: all that a resumed run needs besides weights and optimizer state."""
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
     schedule_start: int = 0  # the step at which the learning-rate schedule began; below 0 where steps count anew
     validated: int = 0  # samples of each validation
-    excluded: tuple[str, ...] = ()  # what checkpoint.exclude_from_loading said when this run was started
+    excluded: tuple[str, ...] = ()  # checkpoint.exclude_from_loading when this run was started
+
+
+Progress = RunPosition
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,17 @@ class DataIdentity:
     tokenizer: str
 
 
+class _Choice(NamedTuple):
+    """The checkpoint that rank 0 has chosen: its folder's name, its step, and whether the run ended with it."""
+
+    name: str
+    step: int
+    finished: bool
+
+
 @dataclass
 class Start:
-    """Fills a built model and optimizer, and tells where the run stands."""
+    """Fills a built model and optimizer and finds out how far the run is."""
 
     config: Config
     folder: Path  # of the run's checkpoints
@@ -66,46 +80,106 @@ class Start:
     identity: DataIdentity
     total_steps: int
     mesh: Mesh
-    load_extra: Callable[[Shards], None] = lambda shards: None  # state beside weights and optimizer
-    damages: list[str] = field(default_factory=list)  # of checkpoints that were tried
+    load_extra: Callable[[ShardFiles], None] = lambda shards: None  # state besides weights and optimizer
+    found: list[Found] | None = None  # what rank 0 has listed in the folder; None: not yet
+    _damages: list[str] = field(default_factory=list)  # of checkpoints that were tried
 
-    def run(self, resume: bool, seed: int) -> tuple[Progress, bool]:
-        """Give the model its weights; (how far the run is, whether it had already finished)."""
-        progress = Progress(excluded=tuple(sorted(set(self.config.checkpoint.exclude_from_loading))))
+    def run(self, resume: bool, seed: int) -> tuple[RunPosition, bool]:
+        """Give the model its weights; returns how far the run is, and whether it had already finished."""
+        position = RunPosition(excluded=tuple(sorted(set(self.config.checkpoint.exclude_from_loading))))
         if resume:
-            return progress, self._resume(progress, seed)
-        if not self._load_initial(progress, seed):
+            return position, self._resume(position, seed)
+        if not self._load_initial(position, seed):
             self._draw(seed)
-        return progress, False
+        return position, False
 
     def _draw(self, seed: int) -> None:
         init_weights(self.model, seed)
         log.info("weights drawn from seed %d", seed)
 
-    def _resume(self, progress: Progress, seed: int) -> bool:
-        """Rank 0 chooses, since it alone may rename what is not good; every rank loads, and all agree that it did."""
+    def last_step(self, position: RunPosition) -> int:
+        """The step at which a run that is this far ends."""
+        return _last_step(self.config, self.total_steps, asdict(position), asdict(self.identity))
+
+    # ---- the run's own checkpoints -----------------------------------------------------------------------------------
+
+    def _resume(self, position: RunPosition, seed: int) -> bool:
+        """Load the newest good checkpoint on every rank; returns whether the run had finished.
+
+        Rank 0 chooses, since it alone may rename what is not good. Ranks agree on whether all could load it.
+        """
         while True:
-            step, finished = self.mesh.from_rank_0(self._choose)
-            if finished:
-                progress.step = step
+            choice = self.mesh.from_rank_0(self._choose)
+            if choice.finished:
+                position.step = choice.step
                 return True
-            damage = self._agree(lambda step=step: self._load_step(step, progress, seed))  # type: ignore[misc]
+            damage = self._agree(functools.partial(self._load_step, choice.name, position, seed))
             if not damage:
                 break
-            self.mesh.from_rank_0(lambda step=step, damage=damage: self._give_up(step, damage))  # type: ignore[misc]
-        self.mesh.from_rank_0(lambda: self._abandon_after(step))
-        log.info("resumed from %s", self.folder / f"step-{step}")
-        return progress.step >= self.last_step(progress)
+            self.mesh.from_rank_0(functools.partial(self._give_up, choice.step, damage))
+        self.mesh.from_rank_0(functools.partial(self._abandon_after, choice.step))
+        log.info("resumed from %s", self.folder / choice.name)
+        return position.step >= self.last_step(position)
 
-    def last_step(self, progress: Progress) -> int:
-        """At which a run that is so far ends."""
-        return _last_step(self.config, self.total_steps, asdict(progress), asdict(self.identity))
+    def _listing(self) -> list[Found]:
+        if self.found is None:
+            self.found = files.list_folder(self.folder)
+        return self.found
 
-    def _load_step(self, step: int, progress: Progress, seed: int) -> None:
-        saved = next(iter(_candidates(self.folder, step)), None)
+    def _choose(self) -> _Choice:
+        """Choose the newest checkpoint that can be resumed; set aside those that are seen to be damaged."""
+        wanted = self.config.checkpoint.load_step
+        for found in self._listing():
+            if found.saved is None:
+                self._skip(str(found.error))
+        for saved in _candidates(self._listing(), wanted):
+            if saved.kind == "model":
+                if saved.step >= _end_of(saved, self.config, self.total_steps):
+                    return _Choice(saved.path.name, saved.step, True)
+                log.info("%s holds weights only and cannot be resumed", saved.path)
+                continue
+            for problem in saved.check_sizes()[:1]:
+                self._give_up(saved.step, str(problem))
+                break
+            else:
+                check_model(saved, self.model.arch)
+                self._check_identity(saved)
+                self._check_optimizer(saved)
+                return _Choice(saved.path.name, saved.step, False)
+        why = f" ({'; '.join(self._damages)})" if self._damages else ""
+        raise UserError(
+            f"{self.folder} holds no checkpoint that can be resumed{why}; --overwrite starts anew,"
+            " checkpoint.initial_load_path starts another run from weights"
+        )
+
+    def _give_up(self, step: int, damage: str) -> None:
+        """Set a damaged checkpoint aside so that an older one is tried, unless the user asked for this one."""
+        if self.config.checkpoint.load_step != -1:
+            raise UserError(damage)
+        self._skip(damage)
+        log.warning("it is kept as %s", self._set_aside(step, "damaged"))
+
+    def _skip(self, damage: str) -> None:
+        if damage not in self._damages:
+            log.warning("skipping a damaged checkpoint: %s", damage)
+            self._damages.append(damage)
+
+    def _set_aside(self, step: int, why: str) -> Path:
+        (saved,) = _candidates(self._listing(), step)
+        self.found = [found for found in self._listing() if found.saved is not saved]
+        return files.set_aside(saved, why)
+
+    def _abandon_after(self, step: int) -> None:
+        """Set later checkpoints aside: their steps are trained again, and no later start may take them."""
+        for saved in _candidates(self._listing()):
+            if saved.step > step:
+                log.info("step %d is trained again: %s", saved.step, self._set_aside(saved.step, "abandoned"))
+
+    def _load_step(self, name: str, position: RunPosition, seed: int) -> None:
+        saved = files.look_at(locate(self.folder / name)).saved
         if saved is None:
             raise UserError(
-                f"{socket.gethostname()} has no step-{step} in {self.folder}:"
+                f"{socket.gethostname()} has no {name} in {self.folder}:"
                 " checkpoints must be on a disk that all machines share"
             )
         left_out = self._left_out(saved)
@@ -115,13 +189,13 @@ class Start:
                 f" another job.dump_folder with checkpoint.initial_load_path = {str(saved.path)!r} and"
                 " checkpoint.initial_load_model_only = false"
             )
-        self._load(saved, progress, seed, left_out, model_only=False)
+        self._load(saved, position, seed, left_out, model_only=False)
 
     def _left_out(self, saved: Saved) -> set[str]:
         """What of a checkpoint of this run is not loaded.
 
-        What was left out when the run was started has been made since, and a restart must not make it again: the run
-        was told once. Data and optimizers may have changed once more, though.
+        `checkpoint.exclude_from_loading` is for the first start. A checkpoint of the run that was started so holds what
+        was made instead, and a restart loads it, unless data or optimizer have changed once more.
         """
         wanted = set(self.config.checkpoint.exclude_from_loading)
         since = wanted & set(saved.trainer.get("excluded", ()))
@@ -131,13 +205,13 @@ class Start:
             since.discard("optimizer")
         if since:
             log.info(
-                "loaded all the same, as this run began without it (checkpoint.exclude_from_loading): %s",
+                "loaded although checkpoint.exclude_from_loading names it, since this run began without it: %s",
                 ", ".join(sorted(since)),
             )
         return wanted - since
 
     def _agree(self, load: Callable[[], None]) -> str:
-        """Load on every rank: "" where all could, else which file is damaged; other errors are raised on all ranks."""
+        """Load on every rank; returns which file is damaged, "" if none is. Other errors are raised on all ranks."""
         damage = refusal = ""
         try:
             load()
@@ -153,55 +227,9 @@ class Start:
                 raise UserError(refused)
         return next((damaged for damaged, _ in answers if damaged), "")
 
-    def _give_up(self, step: int, damage: str) -> None:
-        """Set a damaged checkpoint aside so that an older one is tried, unless the user asked for this one."""
-        if self.config.checkpoint.load_step != -1:
-            raise UserError(damage)
-        self._set_aside(next(iter(_candidates(self.folder, step))), damage)
+    # ---- weights that the config names -------------------------------------------------------------------------------
 
-    def _set_aside(self, saved: Saved, damage: str) -> None:
-        self._skip(damage)
-        log.warning("it is kept as %s", files.set_aside(saved, "damaged"))
-
-    def _skip(self, damage: str) -> None:
-        if damage not in self.damages:
-            log.warning("skipping a damaged checkpoint: %s", damage)
-            self.damages.append(damage)
-
-    def _choose(self) -> tuple[int, bool]:
-        """(step to resume from, whether the run is finished); sets aside what can be seen to be damaged."""
-        step = self.config.checkpoint.load_step
-        files.list_checkpoints(self.folder, lambda error: self._skip(str(error)))
-        for saved in _candidates(self.folder, step):
-            if saved.kind == "model":
-                if saved.step >= _end_of(saved, self.config, self.total_steps):
-                    return saved.step, True
-                log.info("%s holds weights only and cannot be resumed", saved.path)
-                continue
-            try:
-                saved.check_sizes()
-            except Damaged as error:
-                if step != -1:
-                    raise
-                self._set_aside(saved, str(error))
-                continue
-            check_model(saved, self.model.arch)
-            self._check_identity(saved)
-            self._check_optimizer(saved)
-            return saved.step, False
-        why = f" ({'; '.join(self.damages)})" if self.damages else ""
-        raise UserError(
-            f"{self.folder} holds no checkpoint that can be resumed{why}; --overwrite starts anew,"
-            " checkpoint.initial_load_path starts another run from weights"
-        )
-
-    def _abandon_after(self, step: int) -> None:
-        """Later checkpoints belong to steps that will be trained again: no later start may take them for this run's."""
-        for saved in files.list_checkpoints(self.folder):
-            if saved.step > step:
-                log.info("step %d is trained again: %s", saved.step, files.set_aside(saved, "abandoned"))
-
-    def _load_initial(self, progress: Progress, seed: int) -> bool:
+    def _load_initial(self, position: RunPosition, seed: int) -> bool:
         section = self.config.checkpoint
         if not section.enable or (section.initial_load_path is None and not section.initial_load_in_hf):
             if section.enable and section.load_step != -1:
@@ -221,12 +249,12 @@ class Start:
             model_only = section.initial_load_model_only
             left_out = set(section.exclude_from_loading)
             self._compare_initial(saved, has_weights="model" not in left_out)
-            damage = self._agree(lambda: self._load(saved, progress, seed, left_out, model_only=model_only))
+            damage = self._agree(lambda: self._load(saved, position, seed, left_out, model_only=model_only))
             if damage:
                 raise UserError(damage)
-            if progress.step >= self.last_step(progress):
+            if position.step >= self.last_step(position):
                 raise UserError(
-                    f"{path} is at step {progress.step} and this run would end at {self.last_step(progress)}:"
+                    f"{path} is at step {position.step} and this run would end at {self.last_step(position)}:"
                     " training.steps counts on from there; count from 0 with checkpoint.exclude_from_loading ="
                     ' ["train_state"], or load the weights alone with checkpoint.initial_load_model_only = true'
                 )
@@ -272,7 +300,7 @@ class Start:
                 raise UserError(refused)
         return path
 
-    def _load(self, saved: Saved, progress: Progress, seed: int, excluded: set[str], *, model_only: bool) -> None:
+    def _load(self, saved: Saved, position: RunPosition, seed: int, excluded: set[str], *, model_only: bool) -> None:
         if excluded:
             log.info("not loaded, as checkpoint.exclude_from_loading says: %s", ", ".join(sorted(excluded)))
         if "model" in excluded:
@@ -287,22 +315,19 @@ class Start:
             self.load_extra(saved.shards)
         trainer = saved.trainer
         if "train_state" not in excluded:
-            progress.step, progress.tokens = trainer["step"], trainer["tokens"]
-            progress.validated = trainer.get("validated", 0)
-            files.set_rng_state(self._rng(saved))
+            position.step, position.tokens = trainer["step"], trainer["tokens"]
+            position.validated = trainer.get("validated", 0)
+            set_rng_state(self._rng(saved))
         scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]
-        progress.schedule_start = progress.step - scheduled
+        position.schedule_start = position.step - scheduled
         if "dataloader" not in excluded:
             self._check_identity(saved)
-            progress.samples = trainer["samples"]
+            position.samples = trainer["samples"]
 
     def _rng(self, saved: Saved) -> Mapping[str, Any]:
-        """This rank's random state, where the ranks are those that saved; else rank 0's, on all of them."""
-        states = saved.trainer["rng"]
-        if isinstance(states, Mapping):  # version 1 had rank 0's only
-            return states
-        same = saved.world_size == self.mesh.world_size and saved.layout == asdict(self.mesh.layout)
-        state = states[self.mesh.rank if same else 0]
+        """This rank's random state if the ranks are those that saved it; else rank 0's, on all of them."""
+        states, layout = saved.trainer["rng"], saved.manifest["layout"]
+        state = states[self.mesh.rank if layout == asdict(self.mesh.layout) else 0]
         return states[state] if isinstance(state, int) else state  # a number: that rank's
 
     def _check_identity(self, saved: Saved) -> None:
@@ -338,25 +363,25 @@ class Start:
             )
 
 
-def resumable_step(folder: Path, config: Config, arch: Architecture, total_steps: int) -> int | None:
+def resumable_step(
+    folder: Path, config: Config, arch: Architecture, total_steps: int, listing: Sequence[Found] | None = None
+) -> int | None:
     """The step a run in `folder` would continue from, or None; a checkpoint of another model is an error.
 
-    Weights alone count only when they are a finished run's.
+    Weights alone count only if they are a finished run's. `listing` is what the folder of checkpoints holds.
     """
     place, step = folder / config.checkpoint.folder, config.checkpoint.load_step
-    damages: list[str] = []
-    files.list_checkpoints(place, lambda error: damages.append(str(error)))
-    candidates = _candidates(place, step)
+    found = files.list_folder(place) if listing is None else listing
+    candidates = _candidates(found, step)
     if step != -1 and not candidates:
-        if (place / f"step-{step}").is_dir():
-            files.read_checkpoint(place / f"step-{step}")  # says what is wrong with it
-        there = ", ".join(str(saved.step) for saved in files.list_checkpoints(place)) or "none"
-        raise UserError(f"checkpoint.load_step = {step}: {place} holds no such checkpoint (steps there: {there})")
+        with blame(f"checkpoint.load_step = {step}"):
+            files.choose(place, found, step)  # raises what is wrong
     good = [saved for saved in candidates if saved.kind == "full" or saved.step >= _end_of(saved, config, total_steps)]
     if not good:
-        if damages:
+        broken = [str(one.error) for one in found if one.saved is None]
+        if broken:
             raise UserError(
-                f"{folder} already holds a run and has no good checkpoint to resume from ({'; '.join(damages)}):"
+                f"{folder} already holds a run and has no good checkpoint to resume from ({'; '.join(broken)}):"
                 " --overwrite moves that run aside, --job.dump_folder names another folder"
             )
         return None
@@ -381,10 +406,38 @@ def check_model(saved: Saved, arch: Architecture) -> None:
         raise UserError(f"{saved.path} is of another model ({changes}); use another job.dump_folder, or --overwrite")
 
 
-def _candidates(folder: Path, step: int) -> list[Saved]:
-    """Checkpoints a run may start from, best first."""
-    return files.list_checkpoints(folder, step=step)[::-1]
+def _candidates(listing: Sequence[Found], step: int = -1) -> list[Saved]:
+    """Checkpoints a run may start from (or that of one step), newest first."""
+    return [found.saved for found in reversed(listing) if found.saved is not None and step in (-1, found.step)]
 
 
 def _changes(a: Architecture, b: Architecture) -> str:
-    return ", ".join(f"{name}: {getattr(a, name)} -> {getattr(b, name)}" for name in files.same_model(a, b))
+    return ", ".join(f"{name}: {getattr(a, name)} -> {getattr(b, name)}" for name in files.differing_fields(a, b))
+
+
+# ---- random states ---------------------------------------------------------------------------------------------------
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of all random generators of this process, as JSON can hold them."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": bytes(torch.get_rng_state().numpy()).hex(),
+        "cuda": bytes(torch.cuda.get_rng_state().numpy()).hex() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(_byte_tensor(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+
+
+def _byte_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The global batch of a resumed run stays what it was, however many ranks there are now; accumulation adapts.
+"""Keeps the global batch of a resumed run what it was, however many ranks there are now; accumulation adapts.
 
 4 ranks, local batch 2      | r0 | r1 | r2 | r3 |          global batch 8: one micro-batch a rank
 2 ranks, local batch 2      | r0 | r1 | r0 | r1 |          the same 8 samples: two micro-batches a rank
@@ -14,17 +14,19 @@ from typing import Any, NamedTuple
 from shardline.checkpoint import format as files
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.storage.location import locate
+from shardline.words import counted
 
 
 class SavedBatch(NamedTuple):
     """The global batch that a checkpoint's data position counts in."""
 
     size: int
-    path: Path
+    path: str  # or URL
 
 
 def batch_to_keep(config: Config) -> SavedBatch | None:
-    """The batch of the checkpoint that this run continues from, where the config leaves it open."""
+    """The batch of the checkpoint that this run continues from, if the config leaves it open."""
     section = config.checkpoint
     if config.training.global_batch_size > 0 or not section.enable:
         return None
@@ -34,7 +36,7 @@ def batch_to_keep(config: Config) -> SavedBatch | None:
             return None
         size = saved.trainer.get("data", {}).get("global_batch_size")
         if isinstance(size, int) and size > 0:
-            return SavedBatch(size, saved.path)
+            return SavedBatch(size, str(saved.place))
     return None
 
 
@@ -47,12 +49,12 @@ def _continued(config: Config) -> Iterator[tuple[files.Saved, bool]]:
             (saved, True) for saved in reversed(files.list_checkpoints(folder)) if section.load_step in (-1, saved.step)
         )
     if section.initial_load_path is not None and not (section.initial_load_in_hf or section.initial_load_model_only):
-        with contextlib.suppress(UserError):  # said when it is loaded
-            yield files.find_checkpoint(Path(section.initial_load_path), section.load_step), False
+        with contextlib.suppress(Exception):  # reported when it is loaded; a file system may raise anything
+            yield files.find_checkpoint(locate(section.initial_load_path), section.load_step), False
 
 
 def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Config], Any]) -> Config:
-    """The config with the checkpoint's batch; refused where micro-batches of all `ranks` do not make it up.
+    """The config with the checkpoint's batch; an error if micro-batches of all `ranks` do not make it up.
 
     `plan` raises a UserError for a local batch that the pipeline cannot cut.
     """
@@ -77,11 +79,11 @@ def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Co
 
 
 def batch_line(config: Config, saved: SavedBatch, ranks: int) -> str:
-    """For the log: how the batch is made up now."""
+    """A line for the log: how the batch is made up now."""
     local = config.training.local_batch_size
     count = saved.size // (local * ranks)
-    made = f"{count} micro-batch{'es' if count > 1 else ''} of {local} on {'each of ' if ranks > 1 else ''}{ranks}"
-    return f"global batch {saved.size} as in {saved.path}: {made} data-parallel rank{'s' if ranks > 1 else ''}"
+    made = f"{count} micro-batch{'es' if count > 1 else ''} of {local} on {'each of ' if ranks > 1 else ''}"
+    return f"global batch {saved.size} as in {saved.path}: {made}{counted(ranks, 'data-parallel rank')}"
 
 
 def _can_run(config: Config, local: int, plan: Callable[[Config], Any]) -> bool:

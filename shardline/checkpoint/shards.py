@@ -1,12 +1,12 @@
-"""What a rank holds of each logical tensor, and the way back from logical blocks to what it holds.
+"""What a rank holds of each logical tensor, and how what is read goes back into what it holds.
 
 A parameter may be fused, and a DTensor of which this rank has some rows and columns. Whatever the cut, it meets each
-logical tensor in one block, because fused rows keep the order of each part:
+logical tensor in one place, because fused rows keep the order of each weight:
 
     wqkv rows   | q0 q1 k0 v0 | q2 q3 k1 v1 |      held rows 2 to 6:  k0 v0 q2 q3
                       ^---------------^            = rows 2:4 of wq, 0:1 of wk, 0:1 of wv
 
-So a rank's part of the model is a list of blocks, and no file needs to know of fused weights, meshes or placements.
+So what a rank holds is a list of pieces of logical tensors, and no file knows of fused weights, meshes or placements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from shardline.optim.state import optimizer_state
 
 
 class Place(NamedTuple):
-    """A block of a tensor: its first element and its extent, dimension by dimension."""
+    """A rectangle of a tensor: its first element and its size in each dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -43,21 +43,21 @@ class Place(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.size, strict=True))
 
     def within(self, outer: Place) -> Place:
-        """The same block, counted from the beginning of another."""
+        """The same place, counted from the start of another."""
         return Place(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
     def meet(self, other: Place) -> Place:
-        """What two blocks share, perhaps nothing (a size of 0)."""
+        """What two places share, perhaps nothing (a size of 0)."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
         ends = zip(self.start, self.size, other.start, other.size, strict=True)
         end = [min(a + n, b + m) for a, n, b, m in ends]
         return Place(start, tuple(max(0, b - a) for a, b in zip(start, end, strict=True)))
 
 
-class Piece(NamedTuple):
-    """A block of the logical tensor `name`, whose whole shape is `shape`, in a tensor that this rank holds.
+class TensorPiece(NamedTuple):
+    """A piece of the logical tensor `name`, whose whole shape is `shape`, in a tensor that this rank holds.
 
-    `rows` are the held tensor's rows that the block is, in the order of the logical tensor; None: all of them.
+    `rows` are the rows of the held tensor that make it up, in the order of the logical tensor; None: all of them.
     """
 
     name: str
@@ -67,19 +67,19 @@ class Piece(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name in a file: `name` for all of the tensor, else with its place, as in `name[512:1024,0:64]`."""
+        """The name in a file: `name` for the whole tensor, else with its place, as in `name[512:1024,0:64]`."""
         return place_key(self.name, self.shape, self.place)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A tensor that this rank holds, and the pieces it is. Ranks that hold the same one know it by the same `key`."""
+class HeldTensor:
+    """A tensor that this rank holds, and the pieces it consists of; replicas of it have the same `key` on all ranks."""
 
     key: int
     tensor: Tensor  # local
-    dtype: torch.dtype  # it is written in
-    pieces: tuple[Piece, ...]
-    in_backward: bool = False  # changes there already, not only in the optimizer's step
+    dtype: torch.dtype  # in which it is written
+    pieces: tuple[TensorPiece, ...]
+    changes_in_backward: bool = False  # not only in the optimizer's step
 
     @property
     def bytes(self) -> int:
@@ -96,76 +96,75 @@ def whole_place(shape: Sequence[int]) -> Place:
     return Place((0,) * len(shape), tuple(shape))
 
 
-def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> list[Piece]:
-    """The pieces of a parameter of whole shape `shape`, of which `place` is held; the ones that are not empty."""
+def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> list[TensorPiece]:
+    """The pieces of a parameter of whole shape `shape` of which `place` is held, without empty ones."""
     names = logical_names(arch, name)
     if names == [name]:
-        pieces = [Piece(name, tuple(shape), place, None)]
+        pieces = [TensorPiece(name, tuple(shape), place, None)]
     else:
         pieces = []
         for rows in logical_rows(arch, name, shape[0], slice(place.start[0], place.start[0] + place.size[0])):
-            block = Place((rows.start, *place.start[1:]), (rows.stop - rows.start, *place.size[1:]))
-            pieces.append(Piece(rows.name, (rows.size, *shape[1:]), block, rows.places))
+            held = Place((rows.start, *place.start[1:]), (rows.stop - rows.start, *place.size[1:]))
+            pieces.append(TensorPiece(rows.name, (rows.size, *shape[1:]), held, rows.places))
     return [piece for piece in pieces if piece.place.elements]
 
 
 def place_of(tensor: Tensor) -> Place:
-    """Where in the whole tensor this rank's part lies."""
+    """Where this rank's shard lies in the whole tensor."""
     if not hasattr(tensor, "placements"):
         return whole_place(tensor.shape)
     slices = local_slices(tensor)
     return Place(tuple(s.start for s in slices), tuple(s.stop - s.start for s in slices))
 
 
-def model_parts(model: Decoder, dtype: torch.dtype | None = None) -> list[Part]:
-    """The model; tied weights are there once, under the embedding's name."""
-    return [
-        _part(model.arch, "model/", name, parameter.detach(), dtype) for name, parameter in model.named_parameters()
-    ]
+def held_weights(model: Decoder, dtype: torch.dtype | None = None) -> list[HeldTensor]:
+    """The model's weights; tied ones are there once, under the embedding's name."""
+    weights = model.named_parameters()
+    return [_held(model.arch, "model/", name, parameter.detach(), dtype) for name, parameter in weights]
 
 
-def optimizer_parts(model: Decoder, optimizer: torch.optim.Optimizer) -> list[Part]:
+def held_state(model: Decoder, optimizer: torch.optim.Optimizer) -> list[HeldTensor]:
     """Optimizer state under `optimizer/<kind>/<logical name>`; scalars are repeated under each name."""
     parameters = dict(model.named_parameters())
-    parts = []
+    held = []
     for key, tensor in optimizer_state(optimizer, model).items():
         kind, name = key.split(".", 1)
         if tensor.shape == parameters[name].shape:
-            parts.append(_part(model.arch, f"optimizer/{kind}/", name, tensor))
+            held.append(_held(model.arch, f"optimizer/{kind}/", name, tensor))
         else:
             _check_other_shape(key, tensor, parameters[name])
-            parts.append(_repeated(model.arch, f"optimizer/{kind}/", name, tensor))
-    return parts
+            held.append(_repeated(model.arch, f"optimizer/{kind}/", name, tensor))
+    return held
 
 
-def _part(arch: Architecture, prefix: str, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Part:
+def _held(arch: Architecture, prefix: str, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> HeldTensor:
     place = place_of(tensor)
     pieces = [piece._replace(name=prefix + piece.name) for piece in cut(arch, name, tensor.shape, place)]
-    return Part(part_key(prefix + name, place), local(tensor), dtype or tensor.dtype, tuple(pieces))
+    return HeldTensor(held_key(prefix + name, place), local(tensor), dtype or tensor.dtype, tuple(pieces))
 
 
-def _repeated(arch: Architecture, prefix: str, name: str, tensor: Tensor) -> Part:
+def _repeated(arch: Architecture, prefix: str, name: str, tensor: Tensor) -> HeldTensor:
     place, shape = place_of(tensor), tuple(tensor.shape)
-    pieces = tuple(Piece(prefix + part, shape, place, None) for part in logical_names(arch, name))
-    return Part(part_key(prefix + name, place), local(tensor), tensor.dtype, pieces)
+    pieces = tuple(TensorPiece(prefix + logical, shape, place, None) for logical in logical_names(arch, name))
+    return HeldTensor(held_key(prefix + name, place), local(tensor), tensor.dtype, pieces)
 
 
 def _check_other_shape(key: str, state: Tensor, parameter: Tensor) -> None:
-    """Numbers per row or column are of the rows this rank holds, and nothing says so."""
+    """Refuse state per row or column as a plain tensor: nothing says which rows of the whole it belongs to."""
     cut_up = hasattr(parameter, "placements") and local(parameter).shape != parameter.shape
     if state.ndim and cut_up and not hasattr(state, "placements"):
         raise UserError(
-            f"the optimizer keeps {key} as a plain tensor of shape {tuple(state.shape)} beside a parameter that ranks"
-            " share; a checkpoint cannot tell which part it is: keep it as a DTensor, or as a 0-d tensor"
+            f"the optimizer keeps {key} as a plain tensor of shape {tuple(state.shape)} for a parameter that is"
+            " sharded; a checkpoint cannot tell which rows it belongs to: keep it as a DTensor, or as a 0-d tensor"
         )
 
 
-def part_key(name: str, place: Place) -> int:
+def held_key(name: str, place: Place) -> int:
     return int.from_bytes(hashlib.blake2b(f"{name} {place}".encode(), digest_size=8).digest(), "little")
 
 
 class Scratch:
-    """Host memory through which pieces pass that cannot be written from where they are; used again and again."""
+    """Host memory for pieces that cannot be written from where they are; used again and again."""
 
     def __init__(self, size: int = 32 << 20) -> None:
         self.size = size
@@ -180,9 +179,9 @@ class Scratch:
         return self._memory[:needed].view(like.dtype).view(shape)
 
 
-def take(part: Part, piece: Piece, scratch: Scratch) -> Iterator[Tensor]:
-    """The piece's values on the host, some rows after the other; the next rows may take the place of the last."""
-    tensor, order = part.tensor, piece.rows
+def take(held: HeldTensor, piece: TensorPiece, scratch: Scratch) -> Iterator[Tensor]:
+    """Copy a piece to the host, some rows at a time; the next rows may overwrite the last."""
+    tensor, order = held.tensor, piece.rows
     if not tensor.ndim:
         yield tensor.to("cpu")
     elif order is None and not tensor.is_cuda:
@@ -201,8 +200,8 @@ def take(part: Part, piece: Piece, scratch: Scratch) -> Iterator[Tensor]:
             yield rows
 
 
-def put(tensor: Tensor, piece: Piece, place: Place, block: Tensor) -> None:
-    """Fill the rows and columns of a held tensor that are `place` of the piece's logical tensor."""
+def put(tensor: Tensor, piece: TensorPiece, place: Place, block: Tensor) -> None:
+    """Copy `block`, which is `place` of the piece's logical tensor, into the held tensor."""
     here = place.within(piece.place).slices
     with torch.no_grad():
         if piece.rows is None:
@@ -210,8 +209,3 @@ def put(tensor: Tensor, piece: Piece, place: Place, block: Tensor) -> None:
         else:
             rows = piece.rows[here[0]].to(tensor.device)
             tensor[(slice(None), *here[1:])].index_copy_(0, rows, block.to(tensor.device, tensor.dtype))
-
-
-def moved(part: Part, tensor: Tensor) -> Part:
-    """The same part with its values elsewhere."""
-    return replace(part, tensor=tensor)

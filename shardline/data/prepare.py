@@ -26,10 +26,12 @@ from shardline.data.chunks import chunks_of_texts
 from shardline.data.demo import demo_store, documents
 from shardline.data.files import file_kind
 from shardline.data.sources import Source, fingerprint_of, open_source
-from shardline.data.token_store import END_TYPE, BlockWriter, StorePart, TokenStore, is_store, token_type
+from shardline.data.token_store import END_TYPE, StorePart, TokenStore, is_store, token_type
 from shardline.data.tokenize_workers import encode_all
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.errors import UserError, blame
+from shardline.storage.atomic import write_atomically
+from shardline.storage.blocks import BlockWriter
 from shardline.storage.progress import Progress, say
 from shardline.words import counted
 
@@ -164,14 +166,14 @@ def _write_parts(
     done = notes[-1]["chunks"] if notes else 0
     chunks = source.chunks()
     skipped = sum(chunk.size for chunk in itertools.islice(chunks, done))
-    with Progress(f"preparing {Path(source.name).name}", source.size, skipped, progress) as bar:
+    with Progress(f"preparing {Path(source.name).name}", source.size, skipped, progress, unit="tokens") as bar:
         results = encode_all(chunks, tokenizer, workers)
         try:
             for first in results:
                 note = _write_part(out, first_part + len(notes), itertools.chain([first], results), part_tokens, bar)
                 note["chunks"] += notes[-1]["chunks"] if notes else 0
                 notes.append(note)
-                token_store.write_json(out / f"{note['name']}.json", note)
+                _write_json(out / f"{note['name']}.json", note)
         finally:
             results.close()  # type: ignore[attr-defined]  # a generator; this ends the processes
 
@@ -179,21 +181,29 @@ def _write_parts(
 def _write_part(out: Path, number: int, results: Iterator[Any], part_tokens: int, bar: Progress) -> dict[str, Any]:
     name = f"part-{number:05d}"
     part = StorePart(name, 0, 0)
-    tokens = BlockWriter(out / f"{name}.tokens.tmp")
-    ends = BlockWriter(out / f"{name}.ends.tmp")
+    tokens = BlockWriter(out / f"{name}.tokens.tmp", token_store.BLOCK_BYTES)
+    ends = BlockWriter(out / f"{name}.ends.tmp", token_store.BLOCK_BYTES)
     chunks = empty = 0
-    with tokens.stream, ends.stream:
+    with tokens, ends:
         while part.tokens < part_tokens and (result := next(results, None)) is not None:
-            tokens.write(result.tokens)
-            ends.write((result.ends + part.tokens).astype(END_TYPE))
+            tokens.write(_bytes(result.tokens))
+            ends.write(_bytes((result.ends + part.tokens).astype(END_TYPE)))
             part.tokens += len(result.tokens)
             part.documents += len(result.ends)
             chunks, empty = chunks + 1, empty + result.empty
             bar.advance(result.size, len(result.tokens))
-        tokens.close(out / f"{name}.tokens")
-        ends.close(out / f"{name}.ends")
-    part.token_checksums, part.end_checksums = tokens.checksums, ends.checksums
+        part.token_checksums, part.end_checksums = tokens.finish()["crc32"], ends.finish()["crc32"]
+    for suffix in ("tokens", "ends"):
+        (out / f"{name}.{suffix}.tmp").replace(out / f"{name}.{suffix}")
     return asdict(part) | {"chunks": chunks, "empty": empty}
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).view(np.uint8).data
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    write_atomically(file, json.dumps(value, indent=1))
 
 
 def _job(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -233,7 +243,7 @@ def _start(out: Path, job: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
     begun = _begun(out)
     if begun is None:
         first = 1 + max(map(_part_number, out.glob("part-*")), default=-1) if is_store(out) else 0
-        token_store.write_json(out / "prepare.json", job | {"first_part": first})
+        _write_json(out / "prepare.json", job | {"first_part": first})
         return first, []
     if begun[0] != job:
         raise UserError(
@@ -275,7 +285,7 @@ def _finish(out: Path, job: dict[str, Any], notes: list[dict[str, Any]]) -> None
     if manifest["empty_documents"]:
         say(f"left out {counted(manifest['empty_documents'], 'empty document')}")
     manifest["checksum"] = token_store.manifest_checksum(manifest)
-    token_store.write_json(out / "store.json", manifest)
+    _write_json(out / "store.json", manifest)
     _remove_ours(out, _kept(out))
 
 

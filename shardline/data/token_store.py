@@ -10,17 +10,17 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import os
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from shardline.data.tokenizer import Tokenizer
 from shardline.errors import UserError
+from shardline.storage.blocks import check_size, find_damage
+from shardline.storage.location import locate
 
 FORMAT = "shardline token store"
 VERSION = 1
@@ -73,7 +73,9 @@ class TokenStore:
         parts = [StorePart(**entry) for entry in manifest["parts"]]
         store = cls(folder, manifest["dtype"], parts, manifest)
         for file, size in store._files():
-            check_size(file, size)
+            problem = check_size(locate(file), {"size": size})
+            if problem is not None:
+                raise UserError(f"{problem}: {AGAIN}")
         return store
 
     @property
@@ -111,11 +113,13 @@ class TokenStore:
         )
 
     def verify(self) -> None:
-        """Read all files and compare them with their checksums; the error names the damaged file and block."""
+        """Read all files and compare them with their checksums; the error names the damaged file and bytes."""
         assert self.folder is not None, "a store in memory has no files"
-        for part in self.parts:
-            for suffix, checksums in ((".tokens", part.token_checksums), (".ends", part.end_checksums)):
-                _verify_file(self.folder / (part.name + suffix), checksums, self.block_bytes)
+        checksums = (row for part in self.parts for row in (part.token_checksums, part.end_checksums))
+        for (file, size), crc32 in zip(self._files(), checksums, strict=True):
+            recorded = {"size": size, "block_bytes": self.block_bytes, "crc32": crc32}
+            for problem in find_damage(locate(file), recorded):
+                raise UserError(f"{problem}: {AGAIN}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out memory maps: another process opens its own."""
@@ -153,42 +157,6 @@ class TokenStore:
         for part in self.parts:
             yield self.folder / f"{part.name}.tokens", part.tokens * self.dtype.itemsize
             yield self.folder / f"{part.name}.ends", part.documents * END_TYPE.itemsize
-
-
-class BlockWriter:
-    """Appends to a file and keeps the CRC-32 of each full block."""
-
-    def __init__(self, file: Path, block_bytes: int = BLOCK_BYTES) -> None:
-        self.file = file
-        self.stream: BinaryIO = file.open("wb")
-        self.block_bytes = block_bytes
-        self.checksums: list[int] = []
-        self._filled = 0
-        self._crc = 0
-
-    def write(self, array: np.ndarray) -> None:
-        data = np.ascontiguousarray(array).view(np.uint8).data
-        self.stream.write(data)
-        while len(data):
-            piece = data[: self.block_bytes - self._filled]
-            self._crc = zlib.crc32(piece, self._crc)
-            self._filled += len(piece)
-            data = data[len(piece) :]
-            if self._filled == self.block_bytes:
-                self._close_block()
-
-    def close(self, final: Path) -> None:
-        """Make the file durable, then give it its final name."""
-        if self._filled:
-            self._close_block()
-        self.stream.flush()
-        os.fsync(self.stream.fileno())
-        self.stream.close()
-        os.replace(self.file, final)
-
-    def _close_block(self) -> None:
-        self.checksums.append(self._crc)
-        self._filled = self._crc = 0
 
 
 def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:
@@ -238,42 +206,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def manifest_checksum(manifest: dict[str, Any]) -> str:
     content = {key: value for key, value in manifest.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write a small file atomically: readers see the old content or all of the new one."""
-    temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def check_size(file: Path, size: int) -> None:
-    if not file.is_file():
-        raise UserError(f"{file} is missing from the token store: {AGAIN}")
-    if file.stat().st_size != size:
-        raise UserError(f"{file} has {file.stat().st_size} bytes, its manifest says {size}: {AGAIN}")
-
-
-def _verify_file(file: Path, checksums: list[int], block_bytes: int) -> None:
-    with file.open("rb") as stream:
-        for number, expected in enumerate(checksums):
-            if zlib.crc32(stream.read(block_bytes)) != expected:
-                raise UserError(f"{file} is damaged in the block at byte {number * block_bytes}: {AGAIN}")
-        if stream.read(1):
-            raise UserError(f"{file} is longer than its manifest says: {AGAIN}")
 
 
 def _map(file: Path, dtype: np.dtype[Any], count: int) -> np.ndarray:

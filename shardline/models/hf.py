@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.fused_weights import logical_shapes
 from shardline.models.hf_config import architecture_from_hf, export_family, hf_config, read_config
-from shardline.storage.overflow import Converter
+from shardline.storage.safetensors import Converter, Entry, HeaderRow, header_of, torch_type, write_tensors
+from shardline.words import listed
 
 logger = logging.getLogger("shardline")
-MOST_MAPPED = 64 << 20
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -55,8 +53,7 @@ _INSIDE = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_TYPES = ("F64", "F32", "F16", "BF16")
 _ARITHMETIC = (
     "n_heads",
     "n_kv_heads",
@@ -82,36 +79,24 @@ def hf_name(name: str) -> str:
 class HFTensors(Mapping[str, Tensor]):
     """The tensors of a Hugging Face folder by logical name, each read from its file when asked for."""
 
-    def __init__(self, arch: Architecture, places: dict[str, tuple[Path, str]]) -> None:
-        self.arch = arch
-        self._places = places
-        self._files: dict[Path, Any] = {}
-        self._mapped = 0
+    def __init__(self, arch: Architecture, rows: dict[str, tuple[Path, HeaderRow]]) -> None:
+        self.arch, self._rows = arch, rows
 
     def __getitem__(self, name: str) -> Tensor:
-        path, stored = self._places[name]
-        tensor: Tensor = self._file(path).get_tensor(stored)
-        self._mapped += tensor.nbytes
-        if self._mapped > MOST_MAPPED:  # pages that were read count as resident memory until their file is closed
-            self._files.clear()
-            self._mapped = 0
-        return tensor
+        return _read_tensor(*self._rows[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows  # Mapping's own would read the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._rows)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._rows)
 
     def dtype(self, name: str) -> torch.dtype:
         """The type a tensor is stored in, without reading it."""
-        path, stored = self._places[name]
-        return _DTYPES[self._file(path).get_slice(stored).get_dtype()]
-
-    def _file(self, path: Path) -> Any:
-        if path not in self._files:
-            self._files[path] = _open(path)
-        return self._files[path]
+        return torch_type(self._rows[name][1].dtype)
 
 
 def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
@@ -122,29 +107,28 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     elif (folder / "config.json").is_file():
         _warn_of_differences(folder, architecture_from_hf(folder), arch)
     wanted = {hf_name(name): (name, shape) for name, shape in logical_shapes(arch).items()}
-    stored = {name: path for name, path in _stored(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    stored = {name: row for name, row in _stored(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     if arch.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(folder, stored)
         del stored["lm_head.weight"]
     problems = _problems(wanted, stored)
     if problems:
-        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise UserError("\n  ".join([f"{folder}: the tensors do not fit the model", *problems[:8], *more]))
-    return HFTensors(arch, {name: (stored[outside], outside) for outside, (name, _) in wanted.items()})
+        raise UserError(f"{folder}: the tensors do not fit the model\n  " + listed(problems, 8, "\n  "))
+    return HFTensors(arch, {name: stored[outside] for outside, (name, _) in wanted.items()})
 
 
-def _problems(wanted: Mapping[str, tuple[str, tuple[int, ...]]], stored: Mapping[str, Path]) -> list[str]:
+def _problems(
+    wanted: Mapping[str, tuple[str, tuple[int, ...]]], stored: Mapping[str, tuple[Path, HeaderRow]]
+) -> list[str]:
     """The differences between the stored tensors and the wanted ones, a line each."""
     problems = [f"missing: {name}" for name in wanted if name not in stored]
     problems += [f"unexpected: {name}" for name in stored if name not in wanted]
-    opened = {path: _open(path) for path in set(stored.values())}
     for name in (name for name in wanted if name in stored):
-        entry = opened[stored[name]].get_slice(name)
-        shape, found, dtype = wanted[name][1], tuple(entry.get_shape()), entry.get_dtype()
-        if found != shape:
-            problems.append(f"wrong shape: {name} is {list(found)}, but the model needs {list(shape)}")
-        if dtype not in _DTYPES:
-            problems.append(f"wrong type: {name} is {dtype}, only {', '.join(_DTYPES)} are read")
+        shape, row = wanted[name][1], stored[name][1]
+        if row.shape != shape:
+            problems.append(f"wrong shape: {name} is {list(row.shape)}, but the model needs {list(shape)}")
+        if row.dtype not in _TYPES:
+            problems.append(f"wrong type: {name} is {row.dtype}, only {', '.join(_TYPES)} are read")
     return problems
 
 
@@ -160,48 +144,58 @@ def _warn_of_differences(folder: Path, theirs: Architecture, ours: Architecture)
         )
 
 
-def _stored(folder: Path) -> dict[str, Path]:
-    """Every stored tensor's name and file."""
+def _stored(folder: Path) -> dict[str, tuple[Path, HeaderRow]]:
+    """Every stored tensor's name, file and place in it."""
     index, single = folder / INDEX, folder / "model.safetensors"
     if index.is_file():
         return _indexed(folder, index)
     if single.is_file():
-        return dict.fromkeys(_open(single).keys(), single)
+        return {name: (single, row) for name, row in _header(single).items()}
     if list(folder.glob("*.bin")):
         raise UserError(f"{folder} holds pickled weights (*.bin); only safetensors are read: save it as safetensors")
     raise UserError(f"{folder}: there is no model.safetensors and no {INDEX}")
 
 
-def _indexed(folder: Path, index: Path) -> dict[str, Path]:
+def _indexed(folder: Path, index: Path) -> dict[str, tuple[Path, HeaderRow]]:
     try:
         table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         places = {str(name): folder / str(file) for name, file in table.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: cannot be read ({error})") from None
+    headers: dict[Path, dict[str, HeaderRow]] = {}
     for path in sorted(set(places.values())):
         if path.parent != folder or not path.is_file():
             raise UserError(f"{index} names {path.name!r}, which is not in {folder}")
-        present = set(_open(path).keys())
-        absent = [name for name, place in places.items() if place == path and name not in present]
+        headers[path] = _header(path)
+        absent = [name for name, place in places.items() if place == path and name not in headers[path]]
         if absent:
             raise UserError(f"{path}: {absent[0]} is in the index but not in the file")
-    return places
+    return {name: (path, headers[path][name]) for name, path in places.items()}
 
 
-def _open(path: Path) -> Any:
+def _header(path: Path) -> dict[str, HeaderRow]:
     try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            return header_of(file, path.stat().st_size)
+    except (ValueError, OSError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
 
-def _check_tied(folder: Path, stored: dict[str, Path]) -> None:
+def _read_tensor(path: Path, row: HeaderRow) -> Tensor:
+    tensor = torch.empty(row.shape, dtype=torch_type(row.dtype))
+    with path.open("rb") as file:
+        file.seek(row.start)
+        if tensor.numel() and file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != tensor.nbytes:
+            raise UserError(f"{path}: it ends within a tensor of {tensor.nbytes} bytes at byte {row.start}")
+    return tensor
+
+
+def _check_tied(folder: Path, stored: dict[str, tuple[Path, HeaderRow]]) -> None:
     """A tied model's file may repeat the embedding as lm_head; a different lm_head would be lost silently."""
     embedding = _OUTSIDE["tok_embeddings.weight"]
     if embedding not in stored:
         return
-    head = _open(stored["lm_head.weight"]).get_tensor("lm_head.weight")
-    if not torch.equal(head, _open(stored[embedding]).get_tensor(embedding)):
+    if not torch.equal(_read_tensor(*stored["lm_head.weight"]), _read_tensor(*stored[embedding])):
         raise UserError(
             f"{folder}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
             "set tie_word_embeddings to false in config.json to keep both"
@@ -209,124 +203,77 @@ def _check_tied(folder: Path, stored: dict[str, Path]) -> None:
 
 
 def write_hf(
-    tensors: Iterable[tuple[str, Tensor]],
+    entries: Sequence[Entry],
     arch: Architecture,
     out: Path | str,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
     assets_from: Path | str | None = None,
     special_tokens: Mapping[str, Any] | None = None,
-) -> Path:
+) -> dict[str, Any]:
     """Write logical tensors as a folder that transformers opens, one at a time: none is held when the next is read.
 
     `dtype` None keeps each tensor's own. Everything is written beside `out` and renamed at the end; `out` must be
     absent or empty. Tokenizer files come from `assets_from`, and so do `bos_token_id` and `eos_token_id` where it has a
-    config.json; otherwise `special_tokens` gives them.
+    config.json; otherwise `special_tokens` gives them. Returns the checksums of the tensors' files by name.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another folder or remove it")
     export_family(arch)  # before anything is written: refuses what no Hugging Face model computes
+    shards = _plan_shards(_outside(entries, arch, dtype), max_shard_bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        shards, first_dtype = _write_shards(tensors, arch, partial, dtype, max_shard_bytes)
-        _name_shards(partial, shards)
+        convert = Converter()
+        records = {name: write_tensors(partial / name, shard, convert) for name, shard in shards.items()}
+        convert.warn()
+        if len(shards) > 1:
+            weight_map = {entry.name: name for name, shard in shards.items() for entry in shard}
+            total = sum(entry.bytes for shard in shards.values() for entry in shard)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            _write_json(partial / INDEX, index)
         if assets_from is not None:
             copy_assets(assets_from, partial)
         special = _special_tokens(assets_from) or special_tokens or {}
-        _write_json(partial / "config.json", hf_config(arch, _type_name(dtype or first_dtype), **special))
+        type_name = _type_name(dtype or entries[0].dtype)
+        _write_json(partial / "config.json", hf_config(arch, type_name, **special))
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return out
+    return records
 
 
-class _Shard:
-    """A safetensors file that grows tensor by tensor; `room` bytes at its start are kept free for the header."""
-
-    def __init__(self, path: Path, room: int) -> None:
-        self.file, self.room, self.size = path.open("wb"), room, 0
-        self.header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        self.file.seek(8 + room)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
-        self.header[name] = _header_entry(tensor.dtype, tuple(tensor.shape), self.size, self.size + tensor.nbytes)
-        self.file.write(data)
-        self.size += tensor.nbytes
-
-    def close(self) -> dict[str, int]:
-        """Write the header and make the file durable; returns each tensor's name and bytes."""
-        text = json.dumps(self.header).encode()
-        self.file.seek(0)
-        self.file.write(self.room.to_bytes(8, "little") + text + b" " * (self.room - len(text)))
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        del self.header["__metadata__"]
-        return {name: entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in self.header.items()}
+def _outside(entries: Sequence[Entry], arch: Architecture, dtype: torch.dtype | None) -> list[Entry]:
+    """The model's tensors under Hugging Face's names; they must be all of the model's, each once."""
+    wanted, renamed = logical_shapes(arch), list[Entry]()
+    for entry in entries:
+        if entry.name == "output.weight" and arch.tie_word_embeddings:
+            continue
+        if wanted.pop(entry.name, None) != entry.shape:
+            raise ValueError(f"{entry.name} {entry.shape} is not a tensor of this model, or was given twice")
+        renamed.append(entry._replace(name=hf_name(entry.name), dtype=dtype or entry.dtype))
+    if wanted:
+        raise ValueError(f"tensors were not given: {', '.join(wanted)}")
+    return renamed
 
 
-def _write_shards(
-    tensors: Iterable[tuple[str, Tensor]], arch: Architecture, folder: Path, dtype: torch.dtype | None, limit: int
-) -> tuple[list[dict[str, int]], torch.dtype]:
-    """Write `shard-N` files; return each shard's tensor names with their bytes, and the first tensor's type."""
-    wanted = logical_shapes(arch)
-    room = _header_room(wanted)
-    shards: list[dict[str, int]] = []
-    shard, first = _Shard(folder / "shard-0", room), None
-    convert = Converter()
-    try:
-        for name, tensor in tensors:
-            if name == "output.weight" and arch.tie_word_embeddings:
-                continue
-            if wanted.pop(name, None) != tuple(tensor.shape):
-                raise ValueError(f"{name} {tuple(tensor.shape)} is not a tensor of this model, or was given twice")
-            tensor = convert(name, tensor, dtype or tensor.dtype)
-            first = first or tensor.dtype
-            if shard.size and shard.size + tensor.nbytes > limit:
-                shards.append(shard.close())
-                shard = _Shard(folder / f"shard-{len(shards)}", room)
-            shard.add(hf_name(name), tensor)
-            del tensor
-        if wanted:
-            raise ValueError(f"tensors were not given: {', '.join(wanted)}")
-        shards.append(shard.close())
-    finally:
-        shard.file.close()
-    convert.warn()
-    assert first is not None
-    return shards, first
-
-
-def _header_entry(dtype: torch.dtype, shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
-    return {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-
-
-def _header_room(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Bytes enough for the header of any shard: that of all tensors together, with the longest numbers."""
-    longest = 8 * sum(math.prod(shape) for shape in shapes.values())
-    entries = {hf_name(name): _header_entry(torch.bfloat16, shape, longest, longest) for name, shape in shapes.items()}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries})
-    return len(text) + -len(text) % 8
-
-
-def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
-    """Give the shards their final names, which count them, and write the index."""
+def _plan_shards(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:
+    """File names and what goes into each: at most `limit` bytes, or one tensor that is larger."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if shards[-1] and size + entry.bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.bytes
     if len(shards) == 1:
-        (folder / "shard-0").rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"shard-{number}").rename(folder / file)
-        weight_map.update(dict.fromkeys(names, file))
-    total = sum(size for names in shards for size in names.values())
-    _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+        return {"model.safetensors": shards[0]}
+    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
 def _special_tokens(folder: Path | str | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from shardline.run.previous_run import (
     previous_config,
     set_aside,
 )
+from shardline.storage.atomic import write_atomically
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -280,19 +281,3 @@ def _lock(folder: RunFolder) -> Lock:
         return take(folder.path / "log" / "lock")
     except OSError as error:
         raise _unusable(folder.path, error) from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` so that a reader or a crash sees the old text or the new one, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,4 +1,4 @@
-"""The places of a save where a crash would matter, for tests that crash there; without a listener nothing happens."""
+"""The points of a save where a crash matters, for tests that crash there; without a listener nothing happens."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 POINTS = (
-    "staging",  # before the state is copied, or referred to
+    "staging",  # before the state is copied
     "staged",
     "shard-opened",
     "tensor-written",  # once per piece
     "shard-written",
     "shard-synced",
-    "part-told",  # rank 0 can know of the shard
-    "parts-complete",  # from here on rank 0 alone
+    "shard-reported",  # rank 0 can know of the shard
+    "reports-complete",  # from here on rank 0 alone
     "manifest-written",
     "before-rename",
     "renamed",

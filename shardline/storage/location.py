@@ -1,7 +1,4 @@
-"""A folder on this machine or behind any fsspec URL (s3://, gs://, memory://, file://, ...), read and written alike.
-
-Torch-free: `shardline checkpoint ls` must answer at once.
-"""
+"""A file or folder on this machine or at any fsspec URL (s3://, gs://, memory://, file://, ...), handled alike."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from shardline.errors import UserError
 
 
 def is_url(text: str | Path) -> bool:
-    """Whether a path is for fsspec: `s3://bucket/run`, `simplecache::s3://bucket/run`."""
+    """Whether a path is a URL of fsspec: `s3://bucket/run`, `simplecache::s3://bucket/run`."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)", str(text)) is not None
 
 
 @dataclass(frozen=True)
 class Location:
-    """A file or folder: a file system of fsspec and a path in it; `name` is how the user calls it."""
+    """A file or folder: a file system of fsspec and a path in it; `name` is what the user gave."""
 
     fs: Any
     path: str
@@ -40,11 +37,13 @@ class Location:
 
     @property
     def local(self) -> Path | None:
-        """The same place as a path, where it is one of this machine."""
-        return Path(self.path) if "file" in _protocols(self.fs) else None
+        """The same place as a path, if it is on this machine."""
+        if "file" not in _protocols(self.fs):
+            return None
+        return Path(self.path if is_url(self.name) else self.name)
 
     def names(self) -> list[str]:
-        """What is in this folder, sorted; [] where there is no folder. Never from a cache of fsspec's."""
+        """The names in this folder, sorted; [] if there is no folder. Never from a cache of fsspec's."""
         self.fs.invalidate_cache(self.path)
         try:
             rows = self.fs.ls(self.path, detail=False)
@@ -60,7 +59,7 @@ class Location:
         return bool(self.fs.exists(self.path))
 
     def size(self) -> int | None:
-        """Bytes of a file, None where there is none."""
+        """Bytes of a file, None if there is none."""
         try:
             info = self.fs.info(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -68,20 +67,12 @@ class Location:
         return int(info["size"]) if info["type"] == "file" else None
 
     def written(self) -> datetime.datetime | None:
-        """When a file was last changed, in local time, where the file system knows."""
-        info = self.fs.info(self.path)
-        for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
-            value = info.get(key)
-            if isinstance(value, int | float):
-                return datetime.datetime.fromtimestamp(value).astimezone()
-            if isinstance(value, str):
-                try:
-                    value = datetime.datetime.fromisoformat(value)
-                except ValueError:
-                    continue
-            if isinstance(value, datetime.datetime):
-                return value.astimezone()
-        return None
+        """When a file was last changed, in local time, if the file system knows."""
+        try:
+            changed: datetime.datetime = self.fs.modified(self.path)
+        except NotImplementedError:
+            return None
+        return changed.astimezone()
 
     def open(self, mode: str = "rb") -> BinaryIO:
         return cast(BinaryIO, self.fs.open(self.path, mode))
@@ -99,7 +90,7 @@ class Location:
         self.fs.makedirs(self.path, exist_ok=True)
 
     def remove(self) -> None:
-        """A file, or a folder with what is in it; nothing if it is not there."""
+        """Remove a file, or a folder with what is in it, if it is there."""
         try:
             info = self.fs.info(self.path)
         except FileNotFoundError:

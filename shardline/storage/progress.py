@@ -1,4 +1,4 @@
-"""Lines for the user, and a progress bar: on a terminal a bar, elsewhere a plain line now and then."""
+"""Lines for the user, and how far a long reading is: a bar on a terminal, elsewhere a plain line now and then."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import logging
 import sys
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
+
+from shardline.words import sized
 
 LINE_SECONDS = 10.0
 log = logging.getLogger("shardline.data")
 
 
 def say(message: str) -> None:
-    """A line of the run's log where there is one, else on stderr: data may be prepared before any log is set up."""
+    """Log a line, or print it on stderr if no log is set up yet, as when data is prepared before a run."""
     if log.hasHandlers() and log.isEnabledFor(logging.INFO):
         log.info(message)
     else:
@@ -21,12 +23,19 @@ def say(message: str) -> None:
 
 
 class Progress:
-    """Counts the size of what was read against `total` (None: not known) and the tokens that came of it."""
+    """Counts what was read against `total` (None: not known), and the tokens that came of it if those are counted."""
 
-    def __init__(self, title: str, total: float | None, done: float = 0, show: bool = True) -> None:
-        self.title, self.total, self.done, self.tokens = title, total, done, 0
+    def __init__(
+        self,
+        title: str,
+        total: float | None,
+        done: float = 0,
+        show: bool = True,
+        unit: Literal["tokens", "bytes"] = "bytes",
+    ) -> None:
+        self.title, self.total, self.done, self.show, self.unit = title, total, done, show, unit
+        self.tokens = 0
         self.started = self.last_line = time.monotonic()
-        self.show = show
         self._bar: Any = None
         self._task: Any = None
 
@@ -37,15 +46,15 @@ class Progress:
             self._bar.start()
         return self
 
-    def advance(self, size: float, tokens: int) -> None:
+    def advance(self, size: float, tokens: int = 0) -> None:
         self.done += size
         self.tokens += tokens
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, rate=self._rate())
+            self._bar.update(self._task, completed=self.done, rate=self._amount())
         elif self.show and time.monotonic() - self.last_line > LINE_SECONDS:
             self.last_line = time.monotonic()
             share = f" {min(100 * self.done / self.total, 100):.0f} %," if self.total else ""
-            say(f"{self.title}:{share} {self._rate()}")
+            say(f"{self.title}:{share} {self._amount()}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -54,11 +63,13 @@ class Progress:
             self._bar.stop()
         if self.show and error is None:
             seconds = time.monotonic() - self.started
-            say(f"{self.title}: done in {seconds:.1f} s, {self._rate()}")
+            say(f"{self.title}: done in {seconds:.1f} s, {self._amount()}")
 
-    def _rate(self) -> str:
+    def _amount(self) -> str:
         seconds = max(time.monotonic() - self.started, 1e-6)
-        return f"{self.tokens / 1e6:,.1f} M tokens, {self.tokens / 1e6 / seconds:,.2f} M/s"
+        if self.unit == "tokens":
+            return f"{self.tokens / 1e6:,.1f} M tokens, {self.tokens / 1e6 / seconds:,.2f} M/s"
+        return f"{sized(self.done)}, {sized(self.done / seconds)}/s"
 
 
 def _rich_bar() -> Any:

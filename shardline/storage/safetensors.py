@@ -1,48 +1,108 @@
-"""One safetensors file, written tensor by tensor with checksums, and verified block by block.
+"""Safetensors files: their header, and tensors written one after the other with checksums.
 
-Written by hand so that no second copy of the state exists while it is saved: each tensor goes to the host alone.
+    8 bytes: length of the header | header, JSON: name -> dtype, shape, data_offsets | bytes of the tensors
+
+Files are written by hand so that no second copy of the state exists while it is saved: each tensor goes to the host
+alone. Torch is imported only where tensors are handled, so that listing a checkpoint does not wait for it.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
-import os
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
-import torch
-
-from shardline.errors import UserError
+from shardline.storage.blocks import BlockWriter
 from shardline.storage.crash_points import reach
-from shardline.storage.overflow import Converter
+from shardline.words import listed
 
-BLOCK_BYTES = 4 << 20
-TYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("shardline")
+_TYPES = {  # the format's name -> torch's name, bytes of an element
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+_NAMES = {torch_name: name for name, (torch_name, _) in _TYPES.items()}
 
 
-class Damaged(UserError):
-    """A file is not what was written."""
+def item_bytes(type_name: str) -> int:
+    """Bytes of an element of `F32`, `BF16`, ...; 0 for a type that is not known here."""
+    return _TYPES.get(type_name, ("", 0))[1]
+
+
+def torch_type(type_name: str) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, _TYPES[type_name][0])
+    return found
+
+
+def name_of_type(dtype: torch.dtype) -> str | None:
+    """`F32` for torch.float32; None for a type that is not stored."""
+    return _NAMES.get(str(dtype).removeprefix("torch."))
+
+
+class HeaderRow(NamedTuple):
+    """A tensor in a file: its type, its shape and where its bytes begin in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def read_header(read: Callable[[int, int], bytes | memoryview], size: int) -> dict[str, HeaderRow]:
+    """Parse the header of a file of `size` bytes, which `read(start, end)` reads; ValueError if it is none."""
+    length = int.from_bytes(read(0, min(8, size)), "little")
+    if not 2 <= length <= size - 8:
+        raise ValueError(f"its header would have {length} bytes, the file has {size}")
+    header: dict[str, HeaderRow] = {}
+    for name, row in json.loads(bytes(read(8, 8 + length))).items():
+        if name == "__metadata__":
+            continue
+        try:
+            first, last = row["data_offsets"]
+            header[name] = entry = HeaderRow(row["dtype"], tuple(row["shape"]), 8 + length + first)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"its header does not describe {name}") from error
+        wanted = entry.elements * item_bytes(entry.dtype) if item_bytes(entry.dtype) else last - first
+        if not 0 <= first <= last <= size - 8 - length or wanted != last - first:
+            raise ValueError(f"bytes {first} to {last} of its data cannot be {name}, {entry.dtype} {list(entry.shape)}")
+    return header
+
+
+def header_of(file: BinaryIO, size: int) -> dict[str, HeaderRow]:
+    """Read the header of a file that was just opened."""
+    return read_header(lambda start, end: file.read(end - start), size)
+
+
+class TensorSource(Protocol):
+    """Tensors by name, each read when asked for."""
+
+    def __getitem__(self, name: str) -> torch.Tensor: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
 
 
 class Entry(NamedTuple):
-    """A tensor to write: `read` is called when its turn comes, so only one copy exists at a time.
+    """A tensor to write. `read` is called when its turn comes, so that only one copy exists at a time.
 
-    It gives the tensor, or some rows after the other; what it gave may be overwritten when the next is asked for.
+    It returns the tensor, or yields some of its rows at a time; what it yields may be overwritten by the next rows.
     """
 
     name: str
@@ -50,119 +110,81 @@ class Entry(NamedTuple):
     dtype: torch.dtype
     read: Callable[[], torch.Tensor | Iterable[torch.Tensor]]
 
-
-@functools.cache
-def helpers() -> ThreadPoolExecutor:
-    """Threads for checksums and reads, which do not hold Python up."""
-    return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="shardline-blocks")
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _ChecksumWriter:
-    """Writes through to a file and keeps one CRC32 per block of `BLOCK_BYTES`, computed beside the writing."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file, self.size = file, 0
-        self._whole: list[Future[int]] = []
-        self._checksums: list[int] = []
-        self._begun = 0  # checksum of what is written of the last block
-
-    def write(self, data: memoryview) -> None:
-        while data:
-            room = BLOCK_BYTES - self.size % BLOCK_BYTES
-            piece, data = data[:room], data[room:]
-            self.size += len(piece)
-            if self.size % BLOCK_BYTES == 0:
-                self._whole.append(helpers().submit(zlib.crc32, piece, self._begun))
-                self._begun = 0
-            else:
-                self._begun = zlib.crc32(piece, self._begun)
-            self.file.write(piece)
-
-    def settle(self) -> None:
-        """What was given to `write` is no longer needed."""
-        self._checksums += [one.result() for one in self._whole]
-        self._whole = []
-
-    def finish(self) -> list[int]:
-        self.settle()
-        return self._checksums + ([self._begun] if self.size % BLOCK_BYTES else [])
+def entries_from(
+    tensors: TensorSource, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None = None, prefix: str = ""
+) -> list[Entry]:
+    """Entries for `shapes`, read lazily; in the type they are stored in unless `dtype` is given."""
+    return [
+        Entry(prefix + name, shape, dtype or tensors.dtype(name), functools.partial(tensors.__getitem__, name))
+        for name, shape in shapes.items()
+    ]
 
 
-def write_tensors(path: Path, entries: Sequence[Entry]) -> dict[str, Any]:
-    """Write `entries` in this order and make the file durable; returns what a manifest records of it."""
+def write_tensors(path: Path, entries: Sequence[Entry], convert: Converter | None = None) -> dict[str, Any]:
+    """Write `entries` in this order, make the file durable and return what a manifest records of it.
+
+    Whoever writes several files gives a `Converter` for all of them, and calls its `warn` at the end.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
-        size = math.prod(entry.shape) * entry.dtype.itemsize
-        header[entry.name] = {
-            "dtype": TYPE_NAMES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [offset, offset + size],
-        }
-        offset += size
+        row = {"dtype": name_of_type(entry.dtype), "shape": entry.shape, "data_offsets": [offset, offset + entry.bytes]}
+        header[entry.name] = row
+        offset += entry.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
+    with BlockWriter(path) as writer:
         reach("shard-opened", path)
-        writer = _ChecksumWriter(file)
         writer.write(memoryview(len(text).to_bytes(8, "little") + text))
-        convert = Converter()
+        converter = convert or Converter()
         for entry in entries:
-            _write_entry(writer, entry, convert)
+            _write_entry(writer, entry, converter)
             reach("tensor-written", path)
-        file.flush()
+        writer.file.flush()
         reach("shard-written", path)
-        os.fsync(file.fileno())
+        record = writer.finish()
     reach("shard-synced", path)
-    convert.warn()
-    return {"size": writer.size, "block_bytes": BLOCK_BYTES, "crc32": writer.finish()}
+    if convert is None:
+        converter.warn()
+    return record
 
 
-def _write_entry(writer: _ChecksumWriter, entry: Entry, convert: Converter) -> None:
-    """A function of its own, so that nothing of this tensor is held when the next is read."""
+def _write_entry(writer: BlockWriter, entry: Entry, convert: Converter) -> None:
+    """Write one tensor; this is a function so that nothing of the tensor is held when the next one is read."""
+    import torch
+
     read = entry.read()
     for rows in (read,) if isinstance(read, torch.Tensor) else read:
-        writer.write(_bytes(convert(entry.name, rows, entry.dtype)))
-        writer.settle()
+        flat = convert(entry.name, rows, entry.dtype).detach().to("cpu").contiguous().reshape(-1)
+        writer.write(flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b""))
 
 
-def describe_file(path: Path) -> dict[str, Any]:
-    """What a manifest records of a file that something else wrote; makes the file durable."""
-    checksums, size = [], 0
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            checksums.append(zlib.crc32(block))
-            size += len(block)
-        os.fsync(file.fileno())
-    return {"size": size, "block_bytes": BLOCK_BYTES, "crc32": checksums}
+class Converter:
+    """Converts tensors to the type they are written in and notices values that float16 cannot hold."""
 
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.overflowed: dict[str, None] = {}
 
-def check_size(path: Path, recorded: Mapping[str, Any]) -> None:
-    """What can be seen without reading: the file is there, with the size that was recorded when it was written."""
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise Damaged(f"{path} is missing") from None
-    if size != recorded["size"]:
-        raise Damaged(f"{path} has {size} bytes, {recorded['size']} were written: it is torn or was changed")
+    def __call__(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        self.seen.add(name)  # a large tensor may come some rows at a time
+        out = tensor.to(dtype)
+        if name_of_type(dtype) == "F16" and tensor.dtype != dtype and bool((out.isinf() & ~tensor.isinf()).any()):
+            self.overflowed[name] = None
+        return out
 
-
-def check_block(path: Path, recorded: Mapping[str, Any], index: int, block: Any) -> None:
-    """Compare a block, read from the file, with its checksum."""
-    if zlib.crc32(block) != recorded["crc32"][index]:
-        start = index * recorded["block_bytes"]
-        end = min(start + recorded["block_bytes"], recorded["size"])
-        raise Damaged(f"{path} is damaged: bytes {start} to {end} fail their checksum")
-
-
-def verify_file(path: Path, recorded: Mapping[str, Any]) -> None:
-    """Compare size and every block's checksum with what was recorded when the file was written."""
-    check_size(path, recorded)
-    with open(path, "rb") as file:
-        for index in range(len(recorded["crc32"])):
-            check_block(path, recorded, index, file.read(recorded["block_bytes"]))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    def warn(self) -> None:
+        """Log one line about all tensors whose values became infinite."""
+        if self.overflowed:
+            log.warning(
+                "%d of %d tensors have values beyond float16's largest, 65504, which became inf: %s;"
+                " bfloat16 and float32 hold them",
+                len(self.overflowed),
+                len(self.seen),
+                listed(list(self.overflowed), 3),
+            )

@@ -16,7 +16,8 @@ import torch
 
 from shardline.errors import UserError
 from shardline.run.device import flops_per_token, peak_flops
-from shardline.run.folder import RunFolder, write_atomically
+from shardline.run.folder import RunFolder
+from shardline.storage.atomic import write_atomically
 
 if TYPE_CHECKING:
     from shardline.config.architecture import Architecture

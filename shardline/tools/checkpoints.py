@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from shardline.checkpoint.folders import LEFTOVERS, MANIFEST, Found, Progress, Tensor, find, in_words
-from shardline.errors import UserError
+from shardline.checkpoint.format import LEFTOVERS, MANIFEST, Found, Saved, TensorSummary, choose, find
 from shardline.storage.location import locate
+from shardline.storage.progress import Progress
+from shardline.words import counted, listed, sized
+
+LEAST_SHOWN = 1 << 30  # bytes; less is verified without a progress line
 
 
 def ls(path: str, json: bool = False) -> int:
-    """One line for each step and each thing left behind."""
+    """Print one line for each step and each thing left behind."""
     folder, every = find(locate(path))
     rows = [_row(found) for found in every]
     if json:
@@ -21,53 +24,50 @@ def ls(path: str, json: bool = False) -> int:
         return 0
     print(folder)
     columns = ("step", "kind", "size", "saved", "tensors", "ranks", "layout", "state")
-    table = [columns] + [tuple(_cell(row[column], column) for column in columns) for row in rows]
-    widths = [max(len(line[column]) for line in table) for column in range(len(columns))]
-    for line in table:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+    _print_table([columns] + [tuple(_cell(row[column], column) for column in columns) for row in rows])
     return 0
 
 
 def verify(path: str, step: int | None = None, json: bool = False) -> int:
-    """Read every block of every file, of all steps or of one; 2 if anything is wrong."""
+    """Read every block of every file, of all steps or of one; returns 2 if anything is wrong."""
     folder, every = find(locate(path))
-    chosen = [found for found in every if not found.left and step in (None, found.step)]
+    chosen = [found for found in every if not found.leftover and step in (None, found.step)]
     if not chosen:
-        steps = ", ".join(str(found.step) for found in every if not found.left) or "none"
-        wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        raise UserError(f"{folder} holds {wanted} (steps there: {steps})")
-    report, broken = Progress("read", sum(found.size for found in chosen)), 0
-    for found in chosen:
-        problems = found.verify(report.advance)
-        broken += bool(problems)
-        if json:
-            rows = [problem._asdict() for problem in problems]
-            _print_json([{"step": found.step, "path": str(found.place), "whole": not problems, "problems": rows}])
-            continue
-        for problem in problems:
-            print(problem, file=sys.stderr)
-        size = f"{len(found.files)} {'file' if len(found.files) == 1 else 'files'}, {in_words(found.size)}"
-        print(f"{found.place}: {'broken' if problems else f'whole ({size})'}")
+        choose(folder, every, -1 if step is None else step)  # raises, with the steps that are there
+    total, broken = sum(found.saved.size for found in chosen if found.saved is not None), 0
+    with Progress("read", total, show=total >= LEAST_SHOWN) as progress:
+        for found in chosen:
+            problems = found.check() if found.saved is None else found.saved.find_damage(progress.advance)
+            broken += bool(problems)
+            if json:
+                rows = [problem._asdict() for problem in problems]
+                _print_json([{"step": found.step, "path": str(found.place), "whole": not problems, "problems": rows}])
+                continue
+            for problem in problems:
+                print(problem, file=sys.stderr)
+            if problems or found.saved is None:
+                print(f"{found.place}: broken")
+            else:
+                print(f"{found.place}: whole ({counted(len(found.saved.files), 'file')}, {sized(found.saved.size)})")
     if broken and not json:
         print(f"error: {broken} of {len(chosen)} checkpoints cannot be relied on", file=sys.stderr)
     return 2 if broken else 0
 
 
 def show(path: str, tensors: bool = False, json: bool = False) -> int:
-    """The manifest of the newest step, or of the step folder, in words."""
-    folder, every = find(locate(path))
-    readable = [found for found in every if found.manifest is not None and not found.left]
-    if not readable:
-        raise UserError(f"{folder} holds no checkpoint whose {MANIFEST} can be read")
-    found = readable[-1]
-    assert found.manifest is not None
-    stored = found.tensors()
+    """Print what the manifest of the newest step, or of the given one, says."""
+    saved = choose(*find(locate(path)))
+    stored = saved.summaries()
     if json:
-        _print_json([_described(found, stored, tensors)])
+        _print_json([_described(saved, stored, tensors)])
         return 0
-    _print_pairs(_summary(found, found.manifest, stored))
+    _print_pairs(_summary(saved, stored))
     if tensors:
-        _print_tensors(stored)
+        print()
+        rows = [
+            (name, row.dtype, " x ".join(map(str, row.shape)) or "-", str(row.pieces)) for name, row in stored.items()
+        ]
+        _print_table([("tensor", "type", "shape", "pieces"), *rows])
     return 0
 
 
@@ -75,44 +75,42 @@ def show(path: str, tensors: bool = False, json: bool = False) -> int:
 
 
 def _row(found: Found) -> dict[str, Any]:
-    manifest = found.manifest
-    state = _state(found)
     row: dict[str, Any] = {"step": found.step, "path": str(found.place), "kind": None, "size": None, "saved": None}
-    row |= {"tensors": None, "ranks": None, "layout": None, "state": state}
-    if manifest is None:
+    row |= {"tensors": None, "ranks": None, "layout": None, "state": _state(found)}
+    saved = found.saved
+    if saved is None:
         return row
     written = (found.place / MANIFEST).written()
-    row |= {"kind": manifest["kind"], "size": found.size, "ranks": manifest.get("world_size")}
+    row |= {"kind": saved.kind, "size": saved.size, "ranks": saved.manifest["world_size"]}
     row |= {"saved": None if written is None else written.isoformat(timespec="seconds")}
-    row |= {"layout": manifest.get("layout")}
-    if not state.startswith("broken"):
+    row |= {"layout": saved.manifest["layout"]}
+    if not row["state"].startswith("broken"):
         try:
-            row["tensors"] = len(found.tensors())
+            row["tensors"] = len(saved.summaries())
         except (OSError, ValueError, KeyError, TypeError) as error:
             row["state"] = f"broken: its tensors cannot be listed ({error})"
     return row
 
 
 def _state(found: Found) -> str:
-    if found.left == "partial" or (found.left and found.manifest is None):
-        return f"{found.left}: {LEFTOVERS[found.left]}"
+    if found.leftover:
+        return f"{found.leftover}: {LEFTOVERS[found.leftover]}"
     problems = found.check()
-    state = f"broken: {problems[0]}" if problems else "whole"
-    return f"{found.left}: {LEFTOVERS[found.left]}" if found.left else state
+    return f"broken: {problems[0]}" if problems else "whole"
 
 
 def _cell(value: Any, column: str) -> str:
     if value is None:
         return "-"
     if column == "size":
-        return in_words(value)
+        return sized(value)
     if column == "saved":
         return str(value).replace("T", " ")[:19]
     return layout_in_words(value) if column == "layout" else str(value)
 
 
 def layout_in_words(layout: Any) -> str:
-    """`dp_shard 2 x tp 2`; a layout of one rank has nothing to say."""
+    """`dp_shard 2 x tp 2`; `-` for a single rank."""
     if not isinstance(layout, Mapping):
         return str(layout) if layout else "-"
     degrees = {axis: degree for axis, degree in layout.items() if degree != 1}
@@ -122,33 +120,32 @@ def layout_in_words(layout: Any) -> str:
 # ---- the words of show -----------------------------------------------------------------------------------------------
 
 
-def _summary(found: Found, manifest: Mapping[str, Any], stored: Mapping[str, Tensor]) -> dict[str, str]:
-    trainer, data = manifest["trainer"], manifest["trainer"].get("data", {})
+def _summary(saved: Saved, stored: Mapping[str, TensorSummary]) -> dict[str, str]:
+    trainer, manifest = saved.trainer, saved.manifest
     kinds = {"full": "full: can be resumed", "model": "weights only"}
-    written = (found.place / MANIFEST).written()
+    written = (saved.place / MANIFEST).written()
     weights = {name: tensor for name, tensor in stored.items() if "/" not in name or name.startswith("model/")}
     pieces = sum(tensor.pieces for tensor in stored.values())
-    lines = {
-        "checkpoint": str(found.place),
-        "step": str(found.step),
-        "kind": kinds.get(manifest["kind"], str(manifest["kind"])),
+    blocks = sum(len(recorded["crc32"]) for recorded in saved.files.values())
+    problems = saved.check_sizes()
+    return {
+        "checkpoint": str(saved.place),
+        "step": str(saved.step),
+        "kind": kinds.get(saved.kind, str(saved.kind)),
         "saved": "-" if written is None else f"{written:%Y-%m-%d %H:%M:%S}",
         "tokens": f"{trainer['tokens']:,}" if "tokens" in trainer else "-",
-        "data": _data(trainer, data),
+        "data": _data(trainer, trainer.get("data", {})),
         "optimizer": trainer.get("optimizer", "-"),
         "tokenizer": trainer.get("tokenizer") or "-",
         "torch": trainer.get("torch", "-"),
         "config": f"sha256 {trainer['config_sha256'][:16]}..." if "config_sha256" in trainer else "-",
         "ranks": _ranks(manifest),
-        "model": _model(manifest["architecture"], sum(tensor.numbers for tensor in weights.values())),
+        "model": _model(manifest["architecture"], sum(tensor.elements for tensor in weights.values())),
         "tensors": f"{len(stored)} in {pieces} pieces, {len(weights)} of them weights",
-        "files": ", ".join(f"{name} {in_words(row['size'])}" for name, row in list(found.files.items())[:4])
-        + (f" and {len(found.files) - 4} more" if len(found.files) > 4 else ""),
-        "format": f"version {manifest['version']}, checksums of {_blocks(found)} blocks",
+        "files": listed([f"{name} {sized(row['size'])}" for name, row in saved.files.items()], 4),
+        "format": f"version {manifest['version']}, checksums of {blocks} blocks",
+        "state": "; ".join(map(str, problems)) if problems else "whole (`verify` reads the checksums)",
     }
-    problems = found.check()
-    lines["state"] = "; ".join(map(str, problems)) if problems else "whole (`verify` reads the checksums)"
-    return lines
 
 
 def _data(trainer: Mapping[str, Any], data: Mapping[str, Any]) -> str:
@@ -161,9 +158,7 @@ def _data(trainer: Mapping[str, Any], data: Mapping[str, Any]) -> str:
 
 
 def _ranks(manifest: Mapping[str, Any]) -> str:
-    if "world_size" not in manifest:
-        return "-"
-    layout = layout_in_words(manifest.get("layout"))
+    layout = layout_in_words(manifest["layout"])
     return str(manifest["world_size"]) + ("" if layout == "-" else f" ({layout})")
 
 
@@ -174,8 +169,17 @@ def _model(arch: Mapping[str, Any], parameters: int) -> str:
     return ", ".join(words)
 
 
-def _blocks(found: Found) -> int:
-    return sum(len(recorded["crc32"]) for recorded in found.files.values())
+def _described(saved: Saved, stored: Mapping[str, TensorSummary], tensors: bool) -> dict[str, Any]:
+    """The manifest without what is long: checksums and random states; tensors only when asked for."""
+    content = {key: value for key, value in saved.manifest.items() if key not in ("files", "tensors")}
+    content["trainer"] = {key: value for key, value in saved.trainer.items() if key != "rng"}
+    content["path"] = str(saved.place)
+    content["files"] = {name: recorded["size"] for name, recorded in saved.files.items()}
+    content["problems"] = [problem._asdict() for problem in saved.check_sizes()]
+    content["tensor_count"] = len(stored)
+    if tensors:
+        content["tensors"] = {name: row._asdict() for name, row in stored.items()}
+    return content
 
 
 def _print_pairs(pairs: Mapping[str, str]) -> None:
@@ -184,27 +188,10 @@ def _print_pairs(pairs: Mapping[str, str]) -> None:
         print(f"{name:<{width}}  {text}")
 
 
-def _print_tensors(stored: Mapping[str, Tensor]) -> None:
-    print()
-    rows = [("tensor", "type", "shape", "pieces")]
-    rows += [(name, one.dtype, " x ".join(map(str, one.shape)) or "-", str(one.pieces)) for name, one in stored.items()]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _described(found: Found, stored: Mapping[str, Tensor], tensors: bool) -> dict[str, Any]:
-    """The manifest without what is long: checksums and random states; tensors only when asked for."""
-    assert found.manifest is not None
-    content = {key: value for key, value in found.manifest.items() if key not in ("files", "tensors")}
-    content["trainer"] = {key: value for key, value in content["trainer"].items() if key != "rng"}
-    content["path"] = str(found.place)
-    content["files"] = {name: recorded["size"] for name, recorded in found.files.items()}
-    content["problems"] = [problem._asdict() for problem in found.check()]
-    content["tensor_count"] = len(stored)
-    if tensors:
-        content["tensors"] = {name: one._asdict() for name, one in stored.items()}
-    return content
 
 
 def _print_json(rows: Iterable[Mapping[str, Any]]) -> None:

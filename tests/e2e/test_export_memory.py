@@ -16,12 +16,13 @@ from shardline.cli.main import main
 from shardline.config.architecture import Architecture
 from shardline.models.fused_weights import logical_shapes, parameter_count
 from shardline.models.hf import INDEX, write_hf
+from shardline.storage.safetensors import Entry
 
 BIG = Architecture(dim=1024, n_layers=16, n_heads=16, ffn_dim=2816, vocab_size=8192, max_seq_len=4096)
 SMALL = BIG.with_overrides({"dim": 64, "n_layers": 1, "ffn_dim": 64, "vocab_size": 64})
 MODEL_BYTES = 2 * parameter_count(BIG)  # in bfloat16
 # Of the model's size, above what the same command takes for a model of nothing. What is held does not grow with the
-# model: 64 MiB of blocks that were needed in part, 64 MiB of mapped pages, and copies of the largest tensor (17 MB).
+# model: 64 MiB of blocks that were needed in part, and copies of the largest tensor (17 MB).
 SHARE = 0.5
 
 PROGRAM = """
@@ -46,11 +47,16 @@ def tensors(arch: Architecture) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, torch.randn(shape, generator=generator).bfloat16()
 
 
+def entries(arch: Architecture) -> list[Entry]:
+    stream = tensors(arch)
+    return [Entry(name, shape, torch.bfloat16, lambda: next(stream)[1]) for name, shape in logical_shapes(arch).items()]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name, arch in (("big", BIG), ("small", SMALL)):
-        write_hf(tensors(arch), arch, folder / name)
+        write_hf(entries(arch), arch, folder / name)
     return folder
 
 

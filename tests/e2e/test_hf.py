@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardline.checkpoint import format as files
 from shardline.checkpoint.assets import tokenizer_of_run
+from shardline.checkpoint.reader import TensorView
 from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.models.fused_weights import logical_shapes
@@ -482,7 +483,7 @@ def test_tensors_go_through_one_by_one(
 
         return wrapper
 
-    for kind in (HFTensors, files.TensorView):
+    for kind in (HFTensors, TensorView):
         monkeypatch.setattr(kind, "__getitem__", watched(kind.__getitem__))
     assert call("import", folder, tmp_path / "imported") == 0
     assert call("export", tmp_path / "imported", tmp_path / "out", words) == 0

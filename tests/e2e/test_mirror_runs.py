@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardline.checkpoint.folders import steps_in
+from shardline.checkpoint.format import step_names
 from shardline.checkpoint.mirror import Mirror
 from shardline.cli.main import main
 from shardline.errors import ConfigError, UserError
@@ -49,8 +49,8 @@ def test_what_is_saved_arrives(
     settings = {**SAVING, "checkpoint__mirror": URL, "checkpoint__async_mode": mode}
     found = run(tmp_path / "run", **settings)
     assert [row["loss"] for row in found] == losses
-    assert steps_in(locate(URL)) == ["step-5", "step-6"]  # as here, and the end waited
-    assert steps_in(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]
+    assert step_names(locate(URL)) == ["step-5", "step-6"]  # as here, and the end waited
+    assert step_names(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]
     assert lines(caplog, logging.WARNING) == []
     assert main(["checkpoint", "verify", URL]) == 0
     with pytest.raises(UserError, match="already holds step-6 of another run"):
@@ -58,7 +58,7 @@ def test_what_is_saved_arrives(
     assert not list((tmp_path / "second").glob("checkpoint/step-*"))
     with pytest.raises(UserError, match="already holds step-6 of another run"):
         run(tmp_path / "run", TrainOptions(overwrite=True), **settings)
-    assert steps_in(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]  # nothing was removed
+    assert step_names(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]  # nothing was removed
 
 
 def test_faults_there_do_not_stop_training(
@@ -77,7 +77,7 @@ def test_faults_there_do_not_stop_training(
     faults.fail_at |= {1, 2, 5, 7}
     found = run(tmp_path / "run", **SAVING, checkpoint__mirror=URL)
     assert [row["loss"] for row in found] == losses
-    assert steps_in(locate(URL)) == ["step-5", "step-6"]
+    assert step_names(locate(URL)) == ["step-5", "step-6"]
     warned = lines(caplog, logging.WARNING)
     assert len(warned) == 4
     assert all(f"was not copied to {URL}: No space left on the other side" in line for line in warned)
@@ -89,7 +89,7 @@ def test_a_mirror_that_is_never_there(tmp_path: Path, losses: list[float], caplo
     found = run(tmp_path / "run", **SAVING, checkpoint__mirror=URL)
     assert [row["loss"] for row in found] == losses
     assert "the run ends without it" in lines(caplog, logging.WARNING)[-1]
-    assert steps_in(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]
+    assert step_names(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]
 
 
 def test_a_lost_folder_is_fetched_and_resumed(
@@ -107,7 +107,7 @@ def test_a_lost_folder_is_fetched_and_resumed(
     found = run(tmp_path / "fresh", TrainOptions(resume=True), **settings)
     assert [row["loss"] for row in found] == losses[3:]
     assert f"fetched {URL}/step-3" in (tmp_path / "fresh" / "log" / "rank-0.log").read_text()
-    assert steps_in(locate(URL)) == ["step-5", "step-6"]
+    assert step_names(locate(URL)) == ["step-5", "step-6"]
     with pytest.raises(UserError, match=r"no good checkpoint in .* and none in faulty://bucket/empty"):
         run(
             tmp_path / "empty", TrainOptions(resume=True), **{**settings, "checkpoint__mirror": "faulty://bucket/empty"}
@@ -118,7 +118,7 @@ def test_an_older_step_resumed_takes_later_ones_from_the_mirror(tmp_path: Path) 
     settings = {**SAVING, "checkpoint__keep_latest_k": 0, "checkpoint__mirror": URL}
     run(tmp_path / "run", **settings, checkpoint__last_save_model_only=False)
     run(tmp_path / "run", **{**settings, "training__steps": 3, "checkpoint__load_step": 2})
-    assert steps_in(locate(URL)) == ["step-1", "step-2", "step-3"]
+    assert step_names(locate(URL)) == ["step-1", "step-2", "step-3"]
     assert main(["checkpoint", "verify", URL]) == 0
 
 
@@ -157,7 +157,7 @@ def test_two_ranks_and_a_folder_that_is_lost(tmp_path: Path, losses: list[float]
     done = command("train", "--nproc", "2", "--resume", *flags(tmp_path / "fresh", **settings))
     assert done.returncode == 0, done.stderr
     assert [row["loss"] for row in rows(tmp_path / "fresh")] == pytest.approx(losses[3:], rel=1e-4)
-    assert steps_in(locate(url)) == ["step-5", "step-6"]
+    assert step_names(locate(url)) == ["step-5", "step-6"]
 
 
 @pytest.mark.slow

@@ -51,7 +51,10 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path, uninterrupted)
 def test_a_rank_whose_disk_lacks_the_checkpoint_says_so(tmp_path, monkeypatch):
     """Rank 0 chooses on its own machine; another one sees another disk."""
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
-    mesh = SimpleNamespace(from_rank_0=lambda choose: (4, False), from_everyone=lambda value: [value])
+    mesh = SimpleNamespace(
+        from_rank_0=lambda choose: SimpleNamespace(name="step-4", step=4, finished=False),
+        from_everyone=lambda value: [value],
+    )
     start = Start(tiny_config(tmp_path, **SAVING), tmp_path / "checkpoint", None, None, None, 8, mesh)
     with pytest.raises(UserError) as said:
         start.run(resume=True, seed=0)
@@ -271,7 +274,7 @@ def test_what_a_run_began_without_is_not_left_out_when_it_is_started_again(tmp_p
     again.train()
     assert numbers(rows(tmp_path / "run")) == whole
     log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
-    assert f"as this run began without it (checkpoint.exclude_from_loading): {part}" in log
+    assert f"since this run began without it: {part}" in log
 
 
 def test_data_that_change_once_more_begin_anew_once_more(tmp_path, scheduled_late):

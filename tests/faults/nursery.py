@@ -281,10 +281,10 @@ def _be_rank(job: Job, rank: int, port: int, first_step: int) -> None:
 
 def _arm(job: Job, rank: int) -> None:
     from shardline.checkpoint import background
+    from shardline.storage import blocks
     from shardline.storage import crash_points as save_points
-    from shardline.storage import safetensors as tensor_file
 
-    tensor_file.BLOCK_BYTES = 1 << 14  # so that files have several
+    blocks.BLOCK_BYTES = 1 << 14  # so that files have several
     background.PATIENCE_SECONDS = job.patience
     if job.fault is not None and job.fault.point is not None and job.fault.rank == rank:
         save_points.listener = Listener(job, job.fault)

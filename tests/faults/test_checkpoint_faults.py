@@ -17,7 +17,7 @@ from shardline.storage.crash_points import POINTS
 from tests.faults.nursery import Fault
 from tests.faults.trials import LAYOUTS, RESUMED, SAID, SEED, STEPS, short
 
-ON_RANK_0 = POINTS[POINTS.index("parts-complete") :]
+ON_RANK_0 = POINTS[POINTS.index("reports-complete") :]
 RENAMED = POINTS[POINTS.index("renamed") :]
 WITH_FILES = ("shard-opened", "tensor-written", "shard-written", "shard-synced", "manifest-written", "before-rename")
 TWO_RANKS = tuple(name for name, (ranks, _) in LAYOUTS.items() if ranks == 2)
@@ -70,7 +70,7 @@ def kills() -> list[Kill]:
 
 def last_kills() -> list[Kill]:
     """The last save, where it has weights only."""
-    points = ("staged", "tensor-written", "shard-synced", "parts-complete", "manifest-written", "renamed", "removing")
+    points = ("staged", "tensor-written", "shard-synced", "reports-complete", "manifest-written", "renamed", "removing")
     chance, found = random.Random(SEED), []
     for number, point in enumerate(points):
         for turn, last in enumerate(("model", "hf")):
@@ -97,7 +97,9 @@ def test_a_kill_in_a_save(lab, case):
     newest = trial.check_saved(least=fault.step - 1)
     if fault.point in RENAMED:
         assert newest == fault.step
-    elif not (fault.point == "part-told" and fault.action == "kill-rank" and fault.rank == 1):  # rank 0 may finish it
+    elif not (
+        fault.point == "shard-reported" and fault.action == "kill-rank" and fault.rank == 1
+    ):  # rank 0 may finish it
         assert newest == fault.step - 1
     trial.resume(case.on, newest)
     lab.count(str(fault.point), fault.action, RESUMED)

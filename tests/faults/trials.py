@@ -218,7 +218,7 @@ class Trial:
         newest = max((saved.step for saved in files.list_checkpoints(self.checkpoints) if _whole(saved)), default=0)
         assert newest >= reported
         if 0 < reported < newest and self.settings.get("checkpoint.keep_latest_k", 2) > 1:
-            files.read_checkpoint(self.checkpoints / f"step-{reported}").verify()
+            files.find_checkpoint(self.checkpoints / f"step-{reported}").verify()
         return newest
 
     def check_whole(self, allowed: str = "damaged|abandoned") -> None:
@@ -244,7 +244,7 @@ class Trial:
         assert [(row["step"], row["loss"]) for row in written] == [(row.step, row.loss) for row in rows]
 
     def _check_last(self, reference: Trial, exact: bool) -> None:
-        last, of_reference = (files.read_checkpoint(trial.checkpoints / f"step-{STEPS}") for trial in (self, reference))
+        last, of_reference = (files.find_checkpoint(trial.checkpoints / f"step-{STEPS}") for trial in (self, reference))
         last.verify()
         wanted = {name: of_reference.read(name) for name in of_reference.shards}
         if last.kind == "model":

@@ -13,8 +13,8 @@ import torch
 from shardline.checkpoint import format as files
 from shardline.cli.main import main as command
 from shardline.config.load import load_config
+from shardline.storage import blocks
 from shardline.storage import crash_points as save_points
-from shardline.storage import safetensors as tensor_file
 from tests.parity import cases
 from tests.parity.cases import case, layers
 from tests.parity.harness import _chosen_device, _own_logging
@@ -58,11 +58,11 @@ CHAINS = {
 }
 
 
-def train_to(settings, block_bytes=tensor_file.BLOCK_BYTES):
+def train_to(settings, block_bytes=blocks.BLOCK_BYTES):
     from shardline.training.trainer import Trainer
 
     with _chosen_device(), _own_logging(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_file, "BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
         Trainer(load_config(overrides=settings)).train()
 
 
@@ -96,7 +96,7 @@ class Runs:
         entry = case("x", SAVED, *changes, *own, **degrees)
         return entry.ranks, self.harness.settings(entry.overrides, entry.ranks) | {"job.dump_folder": str(folder)}
 
-    def train(self, name, layout, *changes, block_bytes=tensor_file.BLOCK_BYTES):
+    def train(self, name, layout, *changes, block_bytes=blocks.BLOCK_BYTES):
         """Train under a layout; the folder of its checkpoints."""
         ranks, settings = self.settings(layout, self.folder / name, *changes)
         self.harness.pool.run(ranks, train_to, settings, block_bytes)
@@ -242,7 +242,7 @@ def test_what_was_left_out_is_shared_out_among_other_replicas(harness, tmp_path,
     for layout in ("ddp2", "ddp4", "ddp2-tp2", "pp2-ddp2"):
         folder, _ = runs.through(folder, layout, layout, *changes)
         found = left_out(folder, 4 if layout == "ddp4" else 2)
-        assert "is not taken over" not in (tmp_path / layout / "log" / "rank-0.log").read_text()
+        assert "error is not loaded" not in (tmp_path / layout / "log" / "rank-0.log").read_text()
         assert found.keys() == wanted.keys()
         for name, error in wanted.items():
             torch.testing.assert_close(found[name], error, rtol=1e-5, atol=1e-7, msg=f"{layout}: {name}")
@@ -251,7 +251,7 @@ def test_what_was_left_out_is_shared_out_among_other_replicas(harness, tmp_path,
     gone = len(wanted) - len(left_out(folder, 2))  # thin matrices of that width are no smaller than some parameters
     said = (tmp_path / "wider" / "log" / "rank-0.log").read_text()
     assert gone > 0
-    assert f"PowerSGD had left out so far is not taken over for {gone} parameters" in said
+    assert f"PowerSGD's error is not loaded for {gone} parameters" in said
 
 
 def random_numbers(settings, step):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from shardline.checkpoint import background
 from shardline.checkpoint.background import Background, Cancelled
-from shardline.checkpoint.shards import Part, Piece, whole_place
+from shardline.checkpoint.commit import Messages
+from shardline.checkpoint.shards import HeldTensor, TensorPiece, whole_place
 from shardline.checkpoint.staging import Buffers, Staging
-from shardline.checkpoint.telling import Telling
 from shardline.errors import UserError
 
 
@@ -105,32 +105,32 @@ def interrupted(seconds):
     time.sleep(0.2)
 
 
-# ---- what writers tell each other ------------------------------------------------------------------------------------
+# ---- messages between writers ----------------------------------------------------------------------------------------
 
 
-def test_what_is_told_is_heard_and_what_is_late_is_named():
+def test_messages_arrive_and_what_is_late_is_named():
     store = dist.HashStore()
-    one, two = (Telling(2, "x", lambda: store) for _ in range(2))
-    threading.Timer(0.3, lambda: one.tell("1/verdict", {"error": ""})).start()
-    assert two.hear("1/verdict", time.monotonic() + 30, lambda: None, "late") == {"error": ""}
+    one, two = (Messages(2, "x", lambda: store) for _ in range(2))
+    threading.Timer(0.3, lambda: one.send("1/verdict", {"error": ""})).start()
+    assert two.receive("1/verdict", time.monotonic() + 30, lambda: None, "late") == {"error": ""}
     with pytest.raises(UserError, match="rank 1 is late"):
-        two.hear("1/part-1", time.monotonic(), lambda: None, "rank 1 is late")
+        two.receive("1/shard-1", time.monotonic(), lambda: None, "rank 1 is late")
 
     def given_up():
         raise Cancelled
 
     with pytest.raises(Cancelled):
-        two.hear("1/part-1", time.monotonic() + 60, given_up, "late")
-    one.forget("1/verdict")
+        two.receive("1/shard-1", time.monotonic() + 60, given_up, "late")
+    one.delete("1/verdict")
     assert not store.check(["x/1/verdict"])
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
 
 
-def part(tensor):
-    piece = Piece("a", tuple(tensor.shape), whole_place(tensor.shape), None)
-    return Part(0, tensor, tensor.dtype, (piece,))
+def held(tensor):
+    piece = TensorPiece("a", tuple(tensor.shape), whole_place(tensor.shape), None)
+    return HeldTensor(0, tensor, tensor.dtype, (piece,))
 
 
 def test_buffers_are_made_once_and_hold_what_was_there(monkeypatch):
@@ -139,14 +139,14 @@ def test_buffers_are_made_once_and_hold_what_was_there(monkeypatch):
     before = [tensor.clone() for tensor in state]
     parameter = torch.nn.Parameter(torch.zeros(2))
     staging = Staging(torch.optim.SGD([parameter]), pinned=False)
-    parts = [part(tensor) for tensor in state]
-    staging.prepare(parts)
-    staged = staging.stage(parts)
+    tensors = [held(tensor) for tensor in state]
+    staging.prepare(tensors)
+    staged = staging.stage(tensors)
     addresses = [one.tensor.data_ptr() for one in staged]
     for tensor in state:
         tensor.add_(1)
     assert all(torch.equal(one.tensor, old) for one, old in zip(staged, before, strict=True))
-    again = staging.stage(parts)
+    again = staging.stage(tensors)
     assert [one.tensor.data_ptr() for one in again] == addresses
     assert all(torch.equal(one.tensor, tensor) for one, tensor in zip(again, state, strict=True))
     assert len({address for one, address in zip(staged, addresses, strict=True) if one.tensor.numel()}) == 4
@@ -154,9 +154,9 @@ def test_buffers_are_made_once_and_hold_what_was_there(monkeypatch):
 
 def test_other_parts_get_other_buffers():
     buffers = Buffers(pinned=False)
-    first = buffers.views([part(torch.zeros(4))])
-    assert buffers.views([part(torch.ones(4))])[0] is first[0]
-    second = buffers.views([part(torch.zeros(4)), part(torch.zeros(6))])
+    first = buffers.views([held(torch.zeros(4))])
+    assert buffers.views([held(torch.ones(4))])[0] is first[0]
+    second = buffers.views([held(torch.zeros(4)), held(torch.zeros(6))])
     assert [tuple(view.shape) for view in second] == [(4,), (6,)]
 
 
@@ -169,13 +169,13 @@ def test_a_step_right_after_does_not_change_the_copies(pinned):
     left_out = torch.zeros(32 << 20, device="cuda")  # backward changes it
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     staging = Staging(optimizer, pinned)
-    parts = [part(parameter.detach()), replace(part(left_out), in_backward=True)]
-    staging.prepare(parts)
+    tensors = [held(parameter.detach()), replace(held(left_out), changes_in_backward=True)]
+    staging.prepare(tensors)
     for step in range(3):
-        staged = staging.stage(parts)
+        staged = staging.stage(tensors)
         left_out += 1
         optimizer.step()
-        staging.ready()
+        staging.wait()
         assert bool((staged[0].tensor == 1.0 - step).all())
         assert bool((staged[1].tensor == step).all())
         assert staged[0].tensor.is_pinned() == pinned

@@ -2,6 +2,7 @@
 
 import re
 
+import fsspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -104,3 +105,16 @@ def test_a_run_that_takes_over_a_position_takes_over_its_batch(tmp_path):
     trainer = Trainer(tiny_config(tmp_path / "b", **initial, **SAVING))
     assert (trainer.loader.global_batch_size, trainer.progress.samples) == (4, 0)
     trainer.close()
+
+
+def test_the_batch_of_a_checkpoint_at_a_url_is_read_there(tmp_path):
+    run(tmp_path / "first", training__steps=2, training__local_batch_size=8, **SAVING)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "first" / "checkpoint"), "/batches/run/checkpoint", recursive=True)
+    initial = {"checkpoint__initial_load_path": "memory://batches/run", "checkpoint__initial_load_model_only": False}
+    try:
+        kept = batch_to_keep(tiny_config(tmp_path / "a", **initial, **SAVING))
+        assert (kept.size, kept.path) == (8, "memory://batches/run/checkpoint/step-2")
+    finally:
+        memory.rm("/batches", recursive=True)
+    assert batch_to_keep(tiny_config(tmp_path / "a", **initial, **SAVING)) is None  # reported when it is loaded

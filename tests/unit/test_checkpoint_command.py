@@ -13,9 +13,11 @@ import fsspec
 import pytest
 
 from shardline.checkpoint import format as files
-from shardline.checkpoint.folders import Progress, failing_blocks, manifest_checksum
 from shardline.cli.main import main
+from shardline.storage import progress
+from shardline.storage.blocks import find_damage
 from shardline.storage.location import is_url, locate
+from shardline.storage.progress import Progress
 from tests.e2e.tiny import run
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -65,7 +67,7 @@ def edit(folder: Path, **changes: Any) -> None:
     """Write other words into a manifest, with the checksum they have."""
     path = folder / "manifest.json"
     content = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({**content, "crc32": manifest_checksum(content)}))
+    path.write_text(json.dumps({**content, "crc32": files.manifest_checksum(content)}))
 
 
 def test_ls_has_a_line_for_each_step(folder: Path, call: Call) -> None:
@@ -109,8 +111,8 @@ def test_ls_names_what_is_broken_or_left_behind(folder: Path, call: Call) -> Non
         (5, "broken"),
         (7, "abandoned"),
     ]
-    assert f"{torn}: has {torn.stat().st_size} bytes" in states[5][1]
-    assert f"{steps / 'step-5' / 'manifest.json'}: cannot be read" in states[6][1]
+    assert f"{torn} has {torn.stat().st_size} bytes" in states[5][1]
+    assert f"{steps / 'step-5' / 'manifest.json'} cannot be read" in states[6][1]
     assert [saved.step for saved in files.list_checkpoints(steps)][:2] == [1, 2]  # as the run itself sees it
     lines = call("ls", folder)[1].splitlines()
     assert any(line.endswith("partial: a save that did not end, or is under way") for line in lines)
@@ -128,7 +130,7 @@ def test_verify_reads_every_byte(folder: Path, call: Call) -> None:
         flip(damaged, at)
         code, out, err = call("verify", folder)
         assert code == 2
-        assert f"{damaged}: bytes 0 to {size} fail their checksum" in err
+        assert f"{damaged} is damaged: bytes 0 to {size} fail their checksum" in err
         assert f"{damaged.parent}: broken" in out
         assert call("verify", folder, "--step", "2")[0] == 0
         assert call("verify", folder, "--step=4")[0] == 2
@@ -137,7 +139,7 @@ def test_verify_reads_every_byte(folder: Path, call: Call) -> None:
     assert call("verify", folder)[0] == 0
     damaged.unlink()
     code, _, err = call("verify", folder)
-    assert (code, f"{damaged}: is missing" in err) == (2, True)
+    assert (code, f"{damaged} is missing" in err) == (2, True)
     report = rows(call("verify", folder, "--json")[1])
     assert [row["whole"] for row in report] == [True, False, True]
     assert report[1]["problems"] == [{"file": str(damaged), "what": "is missing", "start": None, "end": None}]
@@ -179,20 +181,25 @@ def test_failing_blocks_are_told_as_ranges(tmp_path: Path) -> None:
         for at in flipped:
             flip(path, at)
         read: list[int] = []
-        assert list(failing_blocks(locate(path), recorded, read.append)) == expected
+        assert [(one.start, one.end) for one in find_damage(locate(path), recorded, read.append)] == expected
         assert sum(read) == len(data)
 
 
-def test_progress_is_told_for_what_is_big(capsys: pytest.CaptureFixture[str]) -> None:
-    times = iter(range(0, 100, 2))
-    progress = Progress("read", 4 << 30, clock=lambda: float(next(times)))
-    for _ in range(4):
-        progress.advance(1 << 30)
-    assert "".join(capsys.readouterr()) == "read: 3.00 GiB of 4.00 GiB (75 %)\n"
-    small = Progress("read", 1 << 20, clock=lambda: float(next(times)))
-    for _ in range(4):
-        small.advance(1 << 18)
-    assert "".join(capsys.readouterr()) == ""
+def test_progress_is_logged_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(0, 200, 6))
+    lines: list[str] = []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(progress, "say", lines.append)
+    with Progress("read", 4 << 30) as reading:
+        for _ in range(4):
+            reading.advance(1 << 30)
+    assert lines[0].startswith("read: 50 %, 2.00 GiB, ")
+    assert lines[-1].startswith("read: done in ")
+    lines.clear()
+    with Progress("read", 1 << 20, show=False) as reading:
+        for _ in range(4):
+            reading.advance(1 << 18)
+    assert not lines
 
 
 def test_show_tells_the_manifest_in_words(folder: Path, call: Call) -> None:
@@ -223,7 +230,7 @@ def test_what_holds_no_checkpoint(tmp_path: Path, call: Call) -> None:
     (tmp_path / "step-3").mkdir()
     assert "holds no checkpoint of step 4 (steps there: 3)" in call("verify", tmp_path, "--step", "4")[2]
     assert call("verify", tmp_path)[0] == 2  # its manifest is missing
-    assert "can be read" in call("show", tmp_path)[2]
+    assert "step-3/manifest.json is missing" in call("show", tmp_path)[2]
 
 
 def test_a_url_is_read_in_place(folder: Path, call: Call) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from shardline.checkpoint import format as files
+from shardline.checkpoint.commit import publish
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.storage.safetensors import Entry
@@ -21,14 +22,14 @@ def written(folder, step=2, samples=8):
     tensor = torch.arange(6.0)
     recorded, tensors = files.write_whole(partial, [Entry("model/a", (6,), torch.float32, lambda: tensor)])
     trainer = {"step": step, "samples": samples}
-    files.publish(partial, final, files.manifest(step, "full", ARCH, trainer, recorded, tensors))
+    publish(partial, final, files.manifest(step, "full", ARCH, trainer, recorded, tensors))
     return final
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
     path = written(tmp_path)
     good = (path / "manifest.json").read_bytes()
-    assert files.read_checkpoint(path).step == 2
+    assert files.find_checkpoint(path).step == 2
     for position in range(len(good)):
         for bit in range(8) if position > len(good) - 40 else (position % 8,):
             changed = bytes([good[position] ^ 1 << bit])
@@ -36,7 +37,7 @@ def test_every_flipped_bit_of_a_manifest_is_found(tmp_path):
                 continue
             (path / "manifest.json").write_bytes(good[:position] + changed + good[position + 1 :])
             with pytest.raises(UserError, match=r"manifest\.json"):
-                files.read_checkpoint(path)
+                files.find_checkpoint(path)
 
 
 def test_every_cut_of_a_manifest_is_found(tmp_path):
@@ -45,7 +46,7 @@ def test_every_cut_of_a_manifest_is_found(tmp_path):
     for length in range(0, len(good) - 2, 7):
         (path / "manifest.json").write_bytes(good[:length])
         with pytest.raises(UserError, match=r"manifest\.json"):
-            files.read_checkpoint(path)
+            files.find_checkpoint(path)
 
 
 def test_a_changed_number_is_found_though_it_is_good_json(tmp_path):
@@ -53,26 +54,24 @@ def test_a_changed_number_is_found_though_it_is_good_json(tmp_path):
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"samples": 8', '"samples": 9'))
     with pytest.raises(UserError, match="fails its checksum"):
-        files.read_checkpoint(path)
+        files.find_checkpoint(path)
 
 
-def test_only_version_1_may_have_no_checksum(tmp_path):
+def test_a_manifest_without_its_checksum_is_refused(tmp_path):
     path = written(tmp_path)
     content = json.loads((path / "manifest.json").read_text())
     del content["crc32"]
     (path / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="crc32"):
-        files.read_checkpoint(path)
-    (path / "manifest.json").write_text(json.dumps({**content, "version": 1}))
-    assert files.read_checkpoint(path).step == 2
+        files.find_checkpoint(path)
 
 
 def test_a_checkpoint_in_the_folder_of_another_step_is_none(tmp_path):
     written(tmp_path, 2)
     shutil.copytree(tmp_path / "step-2", tmp_path / "step-4")
-    said = []
-    assert [saved.path.name for saved in files.list_checkpoints(tmp_path, said.append)] == ["step-2"]
-    assert [str(error) for error in said] == [f"{tmp_path}/step-4/manifest.json is of step 2"]
+    assert [saved.path.name for saved in files.list_checkpoints(tmp_path)] == ["step-2"]
+    problems = [str(found.error) for found in files.list_folder(tmp_path) if found.saved is None]
+    assert problems == [f"{tmp_path}/step-4/manifest.json is of step 2"]
 
 
 def test_what_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
@@ -90,9 +89,8 @@ def test_what_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         files.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.removed", "step-2", "step-3"]
-    said = []
-    assert [saved.step for saved in files.list_checkpoints(tmp_path, said.append)] == [2, 3]
-    assert not said
+    assert [found.step for found in files.list_folder(tmp_path)] == [2, 3]
+    assert all(found.saved is not None for found in files.list_folder(tmp_path))
     monkeypatch.undo()
     files.prune(tmp_path, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardline.checkpoint.format import find_checkpoint
-from shardline.checkpoint.torchtitan import halves_from_pairs, open_dcp
+from shardline.checkpoint.torchtitan import DCPTensors, halves_from_pairs
 from shardline.cli.main import main
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
@@ -22,7 +22,20 @@ from shardline.models.state import load_logical_state
 from tests import processes
 from tests.unit import titan
 
-HEADS = ("--model.overrides.n_heads=6", "--model.overrides.rope_theta=7000.0", "--model.overrides.norm_eps=1e-4")
+SIZES = {
+    "dim": titan.DIM,
+    "n_layers": titan.LAYERS,
+    "n_heads": titan.HEADS,
+    "n_kv_heads": titan.KV_HEADS,
+    "head_dim": titan.HEAD_DIM,
+    "ffn_dim": titan.FFN,
+    "vocab_size": titan.VOCAB,
+    "rope_theta": titan.THETA,
+    "norm_eps": titan.EPS,
+    "tie_word_embeddings": "false",
+}
+OVERRIDES = tuple(f"--model.overrides.{name}={value}" for name, value in SIZES.items())
+MODEL = ("--model.name=llama3", "--model.flavor=debugmodel", *OVERRIDES)
 TOKENS = torch.arange(2 * 30).view(2, 30) * 13 % titan.VOCAB
 ROOT = Path(__file__).parents[2]
 
@@ -77,7 +90,7 @@ def test_the_pickle_is_read_only_when_trusted(tmp_path: Path, call: Any) -> None
     assert "Python pickle, which can run any code when it is read" in text
     assert "--trust-pickle" in text
     assert not trace.exists()
-    code, text = call(tmp_path / "step-1", tmp_path / "out", "--trust-pickle")
+    code, text = call(tmp_path / "step-1", tmp_path / "out", "--trust-pickle", *MODEL)
     assert (code, f"{tmp_path / 'step-1' / '.metadata'} cannot be read" in text) == (2, True)
     assert trace.exists()  # so the first call would have left it
     assert not (tmp_path / "out").exists()
@@ -87,9 +100,8 @@ def test_the_pickle_is_read_only_when_trusted(tmp_path: Path, call: Any) -> None
 def test_llama_gives_the_same_logits(prefix: str, tmp_path: Path, call: Any) -> None:
     model = titan.Titan()
     write(tmp_path / "step-7", titan.full_state(model, prefix))
-    code, text = call(tmp_path / "step-7", tmp_path / "out", "--trust-pickle", *HEADS)
+    code, text = call(tmp_path / "step-7", tmp_path / "out", "--trust-pickle", *MODEL)
     assert code == 0, text
-    assert "n_heads 6, n_kv_heads 2, head_dim 10, rope_theta 7000" in text
     torch.testing.assert_close(logits(tmp_path / "out"), theirs(model), rtol=1e-5, atol=1e-5)
     saved = find_checkpoint(tmp_path / "out")
     assert (saved.kind, saved.step) == ("model", 0)
@@ -111,7 +123,8 @@ def test_llama_gives_the_same_logits(prefix: str, tmp_path: Path, call: Any) -> 
 def test_qwen3_keeps_its_order_of_rows(tmp_path: Path, call: Any) -> None:
     model = titan.Titan(qk_norm=True)
     write(tmp_path / "step-7", titan.full_state(model))
-    code, text = call(tmp_path / "step-7", tmp_path / "out", "--trust-pickle", *HEADS[1:])  # head_dim is q_norm's
+    words = ("--model.name=qwen3", "--model.flavor=debugmodel", *OVERRIDES)
+    code, text = call(tmp_path / "step-7", tmp_path / "out", "--trust-pickle", *words)
     assert code == 0, text
     torch.testing.assert_close(logits(tmp_path / "out"), theirs(model), rtol=1e-5, atol=1e-5)
     found = find_checkpoint(tmp_path / "out").weights()
@@ -130,7 +143,7 @@ def test_parts_of_two_ranks(tmp_path: Path, call: Any) -> None:
     ranks = [processes.start([*words, str(rank), "2"], cwd=ROOT) for rank in range(2)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     assert len(list(folder.glob("__*_*.distcp"))) >= 2
-    code, text = call(folder, tmp_path / "out", "--trust-pickle", *HEADS)
+    code, text = call(folder, tmp_path / "out", "--trust-pickle", *MODEL)
     assert code == 0, text
     torch.testing.assert_close(logits(tmp_path / "out"), theirs(titan.Titan()), rtol=1e-5, atol=1e-5)
 
@@ -142,13 +155,11 @@ def state_of(arch: Architecture) -> dict[str, Any]:
     return {name: torch.full(shape, 0.5) for name, shape in logical_shapes(arch).items()}
 
 
-def test_a_flavor_is_known_by_its_shapes(tmp_path: Path, call: Any) -> None:
+def test_the_model_is_named_by_flags_or_a_file(tmp_path: Path, call: Any) -> None:
     arch = FLAVORS["llama3"]["debugmodel"]
     folder = write(tmp_path / "debug", state_of(arch))
-    code, text = call(folder, tmp_path / "out", "--trust-pickle", "--dtype=bfloat16")
+    code, text = call(folder, tmp_path / "out", "--trust-pickle", "--dtype=bfloat16", "--model.flavor=debugmodel")
     assert code == 0, text
-    assert "its shapes are those of llama3 debugmodel" in text
-    assert "rope_theta 500000" in text
     saved = find_checkpoint(tmp_path / "out")
     assert saved.architecture == arch
     assert saved.weights()["norm.weight"].dtype == torch.bfloat16
@@ -162,23 +173,19 @@ def test_a_tied_head_may_be_repeated_but_not_differ(tmp_path: Path, call: Any) -
     arch = FLAVORS["qwen3"]["debugmodel"]
     state = state_of(arch)
     state["output.weight"] = state["tok_embeddings.weight"].clone()
-    assert call(write(tmp_path / "same", state), tmp_path / "out", "--trust-pickle")[0] == 0
+    words = ("--trust-pickle", "--model.name=qwen3", "--model.flavor=debugmodel")
+    assert call(write(tmp_path / "same", state), tmp_path / "out", *words)[0] == 0
     assert "output.weight" not in find_checkpoint(tmp_path / "out").weights()
     state["output.weight"][3, 4] += 1
-    code, text = call(write(tmp_path / "other", state), tmp_path / "second", "--trust-pickle")
+    code, text = call(write(tmp_path / "other", state), tmp_path / "second", *words)
     assert (code, "output.weight differs from tok_embeddings.weight" in text) == (2, True)
 
 
-def test_what_shapes_do_not_tell_is_asked_for(folder: Path, tmp_path: Path, call: Any) -> None:
-    code, text = call(folder, tmp_path / "out", "--trust-pickle")
-    assert code == 2
-    assert "the shapes tell dim 48, vocab_size 77, n_layers 3, ffn_dim 56" in text
-    assert "they do not tell n_heads, rope_theta, norm_eps" in text
-    assert "--model.overrides.n_heads=..." in text
-    code, text = call(folder, tmp_path / "out", "--trust-pickle", *HEADS[:2])
-    assert (code, "they do not tell norm_eps:" in text) == (2, True)
-    code, text = call(folder, tmp_path / "out", "--trust-pickle", "--model.overrides.n_heads=7", *HEADS[1:])
-    assert (code, "n_heads = 7 does not divide the 60 rows" in text) == (2, True)
+def test_a_model_that_is_not_named_is_asked_for(folder: Path, tmp_path: Path, call: Any) -> None:
+    for words in ((), OVERRIDES):  # sizes alone do not say which family it is
+        code, text = call(folder, tmp_path / "out", "--trust-pickle", *words)
+        assert code == 2
+        assert "does not record which model it is: name it with --model.name and --model.flavor" in text
     code, text = call(folder, tmp_path / "out", "--trust-pickle", "--model.flavor=8B")
     assert (code, "wrong shape: tok_embeddings.weight is [77, 48], the model wants [128256, 4096]" in text) == (2, True)
     assert not (tmp_path / "out").exists()
@@ -222,14 +229,14 @@ def not_a_tensor(state: dict[str, Any]) -> str:
 def test_what_does_not_fit_is_named(damage: Callable[[dict[str, Any]], str], tmp_path: Path, call: Any) -> None:
     state = titan.full_state(titan.Titan())
     message = damage(state)
-    code, text = call(write(tmp_path / "step-7", state), tmp_path / "out", "--trust-pickle", *HEADS)
+    code, text = call(write(tmp_path / "step-7", state), tmp_path / "out", "--trust-pickle", *MODEL)
     assert code == 2
     assert message in text
     assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
 
 
 def test_files_that_are_gone_or_torn_are_named(folder: Path, tmp_path: Path, call: Any) -> None:
-    words = (folder, tmp_path / "out", "--trust-pickle", *HEADS)
+    words = (folder, tmp_path / "out", "--trust-pickle", *MODEL)
     file = next(folder.glob("*.distcp"))
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 3])
@@ -249,7 +256,7 @@ def test_parts_that_do_not_fill_a_tensor(folder: Path) -> None:
     metadata.state_dict_metadata["norm.weight"].chunks.clear()
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UserError, match=r"norm\.weight has 48 elements, its parts 0: it was not saved whole"):
-        open_dcp(folder, None)
+        DCPTensors(folder, FLAVORS["llama3"]["debugmodel"])
 
 
 def test_options_that_do_not_go_together(folder: Path, tmp_path: Path, call: Any) -> None:

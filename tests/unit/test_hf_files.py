@@ -1,9 +1,10 @@
 """Hugging Face weight files: bit-exact both ways, problems named, nothing half-written."""
 
+import functools
 import json
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.hf import INDEX, hf_name, read_hf, write_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
+from shardline.storage.safetensors import Entry
 from tests.model_state import logical_state
 
 ARCH = Architecture(
@@ -29,9 +31,18 @@ def state(arch: Architecture = ARCH) -> dict[str, Tensor]:
     return logical_state(model)
 
 
+def write(tensors: dict[str, Tensor], out: Path, arch: Architecture = ARCH, **options: Any) -> Path:
+    write_hf(entries(tensors), arch, out, **options)
+    return out
+
+
+def entries(tensors: dict[str, Tensor]) -> list[Entry]:
+    return [Entry(name, tuple(t.shape), t.dtype, functools.partial(tensors.get, name)) for name, t in tensors.items()]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_hf(state().items(), ARCH, tmp_path / "model")
+    return write(state(), tmp_path / "model")
 
 
 def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -42,7 +53,7 @@ def rewrite(folder: Path, tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_written_tensors_read_back_bit_by_bit(limit: int, dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {name: tensor.to(dtype) for name, tensor in state().items()}
-    out = write_hf(tensors.items(), ARCH, tmp_path / "out", max_shard_bytes=limit)
+    out = write(tensors, tmp_path / "out", max_shard_bytes=limit)
     found = read_hf(out)
     assert found.arch == ARCH
     assert set(found) == set(tensors)
@@ -66,7 +77,7 @@ def test_written_tensors_read_back_bit_by_bit(limit: int, dtype: torch.dtype, tm
 
 
 def test_export_can_round_to_another_type(tmp_path: Path) -> None:
-    out = write_hf(state().items(), ARCH, tmp_path / "out", dtype=torch.bfloat16)
+    out = write(state(), tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(read_hf(out)["output.weight"], state()["output.weight"].to(torch.bfloat16))
     model = Decoder(ARCH)
     load_logical_state(model, read_hf(out))  # widened to the model's float32 without loss
@@ -77,16 +88,15 @@ def test_only_one_tensor_is_held(tmp_path: Path) -> None:
     alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
     most = 0
 
-    def stream() -> Iterator[tuple[str, Tensor]]:
+    def read(tensor: Tensor) -> Tensor:
         nonlocal most
-        for name, tensor in state().items():
-            fresh = tensor.clone()
-            alive.add(fresh)
-            most = max(most, sum(other.nbytes for other in alive))
-            yield name, fresh
-            del fresh
+        fresh = tensor.clone()
+        alive.add(fresh)
+        most = max(most, sum(other.nbytes for other in alive))
+        return fresh
 
-    write_hf(stream(), ARCH, tmp_path / "out")
+    fresh = [entry._replace(read=functools.partial(read, entry.read())) for entry in entries(state())]
+    write_hf(fresh, ARCH, tmp_path / "out")
     assert most == max(tensor.nbytes for tensor in state().values())
 
 
@@ -114,7 +124,7 @@ def test_old_rotary_buffers_are_no_surprise(folder: Path) -> None:
 def test_tied_models_with_and_without_a_head(tmp_path: Path) -> None:
     arch = ARCH.with_overrides({"tie_word_embeddings": True})
     tensors = state(arch)
-    out = write_hf([*tensors.items(), ("output.weight", tensors["tok_embeddings.weight"])], arch, tmp_path / "out")
+    out = write({**tensors, "output.weight": tensors["tok_embeddings.weight"]}, tmp_path / "out", arch)
     stored = load_file(out / "model.safetensors")
     assert "lm_head.weight" not in stored
     assert set(read_hf(out)) == set(tensors)
@@ -158,16 +168,17 @@ def test_files_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_of_a_failed_write(tmp_path: Path) -> None:
-    def broken() -> Iterator[tuple[str, Tensor]]:
-        yield from list(state().items())[:9]
+    def broken() -> Tensor:
         raise OSError("the disk is full")
 
+    given = entries(state())
+    given[9] = given[9]._replace(read=broken)
     with pytest.raises(OSError, match="the disk is full"):
-        write_hf(broken(), ARCH, tmp_path / "out", max_shard_bytes=1)
+        write_hf(given, ARCH, tmp_path / "out", max_shard_bytes=1)
     with pytest.raises(ValueError, match=r"were not given: .*output\.weight"):
-        write_hf(list(state().items())[:-1], ARCH, tmp_path / "out")
+        write_hf(entries(state())[:-1], ARCH, tmp_path / "out")
     with pytest.raises(ValueError, match="is not a tensor of this model"):
-        write_hf([("norm.weight", torch.ones(2))], ARCH, tmp_path / "out")
+        write({"norm.weight": torch.ones(2)}, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,10 +187,10 @@ def test_an_existing_folder_is_kept(tmp_path: Path) -> None:
     out.mkdir()
     (out / "precious").write_text("x")
     with pytest.raises(UserError, match="exists and is not empty"):
-        write_hf(state().items(), ARCH, out)
+        write(state(), out)
     assert [path.name for path in out.iterdir()] == ["precious"]
     (out / "precious").unlink()
-    write_hf(state().items(), ARCH, out)
+    write(state(), out)
     assert set(read_hf(out)) == set(state())
 
 
@@ -189,7 +200,7 @@ def test_tokenizer_files_and_special_tokens_come_along(tmp_path: Path) -> None:
     (assets / "tokenizer.json").write_text('{"a": 1}')
     (assets / "notes.txt").write_text("not for export")
     (assets / "config.json").write_text(json.dumps({"bos_token_id": 5, "eos_token_id": [6, 7]}))
-    out = write_hf(state().items(), ARCH, tmp_path / "out", assets_from=assets)
+    out = write(state(), tmp_path / "out", assets_from=assets)
     assert (out / "tokenizer.json").read_text() == '{"a": 1}'
     assert not (out / "notes.txt").exists()
     config = json.loads((out / "config.json").read_text())
@@ -211,10 +222,10 @@ def test_weights_that_fit_another_arithmetic_are_said(folder: Path, caplog: pyte
 
 def test_values_that_float16_cannot_hold_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tensors = state()
-    write_hf(tensors.items(), ARCH, tmp_path / "good", dtype=torch.float16)
+    write(tensors, tmp_path / "good", dtype=torch.float16)
     assert not caplog.messages
     tensors["norm.weight"] = torch.full_like(tensors["norm.weight"], 1e5)
-    write_hf(tensors.items(), ARCH, tmp_path / "bad", dtype=torch.float16)
+    write(tensors, tmp_path / "bad", dtype=torch.float16)
     (said,) = caplog.messages
     assert said.startswith(f"1 of {len(tensors)} tensors have values beyond float16's largest")
     assert "norm.weight" in said

@@ -11,8 +11,7 @@ import fsspec
 import pytest
 
 from shardline.checkpoint.fetch import fetch_to_resume, local_path
-from shardline.checkpoint.folders import describe, find, manifest_checksum, steps_in
-from shardline.checkpoint.format import find_checkpoint
+from shardline.checkpoint.format import find, find_checkpoint, look_at, manifest_checksum, step_names
 from shardline.checkpoint.mirror import Mirror, check_free
 from shardline.cli.main import main
 from shardline.errors import UserError
@@ -58,7 +57,7 @@ def save(trained: Path, folder: Path, *steps: int) -> None:
 def copied(mirror: Mirror) -> list[str]:
     mirror.nudge()
     mirror.finish()
-    return steps_in(mirror.place)
+    return step_names(mirror.place)
 
 
 def content(where: Any) -> dict[str, bytes]:
@@ -92,7 +91,7 @@ def test_the_manifest_goes_last_and_is_removed_first(trained: Path, folder: Path
     assert removed[0] == "/bucket/run/step-2/manifest.json"
     last = max(index for index, (what, _) in enumerate(faults.log) if what == "write")
     assert faults.log.index(("remove", removed[0])) > last  # only after the next one was there
-    assert steps_in(mirror.place) == ["step-3"]
+    assert step_names(mirror.place) == ["step-3"]
     assert not (mirror.place / "step-2").exists()
 
 
@@ -133,7 +132,7 @@ def test_a_failed_copy_is_said_and_tried_again_at_each_write(
             mirror.nudge()
             wait(mirror)
             for saved in listed(mirror):  # of a manifest at most a part is there, or all but its last newline
-                assert saved.manifest is None or saved.verify(lambda size: None) == []
+                assert saved is None or saved.find_damage() == []
             (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
             assert f"{folder / 'step-1'} was not copied to {URL}: " in line
             assert line.endswith("; tried again with the next save")
@@ -141,7 +140,7 @@ def test_a_failed_copy_is_said_and_tried_again_at_each_write(
             assert reason in line
             save(trained, folder, 2)
             assert copied(mirror) == ["step-1", "step-2"]
-            assert [saved.verify(lambda size: None) for saved in listed(mirror)] == [[], []]
+            assert [saved.find_damage() for saved in listed(mirror)] == [[], []]
 
 
 def wait(mirror: Mirror) -> None:
@@ -152,7 +151,7 @@ def wait(mirror: Mirror) -> None:
 
 
 def listed(mirror: Mirror) -> list[Any]:
-    return [describe(mirror.place / name) for name in steps_in(mirror.place)]
+    return [look_at(mirror.place / name).saved for name in step_names(mirror.place)]
 
 
 def test_the_end_tries_once_more_and_then_says_so(
@@ -164,7 +163,7 @@ def test_the_end_tries_once_more_and_then_says_so(
     mirror.nudge()
     wait(mirror)
     mirror.finish()
-    assert steps_in(mirror.place) == ["step-1"]
+    assert step_names(mirror.place) == ["step-1"]
     faults.unreachable = True
     save(trained, folder, 2)
     mirror.finish()
@@ -172,7 +171,7 @@ def test_the_end_tries_once_more_and_then_says_so(
     mirror.finish()  # as where the first try was under way when the run ended
     assert caplog.text.count("the run ends without it") == 1
     faults.unreachable = False
-    assert steps_in(mirror.place) == ["step-1"]
+    assert step_names(mirror.place) == ["step-1"]
 
 
 def test_what_others_put_there_is_left_alone(trained: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -191,7 +190,7 @@ def test_what_others_put_there_is_left_alone(trained: Path, folder: Path, caplog
     assert content(there / "step-2") == before
     save(trained, folder, 4)
     copied(mirror)
-    assert steps_in(there) == ["step-1", "step-2", "step-3", "step-4"]
+    assert step_names(there) == ["step-1", "step-2", "step-3", "step-4"]
     assert content(there / "step-2") == before
     faults.unreachable = True
     assert "cannot be listed now (no route" in check_free(URL)[0]
@@ -255,7 +254,7 @@ def test_training_does_not_wait_for_a_slow_copy(trained: Path, folder: Path) -> 
     assert mirror.protected() == {1}
     let_go.set()
     mirror.finish()
-    assert steps_in(mirror.place) == ["step-1", "step-2"]
+    assert step_names(mirror.place) == ["step-1", "step-2"]
 
 
 def test_a_mirror_inside_the_run_is_refused(folder: Path) -> None:
@@ -320,7 +319,7 @@ def test_the_newest_good_one_is_fetched_to_resume(trained: Path, folder: Path, t
     fresh = tmp_path / "fresh"
     notes = fetch_to_resume("memory://bucket/run", fresh)
     # 5 holds weights alone and 4 is torn: 3 is what can be resumed
-    assert steps_in(locate(fresh)) == ["step-3", "step-5"]
+    assert step_names(locate(fresh)) == ["step-3", "step-5"]
     assert "memory://bucket/run/step-5" in notes[0]
     assert "skipping a damaged checkpoint" in notes[1]
     assert "fetched memory://bucket/run/step-3" in notes[2]

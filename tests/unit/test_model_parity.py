@@ -1,5 +1,6 @@
 """Logits and gradients against transformers in float32, on tiny random checkpoints of every family."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.generate import generate
 from shardline.models.hf import hf_name, read_hf, write_hf
 from shardline.models.state import load_logical_state
+from shardline.storage.safetensors import Entry
 from tests import proven
 from tests.model_state import logical_state
 
@@ -108,7 +110,9 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
     # And back: what we write opens there, with every bit the same.
-    out = write_hf(logical_state(model).items(), model.arch, tmp_path / "ours")
+    state, out = logical_state(model), tmp_path / "ours"
+    entries = [Entry(name, tuple(t.shape), t.dtype, functools.partial(state.get, name)) for name, t in state.items()]
+    write_hf(entries, model.arch, out)
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True, attn_implementation="eager"
     )

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.checkpoint.shards import (
-    Part,
-    Piece,
+    HeldTensor,
     Place,
     Scratch,
+    TensorPiece,
     _check_other_shape,
     cut,
     place_key,
@@ -99,7 +99,7 @@ def pieces_of(arch, name, tensor, grid):
     for place in grid:
         held = tensor[place.slices].contiguous()
         for piece in cut(arch, name, tensor.shape, place):
-            part, scratch = Part(0, held, held.dtype, (piece,)), Scratch(48)  # some rows at a time
+            part, scratch = HeldTensor(0, held, held.dtype, (piece,)), Scratch(48)  # some rows at a time
             found.append((piece, torch.cat([rows.clone() for rows in take(part, piece, scratch)])))
     return found
 
@@ -152,7 +152,7 @@ def test_a_key_tells_where_a_piece_lies_unless_it_is_all():
     assert place_key("a", (4, 6), Place((0, 0), (4, 6))) == "a"
     assert place_key("a", (), Place((), ())) == "a"
     assert place_key("a", (4, 6), Place((2, 0), (2, 3))) == "a[2:4,0:3]"
-    assert Piece("a", (4,), Place((1,), (2,)), None).key == "a[1:3]"
+    assert TensorPiece("a", (4,), Place((1,), (2,)), None).key == "a[1:3]"
 
 
 def test_values_are_converted_to_the_type_held():
@@ -175,7 +175,7 @@ class Sharded:
 
 
 def test_state_that_cannot_be_placed_is_refused():
-    with pytest.raises(UserError, match=r"row_sums.w as a plain tensor of shape \(4,\) beside a parameter that ranks"):
+    with pytest.raises(UserError, match=r"row_sums.w as a plain tensor of shape \(4,\) for a parameter that"):
         _check_other_shape("row_sums.w", torch.zeros(4), Sharded())
     _check_other_shape("step.w", torch.zeros(()), Sharded())
     _check_other_shape("row_sums.w", torch.zeros(8), torch.zeros(8, 4))

@@ -2,9 +2,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardline.errors import UserError
-from shardline.storage import safetensors as tensor_file
-from shardline.storage.safetensors import Entry, verify_file, write_tensors
+from shardline.storage import blocks
+from shardline.storage.blocks import find_damage
+from shardline.storage.location import locate
+from shardline.storage.safetensors import Entry, header_of, write_tensors
 
 
 def entries(tensors):
@@ -32,22 +33,42 @@ def test_safetensors_reads_what_was_written(tmp_path, tensors):
 
 
 def test_every_flipped_byte_and_every_cut_is_found(tmp_path, tensors, monkeypatch):
-    monkeypatch.setattr(tensor_file, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 1024)
     path = tmp_path / "x.safetensors"
     recorded = write_tensors(path, entries(tensors))
-    verify_file(path, recorded)
+
+    def damage():
+        return "; ".join(map(str, find_damage(locate(path), recorded)))
+
+    assert damage() == ""
     good = path.read_bytes()
     assert len(recorded["crc32"]) == -(-len(good) // 1024)
     for position in range(0, len(good), 997):
         path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
-        with pytest.raises(UserError, match="damaged"):
-            verify_file(path, recorded)
+        start = position // 1024 * 1024
+        assert f"is damaged: bytes {start} to {min(start + 1024, len(good))} fail their checksum" in damage()
     path.write_bytes(good[:-1])
-    with pytest.raises(UserError, match="torn"):
-        verify_file(path, recorded)
+    assert "torn" in damage()
     path.unlink()
-    with pytest.raises(UserError, match="missing"):
-        verify_file(path, recorded)
+    assert "missing" in damage()
+
+
+def test_a_header_that_cannot_be_is_refused(tmp_path, tensors):
+    path = tmp_path / "x.safetensors"
+    write_tensors(path, entries(tensors))
+    good = path.read_bytes()
+    length = int.from_bytes(good[:8], "little")
+    for content, words in (
+        (good[:5], "its header would have"),
+        (good[:100], "its header would have"),
+        (good[:-1], "of its data cannot be ids, I64 [9]"),
+        (good.replace(b"[300,17]", b"[300,18]"), "of its data cannot be a, F32 [300, 18]"),
+        (good[:8] + b"{" * length + good[8 + length :], "Expecting"),
+    ):
+        path.write_bytes(content)
+        with path.open("rb") as file, pytest.raises(ValueError) as refused:
+            header_of(file, len(content))
+        assert words in str(refused.value)
 
 
 def test_written_in_the_entrys_type(tmp_path):

@@ -1,0 +1,399 @@
+"""How ranks write a checkpoint together, in two phases: every rank writes its shard, then rank 0 commits all of them.
+
+    rank 0       makes step-200.partial
+    every rank   writes its shard with checksums -> fsync -> reports to rank 0 what is in it
+    rank 0       receives all reports -> merges them -> manifest -> fsync -> renames to step-200 -> prunes -> verdict
+    every rank   receives the verdict: saved, or the same error on all
+
+Writers run in background threads. They exchange messages through the job's store and never through process groups: a
+collective of a background thread would mix with those of training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardline.checkpoint import format as files
+from shardline.checkpoint.assets import assets_at, special_tokens
+from shardline.checkpoint.background import Activity, Cancelled
+from shardline.checkpoint.mirror import Mirror
+from shardline.checkpoint.reader import ShardFiles, TensorView
+from shardline.checkpoint.shards import HeldTensor, Scratch, TensorPiece, take
+from shardline.checkpoint.staging import Staging
+from shardline.comm import collectives
+from shardline.comm.mesh import Mesh
+from shardline.comm.store import connect_store
+from shardline.config.architecture import Architecture
+from shardline.config.schema import Checkpoint
+from shardline.errors import UserError
+from shardline.models.fused_weights import logical_shapes
+from shardline.models.hf import write_hf
+from shardline.storage.atomic import sync_folder
+from shardline.storage.blocks import record_file
+from shardline.storage.crash_points import reach
+from shardline.storage.safetensors import Entry, entries_from, name_of_type, write_tensors
+from shardline.words import listed
+
+log = logging.getLogger("shardline")
+VERDICT_SECONDS = 30.0  # rank 0 notices first that a rank is late
+POLL = timedelta(seconds=1)  # between checks whether a wait was cancelled
+Sizes = list[tuple[int, int]]  # (key, bytes) of what a rank holds
+
+
+# ---- who writes what -------------------------------------------------------------------------------------------------
+
+
+def share_out(held: list[Sizes]) -> list[set[int]]:
+    """The keys that each rank writes. Largest first, each to the holder that has the least so far.
+
+    rank 0 holds a b c     rank 1 holds a b d     a is 6 bytes, b 3, c 2, d 5    ->   rank 0: a c, rank 1: b d
+    """
+    sizes: dict[int, int] = {}
+    holders: dict[int, list[int]] = {}
+    for rank, rows in enumerate(held):
+        for key, size in rows:
+            sizes[key] = size
+            holders.setdefault(key, []).append(rank)
+    load, owned = [0] * len(held), [set[int]() for _ in held]
+    # What one rank alone holds is settled: the others are shared out around it.
+    for key in sorted(sizes, key=lambda key: (len(holders[key]) > 1, -sizes[key], key)):
+        owner = min(holders[key], key=lambda rank: (load[rank], rank))
+        load[owner] += sizes[key]
+        owned[owner].add(key)
+    return owned
+
+
+class Owners:
+    """This rank's share, agreed on by all ranks once and again when some rank holds something else than before."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.rank, self.world_size = mesh.rank, mesh.world_size
+        self._known: dict[str, tuple[Sizes, set[int]]] = {}
+
+    def owned(self, kind: str, held: list[HeldTensor]) -> list[HeldTensor]:
+        """What this rank writes in a save of this kind; a collective of all ranks."""
+        if self.world_size == 1:
+            return held
+        sizes = [(tensor.key, tensor.bytes) for tensor in held]
+        known, mine = self._known.get(kind, ([], set()))
+        changed = torch.tensor([float(sizes != known or not known)])  # on the host: the device may be busy
+        collectives.max_in_place(changed, "world")
+        if changed.item():
+            everyone: list[Sizes] = [[] for _ in range(self.world_size)]
+            dist.all_gather_object(everyone, sizes)
+            mine = share_out(everyone)[self.rank]
+            self._known[kind] = (sizes, mine)
+        return [tensor for tensor in held if tensor.key in mine]
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+class Messages:
+    """Short JSON messages between the writers of one job. `connect` is called at the first one.
+
+    Each saver has a connection of its own to the store; a process that is alone has a store in its memory.
+    """
+
+    def __init__(self, world_size: int, prefix: str, connect: Callable[[], dist.Store] = connect_store) -> None:
+        self._connect = connect if world_size > 1 else dist.HashStore
+        self._prefix = prefix
+        self._store: dist.Store | None = None
+
+    @property
+    def store(self) -> dist.Store:
+        if self._store is None:
+            self._store = dist.PrefixStore(self._prefix, self._connect())
+        return self._store
+
+    def send(self, key: str, message: Any) -> None:
+        self.store.set(key, json.dumps(message))
+
+    def receive(self, key: str, deadline: float, check: Callable[[], None], late: str) -> Any:
+        """Wait for a message; a `UserError` with the text `late` after `deadline` (of `time.monotonic`).
+
+        `check` is called every second, and raises to end the wait.
+        """
+        while True:
+            check()
+            try:
+                self.store.wait([key], POLL)
+                return json.loads(self.store.get(key))
+            except dist.DistStoreError:
+                if time.monotonic() > deadline:
+                    raise UserError(late) from None
+
+    def delete(self, key: str) -> None:
+        self.store.delete_key(key)
+
+
+# ---- one save --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save, as the background thread gets it."""
+
+    number: int
+    step: int
+    kind: files.Kind
+    owned: list[HeldTensor]
+    trainer: dict[str, Any]
+    rng: dict[str, Any]
+    hf_dtype: torch.dtype | None  # the type of a Hugging Face folder, if it is to be one
+    staged: bool
+
+
+class CheckpointWriter:
+    """This rank's part in saves; `write` runs in a background thread."""
+
+    def __init__(
+        self, section: Checkpoint, arch: Architecture, mesh: Mesh, mirror: Mirror | None, staging: Staging | None
+    ) -> None:
+        self.section, self.arch, self.mesh, self.mirror, self.staging = section, arch, mesh, mirror, staging
+        self._scratch = Scratch()
+        self._shard = files.shard_name(mesh.rank, mesh.world_size)
+        self._messages: Messages | None = None
+
+    def connect(self) -> None:
+        """Agree on keys of this saver's own; a collective. Earlier runs of these processes may have used the store."""
+        if self._messages is None:
+            token = self.mesh.from_rank_0(lambda: os.urandom(8).hex())
+            self._messages = Messages(self.mesh.world_size, f"checkpoint/{token}")
+
+    def write(self, save: Save, final: Path, activity: Activity) -> None:
+        messages, deadline = self._messages, time.monotonic() + self.section.save_timeout_seconds
+        assert messages is not None
+        device = next((tensor.tensor.device for tensor in save.owned if tensor.tensor.is_cuda), None)
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread begins with device 0
+        prefix, partial = f"{save.number}/", final.with_name(f"{final.name}.partial")
+        if self.mesh.rank == 0:
+            messages.send(prefix + "folder", _make_folder(partial))
+        failed: BaseException | None = None
+        try:
+            activity.at = f"waiting for rank 0 to make {partial}"
+            problem = messages.receive(prefix + "folder", deadline, activity.check, f"rank 0 did not make {partial}")
+            report = {"error": problem} if problem else self._write_shard(save, partial, activity)
+        except BaseException as error:
+            failed = error
+            cancelled = isinstance(error, Cancelled)
+            report = {"error": "the save was interrupted" if cancelled else f"{reason(error)} ({self._shard})"}
+        messages.send(f"{prefix}shard-{self.mesh.rank}", report)
+        reach("shard-reported", partial / self._shard)
+        if isinstance(failed, Cancelled):
+            raise failed
+        if self.mesh.rank == 0:
+            verdict = self._commit(messages, save, final, partial, deadline, activity)
+            reach("before-verdict", final)
+            messages.send(prefix + "verdict", verdict)
+            if save.number > 1:  # every rank has reported its shard of this save: it has the verdict of the last one
+                messages.delete(f"{save.number - 1}/verdict")
+        else:
+            activity.at = f"waiting for rank 0 to finish {final}"
+            late = f"checkpoint {final} was not saved: rank 0 did not finish it; earlier ones are intact"
+            verdict = messages.receive(prefix + "verdict", deadline + VERDICT_SECONDS, activity.check, late)
+        if verdict["error"]:
+            if failed is not None and not isinstance(failed, OSError | UserError):
+                raise failed  # a bug, with its traceback
+            raise UserError(f"checkpoint {final} was not saved: {verdict['error']}; earlier ones are intact")
+        log.info("saved %s%s", final, f" (removed {verdict['removed']} older)" if verdict["removed"] else "")
+
+    def _write_shard(self, save: Save, partial: Path, activity: Activity) -> dict[str, Any]:
+        """Write what this rank owns; returns the report for rank 0."""
+        if save.staged and self.staging is not None:
+            activity.at = "copying the state to the host"
+            self.staging.wait()
+        report: dict[str, Any] = {"file": None, "tensors": {}, "rng": save.rng}
+        if save.owned:
+            path = partial / self._shard
+            entries = [self._entry(held, piece, activity, path) for held in save.owned for piece in held.pieces]
+            activity.at = f"opening {path}"
+            report |= {"file": self._shard, "record": write_tensors(path, entries), "tensors": _table(save.owned)}
+        return report
+
+    def _entry(self, held: HeldTensor, piece: TensorPiece, activity: Activity, path: Path) -> Entry:
+        def read() -> Iterator[torch.Tensor]:
+            activity.at = f"writing {path}, {piece.name}"
+            for rows in take(held, piece, self._scratch):
+                activity.check()
+                yield rows
+
+        return Entry(piece.key, piece.place.size, held.dtype, read)
+
+    def _commit(
+        self, messages: Messages, save: Save, final: Path, partial: Path, deadline: float, activity: Activity
+    ) -> dict[str, Any]:
+        """Rank 0's second phase; returns the verdict: {"error": text, or "" if it is saved, "removed": count}."""
+        try:
+            reports = []
+            for rank in range(self.mesh.world_size):
+                shard = files.shard_name(rank, self.mesh.world_size)
+                activity.at = f"waiting for rank {rank} to write {partial / shard}"
+                late = f"rank {rank} did not write {shard} in {self.section.save_timeout_seconds} s"
+                reports.append(messages.receive(f"{save.number}/shard-{rank}", deadline, activity.check, late))
+            reach("reports-complete", partial)
+            for key in ("folder", *(f"shard-{rank}" for rank in range(self.mesh.world_size))):
+                messages.delete(f"{save.number}/{key}")
+            errors = list(dict.fromkeys(report["error"] for report in reports if "error" in report))
+            if errors:
+                raise UserError("; ".join(errors))
+            activity.check()
+            activity.at = f"writing {partial / files.MANIFEST}"
+            publish(partial, final, self._manifest(save, partial, merge(reports)))
+            removed = self._prune(save.step, final.parent, activity)
+            if self.mirror is not None:
+                self.mirror.nudge()
+            return {"error": "", "removed": removed}
+        except Cancelled:
+            raise
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            named = f" ({files.MANIFEST})" if isinstance(error, OSError) else ""
+            return {"error": reason(error) + named, "removed": 0}
+
+    def _manifest(self, save: Save, partial: Path, merged: Merged) -> dict[str, Any]:
+        written = {name.removeprefix("model/") for name in merged.tensors if name.startswith("model/")}
+        differing = sorted(written ^ logical_shapes(self.arch).keys())
+        if differing:
+            raise RuntimeError(f"ranks wrote other tensors than the model has: {listed(differing)}")
+        recorded, tensors = merged.files, merged.tensors
+        if save.hf_dtype is not None:
+            recorded, tensors = self._to_hf(partial, merged, save.hf_dtype, save.trainer["tokenizer"]), {}
+        trainer = {**save.trainer, "rng": merged.rng}
+        ranks, layout = self.mesh.world_size, asdict(self.mesh.layout)
+        return files.manifest(save.step, save.kind, self.arch, trainer, recorded, tensors, ranks, layout)
+
+    def _to_hf(self, partial: Path, merged: Merged, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
+        """Turn the shards into a Hugging Face folder, one tensor at a time; returns the records of its files."""
+        weights = TensorView(ShardFiles(partial, merged.files, merged.tensors), "model/")
+        records = write_hf(
+            entries_from(weights, logical_shapes(self.arch)),
+            self.arch,
+            partial / "hf",
+            dtype,
+            assets_from=assets_at(tokenizer),
+            special_tokens=special_tokens(tokenizer),
+        )
+        for name in merged.files:
+            (partial / name).unlink()
+        for path in sorted((partial / "hf").iterdir()):
+            path.rename(partial / path.name)
+        (partial / "hf").rmdir()
+        return {path.name: records.get(path.name) or record_file(path) for path in sorted(partial.iterdir())}
+
+    def _prune(self, step: int, folder: Path, activity: Activity) -> int:
+        """Remove older checkpoints and count them; one that cannot be removed does not make this save fail."""
+        activity.at = f"removing older checkpoints of {folder}"
+        copying = set() if self.mirror is None else self.mirror.protected()
+        try:
+            return len(files.prune(folder, self.section.keep_latest_k, protected={step, *copying}))
+        except OSError as error:
+            log.warning("older checkpoints of %s were not removed: %s", folder, reason(error))
+            return 0
+
+
+class Merged(NamedTuple):
+    """The manifest's tables of files and tensors, and the random state of each rank."""
+
+    files: dict[str, Any]
+    tensors: dict[str, Any]
+    rng: list[Any]
+
+
+def merge(reports: list[dict[str, Any]]) -> Merged:
+    """Merge what ranks reported, in the order of ranks; together they must have written every element once."""
+    recorded: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for report in reports:
+        number = len(recorded)
+        if report["file"] is not None:
+            recorded[report["file"]] = report["record"]
+        for name, row in report["tensors"].items():
+            entry = tensors.setdefault(name, {"dtype": row["dtype"], "shape": row["shape"], "pieces": []})
+            if (entry["dtype"], entry["shape"]) != (row["dtype"], row["shape"]):
+                raise RuntimeError(f"ranks hold {name} as {entry['dtype']} {entry['shape']} and {row}")
+            entry["pieces"] += [[number, *place] for place in row["places"]]
+    for name, entry in tensors.items():
+        dimensions = len(entry["shape"])
+        held = sum(math.prod(piece[1 + dimensions :]) for piece in entry["pieces"])
+        if held != math.prod(entry["shape"]):
+            raise RuntimeError(f"ranks wrote {held} elements of {name} {entry['shape']}")
+    return Merged(recorded, tensors, shortened_rng([report["rng"] for report in reports]))
+
+
+def shortened_rng(states: list[dict[str, Any]]) -> list[Any]:
+    """Replace a state that an earlier rank has too by that rank's number: most often all ranks have the same."""
+    shortened: list[Any] = []
+    for rank, state in enumerate(states):
+        same = next((other for other in range(rank) if shortened[other] == state), None)
+        shortened.append(state if same is None else same)
+    return shortened
+
+
+def _table(owned: list[HeldTensor]) -> dict[str, Any]:
+    """Rows of the manifest's `tensors` for one file: start and size of each piece."""
+    table: dict[str, Any] = {}
+    for held in owned:
+        for piece in held.pieces:
+            row = {"dtype": name_of_type(held.dtype), "shape": list(piece.shape), "places": list[list[int]]()}
+            table.setdefault(piece.name, row)["places"].append([*piece.place.start, *piece.place.size])
+    return table
+
+
+def _make_folder(partial: Path) -> str:
+    """Make an empty folder; returns what is wrong, or "" if it worked."""
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        return reason(error)
+    return ""
+
+
+def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
+    """Add the manifest to `partial`, make everything durable and rename it to `final`."""
+    with open(partial / files.MANIFEST, "w") as file:
+        file.write(files.manifest_text(content))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(partial)
+    reach("manifest-written", partial)
+    put_in_place(partial, final)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Rename `partial` to `final`; what is there is replaced."""
+    reach("before-rename", partial)
+    if final.exists():
+        replaced = final.with_name(final.name + ".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+        partial.rename(final)
+        with contextlib.suppress(OSError):  # the next pruning removes it
+            files.remove(replaced)
+    else:
+        partial.rename(final)
+    sync_folder(final.parent)
+    reach("renamed", final)
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed, in the words of the system or of our own error."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
