@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -289,13 +290,17 @@ def alive(process: psutil.Process) -> bool:
 
 
 def test_two_processes_do_not_mix(tmp_path: Path) -> None:
+    """Both wait while a third holds the folder; then one prepares it, and the other uses the result."""
     out = tmp_path / "out"
-    first = start(out, pause=0.1)
-    wait_for(out / "part-00001.json")
-    second = start(out)
-    said = [process.communicate(timeout=60)[0] for process in (first, second)]
-    assert "another process is preparing" in said[1]
+    out.mkdir()
+    with (out / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        processes = [start(out), start(out)]
+        for process in processes:
+            assert "another process is preparing" in process.stdout.readline()
+    said = [process.communicate(timeout=60)[0] for process in processes]
     assert said[0].split()[-1] == said[1].split()[-1] == str(len(expected_tokens(DOCUMENTS)))
+    assert sum("done in" in text for text in said) == 1
     TokenStore.open(out).verify()
 
 
