@@ -32,7 +32,7 @@ from shardline.registry import nearest
 from shardline.run.device import device_name
 from shardline.run.options import TrainOptions
 from shardline.tools.bench.collectives import OPS, Bench, CollectiveTime
-from shardline.tools.bench.on_ranks import on_ranks, rank_count
+from shardline.tools.bench.ranks import on_ranks, rank_count
 
 DIMS = (*AXES, "fsdp", "loss", "world")
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}

@@ -36,7 +36,7 @@ from shardline.registry import nearest
 from shardline.run.device import device_name
 from shardline.run.options import TrainOptions
 from shardline.tools.bench import torch_fused
-from shardline.tools.bench.on_ranks import on_ranks, rank_count
+from shardline.tools.bench.ranks import on_ranks, rank_count
 
 NAMES = ("serial", "ring", "symmetric", "fused", "auto")
 

@@ -19,7 +19,7 @@ from shardline.models.dtensor import local
 from shardline.parallel.apply import make_model
 from shardline.precision.mixed import Precision
 from shardline.tools.dry_run.fake import fake_group
-from shardline.words import ranges
+from shardline.words import numbered
 
 Shape = tuple[int, ...]
 
@@ -64,7 +64,7 @@ class Built:
     @property
     def layers(self) -> str:
         """`layers 0-3`, or of several stages `layers 0-1, 4-5`."""
-        return f"layers {ranges(self.indices)}" if self.indices else "no layers"
+        return numbered("layer", self.indices) if self.indices else "no layers"
 
     @property
     def elements(self) -> int:
