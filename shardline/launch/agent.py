@@ -36,9 +36,11 @@ from shardline.launch.rendezvous import Rendezvous
 from shardline.launch.rounds import End, Round, Terms
 from shardline.report import Report
 from shardline.run import attempt, signals
+from shardline.run.options import TrainOptions, node_range
 from shardline.words import numbered
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
+MEETING_SECONDS = 900  # that machines wait for each other
 WATCH_SECONDS = 0.1
 SURE_GRACE = 0.5  # seconds from a failure with a cause of its own for an earlier one to show, before a restart
 FAILURE_GRACE = 2.0  # seconds from a failure that ends the job for the other ranks to end by themselves
@@ -48,38 +50,29 @@ SECOND_SIGNAL_GRACE = 5.0
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: `entry` ("module:function") runs in every rank with the same words."""
+    """What to start, and how: `entry` ("module:function") runs in every rank with the same words."""
 
     entry: str
     words: tuple[str, ...]
-    nproc: int
-    nnodes: int = 1
-    node_rank: int = 0
-    rdzv_id: str = "none"
-    rdzv_backend: str = "static"
-    rdzv_endpoint: str = ""
-    rdzv_timeout_seconds: int = 900
+    options: TrainOptions
+    environment: Mapping[str, str] = field(default_factory=dict)  # of every rank, besides this process's
     stop_timeout_seconds: float = 30.0
     preempted_exit_code: int = 128 + signal.SIGTERM  # of ranks that SIGTERM or a time limit ended at a step boundary
-    environment: Mapping[str, str] = field(default_factory=dict)
-    debug: bool = False  # show the traceback of what a user can mend, too
-    least_nodes: int | None = None  # go on with as few machines as this; None: with `nnodes` alone
-    max_restarts: int = 0
     lost_machine_seconds: float = 10.0
     saves: bool = False  # ranks that are asked to stop lose nothing
     misfit: Callable[[int], str] = lambda ranks: ""  # why the layout cannot be had with so many ranks
 
-    @property
     def terms(self) -> Terms:
-        return Terms(self.least_nodes or self.nnodes, self.nnodes, self.rdzv_id, self.max_restarts)
+        least, most = node_range(self.options.nnodes)
+        return Terms(least, most, self.options.rdzv_id, self.options.max_restarts)
 
-    @property
     def endpoint(self) -> Endpoint:
         """Where launchers meet; one machine takes any free port."""
-        if self.nnodes == 1:
-            return Endpoint("127.0.0.1:0", 0, self.rdzv_timeout_seconds)
-        number = self.node_rank if self.rdzv_backend == "static" else None
-        return Endpoint(self.rdzv_endpoint, number, self.rdzv_timeout_seconds)
+        options = self.options
+        if self.terms().most == 1:
+            return Endpoint("127.0.0.1:0", 0, MEETING_SECONDS)
+        number = options.node_rank if options.rdzv_backend == "static" else None
+        return Endpoint(options.rdzv_endpoint, number, MEETING_SECONDS)
 
 
 class RoundStatus(enum.Enum):
@@ -126,13 +119,13 @@ class Agent:
     """The ranks of this machine, and what is known of the job."""
 
     def __init__(self, launch: Launch, folder: Path) -> None:
-        self.launch, self.folder = launch, folder
+        self.launch, self.folder, self.terms = launch, folder, launch.terms()
         self.rendezvous = Rendezvous(
-            launch.endpoint,
-            launch.terms,
-            launch.nproc,
+            launch.endpoint(),
+            self.terms,
+            launch.options.nproc,
             launch.lost_machine_seconds,
-            launch.misfit if launch.terms.is_elastic else lambda ranks: "",  # no other machines would come
+            launch.misfit if self.terms.is_elastic else lambda ranks: "",  # no other machines would come
             self._may_regroup,
         )
         self.signals: list[int] = []
@@ -160,7 +153,7 @@ class Agent:
             if met is None:
                 return
             if self.recovery is not None:
-                self.recovery.begins(met, self.launch.max_restarts)
+                self.recovery.begins(met, self.terms.max_restarts)
             self._start(met)
             while (status := self._watch()) is RoundStatus.RUNNING:
                 time.sleep(WATCH_SECONDS)
@@ -169,7 +162,7 @@ class Agent:
     # ---- starting ----------------------------------------------------------------------------------------------------
 
     def _start(self, met: Round) -> None:
-        place, count = self.rendezvous.place, self.launch.nproc
+        place, count = self.rendezvous.place, self.launch.options.nproc
         first = sum(peer.ranks for peer in met.peers[:place])
         address, port = self.rendezvous.store_address
         folder = self.folder / f"round-{met.number}"
@@ -193,7 +186,7 @@ class Agent:
                 "GROUP_WORLD_SIZE": str(len(met.peers)),
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
-                "TORCHELASTIC_RUN_ID": self.launch.rdzv_id,
+                "TORCHELASTIC_RUN_ID": self.terms.job,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_RESTART_COUNT": str(met.number),
                 **attempt.variable(state),
@@ -241,8 +234,8 @@ class Agent:
         """Report the first signal: a machine leaves the others where they can do without it, else all stop."""
         if not self.signals or self.forwarded:
             return
-        name, host, terms = signal.Signals(self.signals[0]).name, socket.gethostname(), self.launch.terms
-        leaves = name == "SIGTERM" and terms.least < terms.most and not self.rendezvous.leads
+        name, host = signal.Signals(self.signals[0]).name, socket.gethostname()
+        leaves = name == "SIGTERM" and self.terms.least < self.terms.most and not self.rendezvous.leads
         text = f"host {host} {'leaves' if leaves else 'stops'} ({name})"
         self.rendezvous.report(End(Report("leave" if leaves else "stop", -1, host, os.getpid(), text, at=time.time())))
 
@@ -306,8 +299,7 @@ class Agent:
         lies_elsewhere = cause.kind == "lost_peer" and self.rendezvous.machines > 1
         ended = all(rank.code is not None for rank in self.ranks)
         if lies_elsewhere:
-            is_elastic = self.launch.terms.is_elastic
-            grace = self.launch.lost_machine_seconds + 1 if is_elastic else OTHER_HOST_GRACE
+            grace = self.launch.lost_machine_seconds + 1 if self.terms.is_elastic else OTHER_HOST_GRACE
         else:
             is_sure = cause.kind != "lost_peer" and not self._is_final(cause)
             grace = 0.0 if ended else SURE_GRACE if is_sure else FAILURE_GRACE
@@ -327,12 +319,12 @@ class Agent:
 
     def _is_final(self, cause: Report) -> bool:
         """Whether there is no restart after this failure."""
-        used_up = self.rendezvous.state.restarts >= self.launch.max_restarts
+        used_up = self.rendezvous.state.restarts >= self.terms.max_restarts
         return cause.kind == "user" or used_up or bool(self.signals)
 
     def _cut_off_report(self) -> Report:
         host, silent = socket.gethostname(), self.rendezvous.silent_seconds
-        text = f"host {host} has not reached {self.launch.rdzv_endpoint} for {silent:.0f} s"
+        text = f"host {host} has not reached {self.rendezvous.endpoint.address} for {silent:.0f} s"
         return Report("machine", -1, host, os.getpid(), text, at=time.time())
 
     # ---- the run so far ----------------------------------------------------------------------------------------------
@@ -376,7 +368,7 @@ class Agent:
             end = self.rendezvous.end
             cause = end.report if end is not None and end.is_failure else None
         if cause is not None:
-            return show(cause, self.launch.debug)
+            return show(cause, self.launch.options.debug)
         if self.killed_late:
             print(
                 f"error: {numbered('rank', self.killed_late)} did not stop within"

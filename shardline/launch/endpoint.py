@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shardline.errors import UserError
 
 PERIOD = 0.2
-PATIENCE = 5.0  # seconds after which a launcher says what it waits for
+PATIENCE = 5.0  # seconds after which a launcher prints what it waits for
 CONNECT_SECONDS = 30
 STORE_SECONDS = 300
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface

@@ -79,11 +79,12 @@ def main():
     from shardline.cli.main import main as command
     from shardline.launch import launch
     from shardline.launch.agent import Launch, start_ranks
+    from shardline.run.options import TrainOptions
 
     fault, ranks, folder = sys.argv[1:4]
     # The command's way of showing errors, with this program in the place of the trainer.
     launch.train = lambda config, options: start_ranks(
-        Launch("tests.faults.programs:loop", (fault, folder), int(ranks), stop_timeout_seconds=2)
+        Launch("tests.faults.programs:loop", (fault, folder), TrainOptions(nproc=int(ranks)), stop_timeout_seconds=2)
     )
     return command(["train"])
 

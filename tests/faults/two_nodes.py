@@ -22,12 +22,13 @@ def add_up(words):
 
 def main():
     from shardline.launch.agent import Launch, start_ranks
+    from shardline.run.options import TrainOptions
 
     node_rank, endpoint, program, word = sys.argv[2], sys.argv[4], sys.argv[5], sys.argv[6]
     entry = "tests.faults.two_nodes:add_up" if program == "sum" else "tests.faults.programs:loop"
     words = (word,) if program == "sum" else (program, word)
-    launch = Launch(entry, words, nproc=1, nnodes=2, node_rank=int(node_rank), rdzv_endpoint=endpoint)
-    return start_ranks(launch)
+    options = TrainOptions(nproc=1, nnodes="2", node_rank=int(node_rank), rdzv_endpoint=endpoint)
+    return start_ranks(Launch(entry, words, options))
 
 
 if __name__ == "__main__":

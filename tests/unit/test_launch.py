@@ -56,7 +56,7 @@ def test_every_rank_gets_the_same_command_line(monkeypatch):
     assert main(words) == 0
     (launch,) = seen
     assert launch.words == tuple(words)
-    assert (launch.nproc, launch.nnodes, launch.stop_timeout_seconds) == (2, 2, 7)
+    assert (launch.options.nproc, launch.terms().most, launch.stop_timeout_seconds) == (2, 2, 7)
 
 
 def test_a_rank_does_not_start_ranks(monkeypatch):
