@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardline.comm import symmetric_memory, watchdog
 from shardline.comm.job import Axis, job
-from shardline.comm.store import backend_timeout, start_groups, told_by_launcher
+from shardline.comm.store import backend_timeout, ranks_from_environment, start_groups
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from shardline.errors import UserError
 
@@ -168,7 +168,7 @@ def sharing_lines(device: torch.device) -> list[str]:
     """A line where ranks share GPUs, which is slow and may not be meant."""
     if device.type != "cuda" or not symmetric_memory.share_a_gpu(1):
         return []
-    ranks, seen = told_by_launcher("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
+    ranks, seen = ranks_from_environment("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
     return [
         f"{ranks} ranks of this machine share {seen} GPU{'s' if seen > 1 else ''}: gloo carries what they exchange,"
         " through the memory of the host. If each rank has a GPU of its own and sees no other, let all see all of them"
@@ -178,7 +178,7 @@ def sharing_lines(device: torch.device) -> list[str]:
 
 def world_size() -> int:
     """Ranks of this job, as the launcher says."""
-    return told_by_launcher("WORLD_SIZE", 1)
+    return ranks_from_environment("WORLD_SIZE", 1)
 
 
 def start_process_group(device: torch.device, timeout_seconds: int, offload: bool = False) -> bool:

@@ -17,8 +17,8 @@ MARGIN = 1.2  # the backends' own time-outs name nobody: they come after the wat
 LEAST_MARGIN_SECONDS = 20
 
 
-def told_by_launcher(name: str, otherwise: int) -> int:
-    """A number of ranks in the environment."""
+def ranks_from_environment(name: str, otherwise: int) -> int:
+    """A number of ranks that the launcher has set in the environment."""
     text = os.environ.get(name, str(otherwise))
     if not text.isdecimal() or int(text) == 0:
         raise UserError(f"{name}={text} in the environment: a launcher sets it to a number of ranks; unset it")

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.observe import Observed, labelled
-from shardline.comm.store import told_by_launcher
+from shardline.comm.store import ranks_from_environment
 
 SHARED_DEVICE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 READY, READ = 0, 1  # signals: a rank's rows can be read; they have been read
@@ -53,7 +53,7 @@ def agreed_reason(attempt: Callable[[], None], axis: str = "world") -> str | Non
 
 def share_a_gpu(ranks: int) -> bool:
     """Whether a host has more ranks than GPUs: a way to try things out. `ranks` where no launcher tells them."""
-    return told_by_launcher("LOCAL_WORLD_SIZE", ranks) > torch.cuda.device_count()
+    return ranks_from_environment("LOCAL_WORLD_SIZE", ranks) > torch.cuda.device_count()
 
 
 def _try_out(axis: str) -> None:

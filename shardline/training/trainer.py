@@ -33,7 +33,7 @@ from shardline.comm.mesh import (
     stop_process_group,
     world_size,
 )
-from shardline.comm.store import connect_store, gather_ranks, told_by_launcher
+from shardline.comm.store import connect_store, gather_ranks, ranks_from_environment
 from shardline.config.layout import with_degrees
 from shardline.config.rules import checked_layout, notes, refuse_pending, schedule_notes
 from shardline.config.schema import Config, Job
@@ -205,7 +205,7 @@ class Trainer:
         log.info("%s %s, %s, on %s", config.model.name, config.model.flavor, size, device_name(self.device))
         if self.mesh.world_size > 1:
             log.info("%d ranks: %s", self.mesh.world_size, self.layout)
-            for line in crossing_lines(self.layout, told_by_launcher("LOCAL_WORLD_SIZE", self.mesh.world_size)):
+            for line in crossing_lines(self.layout, ranks_from_environment("LOCAL_WORLD_SIZE", self.mesh.world_size)):
                 log.info("%s", line)
             for line in sharing_lines(self.device):
                 log.warning("%s", line)
