@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shardline.launch import rounds
 from shardline.launch.endpoint import print_line
-from shardline.launch.rounds import End, JobState, Peer, Round, peer_of, read_end, write_end
+from shardline.launch.rounds import End, JobHistory, Peer, Round, peer_of, read_end, write_end
 from shardline.report import Report
 from shardline.words import listed, numbered
 
@@ -128,10 +128,10 @@ class Leader:
                 self.gone.add(index)
         return [index for index in asked if index not in self.gone]
 
-    def _state(self, index: int) -> JobState:
-        return JobState(**json.loads(self.store.get(f"ready/{index}")))
+    def _state(self, index: int) -> JobHistory:
+        return JobHistory(**json.loads(self.store.get(f"ready/{index}")))
 
-    def _is_waiting(self, index: int, state: JobState) -> bool:
+    def _is_waiting(self, index: int, state: JobHistory) -> bool:
         """Whether a machine waits for the next round; those of the last one may still be in it."""
         if self.last is None or all(peer.index != index for peer in self.last.peers):
             return True
@@ -171,7 +171,7 @@ class Leader:
             text = f"host {listed(new)} {'join' if len(new) > 1 else 'joins'}"
             write_end(self.store, self.last.number, End(Report("regroup", -1, new[0], 0, text, at=time.time())))
 
-    def _gather(self, alive: Sequence[int], waiting: Sequence[int], ready: dict[int, JobState]) -> None:
+    def _gather(self, alive: Sequence[int], waiting: Sequence[int], ready: dict[int, JobHistory]) -> None:
         """Decide on the next round where enough machines wait for it, and all of the last one do."""
         chosen, now = self._choose(waiting), time.monotonic()
         everybody = len(waiting) == len(alive)
@@ -225,7 +225,7 @@ class Leader:
         least = f"at least {terms.least}" if terms.least < terms.most else str(terms.most)
         return f"more machines ({len(there)} of {least} {'is' if len(there) == 1 else 'are'} there: {hosts})"
 
-    def _decide(self, chosen: Sequence[int], waiting: Sequence[int], ready: dict[int, JobState]) -> None:
+    def _decide(self, chosen: Sequence[int], waiting: Sequence[int], ready: dict[int, JobHistory]) -> None:
         known = max((ready[index] for index in chosen), key=lambda state: (state.begun, state.round))
         number = max([ready[index].round for index in chosen] + ([self.last.number + 1] if self.last else []))
         state = replace(known, round=number, restarts=max(ready[index].restarts for index in chosen))

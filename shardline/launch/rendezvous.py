@@ -25,7 +25,7 @@ from shardline.errors import UserError
 from shardline.launch import rounds
 from shardline.launch.endpoint import Endpoint
 from shardline.launch.leader import Leader
-from shardline.launch.rounds import End, JobState, Peer, Round, Terms, read_end, read_round, write_end
+from shardline.launch.rounds import End, JobHistory, Peer, Round, Terms, read_end, read_round, write_end
 
 FENCE = 0.6  # of the time after which a silent machine is given up; its launcher ends its ranks by then
 
@@ -48,7 +48,7 @@ class Rendezvous:
     ) -> None:
         self.endpoint, self.terms, self.ranks, self.lost_seconds = endpoint, terms, ranks, lost_seconds
         self.misfit, self.may_regroup = misfit, may_regroup
-        self.state = JobState()
+        self.state = JobHistory()
         self.round: Round | None = None  # the last one
         self.thread: StoreThread | None = None
         self.closed = False
@@ -184,7 +184,7 @@ class StoreThread:
         self.reached = time.monotonic()
         self.error: BaseException | None = None
         self.wake = threading.Event()  # there is something to report
-        self._reported_ready: JobState | None = None
+        self._reported_ready: JobHistory | None = None
         self._reported_done = -1
         self._beat = 0
         self._closed = threading.Event()

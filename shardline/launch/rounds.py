@@ -54,7 +54,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class JobState:
+class JobHistory:
     """What the next round must know of the job. Every launcher keeps it, because any of them may be the one left."""
 
     round: int = 0  # the next one
@@ -82,7 +82,7 @@ class Peer:
 class Round:
     number: int
     peers: tuple[Peer, ...]
-    state: JobState
+    state: JobHistory
 
     @property
     def ranks(self) -> int:
@@ -111,7 +111,7 @@ def peer_of(entry: dict[str, Any]) -> Peer:
 
 def read_round(store: dist.Store, number: int) -> Round:
     entry = json.loads(store.get(f"round/{number}"))
-    return Round(entry["number"], tuple(map(peer_of, entry["peers"])), JobState(**entry["state"]))
+    return Round(entry["number"], tuple(map(peer_of, entry["peers"])), JobHistory(**entry["state"]))
 
 
 def read_end(store: dist.Store, number: int) -> End | None:

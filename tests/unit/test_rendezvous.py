@@ -17,7 +17,7 @@ from shardline.launch.failures import in_a_line
 from shardline.launch.launch import misfit
 from shardline.launch.recovery import Recovery
 from shardline.launch.rendezvous import Rendezvous
-from shardline.launch.rounds import End, JobState, Terms
+from shardline.launch.rounds import End, JobHistory, Terms
 from shardline.report import Report
 from shardline.run import attempt
 from shardline.run.folder import open_run_folder
@@ -227,9 +227,9 @@ def test_numbers_are_kept_and_one_that_is_taken_is_refused(launchers):
 def test_what_is_known_of_the_run_survives_the_machine_of_the_endpoint(launchers):
     a = launchers()
     survivor = launchers()
-    survivor.state = JobState(round=4, restarts=2, folder="outputs/run", begun=True)
+    survivor.state = JobHistory(round=4, restarts=2, folder="outputs/run", begun=True)
     meet(a, survivor)
-    assert a.round.state == survivor.round.state == JobState(4, 2, "outputs/run", True)
+    assert a.round.state == survivor.round.state == JobHistory(4, 2, "outputs/run", True)
 
 
 # ---- a job without restarts ------------------------------------------------------------------------------------------
