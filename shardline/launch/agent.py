@@ -166,7 +166,7 @@ class Agent:
         first = sum(peer.ranks for peer in met.peers[:place])
         address, port = self.rendezvous.store_address
         folder = self.folder / f"round-{met.number}"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         self.notes_file = folder / "notes.json"
         state = attempt.Attempt(str(self.notes_file), met.state.folder, met.state.begun)
         defaults = {
