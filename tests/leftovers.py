@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-VARIABLE = "SHARDLINE_TEST_SESSION"  # a folder for notes about processes
+VARIABLE = "SHARDLINE_TEST_SESSION"  # a folder for what the processes of a session share
 PATIENCE_SECONDS = 5.0  # for processes that are ending
 # Helpers of Python's and torch's own that end with the process that started them.
 HELPERS = ("multiprocessing.resource_tracker", "torch._inductor.compile_worker", "forkserver")

@@ -170,7 +170,7 @@ CASES = [
     case("fsdp2-always", ALWAYS, fsdp=2),
     case("fsdp2-never", NEVER, fsdp=2),
     case("fsdp2-never-accumulation", NEVER, SMALL_BATCHES, fsdp=2, slow=True),
-    case("fsdp4", fsdp=4),
+    case("fsdp4", fsdp=4, slow=True),
     case("fsdp2-prefetch-two", PREFETCH_TWO, fsdp=2, slow=True),
     case("fsdp2-no-prefetch", NO_PREFETCH, fsdp=2, slow=True),
     case("fsdp2-accumulation", SMALL_BATCHES, fsdp=2),
@@ -203,7 +203,7 @@ CASES = [
     case("hsdp2x4", ddp=2, fsdp=4, slow=True),
     # tensor parallel
     case("tp2", tp=2),
-    case("tp4", tp=4),
+    case("tp4", tp=4, slow=True),
     case("tp2-no-sequence", NO_SEQUENCE, tp=2),
     case("tp4-no-sequence", NO_SEQUENCE, tp=4, slow=True),
     case("tp2-no-loss-parallel", NO_LOSS_PARALLEL, tp=2),
@@ -264,7 +264,7 @@ CASES = [
     case("hsdp2x2-tp2-async", ASYNC, ddp=2, fsdp=2, tp=2, slow=True),
     # context parallel: ranks share sequences
     *(
-        case(f"cp{cp}-{name}{word}", method, *changes, cp=cp, slow=cp == 4 and name != "ring")
+        case(f"cp{cp}-{name}{word}", method, *changes, cp=cp, slow=cp == 4 and (name != "ring" or word != ""))
         for cp in (2, 4)
         for name, method in (("ring", RING), ("allgather", ALLGATHER), ("ulysses", ULYSSES))
         for word, changes in (("", ()), ("-documents", (DOCUMENTS,)))
@@ -299,7 +299,7 @@ CASES = [
     case("cp8-ring-documents", RING, DOCUMENTS, cp=8, slow=True),
     case("cp8-allgather", ALLGATHER, cp=8, slow=True),
     # context parallel with the others
-    case("cp2-ring-tp2", RING, cp=2, tp=2),
+    case("cp2-ring-tp2", RING, cp=2, tp=2, slow=True),
     case("cp2-ring-tp2-documents-no-sequence", RING, DOCUMENTS, NO_SEQUENCE, cp=2, tp=2, slow=True),
     case("cp2-allgather-tp2-tied", ALLGATHER, TIED, cp=2, tp=2, slow=True),
     case("cp2-ulysses-tp2-documents", ULYSSES, DOCUMENTS, cp=2, tp=2, slow=True),
@@ -307,7 +307,7 @@ CASES = [
     case("cp2-ring-tp4-one-kv-head", RING, ONE_KV_HEAD, cp=2, tp=4, slow=True),
     case("fsdp2-cp2-ring", RING, fsdp=2, cp=2),
     case("fsdp2-cp2-allgather-documents-accumulation", ALLGATHER, DOCUMENTS, SMALL_BATCHES, fsdp=2, cp=2, slow=True),
-    case("ddp2-cp2-ring", RING, ddp=2, cp=2),
+    case("ddp2-cp2-ring", RING, ddp=2, cp=2, slow=True),
     case("ddp2-cp2-ulysses-accumulation", ULYSSES, SMALL_BATCHES, ddp=2, cp=2, slow=True),
     case("fsdp2-cp2-ring-tp2", RING, fsdp=2, cp=2, tp=2, slow=True),
     case("fsdp2-cp2-allgather-tp2-documents", ALLGATHER, DOCUMENTS, fsdp=2, cp=2, tp=2, slow=True),
@@ -332,9 +332,9 @@ CASES = [
     case("pp2-validation", layers(4), VALIDATION, pp=2),
     case("pp2-interleaved-validation", layers(4), INTERLEAVED, WHOLE_VALIDATION, pp=2, slow=True),
     case("pp2-documents", layers(4), DOCUMENTS, pp=2),
-    case("pp2-zero-bubble-tp2", layers(4), ZERO_BUBBLE, pp=2, tp=2),
+    case("pp2-zero-bubble-tp2", layers(4), ZERO_BUBBLE, pp=2, tp=2, slow=True),
     case("pp2-zero-bubble-fsdp2", layers(4), ZERO_BUBBLE, pp=2, fsdp=2),
-    case("pp2-zbv-fsdp2-full-ac", layers(4), ZBV, FULL_AC, pp=2, fsdp=2),
+    case("pp2-zbv-fsdp2-full-ac", layers(4), ZBV, FULL_AC, pp=2, fsdp=2, slow=True),
     case("pp2-zbv-full-ac", layers(4), ZBV, FULL_AC, pp=2, slow=True),
     case("pp2-zero-bubble-op-ac", layers(4), ZERO_BUBBLE, OP_AC, pp=2),
     case("pp2-dual-pipe-tp2-op-ac", layers(4), DUAL_PIPE, OP_AC, pp=2, tp=2, slow=True),
@@ -343,7 +343,7 @@ CASES = [
     case("pp2-zbv-tp2-async-no-sequence-biases", layers(4), ZBV, ASYNC, NO_SEQUENCE, BIASES, pp=2, tp=2, slow=True),
     case("pp2-ddp2-zbv-tied-accumulation", layers(4), ZBV, TIED, TWO_AT_A_TIME, pp=2, ddp=2, slow=True),
     case("pp2-fsdp2-tied-always", layers(4), INTERLEAVED, TIED, ALWAYS, TWO_AT_A_TIME, pp=2, fsdp=2, slow=True),
-    case("pp2-fsdp2-bf16-always-zbv", layers(4), ZBV, BF16, ALWAYS, pp=2, fsdp=2, tolerances=BFLOAT16),
+    case("pp2-fsdp2-bf16-always-zbv", layers(4), ZBV, BF16, ALWAYS, pp=2, fsdp=2, tolerances=BFLOAT16, slow=True),
     case("pp2-bf16", BF16, pp=2, tolerances=BFLOAT16),
     case("pp2-tp2-tied", layers(4), TIED, INTERLEAVED, pp=2, tp=2, slow=True),
     case("pp2-tp2-dual-pipe", layers(4), DUAL_PIPE, pp=2, tp=2, slow=True),
@@ -358,7 +358,7 @@ CASES = [
     case("pp2-offload", layers(4), OFFLOAD, pp=2),
     case("pp2-compile", COMPILE, pp=2),
     case("pp2-interleaved-compile-full-ac", layers(4), INTERLEAVED, COMPILE, FULL_AC, pp=2, slow=True),
-    case("pp2-every-second-ac-odd-layers", layers(5), EVERY_SECOND_AC, pp=2),
+    case("pp2-every-second-ac-odd-layers", layers(5), EVERY_SECOND_AC, pp=2, slow=True),
     case("pp2-micro-batches-of-two", layers(4), {"parallelism.pipeline_parallel_microbatch_size": 2}, pp=2),
     case("pp4-one-micro-batch", layers(4), SMALL_BATCHES, pp=4, slow=True),
     case("pp4-zbv-tied-documents", layers(8), ZBV, TIED, DOCUMENTS, pp=4, slow=True),
@@ -400,10 +400,10 @@ CASES = [
     case("fsdp2-tp2-no-sequence", NO_SEQUENCE, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-no-loss-parallel", NO_LOSS_PARALLEL, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-documents-accumulation", DOCUMENTS, SMALL_BATCHES, fsdp=2, tp=2, slow=True),
-    case("fsdp2-tp2-full-ac", FULL_AC, fsdp=2, tp=2),
-    case("fsdp2-tp2-early-step", EARLY, UNCLIPPED, fsdp=2, tp=2),
+    case("fsdp2-tp2-full-ac", FULL_AC, fsdp=2, tp=2, slow=True),
+    case("fsdp2-tp2-early-step", EARLY, UNCLIPPED, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-early-step-clipped", EARLY, TWO_PASSES, SMALL_BATCHES, fsdp=2, tp=2, slow=True),
-    case("fsdp2-tp2-lamb", LAMB, fsdp=2, tp=2),
+    case("fsdp2-tp2-lamb", LAMB, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-lars", LARS, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-bf16", BF16, fsdp=2, tp=2, tolerances=BFLOAT16, slow=True),
     case("fsdp2-tp2-compile", COMPILE, fsdp=2, tp=2, slow=True),

@@ -10,11 +10,13 @@ The trainer runs its own loop; `_watch` only writes down what passes by.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
 import logging
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +33,7 @@ from shardline.config.layout import Layout, resolve_layout
 from shardline.config.load import load_config
 from shardline.data.demo import documents
 from shardline.models.fused_weights import unfuse
-from tests import proven
+from tests import leftovers, proven
 from tests.model_state import whole
 from tests.parity.pool import TIMEOUT_SECONDS, Pool
 
@@ -111,8 +113,23 @@ class Harness:
         kept = {key: value for key, value in overrides.items() if not key.startswith(LAYOUT_KEYS)}
         name = json.dumps(kept, sort_keys=True, default=str)
         if name not in self._references:
-            self._references[name] = self.run(kept, 1, timeout=timeout)
+            with self._shared(name) as path:
+                if path.exists():
+                    self._references[name] = pickle.loads(path.read_bytes())
+                else:
+                    self._references[name] = self.run(kept, 1, timeout=timeout)
+                    path.write_bytes(pickle.dumps(self._references[name]))
         return self._references[name]
+
+    @contextlib.contextmanager
+    def _shared(self, name: str) -> Iterator[Path]:
+        """A file that the processes of a session share, for one of them at a time: whoever is first computes it."""
+        folder = Path(os.environ.get(leftovers.VARIABLE, self.folder)) / "references"
+        folder.mkdir(exist_ok=True)
+        path = folder / hashlib.sha1(name.encode()).hexdigest()
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield path
 
     def run(
         self, overrides: Overrides, ranks: int, mutation: Mutation | None = None, timeout: float = TIMEOUT_SECONDS

@@ -224,7 +224,10 @@ def delayed(repetitions: int, seed: int) -> int:
     return repetitions
 
 
-@pytest.mark.parametrize(("ranks", "repetitions"), [(2, 1000), (3, 500)])
+@pytest.mark.parametrize(
+    ("ranks", "repetitions"),
+    [(2, 200), (3, 100), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1000), (3, 500)))],
+)
 def test_delays_change_nothing(pool: Pool, ranks: int, repetitions: int) -> None:
     assert pool.run(ranks, delayed, repetitions, ranks) == [repetitions] * ranks
 

@@ -158,13 +158,10 @@ RECOMPUTATION = [
 
 
 FAST = {
-    "plain-none",
     "plain-op",
     "tp-full",
     "async-op",
-    "fsdp-full",
     "fsdp-always-op",
-    "ddp-none",
 }
 SPLIT = [
     pytest.param(*one.values, *ac.values, id=name, marks=[] if name in FAST else [pytest.mark.slow])
@@ -231,10 +228,10 @@ def difference(a, b):
 @pytest.mark.parametrize(
     ("changes", "degrees"),
     [
-        ((), {"pp": 2}),
+        pytest.param((), {"pp": 2}, marks=pytest.mark.slow),
         ((cases.TIED, cases.INTERLEAVED), {"pp": 2}),
         ((cases.TIED, cases.ZBV), {"pp": 2, "fsdp": 2}),
-        ((cases.TIED,), {"pp": 2, "tp": 2}),
+        pytest.param((cases.TIED,), {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

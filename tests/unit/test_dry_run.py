@@ -220,10 +220,11 @@ def test_replicas_sum_their_gradients():
         (4, 6, {"dp_shard": 2, "tp": 2, "activation_checkpoint__mode": "full"}),
         (4, 6, {"dp_replicate": 2, "dp_shard": 2, "parallelism__accumulation_sync": "scatter"}),
         (2, 6, {"dp_shard": 2, "parallelism__accumulation_sync": "micro_batch"}),
-        (
+        pytest.param(
             2,
             11,
             {"tp": 2, "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "2"},
+            marks=pytest.mark.slow,
         ),
         (2, 6, {"dp_replicate": 2, "parallelism__gradient_bucket_mib": 0.05}),
     ],
