@@ -245,7 +245,7 @@ def trained(settings: dict[str, Any]) -> tuple[dict[str, Choice], set[str]]:
     with patch.object(autotune, "MOST_ROUNDS", 2):
         train(settings, None)
     found = {str(product): choice for product, choice in choices.chosen.items()}
-    without = {str(product) for product in choices.told}
+    without = {str(product) for product in choices.reported}
     choices.reset()
     return found, without
 

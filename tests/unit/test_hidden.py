@@ -6,7 +6,7 @@ import torch
 from shardline.comm import collectives
 from shardline.comm.hidden_time import Alone, DeviceClock
 from shardline.comm.job import job
-from shardline.parallel.tensor import backend_table
+from shardline.parallel.tensor import backend_table, overlap
 from shardline.parallel.tensor.backend_table import Choice, choices, product_of
 from shardline.parallel.tensor.serial_and_ring import Needs
 
@@ -145,5 +145,5 @@ def test_what_a_step_counts_of_a_product(monkeypatch, now, backend, needs, expec
     product = product_of("all_gather_linear", "backward", 8, [weight], "tp")
     monkeypatch.setattr(choices, "chosen", {product: Choice(backend)})
     monkeypatch.setattr(choices, "alone", {product: ALONE})
-    backend_table.gather_linear_backward([gradient], full, [weight], "tp", needs)
+    overlap.gather_backward([gradient], full, [weight], "tp", needs)
     assert job.clock.take() == pytest.approx(expected)

@@ -1,7 +1,6 @@
-"""How overlapped products are carried out: looked up by operation, direction and shape when they run, never traced.
+"""The backend of each overlapped product, looked up by operation, direction and shape when it runs, never traced.
 
-`choices` is the one table of a process; `async_tensor.prepare` fills it, the same on every rank. What follows it runs
-each operation, forward and backward, as the table says.
+`choices` is the table of this process. `async_tp.prepare` fills it, the same on every rank.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives
 from shardline.comm.hidden_time import Alone
 from shardline.comm.job import job
-from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Ring, Serial
+from shardline.parallel.tensor.serial_and_ring import ROW, Needs, Ring, Serial
 
 
 class Choice(NamedTuple):
@@ -28,7 +26,7 @@ class Choice(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a choice is made for: rows are those of all ranks, `width` the sum over weights of their rows."""
+    """A product for which a backend is chosen: `rows` of all ranks, and as `width` the rows of all its weights."""
 
     operation: str
     direction: str  # forward, backward
@@ -49,15 +47,15 @@ backends: dict[str, Any] = {"serial": Serial(), "ring": Ring()}
 
 
 class Choices:
-    """One for each product that was measured or forced; `visible` has eager code call custom ops, too."""
+    """The choice for each product that was measured or forced. `visible` makes eager code call custom ops, too."""
 
     def __init__(self) -> None:
         self.chosen: dict[Product, Choice] = {}
         self.alone: dict[Product, Alone] = {}
         self.otherwise = SERIAL
         self.visible = False
-        self.unmeasured: set[Product] = set()  # ran, but nothing was chosen for it; each is told once
-        self.told: set[Product] = set()
+        self.unmeasured: set[Product] = set()  # ran, but nothing was chosen for it; each is reported once
+        self.reported: set[Product] = set()
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
@@ -65,15 +63,15 @@ class Choices:
     def find(self, product: Product) -> Choice:
         found = self.chosen.get(product)
         if found is None:
-            if product not in self.told:
-                self.told.add(product)
+            if product not in self.reported:
+                self.reported.add(product)
                 self.unmeasured.add(product)
             return self.otherwise
         return found
 
     @contextlib.contextmanager
     def forced(self, choice: Choice) -> Iterator[None]:
-        """Every product as `choice` says: for measurements and comparisons."""
+        """Carry out every product by `choice`: for measurements and comparisons."""
         before = self.chosen, self.otherwise
         self.chosen, self.otherwise = {}, choice
         try:
@@ -85,14 +83,11 @@ class Choices:
 choices = Choices()
 
 
-# What runs, as chosen
-
-
 @contextlib.contextmanager
-def _running(
+def chosen_backend(
     operation: str, direction: str, rows: int, weights: Sequence[Tensor], axis: str, needs: Needs = EVERYTHING
 ) -> Iterator[tuple[Any, int]]:
-    """The backend and the chunks for a product; a sampled step times what runs inside."""
+    """The backend and the number of chunks for a product; a sampled step times what runs inside."""
     product = product_of(operation, direction, rows, weights, axis)
     choice = choices.find(product)
     alone = choices.alone.get(product)
@@ -110,54 +105,3 @@ def _running(
 def product_of(operation: str, direction: str, rows: int, weights: Sequence[Tensor], axis: str) -> Product:
     width, depth = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     return Product(operation, direction, rows, depth, width, weights[0].dtype, axis)
-
-
-def gather_linear(x: Tensor, weights: Sequence[Tensor], axis: str) -> tuple[list[Tensor], Tensor]:
-    rows = x.shape[0] * collectives.axis_size(axis)
-    with _running(COLUMN, "forward", rows, weights, axis) as (backend, chunks):
-        found: tuple[list[Tensor], Tensor] = backend.gather_linear(x, weights, axis, chunks)
-    return found
-
-
-def gather_linear_backward(
-    gradients: Sequence[Tensor], full: Tensor, weights: Sequence[Tensor], axis: str, needs: Needs
-) -> tuple[Tensor | None, list[Tensor] | None]:
-    found: tuple[Tensor | None, list[Tensor] | None]
-    with _running(COLUMN, "backward", full.shape[0], weights, axis, needs) as (backend, chunks):
-        found = backend.gather_linear_backward(_dense(gradients), full, weights, axis, chunks, needs)
-    return found
-
-
-def linear_scatter(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-    with _running(ROW, "forward", x.shape[0], (weight,), axis) as (backend, chunks):
-        out: Tensor = backend.linear_scatter(x, weight, axis, chunks)
-    return out
-
-
-def linear_scatter_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, axis: str, needs: Needs
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    found: tuple[Tensor | None, Tensor | None, Tensor]
-    with _running(ROW, "backward", x.shape[0], (weight,), axis, needs) as (backend, chunks):
-        found = backend.linear_scatter_backward(gradient, x, weight, axis, chunks, needs)
-    return found
-
-
-def linear_sum(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-    with _running("linear_all_reduce", "forward", x.shape[0], (weight,), axis) as (backend, chunks):
-        out: Tensor = backend.linear_sum(x, weight, axis, chunks)
-    return out
-
-
-def linear_copy_backward(
-    gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], axis: str, needs: Needs
-) -> tuple[Tensor | None, list[Tensor] | None]:
-    found: tuple[Tensor | None, list[Tensor] | None]
-    with _running("copy_linear", "backward", x.shape[0], weights, axis, needs) as (backend, chunks):
-        found = backend.linear_copy_backward(_dense(gradients), x, weights, axis, chunks, needs)
-    return found
-
-
-def _dense(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of sums and means come expanded, with strides of 0, which products cannot read quickly."""
-    return [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in gradients]

@@ -19,16 +19,8 @@ from torch import Tensor
 
 from shardline.comm import collectives
 from shardline.models.linear import weight_queue
-from shardline.parallel.tensor.backend_table import (
-    choices,
-    gather_linear,
-    gather_linear_backward,
-    linear_copy_backward,
-    linear_scatter,
-    linear_scatter_backward,
-    linear_sum,
-)
-from shardline.parallel.tensor.serial_and_ring import Needs, Tensors, multiply, weight_gradients
+from shardline.parallel.tensor.backend_table import choices, chosen_backend
+from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Tensors, multiply, weight_gradients
 
 
 def all_gather_linear(x: Tensor, weights: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
@@ -195,41 +187,60 @@ def _differentiate(
     return dx, [None] * len(weights) if dw is None else dw
 
 
-# What runs, without autograd
+# What runs, without autograd, by the backend that was chosen
 
 
-def _gather_backward(gradients: Tensors, full: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
-    return Gradients(*gather_linear_backward(gradients, full, weights, axis, needs), gradients)
+def gather(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
+    rows = x.shape[0] * collectives.axis_size(axis)
+    with chosen_backend(COLUMN, "forward", rows, weights, axis) as (backend, chunks):
+        found: tuple[list[Tensor], Tensor] = backend.gather_linear(x, weights, axis, chunks)
+    return found
 
 
-def _scatter(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
-    return [linear_scatter(x, weights[0], axis)], x
+def gather_backward(gradients: Tensors, full: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+    with chosen_backend(COLUMN, "backward", full.shape[0], weights, axis, needs) as (backend, chunks):
+        dx, dw = backend.gather_linear_backward(_dense(gradients), full, weights, axis, chunks, needs)
+    return Gradients(dx, dw, gradients)
 
 
-def _scatter_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
-    dx, dw, full = linear_scatter_backward(gradients[0], x, weights[0], axis, needs)
+def scatter(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
+    with chosen_backend(ROW, "forward", x.shape[0], weights, axis) as (backend, chunks):
+        return [backend.linear_scatter(x, weights[0], axis, chunks)], x
+
+
+def scatter_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+    with chosen_backend(ROW, "backward", x.shape[0], weights, axis, needs) as (backend, chunks):
+        dx, dw, full = backend.linear_scatter_backward(gradients[0], x, weights[0], axis, chunks, needs)
     return Gradients(dx, None if dw is None else [dw], [full])
 
 
-def _sum(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
-    return [linear_sum(x, weights[0], axis)], x
+def sum_products(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
+    with chosen_backend("linear_all_reduce", "forward", x.shape[0], weights, axis) as (backend, chunks):
+        return [backend.linear_sum(x, weights[0], axis, chunks)], x
 
 
-def _sum_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+def sum_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
     """Every rank has the whole gradient: nothing is sent."""
     dx = gradients[0] @ weights[0] if needs.x else None
     return Gradients(dx, weight_gradients(gradients, x) if needs.weights else None, gradients)
 
 
-def _copy(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
+def copy(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
     return multiply(x, weights), x
 
 
-def _copy_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
-    return Gradients(*linear_copy_backward(gradients, x, weights, axis, needs), gradients)
+def copy_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+    with chosen_backend("copy_linear", "backward", x.shape[0], weights, axis, needs) as (backend, chunks):
+        dx, dw = backend.linear_copy_backward(_dense(gradients), x, weights, axis, chunks, needs)
+    return Gradients(dx, dw, gradients)
 
 
-GATHER = Operation("all_gather_linear", gather_linear, _gather_backward, gathers=True)
-SCATTER = Operation("linear_reduce_scatter", _scatter, _scatter_backward, scatters=True)
-SUM = Operation("linear_all_reduce", _sum, _sum_backward, local=True)
-COPY = Operation("copy_linear", _copy, _copy_backward)
+def _dense(gradients: Tensors) -> list[Tensor]:
+    """Gradients of sums and means come expanded, with strides of 0, which products cannot read quickly."""
+    return [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in gradients]
+
+
+GATHER = Operation("all_gather_linear", gather, gather_backward, gathers=True)
+SCATTER = Operation("linear_reduce_scatter", scatter, scatter_backward, scatters=True)
+SUM = Operation("linear_all_reduce", sum_products, sum_backward, local=True)
+COPY = Operation("copy_linear", copy, copy_backward)
