@@ -125,7 +125,8 @@ def train(words: list[str]) -> None:
     def switch(step: int) -> None:
         now = kind(step, silent)
         choices.chosen = chosen if now == "overlapped" else dict.fromkeys(chosen, SERIAL)
-        serial_and_ring.comm = quiet if now == "silent" else collectives
+        assert serial_and_ring.collectives in (quiet, collectives)  # another name would silence nothing
+        serial_and_ring.collectives = quiet if now == "silent" else collectives
 
     switch(1)
     registry.register_hook("after_step")(lambda trainer, row: switch(row["step"] + 1))
