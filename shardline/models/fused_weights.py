@@ -18,12 +18,6 @@ from torch import Tensor
 
 from shardline.config.architecture import Architecture
 
-PARTS = {
-    "attention.wqkv": ("wq", "wk", "wv"),
-    "attention.wkv": ("wk", "wv"),  # beside a separate wq, where more ranks than KV heads share the heads
-    "feed_forward.w13": ("w1", "w3"),
-}
-
 
 def gate_block(arch: Architecture) -> int:
     return math.gcd(arch.ffn_dim, 8)
@@ -31,47 +25,26 @@ def gate_block(arch: Architecture) -> int:
 
 def logical_names(arch: Architecture, name: str) -> list[str]:
     """The logical names of a parameter: its own, or those of the parts of a fused one."""
-    _, parts = _split(name)
-    if not parts:
-        return [name]
-    stem, ending = name.rsplit(".", 2)[0], name.rsplit(".", 1)[1]
-    return [f"{stem}.{part}.{ending}" for part in parts]
+    return list(_runs(arch, name)) or [name]
 
 
 def unfuse(arch: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """The logical tensors of the parameter `name`, or of rows of it that hold whole groups."""
-    names = logical_names(arch, name)
-    kind, _ = _split(name)
-    if kind == "attention.wqkv":
-        group = arch.n_heads // arch.n_kv_heads
-        rows = tensor.unflatten(0, (-1, group + 2, arch.head_dim))  # (KV, group + 2, D, ...)
-        parts = (rows[:, :group].flatten(0, 2), rows[:, group].flatten(0, 1), rows[:, group + 1].flatten(0, 1))
-        return dict(zip(names, parts, strict=True))
-    if kind == "attention.wkv":
-        rows = tensor.unflatten(0, (-1, 2, arch.head_dim))  # (KV, 2, D, ...)
-        return dict(zip(names, (rows[:, 0].flatten(0, 1), rows[:, 1].flatten(0, 1)), strict=True))
-    if kind == "feed_forward.w13":
-        rows = tensor.unflatten(0, (-1, 2, gate_block(arch)))  # (F / block, 2, block, ...)
-        return dict(zip(names, (rows[:, 0].flatten(0, 1), rows[:, 1].flatten(0, 1)), strict=True))
-    return {name: tensor}
+    runs = _runs(arch, name)
+    if not runs:
+        return {name: tensor}
+    groups = tensor.unflatten(0, (-1, sum(runs.values())))  # (groups, rows of a group, ...)
+    parts = groups.split(list(runs.values()), dim=1)
+    return {part: rows.flatten(0, 1) for part, rows in zip(runs, parts, strict=True)}
 
 
 def fuse(arch: Architecture, name: str, parts: Mapping[str, Tensor]) -> Tensor:
     """The parameter `name` from its logical tensors: the inverse of `unfuse`."""
-    tensors = [parts[part] for part in logical_names(arch, name)]
-    kind, _ = _split(name)
-    if kind == "attention.wqkv":
-        group = arch.n_heads // arch.n_kv_heads
-        q = tensors[0].unflatten(0, (-1, group, arch.head_dim))
-        k, v = (tensor.unflatten(0, (-1, 1, arch.head_dim)) for tensor in tensors[1:])
-        return torch.cat((q, k, v), dim=1).flatten(0, 2)
-    if kind == "attention.wkv":
-        k, v = (tensor.unflatten(0, (-1, arch.head_dim)) for tensor in tensors)
-        return torch.stack((k, v), dim=1).flatten(0, 2)
-    if kind == "feed_forward.w13":
-        gate, up = (tensor.unflatten(0, (-1, gate_block(arch))) for tensor in tensors)
-        return torch.stack((gate, up), dim=1).flatten(0, 2)
-    return tensors[0]
+    runs = _runs(arch, name)
+    if not runs:
+        return parts[name]
+    groups = [parts[part].unflatten(0, (-1, rows)) for part, rows in runs.items()]  # (groups, rows of a group, ...)
+    return torch.cat(groups, dim=1).flatten(0, 1)
 
 
 class LogicalRows(NamedTuple):
@@ -131,9 +104,16 @@ def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _split(name: str) -> tuple[str, tuple[str, ...]]:
-    """("attention.wqkv", its parts) for a fused parameter's name, ("", ()) for any other."""
-    for kind, parts in PARTS.items():
+def _runs(arch: Architecture, name: str) -> dict[str, int]:
+    """The logical names in a fused parameter, and how many rows each has in a group; empty for any other parameter."""
+    head, block = arch.head_dim, gate_block(arch)
+    kinds = {
+        "attention.wqkv": {"wq": arch.n_heads // arch.n_kv_heads * head, "wk": head, "wv": head},
+        "attention.wkv": {"wk": head, "wv": head},  # beside a separate wq, where more ranks than KV heads share them
+        "feed_forward.w13": {"w1": block, "w3": block},
+    }
+    for kind, runs in kinds.items():
         if f".{kind}." in f".{name}":
-            return kind, parts
-    return "", ()
+            stem, _, ending = name.rsplit(".", 2)
+            return {f"{stem}.{part}.{ending}": rows for part, rows in runs.items()}
+    return {}

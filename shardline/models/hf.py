@@ -77,7 +77,7 @@ def hf_name(name: str) -> str:
 
 
 class HFTensors(Mapping[str, Tensor]):
-    """The tensors of a Hugging Face folder by logical name, each read from its file when asked for."""
+    """The tensors of a Hugging Face folder by logical name, each read from its file on access."""
 
     def __init__(self, arch: Architecture, rows: dict[str, tuple[Path, HeaderRow]]) -> None:
         self.arch, self._rows = arch, rows

@@ -225,7 +225,7 @@ def _aligned_bias(q: Tensor, k: Tensor, allowed: Tensor | None) -> Tensor | None
 
 
 def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The random state that the backward ops want; without dropout it is not read."""
+    """The random state that the backward ops take; without dropout it is not read."""
     state = torch.zeros(2, dtype=torch.int64, device=device).view(dtype)
     return state, state[0]
 
