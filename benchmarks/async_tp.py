@@ -131,15 +131,15 @@ def train(words: list[str]) -> None:
     switch(1)
     registry.register_hook("after_step")(lambda trainer, row: switch(row["step"] + 1))
     own: list[float] = []
-    assert trainer.sampler is not None
-    end = trainer.sampler.end
+    assert trainer.telemetry.sampler is not None
+    end = trainer.telemetry.sampler.end
 
     def noted() -> Any:
         times = end()
         own.append(times.exposed)
         return times
 
-    trainer.sampler.end = noted  # type: ignore[method-assign]
+    trainer.telemetry.sampler.end = noted  # type: ignore[method-assign]
     trainer.train()
     (trainer.folder.path / f"exposed-{trainer.mesh.rank}.json").write_text(json.dumps(own))
 

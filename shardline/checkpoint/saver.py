@@ -35,6 +35,7 @@ from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.hf_config import export_family
 from shardline.precision.mixed import DTYPES
+from shardline.run.stop import Request, why_not_saved
 from shardline.storage.crash_points import reach
 
 log = logging.getLogger("shardline")
@@ -96,6 +97,25 @@ class Saver:
             return False
         first = section.enable_first_step_checkpoint and step == 1
         return first or step == total_steps or step % section.interval == 0
+
+    def save_if_due(
+        self,
+        progress: RunPosition,
+        last_step: int,
+        request: Request,
+        saving: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """Save where it is time to, or where a signal or the end of the job's time requests it; inside `saving()`."""
+        reason = why_not_saved(self.config)
+        due = self.is_due(progress.step, last_step)
+        if any(request) and reason is not None:
+            log.info("nothing is saved at %s: %s", request.stop or "SIGUSR1", reason)
+        elif due or any(request):
+            with saving():
+                if due:
+                    self.save(progress, last=progress.step == last_step)
+                if any(request):
+                    self.save_at_stop(progress)
 
     def prepare(self) -> None:
         """Make the buffers of asynchronous saves, in the background; every rank calls this before the first step."""

@@ -12,6 +12,7 @@ The wrapper sits around the block's pure function, so a compiled block has it in
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import logical_names, logical_shapes
 
+log = logging.getLogger("shardline")
 Function = Callable[..., Any]
 
 _ATTENTION_OPS = (
@@ -36,15 +38,15 @@ _ATTENTION_OPS = (
 )
 
 
-def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *, compiled: bool) -> list[str]:
-    """Wrap each block's function as `section` says; the returned lines say which blocks were wrapped."""
+def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *, compiled: bool) -> None:
+    """Wrap each block's function as `section` says, and log which blocks were wrapped."""
     _set_memory_budget(section, compiled)
     if section.mode == "none":
-        return []
+        return
     if section.mode == "memory_budget":
-        return [
-            f"activation checkpointing (memory_budget): the compiler keeps {section.memory_budget:.0%} of activations"
-        ]
+        kept = f"the compiler keeps {section.memory_budget:.0%} of activations"
+        log.info("activation checkpointing (memory_budget): %s", kept)
+        return
     every, per_op = _selection(section)
     recompute_shapes = _forced_recompute(model, section) if per_op else frozenset()
     context = functools.partial(_per_op_contexts, recompute_shapes) if per_op else None
@@ -55,7 +57,8 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *
             wrapped[block.function] = _checkpointed(block.function, section, context, compiled)
         block.function = wrapped[block.function]
     kept = "attention and every other matrix product kept" if per_op else "block inputs kept"
-    return [f"activation checkpointing ({section.mode}): {len(chosen)} of {len(model.layers)} blocks, {kept}"]
+    blocks = f"{len(chosen)} of {len(model.layers)} blocks"
+    log.info("activation checkpointing (%s): %s, %s", section.mode, blocks, kept)
 
 
 def _selection(section: ActivationCheckpoint) -> tuple[int, bool]:

@@ -26,7 +26,7 @@ from shardline.models.dtensor import local
 SCRATCH = {"cuda": 16 << 20, "cpu": 1 << 20}  # elements of each moment that are wide at a time
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """A flat run of one parameter: views, but for a gradient that is not contiguous."""
 
     weight: Tensor
@@ -59,18 +59,18 @@ class NarrowAdam(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            batch: list[Piece] = []
-            for piece in (piece for parameter in parameters for piece in self._pieces(parameter)):
-                if batch and not _fits(batch, piece):
+            batch: list[Segment] = []
+            for segment in (segment for parameter in parameters for segment in self._segments(parameter)):
+                if batch and not _fits(batch, segment):
                     self._run(group, batch)
                     batch = []
-                batch.append(piece)
+                batch.append(segment)
             if batch:
                 self._run(group, batch)
             for parameter in parameters:
                 self.state[parameter]["step"] += 1
 
-    def _pieces(self, parameter: nn.Parameter) -> Iterator[Piece]:
+    def _segments(self, parameter: nn.Parameter) -> Iterator[Segment]:
         if not self.state[parameter]:
             self.state[parameter] = self.initial_state(parameter)
         state = self.state[parameter]
@@ -80,18 +80,18 @@ class NarrowAdam(torch.optim.Optimizer):
         length, count = SCRATCH[weight.device.type], int(state["step"].item())
         for start in range(0, len(weight), length):
             run = slice(start, start + length)
-            yield Piece(weight[run], gradient[run], first[run], second[run], count)
+            yield Segment(weight[run], gradient[run], first[run], second[run], count)
 
-    def _run(self, group: dict[str, Any], batch: list[Piece]) -> None:
-        device, count, sizes = batch[0].weight.device, batch[0].step, [len(piece.weight) for piece in batch]
+    def _run(self, group: dict[str, Any], batch: list[Segment]) -> None:
+        device, count, sizes = batch[0].weight.device, batch[0].step, [len(segment.weight) for segment in batch]
         scratch = torch.empty(2, sum(sizes), dtype=torch.float32, device=device)
         first, second = (list(row.split(sizes)) for row in scratch)
-        torch._foreach_copy_(first, [piece.first for piece in batch])
-        torch._foreach_copy_(second, [piece.second for piece in batch])
+        torch._foreach_copy_(first, [segment.first for segment in batch])
+        torch._foreach_copy_(second, [segment.second for segment in batch])
         beta1, beta2 = group["betas"]
         self.function(
-            [piece.weight for piece in batch],
-            [piece.gradient for piece in batch],
+            [segment.weight for segment in batch],
+            [segment.gradient for segment in batch],
             first,
             second,
             [],
@@ -107,8 +107,8 @@ class NarrowAdam(torch.optim.Optimizer):
             maximize=False,
         )
         first, second = (list(row.split(sizes)) for row in self._rounded(scratch, sizes, count))
-        torch._foreach_copy_([piece.first.view(torch.int16) for piece in batch], first)
-        torch._foreach_copy_([piece.second.view(torch.int16) for piece in batch], second)
+        torch._foreach_copy_([segment.first.view(torch.int16) for segment in batch], first)
+        torch._foreach_copy_([segment.second.view(torch.int16) for segment in batch], second)
 
     def _rounded(self, scratch: Tensor, sizes: list[int], step: int) -> Tensor:
         """(2, total) float32, changed in place -> int16 bits of bfloat16, the upper halves of the float32 ones.
@@ -121,7 +121,7 @@ class NarrowAdam(torch.optim.Optimizer):
         return scratch.view(torch.int16)[:, 1::2]
 
     def _random_bits(self, step: int, device: torch.device) -> Tensor:
-        """Whole numbers below 2^16, one sequence per step, as many as the longest piece needs."""
+        """Whole numbers below 2^16, one sequence per step, as many as the longest segment needs."""
         key = (step, device)
         if self._noise is None or self._noise[0] != key:
             generator = torch.Generator(device).manual_seed(step)
@@ -130,8 +130,8 @@ class NarrowAdam(torch.optim.Optimizer):
         return self._noise[1]
 
 
-def _fits(batch: list[Piece], piece: Piece) -> bool:
+def _fits(batch: list[Segment], segment: Segment) -> bool:
     """One call of Adam takes one step count, one device, and what the scratch has room for."""
-    length = sum(len(held.weight) for held in (*batch, piece))
-    same = batch[0].step == piece.step and batch[0].weight.device == piece.weight.device
-    return same and length <= SCRATCH[piece.weight.device.type]
+    length = sum(len(held.weight) for held in (*batch, segment))
+    same = batch[0].step == segment.step and batch[0].weight.device == segment.weight.device
+    return same and length <= SCRATCH[segment.weight.device.type]

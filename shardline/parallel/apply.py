@@ -3,14 +3,15 @@
     (stages were cut when the model was made)
     context parallel -> tensor parallel -> activation checkpointing -> compile -> data parallel
 
-All of it happens before the parameters have memory; each step adds a line for the log.
+Everything happens before the parameters have memory; each step logs a line on what it did.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,14 +36,15 @@ from shardline.parallel.tensor.tensor import (
 from shardline.precision.mixed import Precision, apply_precision
 from shardline.registry import nearest
 
+log = logging.getLogger("shardline")
+
 
 @dataclass
 class Applied:
-    """What was done to a model, as far as the loop needs it, and the lines for the log."""
+    """What was done to a model, and what the loop needs to know of it."""
 
     tensor: TensorParallel | None = None
     pipeline: PipelinePlan | None = None
-    lines: list[str] = field(default_factory=list)
 
 
 def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
@@ -68,9 +70,10 @@ def make_model(
     apply_precision(model, precision)
     if mesh is None or config is None:
         return model, Applied()
+    if plan is not None:
+        log.info("%s", plan.describe())
     done = apply(model, config, mesh, precision)
     done.pipeline = plan
-    done.lines[:0] = [] if plan is None else [plan.describe()]
     return model, done
 
 
@@ -81,32 +84,32 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         context = context_plan(config, mesh.layout.cp, mesh.coordinates["cp"])
         check_context_parallel(context, config, model.arch, mesh.layout.tp)
         model.context = context
-        done.lines.append(describe(context, config.training.seq_len))
+        log.info("%s", describe(context, config.training.seq_len))
     if done.tensor is not None:
         check_tensor_parallel(model.arch, done.tensor.degree)
         if model.context is None:  # check_context_parallel has checked them too
             check_rows(config, done.tensor)
         apply_tensor_parallel(model, mesh, done.tensor)
         kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"
-        done.lines.append(f"tensor parallel over {done.tensor.degree} ranks, {kind}")
+        log.info("tensor parallel over %d ranks, %s", done.tensor.degree, kind)
     compiled = config.compile.enable and "model" in config.compile.components
-    done.lines += apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
+    apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
-        done.lines.append(_compile_blocks(model, config.compile.backend))
+        _compile_blocks(model, config.compile.backend)
     if mesh.axis("fsdp") is not None:
         apply_fsdp(model, mesh, config, precision)
         if mesh.size("fsdp") > 1:
             copies = f", {mesh.layout.dp_replicate} copies" if mesh.layout.dp_replicate > 1 else ""
-            done.lines.append(f"parameters sharded over {mesh.size('fsdp')} ranks{copies}")
+            log.info("parameters sharded over %d ranks%s", mesh.size("fsdp"), copies)
         if config.training.enable_cpu_offload:
-            done.lines.append("parameters, gradients and optimizer state are kept in host memory")
+            log.info("parameters, gradients and optimizer state are kept in host memory")
     elif mesh.axis("dp_replicate") is not None:
         replicate_parameters(model, mesh)
-        done.lines.append(f"{mesh.layout.dp_replicate} copies of the model (DDP)")
+        log.info("%d copies of the model (DDP)", mesh.layout.dp_replicate)
     return done
 
 
-def _compile_blocks(model: Decoder, backend: str) -> str:
+def _compile_blocks(model: Decoder, backend: str) -> None:
     """Compile each block's function, once for all blocks that share it."""
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
@@ -117,7 +120,7 @@ def _compile_blocks(model: Decoder, backend: str) -> str:
     compile_once = functools.cache(functools.partial(_compile, backend=backend))
     for block in model.blocks():
         block.function = compile_once(block.function)
-    return f"compiling {len(model.layers)} blocks with {backend} (the first step takes longer)"
+    log.info("compiling %d blocks with %s (the first step takes longer)", len(model.layers), backend)
 
 
 def _compile(function: Callable[..., Any], *, backend: str) -> Callable[..., Any]:

@@ -154,7 +154,7 @@ def setup_logging(
 
 
 @dataclass
-class Seen:
+class RunSummary:
     """What the closing table needs of the rows shown so far."""
 
     first: dict[str, Any] | None = None
@@ -194,7 +194,7 @@ class Console:
         self.handler = _console_handler() or ConsoleHandler(make_terminal(not config.metrics.disable_color_printing))
         self.terminal = self.handler.terminal
         self.bar: Progress | None = None
-        self.seen = Seen(theoretical_bubble=theoretical_bubble)
+        self.seen = RunSummary(theoretical_bubble=theoretical_bubble)
         self.step = self.total = 0
         self.first_mark: tuple[int, float] | None = None  # (step, time) from which the ETA is reckoned
         self.drawn_at = 0.0
@@ -262,7 +262,7 @@ class Console:
         if self.handler.live:
             self.terminal.print(_table(lines))
         self.handler.live = False
-        self.seen = Seen()
+        self.seen = RunSummary()
 
     def _draw(self) -> None:
         assert self.bar is not None
@@ -312,7 +312,7 @@ def format_time(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def summary(seen: Seen, step: int, total: int, folder: Path) -> list[tuple[str, str]]:
+def summary(seen: RunSummary, step: int, total: int, folder: Path) -> list[tuple[str, str]]:
     """Name and value of each line of the closing table."""
     assert seen.first is not None
     assert seen.last is not None

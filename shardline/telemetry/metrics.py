@@ -69,9 +69,9 @@ class Meter:
     ) -> None:
         self.flops, self.peak = flops_per_token(arch, seq_len), peak_flops(device, dtype)
         self.devices, self.clock = devices, clock
-        self._restart()
+        self.restart()
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
         self.started = self.clock()
         self.steps = self.tokens = 0
         self.data = 0.0
@@ -104,7 +104,7 @@ class Meter:
             "data_seconds": self.data / steps,
             "mfu": None if self.peak is None else per_device * self.flops / self.peak,
         }
-        self._restart()
+        self.restart()
         return row
 
 
@@ -116,7 +116,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Metrics:
+class MetricsLog:
     """Writes a run's rows. metrics.jsonl is rank 0's; the other sinks are too, unless `metrics.save_for_all_ranks`."""
 
     def __init__(self, config: Config, run_folder: RunFolder, start_step: int = 0, rank: int = 0) -> None:

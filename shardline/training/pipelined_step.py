@@ -1,4 +1,4 @@
-"""A step through pipeline stages: batches cut into micro-batches, the loss of the last stage, gradients of all."""
+"""The passes of a model that is cut into pipeline stages, behind the same methods as `WholeModel` in step.py."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shardline.models.decoder import Decoder, Stage
 from shardline.models.dtensor import local
 from shardline.parallel.data.ddp import Replicas
 from shardline.parallel.data.stage_reduction import StageSums, stage_users
-from shardline.parallel.pipeline.executor import MicroBatch, Pipeline, idle_share
-from shardline.parallel.pipeline.schedules import theoretical_bubble
+from shardline.parallel.pipeline.executor import MicroBatch, Pipeline
 from shardline.parallel.pipeline.stages import PipelinePlan
 from shardline.training.loss import Head
 
 
-class Pipelined:
-    """The stages of this rank; `replicas` are built here, since their buckets must not span stages."""
+class PipelinedModel:
+    """The stages of this rank. `replicas` are built here, because their buckets must not span stages."""
 
     def __init__(
         self, config: Config, model: Decoder, mesh: Mesh, plan: PipelinePlan, head: Head, device: torch.device
     ) -> None:
-        self.plan, self.model, self.head, self.device = plan, model, head, device
+        self.plan, self.model, self.head = plan, model, head
+        self.batches_at_once = mesh.layout.pp  # of a validation: ranks work on as many at a time
         self.rank = mesh.coordinates["pp"]
         self.stages = {index: plan.stages[index] for index in plan.schedule.stages_of(self.rank)}
         plain_replicas = mesh.axis("dp_replicate") is not None and mesh.axis("fsdp") is None
@@ -45,7 +45,7 @@ class Pipelined:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def forward_backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
-        """One run of the schedule; this rank's part of the loss. `last` of the step: gradients are summed meanwhile."""
+        """Run the schedule once and return this rank's part of the loss; `last` of a step, it also sums gradients."""
 
         def forward(micro_batch: MicroBatch, x: Tensor | None, stage: Stage) -> Tensor:
             return self._forward(micro_batch, x, stage, scale)
@@ -54,7 +54,7 @@ class Pipelined:
         return self.pipeline.run(self._cut(batch), forward, self.sums.done)
 
     def finish(self) -> None:
-        """After the last run: wait for the sums of replicas."""
+        """After the last batch of a step: wait until the replicas' gradients are summed."""
         if self.replicas is not None:
             self.replicas.finish()
 
@@ -94,24 +94,9 @@ class Pipelined:
     # ---- validation --------------------------------------------------------------------------------------------------
 
     def losses(self, batches: Sequence[Batch]) -> Tensor:
-        """The sum of token losses of some batches, forward alone; 0 where the last stage is elsewhere."""
+        """The sum of the token losses of some batches, without backward; 0 where the last stage is elsewhere."""
 
         def forward(micro_batch: MicroBatch, x: Tensor | None, stage: Stage) -> Tensor:
             return self._forward(micro_batch, x, stage, 1.0)
 
         return self.pipeline.losses([MicroBatch(b.tokens, b.labels, b.documents) for b in batches], forward)
-
-    # ---- the bubble --------------------------------------------------------------------------------------------------
-
-    def measure(self) -> None:
-        """The next step's actions are timed."""
-        self.pipeline.clock.enabled = True
-
-    def bubble(self) -> float:
-        """The idle share of the measured step; every rank calls it."""
-        self.pipeline.clock.enabled = False
-        return idle_share(*self.pipeline.clock.take(), self.device)
-
-    @property
-    def theoretical_bubble(self) -> float:
-        return theoretical_bubble(self.plan.schedule)

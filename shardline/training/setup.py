@@ -1,19 +1,318 @@
-"""From a config to a model with weights on a device, and the process-wide switches a run sets first."""
+"""The way from a config to a run that is ready for its next step, and the process-wide switches it sets first."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 
-from shardline.comm.mesh import Mesh
+from shardline import registry
+from shardline.checkpoint.fetch import fetch_to_resume
+from shardline.checkpoint.mirror import Mirror, check_free, open_mirror
+from shardline.checkpoint.powersgd_state import Memory
+from shardline.checkpoint.resume import DataIdentity, Start, resumable_step
+from shardline.checkpoint.resume_batch import batch_line, batch_to_keep, keep_batch
+from shardline.checkpoint.saver import Saver
+from shardline.comm import collectives, watchdog
+from shardline.comm.mesh import (
+    Mesh,
+    crossing_lines,
+    sharing_lines,
+    start_process_group,
+    stop_process_group,
+    world_size,
+)
+from shardline.comm.store import connect_store, gather_ranks, ranks_from_environment
 from shardline.config.architecture import Architecture
-from shardline.config.schema import Config
+from shardline.config.layout import with_degrees
+from shardline.config.rules import checked_layout, notes, refuse_pending, schedule_notes
+from shardline.config.schema import Config, Job
+from shardline.config.write import to_toml
+from shardline.data.loader import Loader, build_loader, steps_for_epochs
+from shardline.data.prepare import cache_folder
+from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
+from shardline.errors import blame
+from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
+from shardline.models.flavors import resolve
+from shardline.models.fused_weights import parameter_count
+from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.parallel.apply import Applied, make_model
-from shardline.precision.mixed import Precision
+from shardline.parallel.context.context import attention_words
+from shardline.parallel.pipeline.schedules import warnings
+from shardline.parallel.pipeline.stages import plan_pipeline
+from shardline.parallel.replica_check import check_replicas
+from shardline.parallel.tensor import async_tp
+from shardline.precision.mixed import Precision, choose_precision
+from shardline.run import attempt
+from shardline.run.device import choose_device, device_identity, device_name, supports_bf16
+from shardline.run.folder import RunFolder, open_run_folder
+from shardline.run.numa import prepare_rank
+from shardline.run.options import TrainOptions
+from shardline.run.output import keep_output
+from shardline.run.stop import Requests
+from shardline.storage.atomic import write_atomically
+from shardline.telemetry.console import hold_log, setup_logging
+from shardline.telemetry.metrics import Meter
+from shardline.telemetry.telemetry import Telemetry
+from shardline.training.step import Stepper
+
+log = logging.getLogger("shardline")
+
+
+class Setup:
+    """Everything a run needs, in the order in which it is checked, opened, built and filled.
+
+    What must be closed at the end of the run is left to `closing`, also where the set-up fails half-way.
+    """
+
+    def __init__(self, config: Config, options: TrainOptions, closing: contextlib.ExitStack) -> None:
+        hold_log()
+        self.config, self.options = attempt.continued(config, options)
+        self.closing = closing
+        self._check()
+        self._join()
+        self._keep_batch()
+        self._open_data()
+        self._open_folder()
+        self._announce()
+        self._build()
+        self._start()
+        if not self.finished and self.mesh.rank == 0:
+            self._record()
+
+    # ---- before ranks meet -------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Choose device, layout and model, and refuse what cannot run, on each rank alone."""
+        config = self.config
+        for line in prepare_rank(config):  # before anything of CUDA or NCCL is touched
+            log.info("%s", line)
+        registry.import_custom(config.experimental.custom_import)
+        refuse_pending(config)
+        self.device = choose_device()
+        self.layout = checked_layout(config, world_size())
+        set_determinism(config, self.device)  # first: kernels are chosen by it
+        self.arch = resolve(config.model)
+        self.tokenizer = choose_tokenizer(config)
+        check_vocabulary(self.tokenizer, self.arch)
+        self.precision = choose_precision(config, self.device, supports_bf16(self.device))
+        self.kernel = check_attention(self.arch, self.device, self.precision.compute, config.training.seq_len)
+        self.pipeline = plan_pipeline(config, self.arch, self.layout)
+
+    # ---- ranks, data and folder --------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Meet the other ranks, if there are any."""
+        offload = self.config.training.enable_cpu_offload
+        self.owns_group = start_process_group(self.device, self.config.comm.init_timeout_seconds, offload)
+        attempt.note("joined")
+        if self.owns_group:
+            self.closing.callback(stop_process_group)
+        self.mesh = Mesh(self.layout, self.device.type, offload)
+
+    def _keep_batch(self) -> None:
+        """Keep the checkpoint's global batch on another number of ranks: accumulation adapts."""
+        config, ranks = self.config, self.mesh.data_ranks
+        saved = None if self.options.overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config))
+        if saved is not None and saved.size != config.training.local_batch_size * ranks:
+            self.config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
+            checked_layout(self.config, self.mesh.world_size)
+            log.info("%s", batch_line(self.config, saved, ranks))
+
+    def _open_data(self) -> None:
+        config = self.config
+        self.loader = self._loader("training")
+        self.validation = self._loader("validation") if config.validation.enable else None
+        self.total_steps = config.training.steps
+        if config.training.epochs is not None:
+            self.total_steps = steps_for_epochs(self.loader, config.training.epochs, self.loader.global_batch_size)
+
+    def _loader(self, section: Literal["training", "validation"]) -> Loader:
+        """This rank's share; tensor-parallel ranks read the same samples."""
+        rank, ranks = self.mesh.data_rank, self.mesh.data_ranks
+        loader = build_loader(
+            self.config, section, self.arch, self.tokenizer, rank=rank, ranks=ranks, device=self.device
+        )
+        self.closing.callback(loader.close)
+        return loader
+
+    def _open_folder(self) -> None:
+        """Rank 0 takes the folder, and all ranks learn where it is or why it is refused."""
+        self.mirror: Mirror | None = None  # of rank 0
+        fetches = self.options.resume and self.config.checkpoint.mirror is not None
+        with watchdog.patiently("fetching a checkpoint", collectives.groups()) if fetches else contextlib.nullcontext():
+            path, resume_step = self.mesh.from_rank_0(self._take_folder)
+        if self.mesh.rank != 0:
+            self.folder = RunFolder(path, self.config.checkpoint.folder, resume_step)
+        attempt.note("opened", folder=str(path))
+        self.config = self.config.replace({"job.dump_folder": str(path)})
+
+    def _take_folder(self) -> tuple[Path, int | None]:
+        config, options = self.config, self.options
+        if options.overwrite and config.checkpoint.mirror is not None:
+            check_free(config.checkpoint.mirror)  # before anything is moved aside
+        self.folder = open_run_folder(
+            config, resume=options.resume, overwrite=options.overwrite, has_good_checkpoint=self._good_step
+        )
+        self.closing.callback(self.folder.close)
+        self.mirror = open_mirror(config, self.folder)
+        return self.folder.path, self.folder.resume_step
+
+    def _good_step(self, path: Path) -> int | None:
+        """The step from which a run in this folder could resume."""
+        mirror = self.config.checkpoint.mirror
+        if self.options.resume and mirror is not None:
+            for line in fetch_to_resume(mirror, path / self.config.checkpoint.folder):
+                log.info("%s", line)
+        return resumable_step(path, self.config, self.arch, self.total_steps)
+
+    # ---- what is logged first ----------------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Open the log, and log what runs where, what was adjusted and what has no effect."""
+        config, mesh, dtype = self.config, self.mesh, self.precision.compute
+        if self.owns_group and mesh.world_size > 1:
+            keep_output(self.folder.path / "log")
+            rows = gather_ranks(connect_store(), mesh.rank, mesh.world_size)
+            if mesh.rank == 0:
+                self.folder.write_ranks(rows)
+        setup_logging(self.folder, rank=mesh.rank, color=not config.metrics.disable_color_printing)
+        if config.job.description != Job().description:
+            log.info("%s", config.job.description)
+        if config.job.print_config:
+            log.info("%s", to_toml(config))
+        size = f"{parameter_count(self.arch):,} parameters"
+        log.info("%s %s, %s, on %s", config.model.name, config.model.flavor, size, device_name(self.device))
+        if mesh.world_size > 1:
+            log.info("%d ranks: %s", mesh.world_size, self.layout)
+            for line in crossing_lines(self.layout, ranks_from_environment("LOCAL_WORLD_SIZE", mesh.world_size)):
+                log.info("%s", line)
+            for line in sharing_lines(self.device):
+                log.warning("%s", line)
+        kernel = attention_words(config, self.arch, self.device, dtype, otherwise=self.kernel)
+        log.info("computing in %s, attention by %s", str(dtype).removeprefix("torch."), kernel)
+        for line in self._notes():
+            log.info("note: %s", line)
+        for line in () if self.pipeline is None else warnings(self.pipeline.schedule):
+            log.warning("%s", line)
+
+    def _notes(self) -> Iterator[str]:
+        config = self.config
+        yield from (*config.alias_notes, *notes(with_degrees(config, self.layout)), *self.precision.notes)
+        if config.training.epochs is not None:
+            yield from schedule_notes(config, self.total_steps)
+        length, longest = config.training.seq_len, self.arch.max_seq_len
+        if length > longest:
+            yield (
+                f"training.seq_len = {length} is longer than the model's max_seq_len, {longest}, which an export"
+                " states; model.overrides.max_seq_len changes it"
+            )
+
+    # ---- model, optimizer and weights --------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Build everything that steps, saves and observes; the parameters have no values yet."""
+        config, mesh, device, dtype = self.config, self.mesh, self.device, self.precision.compute
+        batch, seq_len = self.loader.global_batch_size, config.training.seq_len
+        registry.run_hooks("before_build", config)
+        self.requests = Requests.of_rank(config, mesh.rank)
+        self.model, applied = build_model(self.arch, device, self.precision, mesh, config)
+        self.optimizer = build_optimizer(config, self.model, reduce=collectives.sum_over_group)
+        self.base_lr = scaled_lr(config, batch)
+        if config.optimizer.lr_scaling != "none":
+            log.info("learning rate %g for a global batch of %d", self.base_lr, batch)
+        cache = cache_folder(config.training.cache_folder)
+        self.async_tensor = async_tp.prepare(config, self.arch, mesh, applied.tensor, dtype, device, cache)
+        for line in self.async_tensor.lines:
+            log.info("%s", line)
+        self.stepper = Stepper(config, self.model, self.optimizer, mesh, applied, device)
+        self.identity = DataIdentity(
+            seed=seed_of(config),
+            dataset=self.loader.samples.store.source_fingerprint,
+            seq_len=seq_len,
+            global_batch_size=batch,
+            tokenizer=self.tokenizer.fingerprint,
+        )
+        self.memory = Memory(self.stepper.passes.replicas, self.model, mesh, self.stepper.summed_over_tp)
+        self.saver = Saver(
+            config,
+            self.folder.checkpoint_folder,
+            self.model,
+            self.optimizer,
+            self.identity,
+            mesh,
+            self.mirror,
+            extra=self.memory.parts,
+        )
+        self.closing.callback(self.saver.close)
+        devices = len(set(mesh.from_everyone(device_identity(device, mesh.rank))))
+        self.telemetry = Telemetry(
+            config,
+            self.folder,
+            mesh,
+            device,
+            Meter(self.arch, seq_len, device, dtype, devices),
+            step_tokens=batch * seq_len,
+            tensor_parallel=applied.tensor is not None,
+            pipeline=self.stepper.passes.pipeline,
+        )
+
+    def _start(self) -> None:
+        """Resume, load or draw the weights, and go to where the run stands."""
+        start = Start(
+            self.config,
+            self.folder.checkpoint_folder,
+            self.model,
+            self.optimizer,
+            self.identity,
+            self.total_steps,
+            self.mesh,
+            load_extra=self.memory.load,
+        )
+        self.progress, self.finished = start.run(self.folder.resume, seed_of(self.config))
+        if not self.finished:
+            self.total_steps = start.last_step(self.progress)
+            self._note_validation()
+        self.saver.saved_step = self.progress.step
+        self.loader.seek(self.progress.samples)
+        registry.run_hooks("after_build", self.model, self.config)
+        if self.config.model.print_after_conversion:
+            log.info("%s", self.model)
+        if not self.finished:  # the weights of a run that had finished are not loaded
+            check_replicas(self.model, self.progress.step)
+        attempt.note("loaded", step=self.progress.step)
+
+    def _note_validation(self) -> None:
+        """Warn where a resumed run validates on another number of samples: validation.steps counts batches per rank."""
+        before, now = self.progress.validated, 0
+        if self.validation is not None:
+            now = self.validation.samples_in(self.config.validation.steps)
+        if before and now and before != now:
+            log.warning("validation reads %d samples, %d before this start: its losses do not compare", now, before)
+        self.progress.validated = now
+
+    def _record(self) -> None:
+        """Keep the config with the run, once it is sure that the run takes place."""
+        self.folder.settle()
+        text = to_toml(self.config)
+        self.folder.write_config(text)
+        if self.async_tensor.measured:
+            write_atomically(self.folder.path / async_tp.FILE, json.dumps(self.async_tensor.rows(), indent=1))
+        if self.config.job.save_config_file:
+            with blame("job.save_config_file"):
+                write_atomically(Path(self.config.job.save_config_file), text)
+
+
+# ---- parts that other programs use -----------------------------------------------------------------------------------
 
 
 def seed_of(config: Config) -> int:
@@ -33,7 +332,7 @@ def set_determinism(config: Config, device: torch.device) -> None:
     if device.type == "cuda":
         torch.backends.cudnn.deterministic = deterministic
         torch.backends.cudnn.benchmark = False
-        torch.backends.cuda.enable_cudnn_sdp(False)  # where PyTorch chooses, it would take lengths that give NaN
+        torch.backends.cuda.enable_cudnn_sdp(False)  # PyTorch would choose it for lengths where it gives NaN
 
 
 def build_model(

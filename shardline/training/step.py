@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
@@ -26,10 +26,49 @@ from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicat
 from shardline.run.device import read
 from shardline.run.stop import Request, no_requests, request_of
 from shardline.training.loss import Head, count_targets
-from shardline.training.pipelined_step import Pipelined
+from shardline.training.pipelined_step import PipelinedModel
+from shardline.words import listed
 
 log = logging.getLogger("shardline")
-RequestNumbers = Callable[[], Sequence[float]]  # asked as late as possible: a signal during the step still counts
+RequestNumbers = Callable[[], Sequence[float]]  # read as late as possible: a signal during the step still counts
+
+
+class WholeModel:
+    """The passes of a model whose layers are all on this rank, sharded or not: micro-batch after micro-batch."""
+
+    pipeline = None
+    batches_at_once = 1  # of a validation
+    on_two_stages: frozenset[nn.Parameter] = frozenset()
+
+    def __init__(self, config: Config, model: Decoder, mesh: Mesh, head: Head) -> None:
+        self.section, self.model, self.head = config.parallelism, model, head
+        plain_replicas = mesh.axis("dp_replicate") is not None and mesh.axis("fsdp") is None
+        self.replicas = Replicas(model, config) if plain_replicas else None
+
+    def forward_backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
+        """This rank's part of the loss; with the `last` batch of a step, gradients are summed over data ranks."""
+        set_gradient_sync(self.model, self.section, last)
+        if self.replicas is not None:
+            self.replicas.expect(last, every_micro_batch=self.section.accumulation_sync == "micro_batch")
+        loss = self._loss(batch, scale)
+        loss.backward()
+        return loss.detach()
+
+    def finish(self) -> None:
+        """After the last batch of a step: wait until the replicas' gradients are summed."""
+        if self.replicas is not None:
+            self.replicas.finish()
+
+    def sum_tied(self) -> None:
+        """Nothing to do: autograd has added up what both uses of a tied embedding give it."""
+
+    def losses(self, batches: Sequence[Batch]) -> Tensor:
+        """The sum of the token losses of some batches, without backward."""
+        return torch.stack([self._loss(batch, 1.0) for batch in batches]).sum()
+
+    def _loss(self, batch: Batch, scale: Tensor | float) -> Tensor:
+        hidden = self.model.hidden(batch.tokens, documents=batch.documents)
+        return self.head.loss(self.model, hidden, batch.labels, scale)
 
 
 class StepResult(NamedTuple):
@@ -37,10 +76,17 @@ class StepResult(NamedTuple):
 
     loss: float
     grad_norm: float
-    request: Request  # to stop, or to save, of some rank
+    lr: float
+    request: Request  # to stop or to save, made to some rank
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class Stepper:
+    """Makes optimizer steps. `passes` runs forward and backward, of a whole model or of pipeline stages."""
+
     def __init__(
         self,
         config: Config,
@@ -54,23 +100,18 @@ class Stepper:
         tensor = applied.tensor
         compiled = config.compile.enable and "loss" in config.compile.components
         self.head = Head(tensor, config.training.loss_chunk_tokens, compiled, config.compile.backend)
+        self.passes: WholeModel | PipelinedModel
+        if applied.pipeline is None:
+            self.passes = WholeModel(config, model, mesh, self.head)
+        else:
+            self.passes = PipelinedModel(config, model, mesh, applied.pipeline, self.head, device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
-        plain_replicas = mesh.axis("dp_replicate") is not None and mesh.axis("fsdp") is None
-        self.pipelined = None
-        if applied.pipeline is not None:
-            self.pipelined = Pipelined(config, model, mesh, applied.pipeline, self.head, device)
-        self.replicas = Replicas(model, config) if plain_replicas and self.pipelined is None else None
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
                 optimizer, late=self.summed_over_tp, share=lambda parameter: shards(parameter) / mesh.world_size
             )
-
-    @property
-    def all_replicas(self) -> Replicas | None:
-        """Whoever sums gradients over replicas, here or stage by stage."""
-        return self.replicas if self.pipelined is None else self.pipelined.replicas
 
     def forward_backward(self, batches: list[Batch]) -> Tensor:
         """Gradients of the mean loss over all targets of the global batch, summed over data ranks.
@@ -85,39 +126,24 @@ class Stepper:
             collectives.sum_in_place(targets, "loss")
         scale = 1.0 / targets.clamp(min=1)
         total = torch.zeros((), device=device)
-        section = self.config.parallelism
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
-            if self.pipelined is not None:
-                total += self.pipelined.forward_backward(batch, scale, last)
-                continue
-            set_gradient_sync(self.model, section, last)
             if self.early is not None:
                 self.early.enabled = last
-            if self.replicas is not None:
-                self.replicas.expect(last, every_micro_batch=section.accumulation_sync == "micro_batch")
-            hidden = self.model.hidden(batch.tokens, documents=batch.documents)
-            loss = self.head.loss(self.model, hidden, batch.labels, scale)
-            loss.backward()
-            total += loss.detach()
-        if self.replicas is not None:
-            self.replicas.finish()
-        if self.pipelined is not None:
-            self.pipelined.finish()
+            total += self.passes.forward_backward(batch, scale, last)
+        self.passes.finish()
         sum_replicated_gradients(self.summed_over_tp)
-        if self.pipelined is not None:
-            self.pipelined.sum_tied()
+        self.passes.sum_tied()
         return total
 
     def step(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers = no_requests) -> StepResult:
         """One optimizer step, unless its loss or gradients are not finite."""
+        set_lr(self.optimizer, lr)
         if self.early is not None:
             return self._step_early(self.early, batches, lr, number, requests)
-        loss = self.forward_backward(batches)
-        result = self._agree(loss, requests)
-        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
+        result = self._agree(self.forward_backward(batches), lr, requests)
+        if result.finite:
             clip_(self.parameters, result.grad_norm, self.config.training.max_norm)
-            set_lr(self.optimizer, lr)
             self.optimizer.step()
         else:
             self._nonfinite(result, number)
@@ -127,41 +153,40 @@ class Stepper:
     def _step_early(
         self, early: EarlyStep, batches: list[Batch], lr: float, number: int, requests: RequestNumbers
     ) -> StepResult:
-        """The same with parameters updated inside backward."""
-        set_lr(self.optimizer, lr)
+        """One step whose parameters are updated inside backward."""
         result, changed = step_early(
             early,
             lambda: self.forward_backward(batches),
-            lambda loss, squares: self._agree(loss, requests, squares),
+            lambda loss, squares: self._agree(loss, lr, requests, squares),
             self.config.training.max_norm,
         )
-        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        if not result.finite:
             self._nonfinite(result, number, changed)
         return result
 
-    def _agree(self, loss: Tensor, requests: RequestNumbers, squares: Tensor | None = None) -> StepResult:
+    def _agree(self, loss: Tensor, lr: float, requests: RequestNumbers, squares: Tensor | None = None) -> StepResult:
         """Loss, gradient norm and requests of all ranks: one all-reduce, one wait for the device a step."""
         if squares is None:
-            twice = frozenset() if self.pipelined is None else self.pipelined.on_two_stages
-            squares = squared_norm(self.parameters, self.mesh.world_size // self.mesh.layout.pp, twice)
-        asked = torch.tensor(requests(), device=loss.device)
-        numbers = torch.cat([torch.stack([loss * self.head.share, squares.to(loss.device)]), asked])
+            ranks = self.mesh.world_size // self.mesh.layout.pp
+            squares = squared_norm(self.parameters, ranks, self.passes.on_two_stages)
+        requested = torch.tensor(requests(), device=loss.device)
+        numbers = torch.cat([torch.stack([loss * self.head.share, squares.to(loss.device)]), requested])
         if self.mesh.world_size > 1:
             collectives.sum_in_place(numbers, "world")
         total, squared, *sums = read(numbers)
-        return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, request_of(sums))
+        return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, lr, request_of(sums))
 
     def _nonfinite(self, result: StepResult, number: int, changed: bool = False) -> None:
+        """Stop, or skip the step; weights that are not finite themselves are named first: they are the cause."""
         broken = nonfinite_parameters(self.model, of_gradients=False)
-        names = nonfinite_parameters(self.model)
-        where = f"; not finite in the gradient of {_shortened(names)}" if names else ""
-        where = f"; not finite in the weights of {_shortened(broken)}" if broken else where  # the cause, not its trail
+        names, what = (broken, "weights") if broken else (nonfinite_parameters(self.model), "gradient")
+        where = f"; not finite in the {what} of {listed(names)}" if names else ""
         text = f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{where}"
         if changed:
             raise UserError(f"{text}. The weights were already changed: continue from the last checkpoint")
-        if broken:  # of any rank, so all ranks stop; with "skip" too, as every later step would be the same
+        if broken:  # on any rank, so all ranks stop; with "skip" too, because every later step would be the same
             raise UserError(
-                f"{text}. No step can mend that: load another checkpoint, of this run with checkpoint.load_step,"
+                f"{text}. No step can repair them: load another checkpoint, of this run with checkpoint.load_step,"
                 " of another one with checkpoint.initial_load_path"
             )
         if self.config.training.nonfinite == "stop":
@@ -169,8 +194,3 @@ class Stepper:
                 f'{text}. The parameters were not changed. Lower optimizer.lr, or set training.nonfinite = "skip"'
             )
         log.warning("%s: step skipped", text)
-
-
-def _shortened(names: list[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

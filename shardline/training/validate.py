@@ -1,56 +1,82 @@
-"""The validation loop: the mean loss per target token over the validation set, computed once in order."""
+"""Validation: the mean loss per target token over the validation set, read once in order."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable
 
 import torch
 
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
+from shardline.config.schema import Config
 from shardline.data.loader import Loader
-from shardline.models.decoder import Decoder
 from shardline.parallel.data.fsdp import free_gathered
 from shardline.run.device import read
-from shardline.training.loss import Head, count_targets
-from shardline.training.pipelined_step import Pipelined
+from shardline.run.stop import Request
+from shardline.telemetry.telemetry import Telemetry
+from shardline.training.loss import count_targets
+from shardline.training.step import Stepper
+
+log = logging.getLogger("shardline")
 
 
-@torch.no_grad()
-def validation_loss(
-    model: Decoder,
-    head: Head,
-    loader: Loader,
-    steps: int,
-    mesh: Mesh,
-    pipelined: Pipelined | None = None,
-    stop: Callable[[], bool] = lambda: False,
-) -> float | None:
-    """Sum of token losses over number of targets, over `steps` batches (-1: all of them) of every data rank.
+class Validator:
+    """Validates after the first step, the last one and every `validation.freq` steps; never without a `loader`.
 
-    None where `stop`, asked between batches, says so; it must say the same on every rank.
+    Between batches `requests` asks all ranks what they were asked for since the step: a request to stop ends it.
     """
-    was_training = model.training
-    model.eval()
-    sums, stopped = torch.zeros(2, dtype=torch.float64, device=loader.device), False
-    batches = iter(loader.epoch(None if steps < 0 else steps))
-    # With stages, as many batches at a time as there are ranks: each computes one while the others have the rest.
-    while not stopped and (some := list(itertools.islice(batches, mesh.layout.pp))):
-        some = [batch if model.context is None else model.context.cut(batch) for batch in some]
-        if pipelined is not None:
-            sums[0] += pipelined.losses(some) * head.share
-        for batch in some:
-            if pipelined is None:
-                hidden = model.hidden(batch.tokens, documents=batch.documents)
-                sums[0] += head.loss(model, hidden, batch.labels, 1.0) * head.share
-            sums[1] += count_targets(batch.labels) / (mesh.layout.tp * mesh.layout.pp)
-        stopped = stop()
-    free_gathered(model)
-    model.train(was_training)
-    if stopped:
-        return None
-    if mesh.world_size > 1:
-        collectives.sum_in_place(sums, "world")
-    total, targets = read(sums)
-    return total / max(targets, 1.0)
+
+    def __init__(
+        self,
+        config: Config,
+        stepper: Stepper,
+        loader: Loader | None,
+        mesh: Mesh,
+        last_step: int,
+        telemetry: Telemetry,
+        requests: Callable[[], Request],
+    ) -> None:
+        self.section, self.stepper, self.loader, self.mesh = config.validation, stepper, loader, mesh
+        self.last_step, self.telemetry, self.requests = last_step, telemetry, requests
+
+    def run_if_due(self, step: int, request: Request) -> Request:
+        """Validate where it is time to; returns `request` with what ranks were asked for meanwhile."""
+        if self.loader is None or not (step in (1, self.last_step) or step % self.section.freq == 0):
+            return request
+        loss = None
+        with self.telemetry.paused():
+            if request.stop is None:
+                loss, request = self._loss(self.loader, request)
+        if loss is None:
+            log.info("step %d: stopping, validation is left out", step)
+        else:
+            self.telemetry.log_validation(step, loss)
+        return request
+
+    @torch.no_grad()
+    def _loss(self, loader: Loader, request: Request) -> tuple[float | None, Request]:
+        """Sum of token losses over number of targets, over `validation.steps` batches (-1: all) of every data rank.
+
+        There is no loss where ranks are asked to stop; all of them see that after the same batch.
+        """
+        model, head, passes = self.stepper.model, self.stepper.head, self.stepper.passes
+        was_training = model.training
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=loader.device)
+        batches = iter(loader.epoch(None if self.section.steps < 0 else self.section.steps))
+        while request.stop is None and (some := list(itertools.islice(batches, passes.batches_at_once))):
+            some = [batch if model.context is None else model.context.cut(batch) for batch in some]
+            sums[0] += passes.losses(some) * head.share
+            for batch in some:
+                sums[1] += count_targets(batch.labels) / (self.mesh.layout.tp * self.mesh.layout.pp)
+            request = request.and_then(self.requests())
+        free_gathered(model)
+        model.train(was_training)
+        if request.stop is not None:
+            return None, request
+        if self.mesh.world_size > 1:
+            collectives.sum_in_place(sums, "world")
+        total, targets = read(sums)
+        return total / max(targets, 1.0), request

@@ -18,7 +18,7 @@ def numbers(written):
 def test_float32_on_cuda_gives_the_cpu_numbers(tmp_path, monkeypatch):
     settings = {"training__mixed_precision_param": "float32", "training__steps": 10}
     on_gpu = numbers(run(tmp_path / "cuda", **settings))
-    monkeypatch.setattr("shardline.training.trainer.choose_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("shardline.training.setup.choose_device", lambda: torch.device("cpu"))
     on_cpu = numbers(run(tmp_path / "cpu", **settings))
     for a, b in zip(on_gpu, on_cpu, strict=True):
         assert a == pytest.approx(b, rel=1e-4)

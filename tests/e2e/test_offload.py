@@ -16,7 +16,7 @@ OFFLOAD = {"training__enable_cpu_offload": True}
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     """Where a GPU computes and the CPU steps, numbers differ in their last bits."""
-    monkeypatch.setattr("shardline.training.trainer.choose_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("shardline.training.setup.choose_device", lambda: torch.device("cpu"))
 
 
 def same_state(a, b, step):

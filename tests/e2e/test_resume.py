@@ -14,6 +14,7 @@ from shardline.checkpoint.resume import Start
 from shardline.errors import UserError
 from shardline.run.options import TrainOptions
 from shardline.storage import crash_points as save_points
+from shardline.training.setup import Setup
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import rows, run, tiny_config
 
@@ -139,7 +140,7 @@ def test_a_folder_with_a_run_is_refused_and_overwrite_replaces_it(tmp_path):
 
 def test_a_run_that_failed_before_its_first_step_does_not_block_the_folder(tmp_path, monkeypatch):
     folder = tmp_path / "run"
-    monkeypatch.setattr(Trainer, "_start", lambda self: 1 / 0)
+    monkeypatch.setattr(Setup, "_start", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Trainer(tiny_config(folder))
     monkeypatch.undo()
@@ -473,11 +474,11 @@ def test_a_run_that_ends_waits_for_what_goes_on_behind(tmp_path, monkeypatch):
     """An error that has nothing to do with it, right after a save began."""
     monkeypatch.setattr(save_points, "listener", lambda point, path: time.sleep(0.02))
 
-    def broken(self, *_):
+    def broken(self, result):
         if self.progress.step == 3:
             raise UserError("something else")
 
-    monkeypatch.setattr(Trainer, "_is_logged", broken)
+    monkeypatch.setattr(Trainer, "_after_step", broken)
     with pytest.raises(UserError, match="something else"):
         run(tmp_path / "run", **BEHIND)
     files.find_checkpoint(tmp_path / "run", 2).verify()

@@ -204,7 +204,7 @@ def _watch(trainer: Any, book: Any, leg: Leg) -> None:
 
     def watched_compute(*arguments: Any) -> Any:
         outcome = compute(*arguments)
-        row = {"step": trainer.progress.step + 1, "read": read, "loss": outcome[0].loss}
+        row = {"step": trainer.progress.step + 1, "read": read, "loss": outcome.loss}
         book.write(json.dumps(row) + "\n")
         end(late=True)
         return outcome

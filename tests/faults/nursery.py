@@ -347,7 +347,7 @@ def train(words: Sequence[str]) -> int:
     def recorded(batches: Any, *arguments: Any) -> Any:
         result = step(batches, *arguments)
         samples = [int(number) for batch in batches for number in batch.sample_ids.tolist()]
-        row = {"step": trainer.progress.step + 1, "loss": result[0].loss, "grad_norm": result[0].grad_norm}
+        row = {"step": trainer.progress.step + 1, "loss": result.loss, "grad_norm": result.grad_norm}
         note(ledger, {**row, "samples": samples, "data_rank": trainer.mesh.data_rank, "at": time.monotonic()})
         os.write(first_step, b".")
         return result

@@ -212,7 +212,7 @@ def _chosen_device() -> Iterator[None]:
     brief = patch.multiple(
         "shardline.parallel.tensor.autotune", LEAST_ROUNDS=1, MOST_ROUNDS=1
     )  # which one wins is not the matter
-    with brief, patch("shardline.training.trainer.choose_device", lambda *_: torch.device(DEVICE)):
+    with brief, patch("shardline.training.setup.choose_device", lambda *_: torch.device(DEVICE)):
         yield
 
 
@@ -238,8 +238,8 @@ def _watch(trainer: Any, record: Record) -> None:
 
     def watched_step(*arguments: Any) -> Any:
         outcome = step(*arguments)
-        record.losses.append(outcome[0].loss)
-        record.grad_norms.append(outcome[0].grad_norm)
+        record.losses.append(outcome.loss)
+        record.grad_norms.append(outcome.grad_norm)
         if not record.gradients:  # an optimizer that runs in backward keeps no gradient, but this one's first moment
             decay = 1 - trainer.config.optimizer.beta1
             record.gradients, record.gradient_prints = _whole(

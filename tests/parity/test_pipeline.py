@@ -295,7 +295,7 @@ def test_what_is_not_finite_is_named_wherever_it_is(harness, tmp_path, degree):
     entry = case("x", layers(4), {"training.nonfinite": "skip"}, **{degree: 2})
     settings = harness.settings(entry.overrides, 2) | {"job.dump_folder": str(tmp_path / "run")}
     for said in harness.pool.run(2, nonfinite_step, settings):
-        assert "not finite in the weights of layers.3.attention.wo.weight. No step can mend that" in said
+        assert "not finite in the weights of layers.3.attention.wo.weight. No step can repair them" in said
 
 
 def unequal_step(settings):
@@ -304,9 +304,9 @@ def unequal_step(settings):
 
     with _own_logging():
         trainer = Trainer(load_config(overrides=settings))
-        swap = trainer.stepper.pipelined.pipeline.channels.swap
+        swap = trainer.stepper.passes.pipeline.channels.swap
         spoilt = (lambda *given: swap(*given) + 1e-3) if trainer.mesh.rank == 1 else swap
-        trainer.stepper.pipelined.pipeline.channels.swap = spoilt
+        trainer.stepper.passes.pipeline.channels.swap = spoilt
         try:
             trainer.train()
         except UserError as error:
@@ -340,7 +340,7 @@ def reductions(settings):
     seen = []
     with _own_logging(), contextlib.ExitStack() as patches:
         trainer = Trainer(load_config(overrides=settings))
-        sums, plain = trainer.stepper.pipelined.sums, stage_sums.reduce_now
+        sums, plain = trainer.stepper.passes.sums, stage_sums.reduce_now
 
         def watched(module):
             seen.append(len(sums.left))

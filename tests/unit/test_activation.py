@@ -1,5 +1,7 @@
 """Every activation checkpointing mode gives the gradients of `none`, keeps less, and recomputes what it says."""
 
+import contextlib
+import logging
 from unittest.mock import patch
 
 import pytest
@@ -32,13 +34,30 @@ ARCH = Architecture(
 )
 
 
+@contextlib.contextmanager
+def collected_log():
+    """The lines that are logged inside; as a list, since a fixture of a whole module has no caplog."""
+    lines, log = [], logging.getLogger("shardline")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
 def run(overrides):
     torch._dynamo.reset()
     config = load_config(overrides=overrides)
     model = Decoder(ARCH)
     init_weights(model, seed=1)
     precision = Precision(torch.float32, torch.float32, torch.float32)
-    lines = apply(model, config, Mesh(Layout(), "cpu"), precision).lines
+    with collected_log() as lines:
+        apply(model, config, Mesh(Layout(), "cpu"), precision)
     tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(0))
     kept = {}
 

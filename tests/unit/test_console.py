@@ -13,7 +13,7 @@ from shardline.run.folder import RunFolder
 from shardline.telemetry.console import (
     Console,
     ConsoleHandler,
-    Seen,
+    RunSummary,
     format_time,
     hold_log,
     make_terminal,
@@ -176,7 +176,7 @@ def test_summary_of_a_finished_run_and_of_none(tmp_path):
 
 
 def test_speed_of_a_single_row_is_its_own():
-    seen = Seen()
+    seen = RunSummary()
     seen.add(make_row(1, tokens_per_second=7.0))
     assert seen.speed == 7.0
 

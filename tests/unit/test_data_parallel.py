@@ -22,7 +22,7 @@ from shardline.models.init import init_weights
 from shardline.parallel.data import compression
 from shardline.parallel.data.ddp import Replicas
 from shardline.run.folder import RunFolder
-from shardline.telemetry.metrics import KEYS, Metrics
+from shardline.telemetry.metrics import KEYS, MetricsLog
 from tests.parity.harness import MODEL
 from tests.parity.pool import CaseFailed, Pool
 
@@ -190,7 +190,7 @@ def test_parts_that_tensor_parallel_cut_are_summed_apart(name):
 
 
 def test_a_row_may_say_how_long_communication_was_exposed(tmp_path):
-    metrics = Metrics(load_config(), RunFolder(tmp_path))
+    metrics = MetricsLog(load_config(), RunFolder(tmp_path))
     metrics.log(dict.fromkeys(KEYS, 1) | {"comm_bytes": {}, "dp_exposed_seconds": 0.25})
     metrics.log(dict.fromkeys(KEYS, 2) | {"comm_bytes": {}})
     metrics.close()

@@ -13,7 +13,7 @@ from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.run.folder import RunFolder
-from shardline.telemetry.metrics import KEYS, Meter, Metrics, move_rows_after
+from shardline.telemetry.metrics import KEYS, Meter, MetricsLog, move_rows_after
 
 
 def make_row(step: int, **changes):
@@ -42,7 +42,7 @@ def strict_rows(path):
 
 def test_rows_have_the_keys_of_the_contract(tmp_path):
     folder = RunFolder(tmp_path)
-    metrics = Metrics(make_config(), folder)
+    metrics = MetricsLog(make_config(), folder)
     metrics.log(dict(reversed(make_row(1, comm_bytes={"dp_shard": 12}).items())))
     metrics.log_validation(1, 2.25)
     # No close: every line is in the file once the call has returned.
@@ -57,7 +57,7 @@ def test_rows_have_the_keys_of_the_contract(tmp_path):
 @pytest.mark.parametrize("change", [{"extra": 1}, None])
 def test_row_that_breaks_the_contract_is_an_error(tmp_path, change):
     row = make_row(1, **change) if change else {key: value for key, value in make_row(1).items() if key != "lr"}
-    metrics = Metrics(make_config(), RunFolder(tmp_path))
+    metrics = MetricsLog(make_config(), RunFolder(tmp_path))
     with pytest.raises(ValueError, match="extra" if change else "lr"):
         metrics.log(row)
     metrics.close()
@@ -66,7 +66,7 @@ def test_row_that_breaks_the_contract_is_an_error(tmp_path, change):
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_values_json_has_no_word_for_become_null_and_are_said(tmp_path, caplog, value):
     folder = RunFolder(tmp_path)
-    metrics = Metrics(make_config(), folder)
+    metrics = MetricsLog(make_config(), folder)
     with caplog.at_level(logging.WARNING, "shardline"):
         metrics.log(make_row(7, loss=value, grad_norm=value))
     metrics.close()
@@ -78,7 +78,7 @@ def test_values_json_has_no_word_for_become_null_and_are_said(tmp_path, caplog, 
 
 
 def test_only_rank_0_writes_the_file(tmp_path):
-    metrics = Metrics(make_config(), RunFolder(tmp_path), rank=1)
+    metrics = MetricsLog(make_config(), RunFolder(tmp_path), rank=1)
     metrics.log(make_row(1))
     metrics.close()
     assert list(tmp_path.iterdir()) == []
@@ -87,7 +87,7 @@ def test_only_rank_0_writes_the_file(tmp_path):
 def test_full_disk_ends_with_a_message(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics_path.symlink_to("/dev/full")
-    metrics = Metrics(make_config(), folder)
+    metrics = MetricsLog(make_config(), folder)
     with pytest.raises(UserError, match=r"metrics\.jsonl: No space left"):
         metrics.log(make_row(1))
     metrics.close()
@@ -113,7 +113,7 @@ class AlmostFull:
 
 def test_a_row_that_does_not_fit_leaves_no_part(tmp_path):
     folder = RunFolder(tmp_path)
-    metrics = Metrics(make_config(), folder)
+    metrics = MetricsLog(make_config(), folder)
     metrics.log_validation(1, 2.25)
     metrics.file = AlmostFull(metrics.file, 10)
     with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl: No space left"):
@@ -131,7 +131,7 @@ def test_a_sink_that_fails_is_left_out_and_the_rows_go_on(tmp_path, caplog):
             raise AssertionError("closed although it was given up")
 
     folder = RunFolder(tmp_path)
-    metrics = Metrics(make_config(), folder)
+    metrics = MetricsLog(make_config(), folder)
     metrics.sinks = [Broken()]
     with caplog.at_level(logging.WARNING, "shardline"):
         metrics.log_validation(1, 2.25)
@@ -153,7 +153,7 @@ def test_resume_moves_later_rows_in_order_behind_earlier_ones(tmp_path):
     folder = RunFolder(tmp_path, resume_step=5)
     write_rows(folder.metrics_path, [1, 5, 5, 6, 10])
     write_rows(folder.moved_metrics_path, [8, 9])
-    metrics = Metrics(make_config(), folder, start_step=5)
+    metrics = MetricsLog(make_config(), folder, start_step=5)
     metrics.log(make_row(6))
     metrics.close()
     assert steps_in(folder.metrics_path) == [1, 5, 5, 6]
@@ -163,7 +163,7 @@ def test_resume_moves_later_rows_in_order_behind_earlier_ones(tmp_path):
 def test_resume_at_the_last_row_moves_nothing(tmp_path):
     folder = RunFolder(tmp_path, resume_step=5)
     write_rows(folder.metrics_path, [1, 5])
-    Metrics(make_config(), folder, start_step=5).close()
+    MetricsLog(make_config(), folder, start_step=5).close()
     assert steps_in(folder.metrics_path) == [1, 5]
     assert not folder.moved_metrics_path.exists()
 
@@ -171,7 +171,7 @@ def test_resume_at_the_last_row_moves_nothing(tmp_path):
 def test_resume_from_step_0_moves_everything(tmp_path):
     folder = RunFolder(tmp_path, resume_step=0)
     write_rows(folder.metrics_path, [1, 5])
-    Metrics(make_config(), folder, start_step=0).close()
+    MetricsLog(make_config(), folder, start_step=0).close()
     assert folder.metrics_path.read_text() == ""
     assert steps_in(folder.moved_metrics_path) == [1, 5]
 
@@ -181,7 +181,7 @@ def test_torn_last_line_is_left_out(tmp_path, caplog, torn):
     folder = RunFolder(tmp_path, resume_step=5)
     write_rows(folder.metrics_path, [1, 5, 6], torn)
     with caplog.at_level(logging.WARNING, "shardline"):
-        metrics = Metrics(make_config(), folder, start_step=5)
+        metrics = MetricsLog(make_config(), folder, start_step=5)
     metrics.log(make_row(6))
     metrics.close()
     assert steps_in(folder.metrics_path) == [1, 5, 6]
@@ -205,7 +205,7 @@ def test_crash_while_moving_loses_no_row(tmp_path, monkeypatch):
 
 
 def test_resume_without_a_metrics_file(tmp_path):
-    Metrics(make_config(), RunFolder(tmp_path, resume_step=5), start_step=5).close()
+    MetricsLog(make_config(), RunFolder(tmp_path, resume_step=5), start_step=5).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
@@ -221,7 +221,7 @@ def scalars_in(folder):
 
 
 def test_tensorboard_gets_every_number(tmp_path):
-    metrics = Metrics(make_config(enable_tensorboard=True, save_tb_folder="board"), RunFolder(tmp_path))
+    metrics = MetricsLog(make_config(enable_tensorboard=True, save_tb_folder="board"), RunFolder(tmp_path))
     metrics.log(make_row(1, comm_bytes={"dp": 8}))
     metrics.log(make_row(2, loss=0.5, mfu=0.25))
     metrics.log_validation(2, 0.75)
@@ -236,11 +236,11 @@ def test_tensorboard_gets_every_number(tmp_path):
 
 def test_tensorboard_hides_what_a_resume_repeats(tmp_path):
     config = make_config(enable_tensorboard=True)
-    metrics = Metrics(config, RunFolder(tmp_path))
+    metrics = MetricsLog(config, RunFolder(tmp_path))
     for step in (1, 2, 3):
         metrics.log(make_row(step))
     metrics.close()
-    metrics = Metrics(config, RunFolder(tmp_path, resume_step=1), start_step=1)
+    metrics = MetricsLog(config, RunFolder(tmp_path, resume_step=1), start_step=1)
     metrics.log(make_row(2, loss=9.0))
     metrics.close()
     assert scalars_in(tmp_path / "tb")["loss"] == [(1, 1.5), (2, 9.0)]
@@ -249,7 +249,7 @@ def test_tensorboard_hides_what_a_resume_repeats(tmp_path):
 def test_save_for_all_ranks_gives_each_rank_a_folder(tmp_path):
     for rank in (0, 1):
         options = {"enable_tensorboard": True, "save_for_all_ranks": True}
-        metrics = Metrics(make_config(**options), RunFolder(tmp_path), rank=rank)
+        metrics = MetricsLog(make_config(**options), RunFolder(tmp_path), rank=rank)
         metrics.log(make_row(1, loss=float(rank)))
         metrics.close()
     assert scalars_in(tmp_path / "tb" / "rank_0")["loss"] == [(1, 0.0)]
@@ -258,7 +258,7 @@ def test_save_for_all_ranks_gives_each_rank_a_folder(tmp_path):
 
 
 def test_other_ranks_write_no_tensorboard_by_default(tmp_path):
-    Metrics(make_config(enable_tensorboard=True), RunFolder(tmp_path), rank=1).close()
+    MetricsLog(make_config(enable_tensorboard=True), RunFolder(tmp_path), rank=1).close()
     assert not (tmp_path / "tb").exists()
 
 
@@ -272,7 +272,7 @@ def test_other_ranks_write_no_tensorboard_by_default(tmp_path):
 def test_missing_package_names_the_extra(tmp_path, monkeypatch, option, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"metrics\.{option} .*pip install 'shardline\[{extra}\]'"):
-        Metrics(make_config(**{option: True}), RunFolder(tmp_path))
+        MetricsLog(make_config(**{option: True}), RunFolder(tmp_path))
 
 
 # ---- W&B -------------------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ def wandb_runs(monkeypatch):
 
 
 def test_wandb_gets_config_and_rows(tmp_path, wandb_runs):
-    metrics = Metrics(make_config(enable_wandb=True), make_folder(tmp_path))
+    metrics = MetricsLog(make_config(enable_wandb=True), make_folder(tmp_path))
     metrics.log(make_row(3, comm_bytes={"dp": 8}))
     metrics.log_validation(3, 2.0)
     metrics.close()
@@ -328,22 +328,22 @@ def test_wandb_gets_config_and_rows(tmp_path, wandb_runs):
 def test_wandb_reads_its_environment(tmp_path, wandb_runs, monkeypatch):
     for name, value in {"PROJECT": "p", "TEAM": "t", "RUN_NAME": "n", "RUN_ID": "i"}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
-    Metrics(make_config(enable_wandb=True), RunFolder(tmp_path)).close()
+    MetricsLog(make_config(enable_wandb=True), RunFolder(tmp_path)).close()
     options = wandb_runs[0].options
     assert (options["project"], options["entity"], options["name"], options["id"]) == ("p", "t", "n", "i")
 
 
 def test_resumed_run_continues_its_wandb_run(tmp_path, wandb_runs):
     config = make_config(enable_wandb=True)
-    Metrics(config, RunFolder(tmp_path)).close()
-    Metrics(config, RunFolder(tmp_path, resume_step=5), start_step=5).close()
+    MetricsLog(config, RunFolder(tmp_path)).close()
+    MetricsLog(config, RunFolder(tmp_path, resume_step=5), start_step=5).close()
     assert [run.options["id"] for run in wandb_runs] == [None, "new-id"]
 
 
 def test_every_rank_has_a_wandb_run_of_one_group(tmp_path, wandb_runs):
     for rank in (0, 1):
         options = {"enable_wandb": True, "save_for_all_ranks": True}
-        Metrics(make_config(**options), make_folder(tmp_path), rank=rank).close()
+        MetricsLog(make_config(**options), make_folder(tmp_path), rank=rank).close()
     assert [(run.options["name"], run.options["group"]) for run in wandb_runs] == [
         ("run-rank0", "run"),
         ("run-rank1", "run"),
@@ -356,7 +356,7 @@ def test_wandb_that_does_not_start_names_the_offline_mode(tmp_path, monkeypatch)
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     with pytest.raises(UserError, match=r"no API key.*WANDB_MODE=offline"):
-        Metrics(make_config(enable_wandb=True), RunFolder(tmp_path))
+        MetricsLog(make_config(enable_wandb=True), RunFolder(tmp_path))
 
 
 # ---- rates -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,177 @@
+"""All that observes a run, as one object: console, metrics, clocks, profiler, recompilations, garbage, the watchdog.
+
+with telemetry.running(step, last_step):
+    with telemetry.step(number):             every step
+        with telemetry.fetching(): ...       its batches
+        ...                                  forward, backward, update
+        telemetry.log(...)                   a row, where one is due
+        with telemetry.paused(): ...         validation, a save: time that is not training
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shardline.comm import collectives, symmetric_memory, watchdog
+from shardline.comm.exposed_time import exposed
+from shardline.comm.hidden_time import Sampler, Times
+from shardline.comm.job import job
+from shardline.comm.mesh import Mesh
+from shardline.config.schema import Config
+from shardline.parallel.pipeline.executor import Pipeline, idle_share
+from shardline.parallel.pipeline.schedules import theoretical_bubble
+from shardline.run import attempt
+from shardline.run.device import peak_memory_gib, read, reset_peak
+from shardline.run.folder import RunFolder
+from shardline.telemetry.console import Console
+from shardline.telemetry.metrics import Meter, MetricsLog
+from shardline.telemetry.profile import Profiler
+from shardline.telemetry.recompiles import CompileReport
+
+log = logging.getLogger("shardline")
+
+
+class Telemetry:
+    """`step_tokens` are those of a global batch. `row` is the last one that was logged."""
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        mesh: Mesh,
+        device: torch.device,
+        meter: Meter,
+        step_tokens: int,
+        *,
+        tensor_parallel: bool,
+        pipeline: Pipeline | None,
+    ) -> None:
+        self.config, self.folder, self.mesh, self.device = config, folder, mesh, device
+        self.meter, self.step_tokens, self.pipeline = meter, step_tokens, pipeline
+        self.sampler = Sampler(device, job.clock, job.spans) if tensor_parallel else None
+        self.row: dict[str, Any] = {}
+        self.stopped_by: str | None = None  # what ended the run early, for its closing lines
+
+    @contextlib.contextmanager
+    def running(self, step: int, last_step: int) -> Iterator[None]:
+        """Around the loop, which begins after `step`; the summary is shown at its end, however it ends."""
+        config, rank = self.config, self.mesh.rank
+        self.number = self.first_step = step
+        self.last_step = last_step
+        theory = None if self.pipeline is None else theoretical_bubble(self.pipeline.plan.schedule)
+        self.console = Console(config, self.folder.path, rank=rank, theoretical_bubble=theory)
+        self.console.start(last_step, step)
+        with contextlib.ExitStack() as closing:
+            closing.callback(lambda: self.console.close(self.stopped_by))
+            self.metrics = MetricsLog(config, self.folder, step, rank=rank)
+            closing.callback(self.metrics.close)
+            closing.enter_context(_no_automatic_gc())
+            profiler = Profiler(config, self.folder.path, rank, device=self.device, start_step=step)
+            self.profiler = closing.enter_context(profiler)
+            self.recompiles = CompileReport()
+            reset_peak(self.device)
+            self.meter.restart()
+            yield
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around all that belongs to a step."""
+        self.number = number
+        job.traffic.take()
+        exposed.reset()
+        yield
+        with self.paused() if self.profiler.writes_next() else contextlib.nullcontext():
+            self.profiler.step()
+        self._collect_garbage()
+
+    @contextlib.contextmanager
+    def fetching(self) -> Iterator[None]:
+        """Around the loading of the step's batches; the clocks of the step itself begin after that."""
+        began = time.perf_counter()
+        yield
+        self.meter.fetched(time.perf_counter() - began)
+        if job.watchdog is not None:
+            job.watchdog.step(self.number)
+        if self.is_logged():
+            if self.sampler is not None:
+                self.sampler.begin()
+            if self.pipeline is not None:
+                self.pipeline.clock.enabled = True
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock for what is not training, after the device has finished the step that is."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with self.meter.paused():
+            yield
+
+    def is_logged(self) -> bool:
+        return self.number in (1, self.last_step) or self.number % self.config.metrics.log_freq == 0
+
+    def log(self, loss: float, grad_norm: float, lr: float, tokens: int) -> None:
+        """The step was made: show it, and record its row where one is due. `tokens` counts all of the run so far."""
+        times = self.sampler.end() if self.sampler is not None and self.is_logged() else None
+        if self.number == self.first_step + 1 and self.mesh.world_size > 1:
+            watchdog.set_timeouts(self.config.comm.train_timeout_seconds, collectives.groups())
+        attempt.note("first_step")
+        self.meter.stepped(self.step_tokens)
+        self.console.advance(self.number)
+        if self.is_logged():
+            of_step = {"step": self.number, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens}
+            self.row = of_step | self._measured(times) | self.meter.rates()
+            self.metrics.log(self.row)
+            self.console.update(self.row)
+        for line in self.recompiles.lines(self.number, self.first_step):
+            log.warning("%s", line)
+
+    def log_validation(self, step: int, loss: float) -> None:
+        self.metrics.log_validation(step, loss)
+        self.console.message(f"step {step}  validation loss {loss:.4f}")
+
+    def _measured(self, times: Times | None) -> dict[str, Any]:
+        """Memory and communication of this step: the highest numbers of all ranks."""
+        sent, waited = job.traffic.take(), exposed.take()
+        memory = peak_memory_gib(self.device) + symmetric_memory.shared_gib()
+        highest = torch.tensor([memory, waited or 0.0, *(times or Times(0.0, 0.0))], device=self.device)
+        if self.mesh.world_size > 1:
+            collectives.max_in_place(highest, "world")
+        memory, waited_longest, *of_tensor = read(highest)
+        row: dict[str, Any] = {"memory_gib": memory, "comm_bytes": sent}
+        if waited is not None and self.mesh.size("loss") > 1:
+            row["dp_exposed_seconds"] = waited_longest
+        if times is not None:
+            slowest = Times(*of_tensor)
+            row |= {"tp_comm_seconds": slowest.comm, "tp_exposed_seconds": slowest.exposed}
+            row["tp_hidden_fraction"] = slowest.hidden
+        if self.pipeline is not None:
+            self.pipeline.clock.enabled = False
+            row["pp_bubble_fraction"] = idle_share(*self.pipeline.clock.take(), self.device)
+        return row
+
+    def _collect_garbage(self) -> None:
+        section = self.config.training
+        if section.gc_debug:
+            log.info("step %d: gc found %d unreachable objects", self.number, gc.collect())
+        elif section.gc_freq > 0 and self.number % section.gc_freq == 0:
+            gc.collect(1)
+
+
+@contextlib.contextmanager
+def _no_automatic_gc() -> Iterator[None]:
+    """Garbage is collected every `training.gc_freq` steps only: ranks would otherwise pause at different times."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    gc.collect()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
