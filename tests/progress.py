@@ -19,6 +19,7 @@ class Progress:
     def __init__(self, reporter: Any) -> None:
         self.reporter, self.started = reporter, time.monotonic()
         self.terminal = bool(reporter._tw._file.isatty())
+        reporter._show_progress_info = False  # a percentage behind the dots
         self.total, self.counts = 0, {"passed": 0, "failed": 0, "skipped": 0}
         self.lock, self.ended = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self._repeat, name="progress", daemon=True)

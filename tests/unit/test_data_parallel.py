@@ -206,12 +206,18 @@ class SlowLink:
     """Stands for a link that carries one sum after the other, each in `seconds`."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.free_at, self.sizes = seconds, 0.0, []
+        self.seconds, self.free_at, self.sizes, self.waited = seconds, 0.0, [], 0
 
     def start_sum(self, flat: torch.Tensor, axis: str):
         self.sizes.append(flat.numel())
         self.free_at = done = max(self.free_at, time.perf_counter()) + self.seconds
-        return type("Work", (), {"wait": lambda self: time.sleep(max(0.0, done - time.perf_counter()))})()
+
+        def wait(_) -> None:
+            left = done - time.perf_counter()
+            self.waited += left > 0
+            time.sleep(max(0.0, left))
+
+        return type("Work", (), {"wait": wait})()
 
 
 class SlowBackward(torch.autograd.Function):
@@ -225,7 +231,7 @@ class SlowBackward(torch.autograd.Function):
         return gradient
 
 
-def exposed_over_a_slow_link(monkeypatch, **overrides) -> tuple[float, list[int], int]:
+def exposed_over_a_slow_link(monkeypatch, **overrides) -> tuple[float, SlowLink, int]:
     link, model = SlowLink(0.04), layers(4)
     monkeypatch.setattr(compression.collectives, "start_sum", link.start_sum)
     replicas = Replicas(model, settings(gradient_bucket_mib=SMALL, **overrides))
@@ -237,15 +243,16 @@ def exposed_over_a_slow_link(monkeypatch, **overrides) -> tuple[float, list[int]
     x.sum().backward()
     in_backward = len(link.sizes)
     replicas.finish()
-    return exposed.take(), link.sizes, in_backward
+    return exposed.take(), link, in_backward
 
 
 def test_sums_hide_behind_backward(monkeypatch):
-    seconds, sizes, in_backward = exposed_over_a_slow_link(monkeypatch)
-    assert in_backward == len(sizes) == 4
-    assert seconds < 0.1  # the first three are done when backward ends
-    seconds, sizes, in_backward = exposed_over_a_slow_link(monkeypatch, overlap_gradient_reduction=False)
+    _, link, in_backward = exposed_over_a_slow_link(monkeypatch)
+    assert in_backward == len(link.sizes) == 4
+    assert link.waited <= 1  # the first three are done when backward ends
+    seconds, link, in_backward = exposed_over_a_slow_link(monkeypatch, overlap_gradient_reduction=False)
     assert in_backward == 0
+    assert link.waited == 4
     assert seconds > 0.15
 
 
