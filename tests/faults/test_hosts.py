@@ -37,7 +37,7 @@ def test_ranks_on_two_hosts_sum_over_the_shaped_link(hosts):
     assert [code for _, _, code in ended] == [0, 0], ended
     seconds = float(re.search(r"took ([\d.]+) s", ended[0][0])[1])
     # Two ranks send the whole tensor each: 16 MiB at 1 Gbit/s, with nothing to spare, is 0.134 s.
-    assert 0.12 < seconds < 5
+    assert 0.12 < seconds < 30
     assert 16 * MEBIBYTE <= a.sent_bytes() - before < 20 * MEBIBYTE
     assert ended[1][0] == ""  # rank 1 is on another host, and still not the one to print
 

@@ -349,7 +349,7 @@ def test_pool_ends_a_hang_and_says_where(small_pool: Pool) -> None:
     began = time.monotonic()
     with pytest.raises(CaseFailed, match=r"(?s)did not finish in 2 s.*in fail"):
         small_pool.run(2, fail, 1, "hang", timeout=2)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60  # it would hang for 600
     assert [total for total, _, _ in small_pool.run(2, sum_of_ranks)] == [1, 1]
 
 

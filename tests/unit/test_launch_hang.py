@@ -152,7 +152,7 @@ def test_a_rank_is_in_the_first_collective_that_its_device_has_not_done(store, m
     follow(dog, done=2)
     status = dog.status()
     assert (status.wait.tag, status.counts) == ("c", {"dp": (1, "c"), "tp": (3, "d")})
-    assert dog._stuck_seconds() < 1.0
+    assert dog._stuck_seconds() < 5.0  # of 10
     dog._asking_since = time.monotonic() - 2  # the driver does not answer: what was issued is all that is known
     assert (dog.status().wait, dog.status().counts) == (None, {"tp": (3, "d"), "dp": (1, "c")})
     follow(dog, done=2)

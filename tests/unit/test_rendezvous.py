@@ -245,7 +245,7 @@ def test_one_machine_takes_a_free_port_and_waits_for_nobody(monkeypatch):
     host, number = once.store_address
     socket.create_connection((host, number)).close()
     once.close()
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 4.5  # whoever waits for others waits 5 s
 
 
 def test_machines_get_the_numbers_they_were_given_and_one_store(launchers, port):
