@@ -231,12 +231,8 @@ def steps_for_epochs(loader: Loader, epochs: float, global_batch_size: int = -1)
 def _reader(samples: Samples, sampler: MicroBatchSampler, options: Any, device: torch.device) -> DataLoader[Any] | None:
     """Torch's DataLoader, which reads ahead in its workers; with 0 workers it reads in place."""
     workers = options.num_workers
-    if workers == 0 and (options.prefetch_factor is not None or options.persistent_workers):
-        say("dataloader.prefetch_factor and persistent_workers have no effect with dataloader.num_workers = 0")
     if options.pin_memory and device.type != "cuda":
         say(f"dataloader.pin_memory has no effect on {device.type}")
-    if workers < 0 or (options.prefetch_factor is not None and options.prefetch_factor < 1):
-        raise UserError("dataloader.num_workers must be at least 0 and dataloader.prefetch_factor at least 1")
     return DataLoader(
         InWorker(samples) if workers else samples,
         batch_size=None,  # an item of the sampler is a whole micro-batch
