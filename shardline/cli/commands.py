@@ -252,7 +252,7 @@ PREPARE = Command(
 )
 IMPORT = Command(
     "import",
-    "Convert a Hugging Face folder (config.json, safetensors) or a TorchTitan checkpoint to a Shardline checkpoint.",
+    "Convert a Hugging Face folder or a TorchTitan checkpoint to a Shardline checkpoint.",
     ("FOLDER", "OUT"),
     (
         Option("trust-pickle", "Read TorchTitan's .metadata, a pickle that can run code.", bool),
