@@ -31,7 +31,7 @@ import torch
 
 from shardline.checkpoint import format as files
 from shardline.checkpoint.load import load_model, load_optimizer
-from shardline.checkpoint.resume import DataIdentity, Progress
+from shardline.checkpoint.resume import DataIdentity, RunPosition
 from shardline.checkpoint.saver import Saver
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
@@ -138,7 +138,7 @@ def measure(loop: Loop, folder: Path, mode: str) -> dict[str, float]:
     loop.step()
     before = loop.fingerprint()
     started = time.perf_counter()
-    saver.save(Progress(step=1))
+    saver.save(RunPosition(step=1))
     stall = time.perf_counter() - started
     slowdown = 0.0
     while saver.busy:

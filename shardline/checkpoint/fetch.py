@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from shardline.storage.location import Location, is_url, locate
 from shardline.storage.progress import Progress, say
 from shardline.words import sized
 
+log = logging.getLogger("shardline")
 LEAST_SHOWN = 1 << 30  # bytes; less is fetched or verified without a progress line
 
 
@@ -79,14 +81,14 @@ def fetch(saved: Saved, target: Path) -> None:
         raise
 
 
-def fetch_to_resume(url: str, folder: Path) -> list[str]:
-    """Fetch the newest good checkpoint from the mirror if `folder` holds none; returns lines for the log.
+def fetch_to_resume(url: str, folder: Path) -> None:
+    """Fetch the newest good checkpoint from the mirror if `folder` holds none.
 
     Weights of a run that had ended are fetched with the newest full checkpoint before them.
     """
     if step_names(locate(folder)):
-        return []
-    place, notes, rows = locate(url), list[str](), dict[str, Any]()
+        return
+    place, rows = locate(url), dict[str, Any]()
     with _named(place):
         every = [look_at(place / name) for name in reversed(step_names(place))]
         for found in every:
@@ -98,14 +100,13 @@ def fetch_to_resume(url: str, folder: Path) -> list[str]:
                     raise found.error
                 fetch(_checked(found.saved), folder / found.place.base)
             except UserError as error:
-                notes.append(f"skipping a damaged checkpoint: {error}")
+                log.warning("skipping a damaged checkpoint: %s", error)
                 continue
-            notes.append(f"fetched {found.place}: {folder} held no checkpoint")
+            log.info("fetched %s: %s held no checkpoint", found.place, folder)
             if found.saved.kind == "full":
                 break
         if every:
             write_record(folder, url, {**read_record(folder, url), **rows})
-    return notes
 
 
 @contextlib.contextmanager

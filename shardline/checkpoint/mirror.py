@@ -198,29 +198,26 @@ def open_mirror(config: Config, run: RunFolder) -> Mirror | None:
         return None
     mirror = Mirror(section.mirror, run.checkpoint_folder, section.keep_latest_k)
     if not run.resume:
-        for line in check_free(section.mirror):
-            log.info("%s", line)
+        check_free(section.mirror)
     return mirror
 
 
-def check_free(url: str) -> list[str]:
-    """Refuse a URL that already holds another run's checkpoints, which would be mixed with the new run's.
-
-    Returns a line for the log if the URL cannot be listed: it may be there at the first save.
-    """
+def check_free(url: str) -> None:
+    """Refuse a URL that already holds another run's checkpoints, which would be mixed with the new run's."""
     try:
         with blame("checkpoint.mirror"):
             there = step_names(locate(url))
     except UserError:
         raise
     except Exception as error:
-        return [f"checkpoint.mirror = {url} cannot be listed now ({_reason(error)}); saves are copied if it can be"]
+        reason = _reason(error)
+        log.warning("checkpoint.mirror = %s cannot be listed now (%s); every save tries to copy there", url, reason)
+        return
     if there:
         raise UserError(
             f"checkpoint.mirror = {url} already holds {there[-1]} of another run: --resume into an empty folder goes on"
             " from it; a new run needs a URL of its own"
         )
-    return []
 
 
 def read_record(folder: Path, url: str) -> dict[str, Any]:

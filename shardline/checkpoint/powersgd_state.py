@@ -28,7 +28,7 @@ ERROR, Q = "compression/error/", "compression/q/"
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "output.weight"
 
 
-class Memory:
+class PowerSGDState:
     """PowerSGD's state on this rank; empty if nothing is compressed."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Memory:
         self.first = any(stage.first for stage in model.stages)
         self.last = any(stage.last for stage in model.stages)
 
-    def parts(self) -> list[HeldTensor]:
+    def held(self) -> list[HeldTensor]:
         found = []
         for name, one in self._held().items():
             rows, columns = one.parameter.shape

@@ -47,9 +47,6 @@ class RunPosition:
     excluded: tuple[str, ...] = ()  # checkpoint.exclude_from_loading when this run was started
 
 
-Progress = RunPosition
-
-
 @dataclass(frozen=True)
 class DataIdentity:
     """What the samples of a run depend on; a resumed run must not change it unnoticed."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.storage.location import locate
 from shardline.words import counted
+
+log = logging.getLogger("shardline")
 
 
 class SavedBatch(NamedTuple):
@@ -54,12 +57,13 @@ def _continued(config: Config) -> Iterator[tuple[files.Saved, bool]]:
 
 
 def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Config], Any]) -> Config:
-    """The config with the checkpoint's batch; an error if micro-batches of all `ranks` do not make it up.
+    """The config with the checkpoint's batch, logged; an error if micro-batches of all `ranks` do not make it up.
 
     `plan` raises a UserError for a local batch that the pipeline cannot cut.
     """
     local, size = config.training.local_batch_size, saved.size
     if size % (local * ranks) == 0:
+        log.info("%s", batch_line(config, saved, ranks))
         return config.replace({"training.global_batch_size": size})
     remedies = []
     each = size // ranks if size % ranks == 0 else 0  # samples per rank and step

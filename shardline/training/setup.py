@@ -16,10 +16,11 @@ import torch
 
 from shardline import registry
 from shardline.checkpoint.fetch import fetch_to_resume
+from shardline.checkpoint.format import Found, list_folder
 from shardline.checkpoint.mirror import Mirror, check_free, open_mirror
-from shardline.checkpoint.powersgd_state import Memory
+from shardline.checkpoint.powersgd_state import PowerSGDState
 from shardline.checkpoint.resume import DataIdentity, Start, resumable_step
-from shardline.checkpoint.resume_batch import batch_line, batch_to_keep, keep_batch
+from shardline.checkpoint.resume_batch import batch_to_keep, keep_batch
 from shardline.checkpoint.saver import Saver
 from shardline.comm import collectives, watchdog
 from shardline.comm.mesh import (
@@ -126,7 +127,6 @@ class Setup:
         if saved is not None and saved.size != config.training.local_batch_size * ranks:
             self.config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
             checked_layout(self.config, self.mesh.world_size)
-            log.info("%s", batch_line(self.config, saved, ranks))
 
     def _open_data(self) -> None:
         config = self.config
@@ -148,6 +148,7 @@ class Setup:
     def _open_folder(self) -> None:
         """Rank 0 takes the folder, and all ranks learn where it is or why it is refused."""
         self.mirror: Mirror | None = None  # of rank 0
+        self.found: list[Found] | None = None  # checkpoints in the folder, listed once by rank 0
         fetches = self.options.resume and self.config.checkpoint.mirror is not None
         with watchdog.patiently("fetching a checkpoint", collectives.groups()) if fetches else contextlib.nullcontext():
             path, resume_step = self.mesh.from_rank_0(self._take_folder)
@@ -171,9 +172,9 @@ class Setup:
         """The step from which a run in this folder could resume."""
         mirror = self.config.checkpoint.mirror
         if self.options.resume and mirror is not None:
-            for line in fetch_to_resume(mirror, path / self.config.checkpoint.folder):
-                log.info("%s", line)
-        return resumable_step(path, self.config, self.arch, self.total_steps)
+            fetch_to_resume(mirror, path / self.config.checkpoint.folder)
+        self.found = list_folder(path / self.config.checkpoint.folder)
+        return resumable_step(path, self.config, self.arch, self.total_steps, self.found)
 
     # ---- what is logged first ----------------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ class Setup:
             global_batch_size=batch,
             tokenizer=self.tokenizer.fingerprint,
         )
-        self.memory = Memory(self.stepper.passes.replicas, self.model, mesh, self.stepper.summed_over_tp)
+        self.powersgd = PowerSGDState(self.stepper.passes.replicas, self.model, mesh, self.stepper.summed_over_tp)
         self.saver = Saver(
             config,
             self.folder.checkpoint_folder,
@@ -251,7 +252,7 @@ class Setup:
             self.identity,
             mesh,
             self.mirror,
-            extra=self.memory.parts,
+            extra=self.powersgd.held,
         )
         self.closing.callback(self.saver.close)
         devices = len(set(mesh.from_everyone(device_identity(device, mesh.rank))))
@@ -276,7 +277,8 @@ class Setup:
             self.identity,
             self.total_steps,
             self.mesh,
-            load_extra=self.memory.load,
+            self.powersgd.load,
+            self.found,
         )
         self.progress, self.finished = start.run(self.folder.resume, seed_of(self.config))
         if not self.finished:
