@@ -84,6 +84,8 @@ def _group(items: list[pytest.Item]) -> None:
             slow = "slow" in item.keywords
             group += f"-{'slow' if slow else 'fast'}-{layouts[slow] // LAYOUTS_TOGETHER}"
             layouts[slow] += 1
+        elif "lab" in getattr(item, "fixturenames", ()):
+            group = "faults/lab"  # one table of faults
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(group))
 

@@ -32,9 +32,11 @@ def lab(nursery, tmp_path_factory, request):
     lab = Lab(nursery, tmp_path_factory.mktemp("faults"))
     yield lab
     plugins = request.config.pluginmanager
-    with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
-        for line in ("", f"seed {SEED} (SHARDLINE_FAULT_SEED)", *lab.lines()):
-            plugins.get_plugin("terminalreporter").write_line(line)
+    reporter = plugins.get_plugin("terminalreporter")
+    if reporter is not None:  # not in a process of pytest-xdist
+        with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
+            for line in ("", f"seed {SEED} (SHARDLINE_FAULT_SEED)", *lab.lines()):
+                reporter.write_line(line)
     place = os.environ.get("SHARDLINE_FAULT_TABLE")
     if place:
         names = ("point", "action", "outcome", "count")
