@@ -1,11 +1,11 @@
 """How long a rank waits for data-parallel communication that nothing hides.
 
-On a CPU the rank itself waits, and a clock tells how long. On a GPU a stream waits for another one:
+On a CPU the rank itself waits, which a clock measures. On a GPU one stream waits for another:
 
-    compute stream   | backward of block 3 |x . . . . | backward of block 2 |       x: `ready`, as the stream came there
-    other stream              | gather weights of 2  x|                             x: `done`, as they had arrived
+    compute stream   | backward of block 3 |x . . . . | backward of block 2 |       x: `ready`, when it got there
+    other stream              | gather weights of 2  x|                             x: `done`, when they had arrived
 
-`done` - `ready` is what nothing hid. Where FSDP makes its stream wait, `StreamWaits` marks both.
+`done` - `ready` is what nothing hid. `StreamWaits` marks both where FSDP makes its stream wait.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 
 class Exposed:
-    """Adds up waits. Those of a GPU lie between two events, so `take` waits for the device."""
+    """Adds up waits. A wait of a GPU lies between two events, so `take` waits for the device."""
 
     def __init__(self) -> None:
-        self.measured = True  # False: the waits of this run cannot be seen
+        self.measured = True  # False: the waits of this run cannot be measured
         self.last_backward = True  # of a step: FSDP waits for all gradients at its end
         self._seconds = 0.0
         self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -41,7 +41,7 @@ class Exposed:
             self.add(time.perf_counter() - started)
 
     def between(self, ready: torch.cuda.Event, done: torch.cuda.Event) -> None:
-        """A stream that was at `ready` goes on at `done`; where that came first, it did not wait."""
+        """A stream that got to `ready` continues at `done`; if `done` came first, it did not wait."""
         self._gaps.append((ready, done))
 
     def add(self, seconds: float) -> None:
@@ -68,7 +68,7 @@ exposed = Exposed()
 
 
 def mark() -> torch.cuda.Event:
-    """Where the current stream is."""
+    """An event at the present place of the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -79,18 +79,18 @@ class StreamWaits:
 
     FSDP waits for weights in its hooks before forward and backward of a block; for the gradients of the block before,
     once those of a block are complete; and for the last ones after backward. Hooks of ours stand before each of these
-    waits and mark where the stream is; the collectives mark their ends. The weights' wait is settled after FSDP's hook,
-    since a gather that nothing asked for ahead is issued in there.
+    waits and mark where the stream is; the collectives mark their ends. The wait for weights is settled after FSDP's
+    hook, since that hook issues the gather if nothing prefetched it.
     """
 
     def __init__(self) -> None:
         self.root: nn.Module | None = None
         self.ready: dict[nn.Module | None, torch.cuda.Event] = {}
-        self.gathered: dict[nn.Module | None, torch.cuda.Event] = {}  # weights that nobody has waited for
-        self.scattered: torch.cuda.Event | None = None  # the last gradients, likewise
+        self.gathered: dict[nn.Module | None, torch.cuda.Event] = {}  # weights that nothing has waited for yet
+        self.scattered: torch.cuda.Event | None = None  # the last gradients, if nothing has waited for them yet
 
     def watch(self, model: Any, blocks: Sequence[nn.Module], ways_in: Sequence[str]) -> None:
-        """After FSDP has put its own hooks; the methods `ways_in` are FSDP's ways into the root."""
+        """Register the hooks, after FSDP's own. `ways_in` are the root's methods that begin a forward."""
         for block in blocks:
             block.register_forward_pre_hook(self._before_forward, prepend=True)
             block.register_forward_pre_hook(self._after_gather)
@@ -106,7 +106,7 @@ class StreamWaits:
 
     def _after_gather(self, block: nn.Module, arguments: Any) -> None:
         self._settle(block)
-        if arguments[0].requires_grad:  # FSDP's node is behind it: its gradient comes here first
+        if arguments[0].requires_grad:  # FSDP's node comes later in backward: this gradient arrives here first
             arguments[0].register_hook(self._before_scatter)
 
     def _before_backward(self, block: nn.Module, arguments: Any, output: Tensor) -> None:
@@ -133,7 +133,7 @@ class StreamWaits:
             self.ready[model] = mark()
             out = inner(*arguments, **options)
             if out.requires_grad:
-                out = out.view_as(out)  # of which FSDP knows nothing: this hook comes before its own
+                out = out.view_as(out)  # unknown to FSDP, so that this hook runs before its own
                 out.register_hook(lambda gradient: at_end_of_backward(self._before_scatter))
             return out
 
@@ -141,10 +141,10 @@ class StreamWaits:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """During backward: what to do when it is through. FSDP ends its own so, and what was queued first comes first."""
+    """Call something when the running backward has ended. FSDP uses the same queue, which is first in, first out."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def can_watch_streams() -> bool:
-    """Whether this release of torch has what `at_end_of_backward` needs, which is private to it."""
+    """Whether this release of torch has the private API that `at_end_of_backward` needs."""
     return hasattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback")

@@ -1,4 +1,4 @@
-"""From what the ranks of a job published: does it hang, and who is missing?"""
+"""Decides from what the ranks of a job published whether it hangs, and which ranks are missing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from shardline.words import numbered
 
 MOST_NAMED = 8
-LONG_SILENCE = 15.0  # seconds without a sign of life that tell a stopped rank from one that computes
+LONG_SILENCE = 15.0  # seconds: a rank that publishes nothing for so long is stopped, not computing
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The collective that a rank, or its device, waits in."""
+    """The collective in which a rank, or its device, waits."""
 
     axis: str
     sequence: int
@@ -27,7 +27,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a rank is, as published."""
+    """What a rank publishes about itself."""
 
     rank: int
     host: str
@@ -36,7 +36,7 @@ class Status:
     step: int = 0
     idle: float = 0.0  # seconds since anything was reported to the watchdog
     place: str = ""
-    busy: str = ""  # what it does that may take long
+    busy: str = ""  # what it is doing, if that may take long
     counts: dict[str, tuple[int, str]] = field(default_factory=dict)  # axis -> last sequence number and tag
     wait: Wait | None = None
 
@@ -64,7 +64,7 @@ def decode_status(text: bytes) -> Status:
 
 @dataclass(frozen=True)
 class View:
-    """All ranks as one of them sees them. `silent`: seconds for which a rank has published nothing new."""
+    """All ranks as one of them sees them. `silent`: seconds for which each rank has published nothing new."""
 
     statuses: Mapping[int, Status]
     silent: Mapping[int, float]
@@ -73,14 +73,14 @@ class View:
     silent_limit: float
 
     def hang(self) -> str | None:
-        """The message that ends the job, or None where nobody waits too long for somebody who should be there."""
+        """The message that ends the job, or None where no rank has waited too long for another one."""
         alive = [status for rank, status in self.statuses.items() if not self._is_gone(rank)]
         if any(status.busy for status in alive):
             return None
         late = [status for status in alive if status.wait is not None and status.wait.seconds > self.limit]
         found = [(status, missing) for status in late if (missing := self._missing(status))]
         if found:
-            # A rank that waits elsewhere is held up itself: those that wait for nobody are the ones to name.
+            # A rank that waits elsewhere is held up itself: name the ranks that wait for nobody.
             status, missing = next((one for one in found if any(map(self._is_idle, one[1]))), found[0])
             return self._missing_message(status, missing)
         return self._stuck(late) or self._silence(alive)
@@ -89,7 +89,7 @@ class View:
         return self.silent.get(rank, 0.0) >= self.silent_limit
 
     def _is_idle(self, rank: int) -> bool:
-        """Waits for nobody, as far as is known."""
+        """Whether a rank waits for nobody, as far as is known."""
         wait = self.statuses[rank].wait if rank in self.statuses else None
         return wait is None or wait.presumed or self._is_gone(rank)
 
@@ -101,7 +101,7 @@ class View:
         return [rank for rank in self._members(status.wait) if rank != status.rank and self._lacks(rank, status)]
 
     def _lacks(self, rank: int, waiter: Status) -> bool:
-        """Whether `rank` has not come to what `waiter` waits in."""
+        """Whether `rank` has not arrived in the collective in which `waiter` waits."""
         wait, other = waiter.wait, self.statuses.get(rank)
         if other is None or self._is_gone(rank):
             return True
@@ -123,7 +123,7 @@ class View:
         )
 
     def _stuck(self, late: list[Status]) -> str | None:
-        """Everybody is there and nothing moves."""
+        """The message where all ranks arrived in a collective that does not end."""
         waits = {status.rank: status.wait for status in late if status.wait is not None and not status.wait.presumed}
         for wait in waits.values():
             members = list(self._members(wait))
@@ -138,7 +138,7 @@ class View:
         return None
 
     def _silence(self, alive: list[Status]) -> str | None:
-        """Nobody waits in a collective that is watched, but some do not move and others have fallen silent."""
+        """The message where no rank waits in a watched collective, but some do not move and others publish nothing."""
         enough = max(self.silent_limit, min(self.limit, LONG_SILENCE))
         gone = [rank for rank in self.statuses if self.silent.get(rank, 0.0) >= enough]
         idle = max((status.idle for status in alive), default=0.0)

@@ -1,13 +1,14 @@
-"""How long tensor-parallel communication took in a step, and how much of that the rank stood still for.
+"""How long tensor-parallel communication took in a step, and for how much of that time the rank waited.
 
-On a CPU both come from timestamps (`spans`): a transfer lasts from when it was issued until it was complete, which a
-thread of its own sees; what is exposed is the time spent waiting for it.
+On a CPU both come from timestamps (`spans`): a transfer lasts from its issue until it is complete, which a thread of
+its own notes; exposed is the time spent waiting for it.
 
-On a GPU, events are recorded in the stream around every operation of the axis. A collective alone is exposed for all of
-that time; before or after a product that was timed at the start of the run, for no more than it took alone there: the
-rest is waiting for a slower rank. An overlapped product is exposed for what it took beyond the unsplit matrix products
-at the start, and again for no more than its communication alone. A GPU multiplies at another pace in a step than at the
-start: weight gradients, which nothing runs beside, tell it where the backend computes them by themselves.
+On a GPU, events are recorded in the stream around every operation of the axis. A collective by itself is exposed for
+all of that time. If it belongs to a product that was timed at the start of the run, it is exposed for no more than it
+took alone there: the rest is waiting for a slower rank. An overlapped product is exposed for what it took beyond the
+unsplit matrix products at the start, and again for no more than its communication alone. A GPU multiplies at another
+pace in a step than at the start. Weight gradients show that pace, where the backend computes them by themselves and
+nothing runs beside them.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class Times(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The share of communication that was hidden behind computation."""
+        """The share of communication that computation hid."""
         return max(0.0, 1 - self.exposed / self.comm) if self.comm > 0 else 0.0
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of what the intervals cover together."""
+    """The length of what the intervals cover together."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -53,7 +54,7 @@ def host_times(recorded: Iterable[Span], axis: str) -> Times:
 
 
 class Alone(NamedTuple):
-    """Seconds that the parts of a product took at the start of the run, each by itself."""
+    """Seconds that each part of a product took by itself at the start of the run."""
 
     inputs: float  # matrix products with communication beside them
     weights: float  # gradients of weights
@@ -64,7 +65,7 @@ class Alone(NamedTuple):
 class Mark:
     """An operation of a step: when it began and ended, and the weight gradients inside.
 
-    A product has what it took `alone`, a collective may have the `most` that it counts for.
+    A product has the times of its parts `alone`; a collective may have the `most` seconds that it counts for.
     """
 
     span: tuple[Any, Any]
@@ -74,7 +75,7 @@ class Mark:
     weights: tuple[Any, Any] | None = None
 
     def seconds(self) -> tuple[float, float]:
-        """Of all but the weight gradients that were told apart; of those."""
+        """(everything else, the weight gradients that were timed by themselves)."""
         apart = 0.0 if self.weights is None else _elapsed(self.weights)
         return _elapsed(self.span) - apart, apart
 
@@ -86,7 +87,7 @@ def _elapsed(span: tuple[Any, Any]) -> float:
 
 @dataclass
 class DeviceClock:
-    """Events around the operations of one axis; off but for sampled steps."""
+    """Events around the operations of one axis; off except in sampled steps."""
 
     axis: str | None = None
     _most: float = math.inf
@@ -95,7 +96,7 @@ class DeviceClock:
 
     @contextlib.contextmanager
     def around(self, axis: str, alone: Alone | None = None, with_weights: bool = False) -> Iterator[None]:
-        """A collective, or a product that communicates: what it takes `alone` is known."""
+        """Around a collective, or around a product that communicates and whose parts were timed `alone`."""
         if self.axis != axis or self._inside is not None:
             yield
             return
@@ -110,7 +111,7 @@ class DeviceClock:
 
     @contextlib.contextmanager
     def expecting(self, comm: float) -> Iterator[None]:
-        """Around products with a collective by itself, which takes so many seconds alone."""
+        """Around a product with a separate collective, which takes `comm` seconds alone."""
         self._most = comm
         try:
             yield
@@ -119,7 +120,7 @@ class DeviceClock:
 
     @contextlib.contextmanager
     def weight_gradients(self) -> Iterator[None]:
-        """Inside a product, after what communicates."""
+        """Around the weight gradients of a product, after the part that communicates."""
         if self._inside is None:
             yield
             return
@@ -130,11 +131,11 @@ class DeviceClock:
         mark.weights = began, ended
 
     def take(self) -> Times:
-        """After the device has finished the step."""
+        """The times of the step that the device has just finished."""
         timed = [(mark, *mark.seconds()) for mark in self._marks]
         self._marks = []
         paces = [apart / mark.alone.weights for mark, _, apart in timed if mark.alone and apart and mark.alone.weights]
-        pace = statistics.median(paces) if paces else 1.0  # a median: one of them may have waited for memory
+        pace = statistics.median(paces) if paces else 1.0  # the median: one of them may have waited for memory
         total = exposed = 0.0
         for mark, seconds, apart in timed:
             if mark.alone is None:
@@ -152,7 +153,7 @@ def _events() -> tuple[Any, Any]:
 
 
 class Sampler:
-    """Measures a step that is going to be logged: `begin` before it, `end` after."""
+    """Measures a step that will be logged: `begin` before it, `end` after it."""
 
     def __init__(self, device: torch.device, clock: DeviceClock, spans: Spans, axis: str = "tp") -> None:
         self.device, self.clock, self.spans, self.axis = device, clock, spans, axis

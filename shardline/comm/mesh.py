@@ -8,7 +8,7 @@
                              ep, etp, expert_shard: another cut of dp_shard x cp x tp, for mixtures of experts
 
 TP is innermost, so its ranks are neighbours. An axis of degree 1 has no group and no DTensor dimension, except dp_shard
-with CPU offload: FSDP moves weights between host and device, and wants a mesh even where one rank holds them all.
+with CPU offload: FSDP moves weights between host and device, and needs a mesh even where one rank holds them all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class Mesh:
-    """Groups of one layout. Built on every rank, after `start_process_group`; both know of `offload`."""
+    """The groups of one layout. Built on every rank, after `start_process_group`, with the same `offload`."""
 
     def __init__(self, layout: Layout, device_type: str, offload: bool = False) -> None:
         self.layout = layout
@@ -62,7 +62,7 @@ class Mesh:
         job.set_axes(axes)
 
     def _build_experts(self, device_type: str) -> None:
-        """The same ranks, cut as the experts need them: a mesh beside the first."""
+        """A second mesh of the same ranks, cut as the experts need them."""
         layout = self.layout
         if layout.ep == 1:
             return
@@ -73,7 +73,7 @@ class Mesh:
         self._meshes |= {axis: self.experts[axis] for axis in EXPERT_AXES if axis in sizes}
 
     def _flatten(self, name: str, parts: list[str]) -> None:
-        """One axis for several; where it is a single one, that one under both names."""
+        """One axis for several; a single one gets a second name."""
         assert self.root is not None
         if len(parts) == 1:
             self._meshes[name] = self._meshes[parts[0]]
@@ -85,7 +85,7 @@ class Mesh:
         return self._meshes.get(name)
 
     def joined(self, *names: str) -> DeviceMesh | None:
-        """A mesh of those of the named axes that are there, in this order; None where none is."""
+        """A mesh of those of the named axes that exist, in this order; None where none does."""
         present = [name for name in names if name in self._meshes]
         if not present:
             return None
@@ -100,7 +100,7 @@ class Mesh:
         return 1 if mesh is None else mesh.size()
 
     def from_rank_0(self, decide: Callable[[], Result]) -> Result:
-        """What `decide` gives on rank 0, on every rank; where it is refused there (a UserError), every rank is."""
+        """The result of `decide` on rank 0, on every rank; a UserError there is raised on every rank."""
         if self.world_size == 1:
             return decide()
         answer: list[Any] = [None, None]
@@ -138,9 +138,9 @@ def _axis(name: str, mesh: DeviceMesh) -> Axis:
 
 
 def _again(layout: Layout) -> dist.ProcessGroup:
-    """Other groups of the same ranks as those of pp, which is the outermost axis.
+    """A second set of groups of pp's ranks; pp is the outermost axis.
 
-    A rank that sends one way may have to wait for what comes the other way: NCCL would keep them in one line.
+    A rank that sends one way may have to wait for a message from the other way, which NCCL would queue behind it.
     """
     stride = layout.world_size // layout.pp
     own, _ = dist.new_subgroups_by_enumeration(
@@ -151,7 +151,7 @@ def _again(layout: Layout) -> dist.ProcessGroup:
 
 
 def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:
-    """A line where tensor-parallel ranks, whose collectives block every layer, do not share a node."""
+    """A log line if tensor-parallel ranks, whose collectives block every layer, do not share a node."""
     groups = [range(first, first + layout.tp) for first in range(0, layout.world_size, layout.tp)]
     crossing = [group for group in groups if group[0] // ranks_per_node != group[-1] // ranks_per_node]
     if not crossing:
@@ -165,7 +165,7 @@ def crossing_lines(layout: Layout, ranks_per_node: int) -> list[str]:
 
 
 def sharing_lines(device: torch.device) -> list[str]:
-    """A line where ranks share GPUs, which is slow and may not be meant."""
+    """A log line if ranks share GPUs, which is slow and may not be intended."""
     if device.type != "cuda" or not symmetric_memory.share_a_gpu(1):
         return []
     ranks, seen = ranks_from_environment("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count()
@@ -177,7 +177,7 @@ def sharing_lines(device: torch.device) -> list[str]:
 
 
 def world_size() -> int:
-    """Ranks of this job, as the launcher says."""
+    """The number of ranks of this job, from the launcher."""
     return ranks_from_environment("WORLD_SIZE", 1)
 
 
@@ -199,7 +199,7 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
 
 
 def stop_process_group() -> None:
-    """Leave the other ranks; quiet when they are gone already."""
+    """Leave the other ranks and forget the job; silent if they are gone already."""
     symmetric_memory.release()  # waits for the device: where that hangs, the watchdog ends it
     job.reset()
     if dist.is_initialized():

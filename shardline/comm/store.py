@@ -1,4 +1,4 @@
-"""The store through which ranks find each other, for what is not a collective: who is where, and time-outs."""
+"""The job's store, through which ranks find each other: connections to it, hosts and pids, time-outs of groups."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from shardline.errors import UserError
 
-MARGIN = 1.2  # the backends' own time-outs name nobody: they come after the watchdog's
+MARGIN = 1.2  # the backends' own time-outs name no rank: they come after the watchdog's
 LEAST_MARGIN_SECONDS = 20
 
 
 def ranks_from_environment(name: str, otherwise: int) -> int:
-    """A number of ranks that the launcher has set in the environment."""
+    """A number of ranks that the launcher set in the environment."""
     text = os.environ.get(name, str(otherwise))
     if not text.isdecimal() or int(text) == 0:
         raise UserError(f"{name}={text} in the environment: a launcher sets it to a number of ranks; unset it")
@@ -26,7 +26,7 @@ def ranks_from_environment(name: str, otherwise: int) -> int:
 
 
 def connect_store(timeout_seconds: float = 60) -> dist.Store:
-    """A connection of its own to the job's store: one that a collective waits on is blocked for everybody else."""
+    """A separate connection to the job's store: one on which a collective waits is blocked for all other users."""
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -38,8 +38,8 @@ def connect_store(timeout_seconds: float = 60) -> dist.Store:
 
 
 def start_groups(backend: str, timeout: timedelta) -> None:
-    """Join the ranks of this attempt. The launcher's store outlives attempts, and torch does not tell them apart in it:
-    a restarted rank would look for those of before.
+    """Join the ranks of this attempt. The launcher's store outlives attempts and torch's keys in it do not name them:
+    a restarted rank would find those of the attempt before.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         dist.init_process_group(backend, timeout=timeout)
@@ -50,7 +50,7 @@ def start_groups(backend: str, timeout: timedelta) -> None:
 
 
 def gather_ranks(store: dist.Store, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """Rank, host and pid of every worker, on rank 0; the other ranks only tell theirs and get an empty list."""
+    """Rank, host and pid of every worker, on rank 0; the other ranks only report theirs and get an empty list."""
     own = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
     store.set(f"ranks/{rank}", json.dumps(own))
     if rank != 0:

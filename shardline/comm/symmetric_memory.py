@@ -1,7 +1,7 @@
-"""Memory of GPUs that the ranks of an axis share: each rank reads and writes the others' directly.
+"""GPU memory that the ranks of an axis share: each rank reads and writes the others' directly.
 
-Private APIs of torch (`torch.distributed._symmetric_memory`, `torch.ops.symm_mem`) are used here and in torch_fused.py
-alone; where they are missing or fail, `unusable` says so and other backends run.
+Private APIs of torch (`torch.distributed._symmetric_memory`, `torch.ops.symm_mem`) are used only here and in
+tools/bench/torch_fused.py; where they are missing or fail, `unusable` gives the reason and other backends run.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def unusable(device: torch.device, axis: str = "tp") -> str | None:
 
 
 def agreed_reason(attempt: Callable[[], None], axis: str = "world") -> str | None:
-    """Why some rank of an axis could not do it, None where all could."""
+    """The reason why `attempt` failed on some rank of an axis, None where it succeeded on all; the same on each."""
     reason = ""
     try:
         attempt()
-    except Exception as error:  # of torch, the driver or a compiler: all of them mean that it cannot be used
+    except Exception as error:  # from torch, the driver or a compiler: with any of them it cannot be used
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     over = collectives.axis(axis)
     said: list[str] = [""] * over.size
@@ -52,12 +52,12 @@ def agreed_reason(attempt: Callable[[], None], axis: str = "world") -> str | Non
 
 
 def share_a_gpu(ranks: int) -> bool:
-    """Whether a host has more ranks than GPUs: a way to try things out. `ranks` where no launcher tells them."""
+    """Whether a host has more ranks than GPUs, as in tests. `ranks` counts where no launcher gives the number."""
     return ranks_from_environment("LOCAL_WORLD_SIZE", ranks) > torch.cuda.device_count()
 
 
 def _try_out(axis: str) -> None:
-    """Share a little memory with the peers of an axis; raises where that is not possible."""
+    """Share a little memory with the peers of an axis; raises if that is not possible."""
     hosts: list[str] = [""] * collectives.axis_size(axis)
     dist.all_gather_object(hosts, socket.gethostname(), group=collectives.axis(axis).group)
     if len(set(hosts)) > 1:
@@ -110,10 +110,10 @@ def _check(code: int, what: str) -> None:
 
 
 class Region:
-    """Bytes on every rank of an axis, as large on each, that all of them can reach; and signals between the ranks.
+    """Memory of the same size on every rank of an axis, which all of them can reach, and signals between the ranks.
 
-    A signal is a word in the memory of the rank that waits: set by another's stream, put back by its own. It must have
-    been put back before it is set again, which is for the callers to see to.
+    A signal is a word in the memory of the rank that waits: another rank's stream sets it and its own clears it.
+    Callers make sure that it is cleared before it is set again.
     """
 
     def __init__(self, axis: str, size: int, device: torch.device) -> None:
@@ -126,7 +126,7 @@ class Region:
             self.memory = memory.empty(size + CHANNELS * over.size * WORD, dtype=torch.uint8, device=device)
             self.memory.zero_()
 
-        missing = agreed_reason(take, axis)  # before they meet: torch would wait for a rank that has none
+        missing = agreed_reason(take, axis)  # first: in the rendezvous torch would wait for a rank without memory
         if missing is not None:
             raise RuntimeError(f"no {size / 2**20:.0f} MiB for ranks to share: {missing}")
         torch.cuda.synchronize(device)
@@ -136,10 +136,10 @@ class Region:
         self.peers = [(over.rank - distance) % over.size for distance in range(1, over.size)]
         self.signals = [place + size for place in places]
         self._views: dict[Any, Tensor] = {}
-        dist.barrier(over.group)  # nobody signals before all is zero
+        dist.barrier(over.group)  # no rank signals before all words are zero
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset: int = 0) -> Tensor:
-        """What a rank has there, `offset` bytes from the beginning."""
+        """A view of a rank's memory, `offset` bytes from its beginning."""
         key = (rank, shape, dtype, offset)
         view = self._views.get(key)
         if view is None:
@@ -151,7 +151,7 @@ class Region:
         write_word(stream, self._word(rank, channel, self.rank), 1)
 
     def wait(self, rank: int, channel: int, stream: torch.cuda.Stream) -> None:
-        """Until that rank has signalled."""
+        """Hold the stream until that rank has signalled, then clear the signal."""
         word = self._word(self.rank, channel, rank)
         wait_for_word(stream, word, 1)
         write_word(stream, word, 0)
@@ -162,23 +162,23 @@ class Region:
 
 
 class Space:
-    """The regions of one axis, which grow on demand, and a stream for what runs beside the products."""
+    """The regions of one axis, which grow on demand, and streams for copies and products."""
 
     def __init__(self, axis: str, device: torch.device) -> None:
         self.axis, self.device = axis, device
-        self.side = torch.cuda.Stream(device, priority=-1)  # for copies; its small kernels must not queue up
+        self.side = torch.cuda.Stream(device, priority=-1)  # for copies; its small kernels must not wait in a queue
         self.second = torch.cuda.Stream(device)  # for products
         self._forked, self._ended = torch.cuda.Event(), torch.cuda.Event()
         self.regions: dict[str, Region] = {}
-        self.state: Any = None  # of kernels that work there
+        self.state: Any = None  # of the fused kernels
 
     def fork(self) -> None:
-        """The side stream waits for what the current one has to do so far."""
+        """Let the side stream wait for the work that is in the current one."""
         self._forked.record()
         self.side.wait_event(self._forked)
 
     def join(self) -> None:
-        """The current stream waits for the side stream."""
+        """Let the current stream wait for the side stream."""
         self._ended.record(self.side)
         torch.cuda.current_stream(self.device).wait_event(self._ended)
 
@@ -187,9 +187,9 @@ class Space:
         return sum(region.size for region in self.regions.values())
 
     def region(self, purpose: str, size: int, credit: bool = False) -> Region:
-        """At least `size` bytes for a purpose; every rank must ask for as much.
+        """A region of at least `size` bytes for a purpose; every rank must request the same size.
 
-        With `credit` every rank may write for the first time without having heard that the last was read.
+        With `credit` each rank may write once before the READ signal of an earlier write.
         """
         known = self.regions.get(purpose)
         if known is not None and known.size >= size:
@@ -209,7 +209,7 @@ class Space:
         unused = self.regions.keys() - set(purposes)
         if unused:
             torch.cuda.synchronize(self.device)
-            dist.barrier(collectives.axis(self.axis).group)  # nobody reads there any more
+            dist.barrier(collectives.axis(self.axis).group)  # no rank reads there any more
         for purpose in unused:
             del self.regions[purpose]
 
@@ -231,20 +231,20 @@ def torch_workspace(axis: str, size: int) -> Any:
 
 
 def shared_gib() -> float:
-    """Memory that is shared with peers: the allocator of ordinary tensors does not count it."""
+    """GiB of memory shared with peers, which the allocator of ordinary tensors does not count."""
     return (sum(one.bytes for one in job.spaces.values()) + sum(job.workspaces.values())) / 2**30
 
 
 def keep(purposes: Collection[str]) -> None:
-    """Give all other regions back; every rank calls it together."""
+    """Free all regions for other purposes; all ranks call it together."""
     for one in job.spaces.values():
         one.keep(purposes)
 
 
 def start_anew() -> None:
-    """Forget what ranks share, where something failed in the middle: a flag may be set that nobody puts back.
+    """Free the shared memory after something failed midway: a flag may be set that nothing clears.
 
-    Every rank calls it together.
+    All ranks call it together.
     """
     for one in job.spaces.values():
         one.keep(())
@@ -252,7 +252,7 @@ def start_anew() -> None:
 
 
 def release() -> None:
-    """Give the shared memory back, at the end of a run."""
+    """Free the shared memory at the end of a run."""
     job.spaces.clear()
     if job.workspaces:
         import torch.distributed._symmetric_memory as memory
@@ -263,11 +263,11 @@ def release() -> None:
 
 
 def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -> None:
-    """Begin to bring the rows of all ranks into `full`, by copy engines on the side stream, in the order of use:
-    the rank before this one first, as parallel/tensor/tile_order.py multiplies them.
+    """Begin to copy the rows of all ranks into `full` on the side stream, in the order of use: the rank before this one
+    first, as parallel/tensor/tile_order.py multiplies them.
 
-    `arrived` is called, on that stream, behind the copy of each other rank's rows. The caller's stream has to wait for
-    the side stream before `full` is complete.
+    `arrived` is called in that stream after the copy of each other rank's rows. `full` is complete once the caller's
+    stream has waited for the side stream.
     """
     region = over.region("gather", x.numel() * x.element_size(), credit=True)
     blocks, side = full.view(region.ranks, *x.shape), over.side
@@ -303,10 +303,10 @@ class Direct:
         region.shared.barrier(channel=0)
         first = region.rank * out.numel() * x.element_size()
         add_up([region.of(rank, out.shape, x.dtype, first) for rank in range(region.ranks)], out)
-        region.shared.barrier(channel=0)  # nobody writes there again before everybody has read
+        region.shared.barrier(channel=0)  # no rank writes there again before all have read
 
     def reduce_in_place(self, x: Tensor, axis: str, largest: bool) -> None:
-        """The sum over ranks, or the largest of each number; every rank adds in the same order."""
+        """The sum over ranks, or their maximum; every rank adds in the same order."""
         region = space(axis, x.device).region("sum", x.numel() * x.element_size())
         region.of(region.rank, x.shape, x.dtype).copy_(x)
         region.shared.barrier(channel=0)
@@ -319,7 +319,7 @@ class Direct:
 
 
 def add_up(parts: Sequence[Tensor], out: Tensor) -> None:
-    """The sum of parts, in float32 where they are narrower."""
+    """out = the sum of parts, added in float32 where their type is narrower."""
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out)
         return

@@ -30,7 +30,7 @@ pass_over(__file__)
 
 
 def distances(ranks: int) -> list[int]:
-    """How far the blocks of each round go, nearest first, both directions in turn."""
+    """The distances over which blocks are sent, nearest first, both directions in turn."""
     return list(dict.fromkeys(d % ranks for near in range(1, ranks) for d in (near, -near)))[: ranks - 1]
 
 
@@ -84,18 +84,18 @@ class Exchange:
         self.call: Observed | None = None
         if not inside:
             self.call = Observed(name, what, described(what, name, like), size, self.on_host, background=True)
-        self._sending: list[tuple[Any, Tensor]] = []  # a work that is dropped takes its transfer with it
+        self._sending: list[tuple[Any, Tensor]] = []  # a work that is dropped cancels its transfer
 
     def staged(self, x: Tensor) -> Tensor:
-        """x where it can be sent from: copied to the host once, where parts of it are sent at several times."""
+        """x where it can be sent from: on the host if gloo sends it, copied once although parts are sent one by one."""
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if self.stages else x
 
     def swap(self, out: Tensor, into: Tensor, distance: int) -> Transfer:
-        """Send `out` that far, and receive what comes from as far behind."""
+        """Send `out` to the rank at `distance`, and receive `into` from the rank at -`distance`."""
         return self.pass_on(out, into, distance)
 
     def pass_on(self, out: Tensor | None, into: Tensor | None, distance: int) -> Transfer:
-        """The same where one of the two, or both, may be missing; the rank at the other end knows of it."""
+        """`swap` where one of the two, or both, may be missing; the rank at the other end knows that."""
         axis = self.axis
         to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
         start = now() if job.spans.enabled else 0
@@ -123,7 +123,7 @@ class Exchange:
         return Transfer(self, receiving, into, staged, start)
 
     def finish(self) -> None:
-        """Return when everything was sent, and its memory may be used for something else."""
+        """Return when everything was sent and its memory may be reused."""
         with self.waiting():
             for work, _ in self._sending:
                 work.wait()
@@ -134,7 +134,7 @@ class Exchange:
 
 
 def arriving(x: Tensor, full: Tensor, name: str, chunks: int) -> Iterator[slice]:
-    """Fill `full` (n t, ...) with the rows x (t, ...) of all ranks; yields rows of it as they are there, own first."""
+    """Fill `full` (n t, ...) with the rows x (t, ...) of all ranks; yields its rows as they arrive, own ones first."""
     axis, t = job.axes[name], x.shape[0]
     exchange = Exchange(name, "all_gather", x, (axis.size - 1) * x.numel() * x.element_size())
     own = slice(axis.rank * t, (axis.rank + 1) * t)

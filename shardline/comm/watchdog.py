@@ -1,15 +1,15 @@
-"""Ends a job that hangs, on every rank, with the names of those that did not arrive.
+"""Ends a job that hangs, on every rank, and names the ranks that did not arrive.
 
-Collectives tell the watchdog where this rank is (`enter`, `leave`). A thread publishes that once a second:
+Collectives report to the watchdog where this rank is (`comm.observe`). A thread publishes that once a second:
 
     sequence number and tag of the last collective on each axis, what the rank waits in and since when, step, place
 
-A rank that waits longer than the limit looks at what the others published. Whoever belongs to the same collective and
-has not come to its sequence number, came with another tag, or has stopped publishing, is missing. Only progress of
+A rank that waits longer than the limit reads what the others published. A member of the same collective is missing if
+it has not reached its sequence number, has reached it with another tag, or has stopped publishing. Only the progress of
 ranks is compared, so that what takes long on all of them alike (compilation, start-up) is no hang.
 
-Collectives of NCCL run on the device while the rank goes on. An event after each says when it is over; the first that
-is not over is where the rank is.
+NCCL's collectives run on the device while the rank continues. An event after each shows when it is over; the rank is in
+the first one that is not over.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from shardline.report import HANG_CODE, this_report, write_report
 log = logging.getLogger("shardline")
 
 PERIOD = 1.0
-SILENT_PERIODS = 4  # a rank that published nothing for so long while others wait is stopped or cut off
-MANY_RANKS = 64  # above this, ranks take turns at looking at all others
+SILENT_PERIODS = 4  # a rank that publishes nothing for so long while others wait is stopped or cut off
+MANY_RANKS = 64  # above this, one rank at a time looks at all others
 TURN_SECONDS = 30.0
 A_DAY = 86400.0
 
@@ -54,7 +54,7 @@ def pass_over(file: str) -> None:
 
 
 class Launched(NamedTuple):
-    """A collective that runs on the device, and what tells that it is over."""
+    """A collective that runs on the device, and the event after it."""
 
     axis: str
     sequence: int
@@ -104,37 +104,37 @@ class Watchdog:
             if thread is not threading.current_thread():
                 thread.join(2 * self.period)
 
-    # ---- what the rank tells -----------------------------------------------------------------------------------------
+    # ---- what the rank reports ---------------------------------------------------------------------------------------
 
     def issue(self, tag: object, axis: str = "world") -> int:
-        """A collective was issued that is waited for later, or never; its sequence number on this axis.
+        """Note a collective that is waited for later, or never; returns its sequence number on this axis.
 
-        A rank that is not heard of again is presumed to wait in it.
+        If nothing is reported after it, the rank is presumed to wait in it.
         """
         sequence = self.post(tag, axis)
         self._issued = (axis, sequence, tag, self._changed)
         return sequence
 
     def post(self, tag: object, axis: str) -> int:
-        """The same for what goes on by itself while the rank does other work."""
+        """Note a collective that runs by itself while the rank does other work: it is not presumed to wait in it."""
         sequence = self._counts[axis][0] + 1 if axis in self._counts else 1
         self._counts[axis] = (sequence, tag)
         self._moved()
         return sequence
 
     def wait(self, sequence: int, tag: object, axis: str = "world") -> None:
-        """From here to `leave` the rank waits for a collective that it has issued."""
+        """The rank waits, from here to `leave`, for a collective that it has issued."""
         self._moved()
         self._waits.append((axis, sequence, tag, self._changed))
 
     def enter(self, tag: object, axis: str = "world") -> int:
-        """`issue` and `wait` in one: for collectives that return when they are done."""
+        """`issue` and `wait` in one, for a collective that returns when it is done."""
         sequence = self.issue(tag, axis)
         self.wait(sequence, tag, axis)
         return sequence
 
     def leave(self, on_device: bool = False) -> None:
-        """The rank goes on; `on_device`: with the collective in the current stream, where it may yet take long."""
+        """The rank continues. `on_device`: the collective is in the current stream, where it may still take long."""
         self._moved()
         if not self._waits:
             return
@@ -155,7 +155,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """While this rank does something that others may have to wait for, however long, it is not missing."""
+        """This rank does something that others may have to wait for: it is not missing, however long it takes."""
         self.busy_with = what
         try:
             yield
@@ -169,14 +169,14 @@ class Watchdog:
         now = time.monotonic()
         counts = {axis: (sequence, str(tag)) for axis, (sequence, tag) in list(self._counts.items())}
         running = self._running()
-        for one in reversed(running):  # the host is ahead of its device: that one has come to the first of each axis
+        for one in reversed(running):  # the device is behind the host: it has reached the first of each axis
             counts[one.axis] = (one.sequence, str(one.tag))
         wait, waits, issued = None, list(self._waits), self._issued
         if running and not waits:
             waits = [(running[0].axis, running[0].sequence, running[0].tag, self._since(running[0]))]
         if waits or issued:
             axis, sequence, tag, since = waits[0] if waits else issued  # type: ignore[misc]
-            long = now - since > self.timeout_seconds / 2  # the members of a large axis are many: said when needed
+            long = now - since > self.timeout_seconds / 2  # the members of a large axis are many: published when needed
             members = job.members.get(axis) if long else ()
             wait = Wait(axis, sequence, str(tag), now - since, members, presumed=not waits)
         where = _place(self._main)
@@ -186,7 +186,7 @@ class Watchdog:
         )
 
     def _follow(self) -> None:
-        """See what the device has done. In a thread of its own: the driver may hold it up as long as the device."""
+        """Note what the device has done, in a thread of its own: the driver may block it for as long as the device."""
         while not self._closed.wait(self.period / 4):
             self._asking_since = time.monotonic()
             while self._launched and self._launched[0].event.query():
@@ -195,7 +195,7 @@ class Watchdog:
             self._asking_since = None
 
     def _running(self) -> list[Launched]:
-        """What the device has not done yet, oldest first; nothing where that cannot be told."""
+        """What the device has not done yet, oldest first; empty where the driver does not answer."""
         asking_since = self._asking_since
         unanswered = asking_since is not None and time.monotonic() - asking_since > self.period
         return [] if unanswered else list(self._launched)
@@ -215,11 +215,11 @@ class Watchdog:
                     self._end(self.store.get("hang").decode())
                 self._look()
                 self._reached = time.monotonic()
-            except (RuntimeError, ValueError):  # the store is gone or slow: `_guard` decides how long that may last
+            except (RuntimeError, ValueError):  # the store is gone or slow: `_guard` limits how long that may last
                 continue
 
     def _look(self) -> None:
-        """Begin to look before the limit is reached, so that who has fallen silent is known by then."""
+        """Look for a hang. It begins before the limit is reached, so that silent ranks are known by then."""
         stuck, silence = self._stuck_seconds(), SILENT_PERIODS * self.period
         if stuck <= max(self.timeout_seconds / 2, self.timeout_seconds - silence) or not self._has_turn(stuck):
             self._seen.clear()
@@ -235,7 +235,7 @@ class Watchdog:
             self._end(first, shown=first == found)
 
     def _guard(self) -> None:
-        """The store itself may be out of reach; then nobody can be asked."""
+        """End this rank if it waits while the store is out of reach: then it cannot read what others published."""
         ticked = time.monotonic()
         while not self._closed.wait(self.period):
             now = time.monotonic()
@@ -247,13 +247,13 @@ class Watchdog:
                 self._end(_unreachable(self.status(), silent), shown=True)
 
     def _stuck_seconds(self) -> float:
-        """How long this rank has not moved, if it waits for others; else how long nothing was heard of it."""
+        """How long this rank has waited for others or, if it does not wait, how long ago it last reported anything."""
         waits, launched = list(self._waits), self._running()
         since = waits[0][3] if waits else self._since(launched[0]) if launched else self._changed
         return 0.0 if self.busy_with else time.monotonic() - since
 
     def _has_turn(self, stuck: float) -> bool:
-        """In a large job one rank looks, and another one after a while if that one brought no result."""
+        """Whether this rank looks. In a large job one does, and after a while another if the first found nothing."""
         if self.world_size <= MANY_RANKS:
             return True
         waits = list(self._waits)
@@ -275,7 +275,7 @@ class Watchdog:
         return {status.rank: status for status in found}
 
     def _silent(self) -> dict[int, float]:
-        """Seconds since each rank was last heard of, as far as this rank has been looking."""
+        """Seconds since each rank last published something new, as far as this rank has been looking."""
         now = time.monotonic()
         return {rank: now - since for rank, (_, since) in self._seen.items()}
 
@@ -295,13 +295,13 @@ class Watchdog:
 
 
 def start_watchdog(timeout_seconds: float) -> None:
-    """Watch this rank, where it is one of several that found each other through the job's store."""
+    """Watch this rank, if it is one of several that met through the job's store."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         Watchdog(connect_store(), dist.get_rank(), dist.get_world_size(), timeout_seconds).start()
 
 
 def set_timeouts(seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
-    """The longest wait for a collective from now on; the backends' own limit lies a little above the watchdog's."""
+    """Set the longest wait for a collective from now on; the backends' own limit lies a little above the watchdog's."""
     if job.watchdog is not None:
         job.watchdog.timeout_seconds = seconds
     set_group_timeouts(groups, backend_timeout(seconds))
@@ -309,7 +309,7 @@ def set_timeouts(seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
 
 @contextlib.contextmanager
 def patiently(what: str, groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
-    """For work of some ranks that others wait for, such as saving: no time-out counts until all have ended it."""
+    """Around work of some ranks that others wait for, such as saving: no time-out counts until all have ended it."""
     dog = job.watchdog
     if dog is None:
         yield
@@ -327,7 +327,7 @@ def patiently(what: str, groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
 
 
 def _place(thread: int | None) -> str:
-    """Where the main thread is: the innermost line that is not of torch or of the wrappers around its collectives."""
+    """The place of the main thread: the innermost line outside torch and the wrappers around its collectives."""
     frame = innermost = sys._current_frames().get(thread or 0)
     while frame is not None and _is_wrapper(frame.f_code.co_filename):
         frame = frame.f_back

@@ -119,9 +119,9 @@ def refusals() -> list[str]:
 def test_what_the_kernel_cannot_do_is_refused(pool: Pool) -> None:
     for said in pool.run(2, refusals):
         assert said == [
-            "100 rows of a rank are no multiple of a tile's",
+            "100 rows of a rank are not a multiple of a tile's rows",
             "rows of 60 and 64 elements are not aligned to 16 bytes",
-            "float64 is no type of these kernels",
+            "float64 is not a type that these kernels support",
         ]
 
 

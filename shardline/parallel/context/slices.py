@@ -1,4 +1,4 @@
-"""Which part of a sequence each context-parallel rank has, and which parts see which: numbers only.
+"""The slices of a sequence that each context-parallel rank has, and which slices see which: numbers only.
 
 A sequence is cut into equal slices. With `headtail` a rank has an early and a late one, so that under a causal mask
 every rank has the same work; each `#` is a pair of slices that see each other, `\\` one that sees half of itself:
@@ -27,7 +27,7 @@ Table = Sequence[Sequence[int]]  # [slice of queries][slice of keys]
 
 
 class Slices(NamedTuple):
-    """`each` rank has so many slices: 2 with headtail, 1 where ranks have one piece of the sequence."""
+    """`each` rank has so many slices: 2 with headtail, 1 where a rank has one piece of the sequence."""
 
     ranks: int
     each: int
@@ -53,7 +53,7 @@ class SliceRange(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One run of a kernel: own slices of queries, slices of the source's keys."""
+    """One run of a kernel: own slices of queries over slices of the source's keys."""
 
     queries: SliceRange
     keys: SliceRange
@@ -89,9 +89,9 @@ class AttentionPlan:
     given: tuple[SliceRange | None, ...]  # by rank: own slices that it needs
 
     def own_in_two(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-        """What is computed with own keys, to begin with and to end with: in between, something has to be waited for.
+        """The calls with own keys, cut into those computed first and last: in between, the rank waits for others.
 
-        Of the causal call over both slices, the late queries over the early keys, and each slice over itself:
+        The causal call over both slices is cut into the late queries over the early keys, and each slice over itself:
 
             head   \\            last
             tail   # \\    first, last
@@ -104,7 +104,7 @@ class AttentionPlan:
 
     @property
     def work(self) -> int:
-        """Pairs of a query and a key that are computed."""
+        """The number of pairs of a query and a key that are computed."""
         return sum(self._pairs(call) for calls in self.calls for call in calls)
 
     def _pairs(self, call: Call) -> int:
@@ -113,7 +113,7 @@ class AttentionPlan:
 
     @property
     def sent(self) -> int:
-        """Slices this rank sends, each to one rank."""
+        """The number of slices that this rank sends, each to one rank."""
         return sum(span.size for to, span in enumerate(self.given) if span is not None and to != self.rank)
 
     @property
@@ -135,7 +135,7 @@ def make_plan(table: Table, slices: Slices, rank: int, length: int) -> Attention
 
 @functools.lru_cache
 def causal_plan(slices: Slices, rank: int, length: int, window: int) -> AttentionPlan:
-    """Without packed documents the plan is the same for every batch."""
+    """The plan without packed documents, which is the same for every batch."""
     return make_plan(causal_table(slices.total, length, window), slices, rank, length)
 
 

@@ -3,8 +3,8 @@
     before   rank 0: tokens 1st half, heads 0..7      attention: all tokens, heads 0..3      after: as before
              rank 1: tokens 2nd half, heads 0..7                 all tokens, heads 4..7
 
-Any kernel and any mask serves, since a rank sees whole sequences. Heads must divide; where there are fewer KV heads
-than ranks, a KV head goes to every rank whose queries read it.
+Any kernel and any mask can be used, since a rank sees whole sequences. Ranks must divide the heads; if there are fewer
+KV heads than ranks, a KV head goes to every rank whose queries read it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Async tensor parallelism at the start of a run: which backends can be used here, what was chosen, and saying so."""
+"""Async tensor parallelism at the start of a run: finds the usable backends, chooses one per product, reports it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AsyncTensor:
         return [{"product": str(one.product), **as_row(one)} for one in self.measured]
 
     def missed(self) -> list[str]:
-        """A line for each product that ran since the last call without having been measured."""
+        """A log line for each product that ran since the last call and was not measured at the start."""
         found = sorted(map(str, choices.unmeasured)) if self.measured else []
         choices.unmeasured.clear()
         return [f"Async TP does not cover {product}, which was not measured at the start: serial" for product in found]
@@ -63,7 +63,7 @@ def prepare(
     device: torch.device,
     cache: Path,
 ) -> AsyncTensor:
-    """Choose a backend for every product of this run; every rank calls it together."""
+    """Choose a backend for every product of this run; all ranks call it together."""
     choices.reset()
     section = config.parallelism
     if not section.enable_async_tensor_parallel:
@@ -83,7 +83,7 @@ def prepare(
         measured = _recall(shape, allowed, known)
         if measured is None or failure(shape, _settled(measured, forced).chosen, device):
             measured = measure(shape, candidates(shape.product, allowed), device)
-        if not measured.remembered:  # what is recalled may be a part of what is known
+        if not measured.remembered:  # a recalled one may be a part of what is known
             fresh[str(shape.product)] = as_row(measured)
         measured = _settled(measured, forced)
         choices.chosen[shape.product] = measured.chosen
@@ -99,7 +99,7 @@ def prepare(
 
 
 def run_shapes(config: Config, arch: Architecture, plan: TensorParallel, dtype: torch.dtype) -> list[Shape]:
-    """Products of training, and those of validation where it has other sizes; of a rank's part of each sequence."""
+    """The products of training, and those of validation where sizes differ, for a rank's part of each sequence."""
     section = config.parallelism
     cp = section.context_parallel_degree
     staged = section.pipeline_parallel_degree > 1
@@ -113,7 +113,7 @@ def run_shapes(config: Config, arch: Architecture, plan: TensorParallel, dtype: 
 
 
 def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[str]:
-    """Backends that can be used here, serial first; with a forced one, that one last."""
+    """The backends that can be used here, serial first and a forced one last. Reasons against others go to `lines`."""
     if asked in ("serial", "ring"):
         return list(dict.fromkeys(("serial", asked)))
     reason = symmetric_memory.unusable(device)
@@ -138,7 +138,7 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
 
 
 def _settled(measured: Measured, forced: str | None) -> Measured:
-    """With the forced backend in place of the fastest, where there is one."""
+    """The forced backend, if there is one, in place of the fastest."""
     if forced is None:
         return measured
     best = measured.best(forced)
@@ -148,10 +148,10 @@ def _settled(measured: Measured, forced: str | None) -> Measured:
 
 
 def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Measured | None:
-    """What an earlier run measured, where it tried all that is allowed now."""
+    """What an earlier run measured, if it tried everything that is allowed now."""
     try:
         measured = from_row(shape.product, known[str(shape.product)])
-    except (KeyError, TypeError, ValueError):  # not there, or not as this release writes it
+    except (KeyError, TypeError, ValueError):  # missing, or not as this release writes it
         return None
     refused = {name: why for name, why in measured.refused.items() if name in allowed}
     wanted = [choice for choice in candidates(shape.product, allowed) if choice.backend not in refused]

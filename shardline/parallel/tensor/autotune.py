@@ -1,8 +1,8 @@
-"""Which backend carries a product: measured at the start on this machine, the same on every rank, and remembered.
+"""Measures at the start which backend carries each product fastest, for all ranks together, and remembers it.
 
-Every candidate runs in turn, several rounds, all ranks together; its time is the median of the slowest rank. `serial`
-is a candidate like the others, and stays where nothing is clearly faster. What does not give the numbers of `serial` is
-no candidate. Choices are kept in a file for the next run with the same device, versions and places of the ranks.
+Candidates take turns for several rounds; the time of each is the median of the slowest rank. `serial` is a candidate
+like the others, and stays where nothing is clearly faster. A backend that does not give the numbers of `serial` is no
+candidate. Choices are kept in a file for the next run with the same device, versions and placement of ranks.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product, bac
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, input_gradient, multiply, weight_gradients
 
 CLEARLY = 0.01  # another backend must save this share of the time to be taken instead of serial
-LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as take a moment, by the slowest candidate
+LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as the slowest candidate does in MOMENT seconds
 IN_A_ROW = 6
 HOPELESS = 3.0
-NEAR, RUN_OFF = 1.15, 2.0  # those this near to the best run again, alone, for about so many seconds
-MATTERS = ("NCCL_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")  # in the environment
-OFF, FAR_OFF = 0.02, 0.25  # what rounding does not do: to all numbers together; to one, in terms of their usual size
+NEAR, RUN_OFF = 1.15, 2.0  # candidates this near to the best run again, alone, for about so many seconds
+MATTERS = ("NCCL_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")  # environment variables that matter
+OFF, FAR_OFF = 0.02, 0.25  # errors above rounding: of all numbers together; of one, relative to their usual size
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds for one product: of the matrix products alone, the communication alone, and each candidate."""
+    """Seconds for one product: the matrix products alone, the communication alone, and each candidate."""
 
     product: Product
     matmul: float
@@ -52,7 +52,7 @@ class Measured:
     chosen: Choice
     remembered: bool = False
     refused: dict[str, str] = field(default_factory=dict)  # backend -> why it cannot carry this product
-    weights: float = 0.0  # of matmul, the gradients of weights; asked of GPUs alone
+    weights: float = 0.0  # the part of matmul for gradients of weights; only measured on GPUs
 
     @property
     def serial(self) -> float:
@@ -140,13 +140,13 @@ def candidates(product: Product, allowed: Sequence[str]) -> list[Choice]:
 
 
 class Trial:
-    """One product with its operands; runs as any choice says, and its parts alone."""
+    """One product with its operands, which runs by any choice; and its parts alone."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device, self.product = shape, device, shape.product
         p, n = shape.product, collectives.axis_size(shape.product.axis)
         self.t = p.rows // n
-        # Other numbers on every rank; and the run's own must not depend on what is remembered.
+        # Each rank draws other numbers. The run's own generator must not depend on what is remembered.
         source = torch.Generator(device).manual_seed(collectives.axis(p.axis).rank)
 
         def drawn(*sizes: int) -> Tensor:
@@ -162,10 +162,7 @@ class Trial:
         self.all_gradients = [drawn(p.rows, w) for w in shape.widths] if self.gradients and scatters else self.gradients
 
     def turn(self) -> None:
-        """Change the sign of what is sent, and with it of every result.
-
-        What lies in memory from a run before must not pass for what has come in this one.
-        """
+        """Change the sign of what is sent, and with it of every result: stale memory must not pass for new results."""
         for tensor in self.gradients or [self.x]:
             tensor.neg_()
 
@@ -184,7 +181,7 @@ class Trial:
         return method(self.gradients, self.x, self.weights, p.axis, choice.chunks, Needs())
 
     def multiply(self) -> Any:
-        """The matrix products alone, not cut."""
+        """The matrix products alone, not cut into chunks."""
         if self.product.direction == "forward":
             return multiply(self.full, self.weights)
         return input_gradient(self.all_gradients, self.weights), self.differentiate()
@@ -206,11 +203,11 @@ class Trial:
 
 
 def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds: int | None = None) -> Measured:
-    """Time every choice; every rank of the job must call this together.
+    """Time every choice; all ranks of the job call this together.
 
-    A backend that fails in one number of chunks is not used in any other. What is far slower than the best in its first
-    runs is not run again; what is near the best runs longer. On a GPU each sample is the mean of runs in a row after
-    one that is not timed, as in training, where the host runs ahead.
+    A backend that fails with one number of chunks is not used with any other. A choice that is far slower than the best
+    in its first runs is not run again; one near the best runs longer. On a GPU each sample is the mean of runs in a row
+    after one that is not timed, since in training the host runs ahead.
     """
     trial = Trial(shape, device)
     runs: list[Callable[[], Any]] = [trial.multiply, trial.communicate]
@@ -243,14 +240,14 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
 
 
 def _tells_pace(trial: Trial) -> bool:
-    """Whether weight gradients are timed by themselves: a step of a GPU is measured by them."""
+    """Whether weight gradients are timed by themselves: they show the pace of a GPU's steps."""
     return trial.device.type == "cuda" and bool(trial.gradients)
 
 
 def _medians(
     runs: Sequence[Callable[[], Any]], who: Sequence[int], rounds: int, device: torch.device, in_a_row: int
 ) -> dict[int, float]:
-    """Seconds of some of the runs, which take turns; nobody always follows the same one."""
+    """Median seconds of some of the runs, which take turns; none always follows the same other one."""
     samples: dict[int, list[float]] = {at: [] for at in who}
     for turn in range(rounds):
         first = turn % len(who)
@@ -261,13 +258,13 @@ def _medians(
 
 
 def fastest(times: dict[Choice, float]) -> Choice:
-    """The fastest, but serial unless something is clearly faster."""
+    """The fastest choice, or serial if none is clearly faster."""
     best = min(times, key=lambda choice: times[choice])
     return best if SERIAL not in times or times[best] < times[SERIAL] * (1 - CLEARLY) else SERIAL
 
 
 def failure(shape: Shape, choice: Choice, device: torch.device) -> str:
-    """Why a choice cannot carry a product, empty where it gives the numbers of `serial` on every rank."""
+    """The reason why a choice cannot carry a product; empty if it gives the numbers of `serial` on every rank."""
     trial = Trial(shape, device)
     with job.traffic.uncounted():
         return _failure(lambda: trial.run(choice), device, trial, _tensors(trial.run(SERIAL)))
@@ -276,9 +273,10 @@ def failure(shape: Shape, choice: Choice, device: torch.device) -> str:
 def _failure(
     run: Callable[[], Any], device: torch.device, trial: Trial | None = None, wanted: Sequence[Tensor] = ()
 ) -> str:
-    """Why something cannot run with these shapes, empty where it can on every rank; warms up, too.
+    """The reason why something cannot run with these shapes; empty if it can on every rank. It also warms up.
 
-    With a trial, whether it gives what is wanted: also with the signs turned, twice, as memory may be used in turn.
+    With a trial, the results are compared with `wanted`, then twice more with the signs turned, since a backend may use
+    two memories in turn.
     """
 
     def attempt() -> None:
@@ -348,7 +346,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _agreed(seconds: list[float], device: torch.device) -> list[float]:
-    """The slowest rank's of each: the same numbers, and so the same choices, on every rank."""
+    """The slowest rank's seconds: the same numbers, and so the same choices, on every rank."""
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
     agreed: list[float] = collectives.max_in_place(values, "world").tolist()
     return agreed
@@ -358,7 +356,7 @@ def _agreed(seconds: list[float], device: torch.device) -> list[float]:
 
 
 def topology(device: torch.device) -> dict[str, Any]:
-    """What choices depend on beside the product itself: device, versions, and which ranks share a machine."""
+    """What choices depend on beside the product itself: device, versions, and the hosts of the ranks."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     axis = collectives.axis("tp")
@@ -384,7 +382,7 @@ def _version(package: str) -> str:
 
 
 def _device(device: torch.device) -> str:
-    """With what it has of multiprocessors: a part of a GPU is another device."""
+    """The name of a device, with its multiprocessors: a part of a GPU is another device."""
     if device.type != "cuda":
         return f"cpu, {os.cpu_count()} cores"
     about = torch.cuda.get_device_properties(device)

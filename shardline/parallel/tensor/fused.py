@@ -1,7 +1,7 @@
 """Products on CUDA by one persistent kernel each, whose tiles wait for rows, or send them (fused_kernels.py).
 
-Of a few shapes of tiles the fastest is taken for each product, measured once by all ranks together: they must agree, as
-a tile's place is where others look for it.
+A few shapes of tiles are measured for each product, once and by all ranks together, and the fastest is used. Ranks must
+agree, since the place of a tile in memory depends on its shape.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Tiles(NamedTuple):
     depth: int
     stages: int
     warps: int
-    group: int = 8  # rows of tiles that are walked together
-    pieces: int = 2  # in which a tile is stored: the fewer, the more memory beside the stages
+    group: int = 8  # rows of tiles that are worked on together
+    pieces: int = 2  # in which a tile is stored: fewer need more memory beside the stages
 
     def in_all(self, rows: int, columns: int) -> int:
         return rows // self.rows * -(-columns // self.columns)
@@ -46,18 +46,18 @@ NARROW = (  # two bytes
     Tiles(128, 256, 64, 4, 8, 16, 2),
     Tiles(64, 128, 64, 4, 4),
 )
-WIDE = (Tiles(64, 64, 32, 8, 4),)  # float32, in full precision; so many stages that no two share a multiprocessor
+WIDE = (Tiles(64, 64, 32, 8, 4),)  # float32; with so many stages no two programs share a multiprocessor
 MIN_SIDE = 64  # of a tile
-LEAST_ROUNDS, MOST_ROUNDS, MOMENT, IN_A_ROW = 4, 24, 0.15, 4  # of trying tiles: as many as take a moment, in seconds
-FOR_OTHERS = 4  # multiprocessors
-TURNS = 6  # tiles after which a program ends, where others need a place
+LEAST_ROUNDS, MOST_ROUNDS, MOMENT, IN_A_ROW = 4, 24, 0.15, 4  # rounds of trying tiles: as many as fit in MOMENT seconds
+FOR_OTHERS = 4  # multiprocessors left to the collectives of other axes
+TURNS = 6  # tiles after which a program ends, if others need its place
 REGISTERS = 65_536  # of a multiprocessor
-MOST_REGISTERS = {"gather": 60_000, "scatter": REGISTERS}  # copies of rows may need some of them
+MOST_REGISTERS = {"gather": 60_000, "scatter": REGISTERS}  # copies of rows need some of them
 SHARED_BESIDES = 1024  # bytes of shared memory that a program takes beyond its own
 
 
 def _kernels() -> Any:
-    """The kernels, with room for what they write at their start; in every thread, as backward has its own."""
+    """The kernels. Sets the allocator for their descriptors, in every thread, since backward runs in one of its own."""
     triton, kernels = _modules()
     triton.set_allocator(_scratch)
     return kernels
@@ -65,7 +65,7 @@ def _kernels() -> Any:
 
 @functools.cache
 def _modules() -> tuple[Any, Any]:
-    """Triton, which a CPU build of torch does not bring along."""
+    """Triton, which does not come with a CPU build of torch, and the kernels."""
     import triton
 
     from shardline.parallel.tensor import fused_kernels
@@ -78,7 +78,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 class Right(NamedTuple):
-    """A right factor (K, N), lying in memory as it is or, with `by_rows`, as its transpose (N, K)."""
+    """A right factor (K, N), stored as it is or, with `by_rows`, as its transpose (N, K)."""
 
     tensor: Tensor
     by_rows: bool
@@ -126,7 +126,7 @@ def _gather(x: Tensor, rights: Sequence[Right], axis: str, tiles: Sequence[Tiles
     outs = [x.new_empty(ranks * t, right.width) for right in rights]
     state = _state(over)
     with inside_product(axis, "all_gather", x, x.numel()):
-        pull(x, full, over, lambda source: state.tell(source, over.side))
+        pull(x, full, over, lambda source: state.set_arrived(source, over.side))
         own = collectives.axis(axis).rank
         for number, (right, out, of) in enumerate(zip(rights, outs, tiles, strict=True), start=1):
             _launch_gather(x, full, right, out, state, of, own, ranks, last=number == len(rights))
@@ -150,13 +150,13 @@ def _scatter(x: Tensor, right: Right, axis: str, tiles: Tiles | None = None) -> 
 
 
 class Room(NamedTuple):
-    """Where ranks write for each other: addresses by rank, and what each writer has there in each half."""
+    """Where ranks write for each other: addresses by rank, and the size of each writer's share of each half."""
 
     parts: Tensor
     flags: Tensor
     elements: int
     tiles: int
-    memory: tuple[Tensor, ...] = ()  # what lives as long as its addresses are used
+    memory: tuple[Tensor, ...] = ()  # kept alive as long as its addresses are used
 
 
 def _aligned(elements: int) -> int:
@@ -205,25 +205,25 @@ def _fixed(tiles: Tiles, right: Right, x: Tensor, ranks: int) -> dict[str, Any]:
 
 
 class Division(NamedTuple):
-    """How a kernel's programs divide its tiles: see `_share` of the kernels."""
+    """How the programs of a kernel divide its tiles: see `_share` in fused_kernels.py."""
 
     abreast: int
     turns: int
 
     def programs(self, tiles: int) -> int:
-        """That do nothing else than these."""
+        """The number of programs for so many tiles."""
         return -(-tiles // (self.abreast * self.turns)) * self.abreast
 
 
 def _division(device: torch.device, ranks: int, tiles: int) -> Division:
-    """As few programs abreast as do it in as many turns as one for each multiprocessor would.
+    """The fewest programs abreast that need no more turns than one program for each multiprocessor would.
 
-    Where ranks share a GPU, they have parts of it that overlap, as MPS gives them; where ranks talk over other axes as
-    well, kernels of NCCL take multiprocessors. Then programs end after a few turns, so that others find a place, and
-    the tiles of one that found none are not all late.
+    Ranks that share a GPU under MPS have parts of it that overlap, and with other axes kernels of NCCL take
+    multiprocessors. Programs then end after a few turns, so that others find a place, and the tiles of a program that
+    found none are not all late.
 
-    Beside other axes some multiprocessors are left: a kernel of NCCL must find a place beside this one, as another rank
-    may wait for it before it comes to the product that this one waits in.
+    With other axes some multiprocessors are left free: a kernel of NCCL must find a place beside this one, since
+    another rank may wait for it before it reaches the product in which this rank waits.
     """
     others = collectives.axis_size("world") > ranks
     most = _multiprocessors(device) - (FOR_OTHERS if others else 0)
@@ -242,7 +242,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class State:
-    """`arrived` has a flag for each rank's rows; the others are what a kind of kernel keeps."""
+    """`arrived` has a flag for each rank's rows; the others hold the words that each kind of kernel keeps."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self.arrived = torch.zeros(ranks, dtype=torch.int32, device=device)
@@ -250,8 +250,8 @@ class State:
             torch.zeros(_kernels().WORDS, dtype=torch.int32, device=device) for _ in range(2)
         )
 
-    def tell(self, source: int, stream: torch.cuda.Stream) -> None:
-        """On the stream that has brought its rows."""
+    def set_arrived(self, source: int, stream: torch.cuda.Stream) -> None:
+        """Set the flag of `source` in the stream that has copied its rows."""
         write_word(stream, self.arrived.data_ptr() + source * FLAG_BYTES, 1)
 
 
@@ -268,7 +268,7 @@ _chosen: dict[Any, Tiles] = {}
 
 
 def _tuned(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Tiles:
-    """The fastest tiles for a product, with its communication; the same on every rank."""
+    """The fastest tiles for a product with its communication; the same on every rank."""
     key = (kind, t, ranks, x.shape[1], right.width, right.by_rows, x.dtype, x.device)
     if key not in _chosen:
         _chosen[key] = _tune(kind, x, right, t, ranks, axis)
@@ -293,7 +293,7 @@ def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> 
         return agreed
 
     with job.traffic.uncounted():
-        for tiles in tried:  # the first of all makes room for what they share
+        for tiles in tried:  # the first run allocates the shared memory
             run(tiles)
         a_round = IN_A_ROW * sum(slowest(2))
         times = slowest(min(max(int(MOMENT / a_round), LEAST_ROUNDS), MOST_ROUNDS))
@@ -301,20 +301,20 @@ def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> 
 
 
 def _usable(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Iterator[Tiles]:
-    """Tiles that suit a product and fit the GPUs of all ranks; small ones where no large one does."""
+    """Tiles that suit a product and fit the GPUs of all ranks; small ones only if no large one does."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{str(x.dtype).removeprefix('torch.')} is no type of these kernels")
+        raise ValueError(f"{str(x.dtype).removeprefix('torch.')} is not a type that these kernels support")
     suited = [tiles for tiles in (WIDE if x.dtype == torch.float32 else NARROW) if t % tiles.rows == 0]
     item = x.element_size()
     if not suited:
-        raise ValueError(f"{t} rows of a rank are no multiple of a tile's")
+        raise ValueError(f"{t} rows of a rank are not a multiple of a tile's rows")
     if x.shape[1] * item % 16 or right.width * item % 16:
         raise ValueError(f"rows of {x.shape[1]} and {right.width} elements are not aligned to 16 bytes")
     if t * right.width >= 2**31:
-        raise ValueError(f"{t} x {right.width} elements of a rank are more than offsets of 32 bits reach")
+        raise ValueError(f"{t} x {right.width} elements of a rank are too many for 32-bit offsets")
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a product that has not run before cannot run in a CUDA graph")
-    source = torch.Generator(x.device).manual_seed(0)  # the run's own must not depend on what is tried
+    source = torch.Generator(x.device).manual_seed(0)  # the run's own generator must not depend on what is tried
     rows = torch.randn(ranks * t, x.shape[1], device=x.device, dtype=x.dtype, generator=source)
     alone = (_gathering_alone if kind == "gather" else _scattering_alone)(rows, right, ranks)
     for _, group in itertools.groupby(suited, lambda tiles: tiles.rows):
@@ -340,7 +340,7 @@ def _gathering_alone(rows: Tensor, right: Right, ranks: int) -> Launch:
 
 
 def _scattering_alone(rows: Tensor, right: Right, ranks: int, out: Tensor | None = None) -> Launch:
-    """A product of rank 0 whose memory of rank r is its own where r would write: what it sends is what it waits for."""
+    """A product of rank 0 whose shared memory is all its own: the tiles that it sends are those that it waits for."""
     t, width = rows.shape[0] // ranks, right.width
     out = rows.new_empty(t, width) if out is None else out
     elements, flags_each = _aligned(t * width), -(-t // MIN_SIDE) * -(-width // MIN_SIDE)
@@ -356,7 +356,7 @@ def _scattering_alone(rows: Tensor, right: Right, ranks: int, out: Tensor | None
 
 
 def _seconds(run: Callable[[Tiles], None], tried: Sequence[Tiles], rounds: int) -> list[float]:
-    """Medians of rounds in turn; nobody always follows the same one."""
+    """Median seconds of rounds in which tiles take turns; none always follows the same other one."""
     samples: dict[Tiles, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {tiles: [] for tiles in tried}
     for turn in range(rounds):
         first = turn % len(tried)
@@ -374,7 +374,7 @@ def _seconds(run: Callable[[Tiles], None], tried: Sequence[Tiles], rounds: int) 
 
 
 def _fits(alone: Launch, tiles: Tiles, most_registers: int) -> bool:
-    """Whether they fit this GPU, and as many programs as find a place there leave room for what they wait for."""
+    """Whether tiles fit this GPU, and the programs that run at a time leave registers for the copies they wait for."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -386,7 +386,7 @@ def _fits(alone: Launch, tiles: Tiles, most_registers: int) -> bool:
 
 
 def registers_taken(of_a_thread: int, warps: int, shared: int, shared_in_all: int) -> int:
-    """Of a multiprocessor, by as many programs as are there at a time; a thread's come by eight."""
+    """The registers of a multiprocessor that its programs take together; a thread's are allocated by eights."""
     of_a_program = -(-of_a_thread // 8) * 8 * 32 * warps
     return of_a_program * min(REGISTERS // of_a_program, shared_in_all // (shared + SHARED_BESIDES))
 
@@ -395,7 +395,7 @@ def registers_taken(of_a_thread: int, warps: int, shared: int, shared_in_all: in
 
 
 def unusable(device: torch.device, axis: str = "tp") -> str | None:
-    """Why these kernels cannot be used here, None where a try of both gave the right numbers on all ranks."""
+    """The reason why these kernels cannot be used here, None if a try of both gave the right numbers on all ranks."""
     return agreed_reason(lambda: _try_out(device, axis))
 
 
@@ -406,23 +406,23 @@ def _try_out(device: torch.device, axis: str) -> None:
     if share_a_gpu(ranks) and float(os.environ.get(PART, 100)) * ranks > 100:
         raise RuntimeError(f"ranks share a GPU, and {PART} does not give each a part of its own")
     source = torch.Generator(device).manual_seed(0)
-    t, k, n = 2048, 200, 5128  # several tiles for each program, and edges that tiles do not fit
+    t, k, n = 2048, 200, 5128  # several tiles for each program, and edges that are no whole tiles
     everything = torch.randn(ranks * t, k, device=device, dtype=torch.bfloat16, generator=source)
     weights = [torch.randn(n, k, device=device, dtype=torch.bfloat16, generator=source) for _ in range(ranks)]
     wanted = everything.float() @ weights[own].float().t()
     summed = everything[own * t : (own + 1) * t].float() @ torch.stack(weights).float().sum(0).t()
     mine = everything[own * t : (own + 1) * t]
     for number, by_rows in enumerate((True, False, True, False)):
-        if number == 2:  # what lies in memory from the runs before must not pass for what has come
+        if number == 2:  # stale memory of the runs before must not pass for new results
             for tensor in (everything, wanted, summed):
                 tensor.neg_()
         right = Right(weights[own] if by_rows else weights[own].t().contiguous(), by_rows)
-        # The first tiles that will do: each product's own are tried, with its shape, when it is measured.
+        # The first usable tiles: each product's own are tried, with its shape, when it is measured.
         for_gather = next(_usable("gather", mine, right, t, ranks, axis))
         (product,), full = _gather(mine, [right], axis, [for_gather])
         _check(product, wanted, "gathering")
         if not torch.equal(full, everything):
-            raise RuntimeError("the gathered rows are not those of all ranks")
+            raise RuntimeError("the gathered rows are not the rows of all ranks")
         for_scatter = next(_usable("scatter", everything, right, t, ranks, axis))
         _check(_scatter(everything, right, axis, for_scatter), summed, "scattering")
 

@@ -1,17 +1,17 @@
 """Persistent Triton kernels: one launch multiplies all tiles, and each tile waits for, or sends, what it alone needs.
 
-    gathering    tiles of this rank's rows first; those of another rank's wait for the flag of that rank, which is set
-                 when a copy engine has brought its rows
+    gathering    tiles of this rank's rows first; those of another rank's rows wait for that rank's flag, which is set
+                 when a copy engine has brought the rows
     scattering   finished tiles of another rank's rows are stored in that rank's memory, and their flag with them; a
                  tile of this rank's own rows waits for the other ranks' tiles of the same place and adds them
 
-What another rank writes lies in memory of two halves, used in turn: a rank may be one product ahead of another, never
-two, since its own tiles need all others' tiles. Flags are put back where they were waited for, so that a recorded CUDA
-graph can be replayed; which half is next is counted on the device for the same reason.
+The memory that other ranks write to has two halves, used in turn: a rank may be one product ahead of another, never
+two, since its own tiles need all others' tiles. Whoever waits for a flag clears it, so that a recorded CUDA graph can
+be replayed; the half in use is counted on the device for the same reason.
 
-Each program takes a share of the tiles, the earlier the earlier it finds a place on the GPU. Scattering, the first
-programs only send, and so end without waiting for anything; those after them only wait for what such programs of other
-ranks have sent. So it does not matter how many programs are on the GPU at a time, if it is one.
+Each program takes a share of the tiles; programs that get a place on the GPU earlier take earlier tiles. When
+scattering, the first programs only send, and so end without waiting for anything; those after them only wait for what
+such programs of other ranks have sent. So any number of programs may be on the GPU at a time, even one.
 """
 # mypy: ignore-errors
 
@@ -27,7 +27,7 @@ scattering_shard = triton.jit(tile_order.scattering_shard)
 row_of_tiles = triton.jit(tile_order.row_of_tiles)
 column_of_tiles = triton.jit(tile_order.column_of_tiles)
 
-# A kernel's own words, zero but for the first where none runs.
+# The words that a kernel keeps: all but the first are zero while none runs.
 HALF, ENTERED, LEFT = (tl.constexpr(word) for word in range(3))
 WORDS = 3
 
@@ -37,7 +37,7 @@ def _product(
     left, right, row, column, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile in float32; `right` is (N, K) where ROWS, else (K, N)."""
+    """A tile in float32; `right` is (N, K) with ROWS, else (K, N)."""
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, K, BK):
         a = left.load([row, k])
@@ -50,26 +50,26 @@ def _product(
 
 @triton.jit
 def _do(ASSEMBLY: tl.constexpr):
-    """An instruction that every thread executes, in its place among loads and stores."""
+    """Let every thread execute an instruction, in its place among loads and stores."""
     tl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def _pause(ON_GPU: tl.constexpr):
-    """Between two looks at a flag: they go through memory that others need."""
+    """Pause between two reads of a flag, which take bandwidth that others need."""
     if ON_GPU:
         _do("nanosleep.u32 100; mov.u32 $0, 0;")
 
 
 @triton.jit
 def _enter(state):
-    """A program's number: how many have begun before it."""
+    """The number of this program: how many have begun before it."""
     return tl.atomic_add(state + ENTERED, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def _leave(state, tiles, abreast, turns):
-    """1 in the last program that ends, whose turn it is to tidy up; `tiles` are places for them, in all."""
+    """True in the last program that ends, which clears the counters; `tiles` is the number of all places for tiles."""
     programs = tl.cdiv(tiles, abreast * turns) * abreast
     tl.debug_barrier()
     last = tl.atomic_add(state + LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1
@@ -81,9 +81,9 @@ def _leave(state, tiles, abreast, turns):
 
 @triton.jit
 def _share(number, abreast, turns, begin, end):
-    """A program's tiles among those from `begin` to `end`, the first and where it ends; the next is `abreast` further.
+    """This program's tiles among those from `begin` to `end`: the first, and where they end, in steps of `abreast`.
 
-    `abreast` programs take a tile in turn, `turns` times; then it is for the next of them.
+    `abreast` programs take a tile each, `turns` times; then the next `abreast` programs follow.
     """
     start = number // abreast * abreast * turns
     first = start + number % abreast
@@ -95,13 +95,13 @@ def _share(number, abreast, turns, begin, end):
 def _wait_until_set(flag, ON_GPU: tl.constexpr):
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
         _pause(ON_GPU)
-    if ON_GPU:  # what was waited for is read by bulk loads
+    if ON_GPU:  # the rows are then read by bulk loads
         _do("fence.proxy.async; mov.u32 $0, 0;")
 
 
 @triton.jit
 def _take_all(flags, apart, own, RANKS: tl.constexpr, ON_GPU: tl.constexpr):
-    """Wait for the flag of every other rank and put it back."""
+    """Wait for the flag of every other rank and clear it."""
     if RANKS == 2:
         while tl.atomic_cas(flags + (1 - own) * apart, 1, 0, sem="acquire", scope="sys") == 0:
             _pause(ON_GPU)
@@ -118,8 +118,8 @@ def _take_all(flags, apart, own, RANKS: tl.constexpr, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def _tell(flag, ON_GPU: tl.constexpr):
-    """Set a flag when all that this program has stored is there.
+def _set(flag, ON_GPU: tl.constexpr):
+    """Set a flag once everything that this program has stored is visible.
 
     (Triton does not pipeline a loop with its own `debug_barrier` in it.)
     """
@@ -130,7 +130,7 @@ def _tell(flag, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """Its left and its right columns: what is stored at a time must fit the registers beside them."""
+    """The left and the right columns of a tile: the part that is stored at a time must fit the registers beside it."""
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -146,9 +146,9 @@ def _put(tile, result, row, column, BM: tl.constexpr, BN: tl.constexpr, PIECES: 
 
 @triton.jit
 def _sent(sent, row, column, T, N, own, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """What the other ranks have sent for a tile, added in the same order every time."""
+    """The sum of what the other ranks have sent for a tile, always added in the same order."""
     EACH: tl.constexpr = 128 // sent.dtype.element_ty.primitive_bitwidth
-    width = N // EACH * EACH  # is N, whose rows are aligned; said so that a load can bring 16 bytes
+    width = N // EACH * EACH  # equals N, as rows are aligned; written so that the compiler loads 16 bytes at a time
     across = column + tl.arange(0, BN)[None, :]
     offsets = (row + tl.arange(0, BM)[:, None]) * width + across
     first = sent + ((own + 1) % RANKS).to(tl.int64) * T * N
@@ -166,9 +166,9 @@ def _finish(
     tile, sent, result, row, column, T, N, own,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the other ranks have sent, and store it, in twice as many pieces: registers must hold both.
+    """Add what the other ranks have sent and store the sum, in twice as many pieces: registers must hold both.
 
-    What is sent of the next piece is on its way while one is added.
+    The next piece is loaded while one is added.
     """
     left, right = _halves(tile, BM, BN)
     PART: tl.constexpr = BN // (2 * PIECES)
@@ -199,7 +199,7 @@ def gather_matmul(
 ):  # fmt: skip
     """out (RANKS T, N) = rows of all ranks times weight; x (T, K) are those of this rank, `full` receives the others'.
 
-    T is a multiple of BM. `flags` has one for each rank; the `last` product of these rows puts them back.
+    T is a multiple of BM. `flags` has one for each rank; the `last` product of these rows clears them.
     """
     mine = tl.make_tensor_descriptor(x, shape=[T, K], strides=[K, 1], block_shape=[BM, BK])
     theirs = tl.make_tensor_descriptor(full, shape=[RANKS * T, K], strides=[K, 1], block_shape=[BM, BK])
@@ -243,8 +243,8 @@ def matmul_scatter(
 ):  # fmt: skip
     """out (T, N) = this rank's rows of x (RANKS T, K) times weight, summed over ranks.
 
-    `parts` and `flags` are tables of addresses, by rank: there a rank's memory begins that others write to. It has for
-    each half and each writer `room` elements, and as many flags as `most_tiles`. T is a multiple of BM.
+    `parts` and `flags` are tables of addresses by rank, where the memory begins that others write to. For each half and
+    each writer it has `room` elements and `most_tiles` flags. T is a multiple of BM.
     """
     left = tl.make_tensor_descriptor(x, shape=[RANKS * T, K], strides=[K, 1], block_shape=[BM, BK])
     if ROWS:
@@ -256,7 +256,7 @@ def matmul_scatter(
     number = _enter(state)
     half = tl.load(state + HALF) % 2
     slots = half * RANKS
-    begins = slots.to(tl.int64) * room  # of this half
+    begins = slots.to(tl.int64) * room  # where this half begins
     kind: tl.constexpr = out.dtype
     for turn in range(RANKS - 1):
         shard = scattering_shard(turn, own, RANKS)
@@ -264,18 +264,18 @@ def matmul_scatter(
         theirs = tl.make_tensor_descriptor(place, shape=[RANKS * T, N], strides=[N, 1], block_shape=[BM, BN // PIECES])
         there = tl.load(flags + shard).to(tl.pointer_type(tl.int32)) + (slots + own) * most_tiles
         first, end = _share(number, abreast, turns, turn * tiles, (turn + 1) * tiles)
-        # A flag is set a tile later, when the stores have long ended. (Which one is computed: in a loop that is
-        # flattened, Triton 3.6 gives a variable that is carried from tile to tile the value of the present one.)
+        # A flag is set one tile later, when the stores have long ended. (Its address is computed: in a flattened loop
+        # Triton 3.6 gives a variable that is carried from tile to tile the value of the present tile.)
         for index in tl.range(first, end, abreast, flatten=True):
             tile = index - turn * tiles
             row = row_of_tiles(tile, rows, columns, group) * BM
             column = column_of_tiles(tile, rows, columns, group) * BN
             total = _product(left, right, shard * T + row, column, K, BM, BN, BK, ROWS, PRECISION)
             if index > first:
-                _tell(there + tile - abreast, ON_GPU)
+                _set(there + tile - abreast, ON_GPU)
             _put(total, theirs, own * T + row, column, BM, BN, PIECES)
         if first < end:
-            _tell(there + first - turn * tiles + (end - 1 - first) // abreast * abreast, ON_GPU)
+            _set(there + first - turn * tiles + (end - 1 - first) // abreast * abreast, ON_GPU)
     sent = tl.load(parts + own).to(kind) + begins
     here = tl.load(flags + own).to(tl.pointer_type(tl.int32))
     result = tl.make_tensor_descriptor(out, shape=[T, N], strides=[N, 1], block_shape=[BM, BN // (2 * PIECES)])

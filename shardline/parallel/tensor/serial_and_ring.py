@@ -7,8 +7,8 @@ Letters: n ranks, t rows of each, T = n t rows in all; weights are (N, K) and ho
     linear_sum       x (T, K), weight (N, K)      ->  the product summed over ranks (T, N), on every rank
     linear_copy      only its backward communicates: the sum of the input's gradients
 
-Each backward takes the gradients of the results and gives those of x and the weights, None where not needed; that of
-linear_scatter also the gathered gradient (T, N), from which the weight's can be computed later.
+Each backward takes the gradients of the results and gives those of x and the weights, None where not needed. That of
+linear_scatter also gives the gathered gradient (T, N), from which the weight's can be computed later.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from shardline.comm.job import job
 from shardline.comm.transfers import Scattering, arriving, pieces
 
 Tensors = Sequence[Tensor]
-COLUMN, ROW = "all_gather_linear", "linear_reduce_scatter"  # operations; without sequence parallelism there are others
+COLUMN, ROW = "all_gather_linear", "linear_reduce_scatter"  # the operations of sequence parallelism
 CHUNKS = (1, 2, 4, 8)
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted."""
+    """Which gradients are needed."""
 
     x: bool = True
     weights: bool = True
@@ -67,19 +67,19 @@ def weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
 
 
 def separate_weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
-    """The same where nothing travels meanwhile: what they take tells the pace of a step."""
+    """Weight gradients while nothing travels: their time shows the pace of a step."""
     with job.clock.weight_gradients():
         return weight_gradients(gradients, x)
 
 
 class Serial:
-    """Collective, then product: what the others are compared with."""
+    """The collective, then the product. The other backends are compared with it."""
 
     name = "serial"
-    regions: tuple[str, ...] = ()  # of memory that ranks share
+    regions: tuple[str, ...] = ()  # regions of shared memory that it uses
 
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
-        """Numbers of chunks worth trying; none where this backend has nothing of its own for an operation."""
+        """Numbers of chunks worth trying; empty where this backend has nothing of its own for an operation."""
         return (1,)
 
     def gather_linear(self, x: Tensor, weights: Tensors, axis: str, chunks: int) -> tuple[list[Tensor], Tensor]:
@@ -112,7 +112,7 @@ class Serial:
 
 
 class Ring(Serial):
-    """Rows travel point to point while others are multiplied; weight gradients hide what the products do not."""
+    """Rows travel point to point while others are multiplied; weight gradients hide what the products cannot."""
 
     name = "ring"
 

@@ -1,11 +1,11 @@
-"""Products on CUDA whose rows travel by copy engines, between memories that ranks share, while others are multiplied.
+"""Products on CUDA whose rows are copied between memories that ranks share while other rows are multiplied.
 
     gathering    side stream   my rows -> shared | rank 3's rows -> here | rank 2's | ...
                  multiplying   my rows           | rank 3's rows         | rank 2's ...       on two streams in turn
     scattering   multiplying   rows for rank 1   | for rank 2            | ... | my own | + what the others sent
                  side stream                     | to rank 1             | to rank 2 ...
 
-Products are cuBLAS's, one for each rank's rows; scattering, those of other ranks are cut further by `chunks`.
+The products are cuBLAS's, one for each rank's rows. When scattering, those of other ranks are cut into `chunks`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Symmetric(Serial):
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
         if operation not in (COLUMN, ROW):
             return ()
-        return CHUNKS if (operation == ROW) == (direction == "forward") else (1,)  # only what is scattered is cut
+        return CHUNKS if (operation == ROW) == (direction == "forward") else (1,)  # only scattered rows are cut
 
     def gather_linear(
         self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int
@@ -61,7 +61,7 @@ class Symmetric(Serial):
 
 
 def _gather(x: Tensor, columns: Sequence[Tensor], axis: str) -> tuple[list[Tensor], Tensor]:
-    """The rows of all ranks times each of `columns` (K, N), and the rows."""
+    """The rows of all ranks times each of `columns` (K, N), and those rows."""
     x, over, ranks = x.contiguous(), space(axis, x.device), collectives.axis_size(axis)
     own, t = collectives.axis(axis).rank, x.shape[0]
     full = x.new_empty(ranks * t, x.shape[1])

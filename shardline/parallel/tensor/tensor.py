@@ -67,7 +67,7 @@ def needs_split_kv(arch: Architecture, degree: int) -> bool:
 
 
 def check_tensor_parallel(arch: Architecture, degree: int) -> None:
-    """Raise for sizes that cannot be cut into `degree` parts, with sizes that can."""
+    """Raise for sizes that cannot be cut into `degree` parts; the message names degrees that fit."""
     key = f"parallelism.tensor_parallel_degree = {degree}"
     problems = []
     if arch.n_heads % degree:
@@ -90,7 +90,7 @@ def _fits(arch: Architecture, degree: int) -> bool:
 
 
 def check_rows(config: Config, plan: TensorParallel) -> None:
-    """With sequence parallelism the rows of a micro-batch must be cut evenly; raise with lengths that can be."""
+    """Raise if sequence parallelism cannot cut the rows of a micro-batch evenly; the message names near lengths."""
     if not plan.sequence_parallel:
         return
     sections: list[tuple[str, Training | Validation]] = [("training", config.training)]
@@ -117,7 +117,7 @@ def nearest_lengths(length: int, batch: int, degree: int) -> list[int]:
 
 
 def placement(name: str, plan: TensorParallel, tied: bool) -> Placement:
-    """How tp cuts the parameter `name`."""
+    """The placement of the parameter `name` on the tp axis."""
     head = "tok_embeddings.weight" if tied else "output.weight"
     if name == head and not plan.loss_parallel:
         return Replicate()
@@ -125,7 +125,7 @@ def placement(name: str, plan: TensorParallel, tied: bool) -> Placement:
 
 
 def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> None:
-    """Cut the parameters (still without memory) and put the collectives beside the products."""
+    """Cut the parameters (still on the meta device) and give the blocks products with collectives."""
     tp = mesh.axis("tp")
     assert tp is not None
     arch, rank = model.arch, mesh.coordinates["tp"]
@@ -180,7 +180,7 @@ def row_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out + bias.to(out.dtype)
 
 
-# The same with the collective inside the product
+# Products with the collective inside
 
 
 def overlapped_gather(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
@@ -236,7 +236,7 @@ class ParallelEmbedding(NamedTuple):
 
 
 def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Parameter]:
-    """Parameters whole on every tp rank whose gradients cover only a part of the work of the group."""
+    """Parameters that every tp rank holds whole, but whose gradients there cover only a part of the group's work."""
     tied, found = model.arch.tie_word_embeddings, []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or not isinstance(placement(name, plan, tied), Replicate):
