@@ -3,8 +3,8 @@
     submit --> writing ... --> done          check(): raises what went wrong, once
        |________ wait() _______|             wait():  names the file it is at when that takes long
 
-The thread looks at `Activity.cancelled` between pieces and stops. One that hangs in the file system cannot be stopped;
-it does not keep the process from ending.
+The thread looks at `SaveActivity.cancelled` between pieces and stops. One that hangs in the file system cannot be
+stopped; it does not keep the process from ending.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Cancelled(Exception):
     """The run ends without this save."""
 
 
-class Activity:
+class SaveActivity:
     """What the thread is doing, in words for a message, and whether it was cancelled."""
 
     def __init__(self, at: str) -> None:
@@ -37,7 +37,7 @@ class Activity:
             raise Cancelled
 
 
-Job = Callable[[Activity], None]
+Job = Callable[[SaveActivity], None]
 
 
 class Background:
@@ -46,7 +46,7 @@ class Background:
     def __init__(self, timeout_seconds: float, rank: int) -> None:
         self.timeout_seconds, self.rank = timeout_seconds, rank
         self._thread: threading.Thread | None = None
-        self._activity = Activity("")
+        self._activity = SaveActivity("")
         self._what, self._began = "", 0.0
         self.seconds = 0.0  # of the last job that ended
         self._done = threading.Event()
@@ -59,14 +59,14 @@ class Background:
     def submit(self, what: str, job: Job) -> None:
         """Start `job` after the last one has ended well."""
         self.wait()
-        self._what, self._began, self._activity = what, time.monotonic(), Activity("its beginning")
+        self._what, self._began, self._activity = what, time.monotonic(), SaveActivity("its beginning")
         self._done.clear()
         self._thread = threading.Thread(
             target=self._run, args=(job, self._activity), name="shardline-save", daemon=True
         )
         self._thread.start()
 
-    def _run(self, job: Job, activity: Activity) -> None:
+    def _run(self, job: Job, activity: SaveActivity) -> None:
         try:
             job(activity)
         except Cancelled:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from shardline.checkpoint import format as files
 from shardline.checkpoint.assets import assets_at, special_tokens
-from shardline.checkpoint.background import Activity, Cancelled
+from shardline.checkpoint.background import Cancelled, SaveActivity
 from shardline.checkpoint.mirror import Mirror
 from shardline.checkpoint.reader import ShardFiles, TensorView
 from shardline.checkpoint.shards import HeldTensor, Scratch, TensorPiece, take
@@ -175,7 +175,7 @@ class CheckpointWriter:
             token = self.mesh.from_rank_0(lambda: os.urandom(8).hex())
             self._messages = Messages(self.mesh.world_size, f"checkpoint/{token}")
 
-    def write(self, save: Save, final: Path, activity: Activity) -> None:
+    def write(self, save: Save, final: Path, activity: SaveActivity) -> None:
         messages, deadline = self._messages, time.monotonic() + self.section.save_timeout_seconds
         assert messages is not None
         device = next((tensor.tensor.device for tensor in save.owned if tensor.tensor.is_cuda), None)
@@ -213,7 +213,7 @@ class CheckpointWriter:
             raise UserError(f"checkpoint {final} was not saved: {verdict['error']}; earlier ones are intact")
         log.info("saved %s%s", final, f" (removed {verdict['removed']} older)" if verdict["removed"] else "")
 
-    def _write_shard(self, save: Save, partial: Path, activity: Activity) -> dict[str, Any]:
+    def _write_shard(self, save: Save, partial: Path, activity: SaveActivity) -> dict[str, Any]:
         """Write what this rank owns; returns the report for rank 0."""
         if save.staged and self.staging is not None:
             activity.at = "copying the state to the host"
@@ -226,7 +226,7 @@ class CheckpointWriter:
             report |= {"file": self._shard, "record": write_tensors(path, entries), "tensors": _table(save.owned)}
         return report
 
-    def _entry(self, held: HeldTensor, piece: TensorPiece, activity: Activity, path: Path) -> Entry:
+    def _entry(self, held: HeldTensor, piece: TensorPiece, activity: SaveActivity, path: Path) -> Entry:
         def read() -> Iterator[torch.Tensor]:
             activity.at = f"writing {path}, {piece.name}"
             for rows in take(held, piece, self._scratch):
@@ -236,7 +236,7 @@ class CheckpointWriter:
         return Entry(piece.key, piece.place.size, held.dtype, read)
 
     def _commit(
-        self, messages: Messages, save: Save, final: Path, partial: Path, deadline: float, activity: Activity
+        self, messages: Messages, save: Save, final: Path, partial: Path, deadline: float, activity: SaveActivity
     ) -> dict[str, Any]:
         """Rank 0's second phase; returns the verdict: {"error": text, or "" if it is saved, "removed": count}."""
         try:
@@ -296,7 +296,7 @@ class CheckpointWriter:
         (partial / "hf").rmdir()
         return {path.name: records.get(path.name) or record_file(path) for path in sorted(partial.iterdir())}
 
-    def _prune(self, step: int, folder: Path, activity: Activity) -> int:
+    def _prune(self, step: int, folder: Path, activity: SaveActivity) -> int:
         """Remove older checkpoints and count them; one that cannot be removed does not make this save fail."""
         activity.at = f"removing older checkpoints of {folder}"
         copying = set() if self.mirror is None else self.mirror.protected()

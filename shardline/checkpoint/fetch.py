@@ -25,7 +25,6 @@ from shardline.storage.progress import Progress, say
 from shardline.words import sized
 
 log = logging.getLogger("shardline")
-LEAST_SHOWN = 1 << 30  # bytes; less is fetched or verified without a progress line
 
 
 def local_path(where: str | Path, step: int = -1) -> Path:
@@ -69,7 +68,7 @@ def fetch(saved: Saved, target: Path) -> None:
     try:
         partial.mkdir(parents=True)
         names = [*(name for name in saved.place.names() if name != MANIFEST), MANIFEST]
-        with Progress(f"fetching {saved.place}", saved.size, show=saved.size >= LEAST_SHOWN) as progress:
+        with Progress(f"fetching {saved.place}", saved.size) as progress:
             for name in names:
                 copy_file(saved.place / name, locate(partial / name), saved.files.get(name), progress.advance)
         if json.loads((partial / MANIFEST).read_text()) != saved.manifest:

@@ -189,7 +189,7 @@ class Start:
         self._load(saved, position, seed, left_out, model_only=False)
 
     def _left_out(self, saved: Saved) -> set[str]:
-        """What of a checkpoint of this run is not loaded.
+        """Names what is not loaded of a checkpoint of this run.
 
         `checkpoint.exclude_from_loading` is for the first start. A checkpoint of the run that was started so holds what
         was made instead, and a restart loads it, unless data or optimizer have changed once more.
@@ -271,7 +271,7 @@ class Start:
             raise
 
     def _compare_initial(self, saved: Saved, has_weights: bool) -> None:
-        """Weights can fit a model that computes otherwise, which is said; where they do not fit, they are refused."""
+        """Refuse weights that do not fit; warn of weights that fit a model that computes differently."""
         ours = self.model.arch
         changes = _changes(saved.architecture, ours)
         if has_weights and logical_shapes(saved.architecture) != logical_shapes(ours):
@@ -280,10 +280,10 @@ class Start:
                 " same sizes (model.flavor, model.overrides), or name another checkpoint"
             )
         if changes:
-            log.warning("%s was trained with another arithmetic: %s", saved.path, changes)
+            log.warning("%s was trained by a model that computes differently: %s", saved.path, changes)
 
     def _initial_path(self, given: str) -> Path:
-        """Of a URL the copy on this machine, which one of its ranks fetches."""
+        """Fetch a checkpoint that is given as a URL: one rank of each machine makes a copy for all of them."""
         if not is_url(given):
             return Path(given)
         path, problem = Path(), ""
@@ -299,7 +299,7 @@ class Start:
 
     def _load(self, saved: Saved, position: RunPosition, seed: int, excluded: set[str], *, model_only: bool) -> None:
         if excluded:
-            log.info("not loaded, as checkpoint.exclude_from_loading says: %s", ", ".join(sorted(excluded)))
+            log.info("not loaded because of checkpoint.exclude_from_loading: %s", ", ".join(sorted(excluded)))
         if "model" in excluded:
             self._draw(seed)
         else:
@@ -350,7 +350,7 @@ class Start:
         return f"training.{key} = {getattr(section, key)}"
 
     def _check_optimizer(self, saved: Saved) -> None:
-        """State of another optimizer may fit and mean something else."""
+        """Refuse the state of another optimizer, which may fit and mean something else."""
         name = self.config.optimizer.name
         recorded = saved.trainer.get("optimizer", name)
         if recorded != name and "optimizer" not in self.config.checkpoint.exclude_from_loading:
@@ -391,7 +391,7 @@ def _end_of(saved: Saved, config: Config, total_steps: int) -> int:
 
 
 def _last_step(config: Config, total_steps: int, trainer: Mapping[str, Any], data: Mapping[str, Any]) -> int:
-    """Passes over the data count from the step at which they were begun; `total_steps` where that was the first."""
+    """The last step of a run; `training.epochs` counts passes over the data from the step at which they began."""
     if config.training.epochs is None or "global_batch_size" not in data:
         return total_steps
     return int(total_steps + trainer["step"] - trainer["samples"] // data["global_batch_size"])

@@ -33,12 +33,11 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.hf import hf_name
+from shardline.models.hf import hf_name, shape_problems
 from shardline.storage.safetensors import name_of_type
 from shardline.words import listed
 
 METADATA = ".metadata"
-Shapes = Mapping[str, tuple[int, ...]]
 # What a full checkpoint holds beside the model, and what models once saved of their rotary tables.
 _NOT_WEIGHTS = re.compile(r"(optimizer|optim|lr_scheduler|dataloader|train_state|ft_dataloader)\b.*|.*freqs_cis")
 
@@ -119,7 +118,7 @@ def open_dcp(folder: Path, config: Config | None) -> DCPTensors:
                 " give --model.overrides.tie_word_embeddings=false to keep both"
             )
         tensors.drop("output.weight")
-    problems = _problems(tensors.shapes(), logical_shapes(arch))
+    problems = shape_problems(tensors.shapes(), logical_shapes(arch))
     if problems:
         raise UserError(f"{folder}: the tensors do not fit the model\n  " + listed(problems, 8, "\n  "))
     return tensors
@@ -165,10 +164,3 @@ def _check_row(folder: Path, key: str, row: TensorStorageMetadata) -> None:
         raise UserError(f"{folder}: {key} has {math.prod(row.size)} elements, its parts {held}: it was not saved whole")
     if name_of_type(row.properties.dtype) is None:
         raise UserError(f"{folder}: {key} is {row.properties.dtype}, which is not read")
-
-
-def _problems(stored: Shapes, wanted: Shapes) -> list[str]:
-    other = [name for name in wanted if name in stored and stored[name] != wanted[name]]
-    problems = [f"wrong shape: {name} is {list(stored[name])}, the model wants {list(wanted[name])}" for name in other]
-    problems += [f"missing: {name}" for name in wanted if name not in stored]
-    return problems + [f"unexpected: {name}" for name in stored if name not in wanted]

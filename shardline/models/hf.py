@@ -111,24 +111,22 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     if arch.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(folder, stored)
         del stored["lm_head.weight"]
-    problems = _problems(wanted, stored)
+    shapes = {name: row.shape for name, (_, row) in stored.items()}
+    problems = shape_problems(shapes, {name: shape for name, (_, shape) in wanted.items()})
+    strange = [(name, row.dtype) for name, (_, row) in stored.items() if name in wanted and row.dtype not in _TYPES]
+    problems += [f"wrong type: {name} is {dtype}, only {', '.join(_TYPES)} are read" for name, dtype in strange]
     if problems:
         raise UserError(f"{folder}: the tensors do not fit the model\n  " + listed(problems, 8, "\n  "))
     return HFTensors(arch, {name: stored[outside] for outside, (name, _) in wanted.items()})
 
 
-def _problems(
-    wanted: Mapping[str, tuple[str, tuple[int, ...]]], stored: Mapping[str, tuple[Path, HeaderRow]]
-) -> list[str]:
+def shape_problems(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The differences between the stored tensors and the wanted ones, a line each."""
     problems = [f"missing: {name}" for name in wanted if name not in stored]
     problems += [f"unexpected: {name}" for name in stored if name not in wanted]
-    for name in (name for name in wanted if name in stored):
-        shape, row = wanted[name][1], stored[name][1]
-        if row.shape != shape:
-            problems.append(f"wrong shape: {name} is {list(row.shape)}, but the model needs {list(shape)}")
-        if row.dtype not in _TYPES:
-            problems.append(f"wrong type: {name} is {row.dtype}, only {', '.join(_TYPES)} are read")
+    for name in (name for name in wanted if name in stored and stored[name] != wanted[name]):
+        sizes = f"{list(stored[name])}, but the model needs {list(wanted[name])}"
+        problems.append(f"wrong shape: {name} is {sizes}")
     return problems
 
 

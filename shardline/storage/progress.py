@@ -11,6 +11,7 @@ from typing import Any, Literal
 from shardline.words import sized
 
 LINE_SECONDS = 10.0
+LEAST_BYTES = 1 << 30  # less is read without a line
 log = logging.getLogger("shardline.data")
 
 
@@ -33,8 +34,8 @@ class Progress:
         show: bool = True,
         unit: Literal["tokens", "bytes"] = "bytes",
     ) -> None:
-        self.title, self.total, self.done, self.show, self.unit = title, total, done, show, unit
-        self.tokens = 0
+        self.title, self.total, self.done, self.unit, self.tokens = title, total, done, unit, 0
+        self.show = show and (unit == "tokens" or total is None or total >= LEAST_BYTES)
         self.started = self.last_line = time.monotonic()
         self._bar: Any = None
         self._task: Any = None

@@ -12,8 +12,6 @@ from shardline.storage.location import locate
 from shardline.storage.progress import Progress
 from shardline.words import counted, listed, sized
 
-LEAST_SHOWN = 1 << 30  # bytes; less is verified without a progress line
-
 
 def ls(path: str, json: bool = False) -> int:
     """Print one line for each step and each thing left behind."""
@@ -35,7 +33,7 @@ def verify(path: str, step: int | None = None, json: bool = False) -> int:
     if not chosen:
         choose(folder, every, -1 if step is None else step)  # raises, with the steps that are there
     total, broken = sum(found.saved.size for found in chosen if found.saved is not None), 0
-    with Progress("read", total, show=total >= LEAST_SHOWN) as progress:
+    with Progress("read", total) as progress:
         for found in chosen:
             problems = found.check() if found.saved is None else found.saved.find_damage(progress.advance)
             broken += bool(problems)

@@ -196,7 +196,7 @@ def test_progress_is_logged_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
     assert lines[0].startswith("read: 50 %, 2.00 GiB, ")
     assert lines[-1].startswith("read: done in ")
     lines.clear()
-    with Progress("read", 1 << 20, show=False) as reading:
+    with Progress("read", 1 << 20) as reading:
         for _ in range(4):
             reading.advance(1 << 18)
     assert not lines

@@ -187,7 +187,8 @@ def test_a_model_that_is_not_named_is_asked_for(folder: Path, tmp_path: Path, ca
         assert code == 2
         assert "does not record which model it is: name it with --model.name and --model.flavor" in text
     code, text = call(folder, tmp_path / "out", "--trust-pickle", "--model.flavor=8B")
-    assert (code, "wrong shape: tok_embeddings.weight is [77, 48], the model wants [128256, 4096]" in text) == (2, True)
+    assert code == 2
+    assert "wrong shape: tok_embeddings.weight is [77, 48], but the model needs [128256, 4096]" in text
     assert not (tmp_path / "out").exists()
 
 
@@ -207,7 +208,7 @@ def lose_a_layer(state: dict[str, Any]) -> str:
 
 def widen(state: dict[str, Any]) -> str:
     state["layers.2.attention.wv.weight"] = torch.ones(30, titan.DIM)
-    return "wrong shape: layers.2.attention.wv.weight is [30, 48], the model wants [20, 48]"
+    return "wrong shape: layers.2.attention.wv.weight is [30, 48], but the model needs [20, 48]"
 
 
 def add_a_stranger(state: dict[str, Any]) -> str:
