@@ -168,7 +168,7 @@ class RowOp:
         def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             ctx.axis = inputs[1]
 
-        class Function(torch.autograd.Function):
+        class RowFunction(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, x: Tensor, axis: str) -> Tensor:
                 ctx.axis = axis
@@ -178,8 +178,8 @@ class RowOp:
             def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
                 return eager(gradient, ctx.axis), None
 
-        Function.__name__ = self.name
-        self.function = Function
+        RowFunction.__name__ = self.name
+        self.function = RowFunction
         self.op.register_autograd(lambda ctx, g: (compiled(g, ctx.axis), None), setup_context=keep)
 
     def __call__(self, x: Tensor, axis: str) -> Tensor:

@@ -196,7 +196,7 @@ class Leader:
         self._publish_wait(what)
 
     def _choose(self, indices: Sequence[int]) -> list[int]:
-        """As many of these machines as fit the layout, in the order of their ranks; none where too few do.
+        """The machines of this list that fit the layout, in the order of their ranks; none if there are too few.
 
         The leader comes first: the store's machine has rank 0, and so the run's folder.
         """

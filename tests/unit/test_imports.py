@@ -69,3 +69,18 @@ def test_imports_point_downwards(path):
 def test_torch_is_not_imported_before_it_is_needed(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_each_class_name_exists_once():
+    seen: dict[str, str] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert node.name not in seen, f"{node.name} stands in {seen[node.name]} and in {path.name}"
+                seen[node.name] = path.name
+
+
+def test_no_room_is_crowded():
+    for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= 16, f"{folder.relative_to(PACKAGE)} has {len(files)} files"

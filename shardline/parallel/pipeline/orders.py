@@ -40,7 +40,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Orders:
-    """As many forward passes as there are later ranks, then one forward and one backward in turn."""
+    """One forward pass for each later rank, then one forward and one backward pass in turn."""
     return [
         _in_turn(
             [Action("F", rank, i) for i in range(microbatches)],
@@ -87,7 +87,7 @@ def _depth_first(
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """As many rounds as possible with a micro-batch for each rank; the sizes of rounds differ by at most one."""
+    """The most rounds that give every rank a micro-batch; the sizes of rounds differ by at most one."""
     count = max(1, microbatches // ranks)
     edges = [-(-microbatches * i // count) for i in range(count + 1)]
     return [range(low, high) for low, high in pairwise(edges)]

@@ -123,7 +123,7 @@ def _stages(layers_of: Sequence[range]) -> list[Stage]:
 
 
 def counted_layers(layers: int, count: int, first: int, last: int) -> list[range]:
-    """As many layers for each stage, with the embedding counting as `first` and the output as `last` of them."""
+    """Equal numbers of layers for all stages, where the embedding counts as `first` layers and the output as `last`."""
     total = layers + first + last
     each, extra = divmod(total, count)
     heavy = [f"{key} = {less}" for key, less in zip(LESS_LAYERS, (first, last), strict=True) if less > each]

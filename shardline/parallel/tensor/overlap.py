@@ -103,7 +103,7 @@ class Operation:
     def _autograd_function(self) -> Any:
         operation = self
 
-        class Function(torch.autograd.Function):
+        class ProductFunction(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, x: Tensor, axis: str, *weights: Tensor) -> tuple[Tensor, ...]:
                 products, kept = operation.forward(x, weights, axis)
@@ -118,8 +118,8 @@ class Operation:
                 dx, dw = _differentiate(operation.backward, gradients, kept, weights, ctx.axis, needs)
                 return dx, None, *dw
 
-        Function.__name__ = self.name
-        return Function
+        ProductFunction.__name__ = self.name
+        return ProductFunction
 
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
