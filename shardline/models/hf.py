@@ -122,12 +122,12 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
 
 def shape_problems(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The differences between the stored tensors and the wanted ones, a line each."""
-    problems = [f"missing: {name}" for name in wanted if name not in stored]
-    problems += [f"unexpected: {name}" for name in stored if name not in wanted]
-    for name in (name for name in wanted if name in stored and stored[name] != wanted[name]):
-        sizes = f"{list(stored[name])}, but the model needs {list(wanted[name])}"
-        problems.append(f"wrong shape: {name} is {sizes}")
-    return problems
+    differing = [name for name in wanted if name in stored and stored[name] != wanted[name]]
+    return [
+        *(f"wrong shape: {n} is {list(stored[n])}, but the model needs {list(wanted[n])}" for n in differing),
+        *(f"missing: {name}" for name in wanted if name not in stored),
+        *(f"unexpected: {name}" for name in stored if name not in wanted),
+    ]
 
 
 def _warn_of_differences(folder: Path, theirs: Architecture, ours: Architecture) -> None:
