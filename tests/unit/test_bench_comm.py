@@ -92,7 +92,7 @@ def test_ranks_are_started_as_the_layout_needs(words, nproc, monkeypatch):
     seen = []
     monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: seen.append(launch) or 0)
     assert main(["bench", "comm", *words]) == 0
-    assert seen[0].nproc == nproc
+    assert seen[0].options.nproc == nproc
     assert seen[0].words == ("bench", "comm", *words)
 
 
