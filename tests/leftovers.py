@@ -32,11 +32,11 @@ class Leftover:
     command: str
 
 
-def note_started(pid: int, words: Sequence[str]) -> None:
+def note_started(pid: int, words: Sequence[str | os.PathLike[str]]) -> None:
     """Write down which test a forked process belongs to, and what it runs."""
     folder, test = os.environ.get(VARIABLE), os.environ.get("PYTEST_CURRENT_TEST", "no test")
     if folder and os.path.isdir(folder):
-        (Path(folder) / str(pid)).write_text(f"{test}\n{' '.join(words)}")
+        (Path(folder) / str(pid)).write_text(f"{test}\n{' '.join(map(os.fsdecode, words))}")
 
 
 def find(session: str) -> list[Leftover]:

@@ -59,6 +59,8 @@ IMPORTS = (
     "tests.faults.nursery",
     "tests.parity.harness",
 )
+# Variables of Python that a fork can follow; with others, such as PYTHONIOENCODING, a program is executed.
+VARIABLES = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "PYTHONSAFEPATH")
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 SERVER = "prefork"  # the name of its process
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -174,6 +176,8 @@ def _execute_or_fork(self: Any, *given: Any) -> None:
     found = program_of(call["args"])
     unusual = ("executable", "preexec_fn", "shell", "gid", "gids", "uid")
     usual = not any(call[name] for name in unusual) and call["umask"] < 0 and call["process_group"] < 0
+    environment = dict(os.environ if call["env"] is None else call["env"])
+    usual = usual and not any(name.startswith("PYTHON") and name not in VARIABLES for name in environment)
     folder = os.path.abspath(call["cwd"] or ".")
     server = _server_of_this_process() if found and usual and os.path.isdir(folder) else None
     if server is None or found is None:
@@ -182,7 +186,6 @@ def _execute_or_fork(self: Any, *given: Any) -> None:
     ends = (call["p2cread"], call["c2pwrite"], call["errwrite"])
     descriptors = {number: number if end == -1 else end for number, end in enumerate(ends)}
     descriptors |= {number: number for number in call["pass_fds"]}
-    environment = dict(os.environ if call["env"] is None else call["env"])
     module, words, safe_path = found
     program = Program(
         module,

@@ -236,9 +236,9 @@ def test_sigterm_and_a_second_run_into_the_same_folder(tmp_path, capsys):
 
 
 SLOW_DISK = """
-import time, types
+import os, time, types
 from shardline import register_hook
-from shardline.storage import safetensors as tensor_file
+from shardline.storage import blocks
 
 @register_hook("after_build")
 def slow_disk(model, config):
@@ -246,7 +246,7 @@ def slow_disk(model, config):
         print("on its way to the disk", flush=True)
         time.sleep(60)
 
-    tensor_file.os = types.SimpleNamespace(fsync=fsync)
+    blocks.os = types.SimpleNamespace(**{**vars(os), "fsync": fsync})
 """
 
 
