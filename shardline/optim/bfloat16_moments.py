@@ -1,4 +1,4 @@
-"""Adam and AdamW whose moments rest in bfloat16: 4 bytes per parameter instead of 8.
+"""Adam and AdamW whose moments are kept in bfloat16: 4 bytes per parameter instead of 8.
 
     bfloat16 moments --widen--> float32 scratch --torch's own Adam--> float32 --round--> bfloat16 moments
 
@@ -7,7 +7,7 @@ moments before they are rounded.
 
 Rounding is stochastic: up or down with a probability that makes the mean right. Rounding to nearest would stop the
 decay of `exp_avg_sq` for beta2 above 0.996, because each step then changes it by less than half a bfloat16 step. The
-random bits depend on the step and the place in the parameter alone, as a rank holds it: replicas stay equal whatever
+random bits depend only on the step and the position in a rank's shard of the parameter: replicas stay equal whatever
 else their ranks hold, and a resumed run repeats them.
 """
 
@@ -23,11 +23,11 @@ from torch.optim.adamw import adamw
 
 from shardline.models.dtensor import local
 
-SCRATCH = {"cuda": 16 << 20, "cpu": 1 << 20}  # elements of each moment that are wide at a time
+SCRATCH = {"cuda": 16 << 20, "cpu": 1 << 20}  # elements of each moment that are in float32 at a time
 
 
 class Segment(NamedTuple):
-    """A flat run of one parameter: views, but for a gradient that is not contiguous."""
+    """A flat piece of one parameter: views, except of a gradient that is not contiguous."""
 
     weight: Tensor
     gradient: Tensor
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 
 class NarrowAdam(torch.optim.Optimizer):
-    """Takes groups and options, kernel included, from one of torch's, which is not used after that."""
+    """Takes parameter groups and options, kernel included, from one of torch's optimizers, which then goes unused."""
 
     def __init__(self, pattern: torch.optim.Adam) -> None:
         super().__init__(pattern.param_groups, pattern.defaults)
@@ -113,7 +113,7 @@ class NarrowAdam(torch.optim.Optimizer):
     def _rounded(self, scratch: Tensor, sizes: list[int], step: int) -> Tensor:
         """(2, total) float32, changed in place -> int16 bits of bfloat16, the upper halves of the float32 ones.
 
-        Adding random bits to the lower half carries into the upper one as often as the lower half says.
+        Adding random bits to the lower half carries into the upper half with a probability equal to its value.
         """
         bits = self._random_bits(step, scratch.device)
         for row in scratch.view(torch.int32):
@@ -121,7 +121,7 @@ class NarrowAdam(torch.optim.Optimizer):
         return scratch.view(torch.int16)[:, 1::2]
 
     def _random_bits(self, step: int, device: torch.device) -> Tensor:
-        """Whole numbers below 2^16, one sequence per step, as many as the longest segment needs."""
+        """Integers below 2^16, one sequence per step, as long as the longest segment."""
         key = (step, device)
         if self._noise is None or self._noise[0] != key:
             generator = torch.Generator(device).manual_seed(step)
@@ -131,7 +131,7 @@ class NarrowAdam(torch.optim.Optimizer):
 
 
 def _fits(batch: list[Segment], segment: Segment) -> bool:
-    """One call of Adam takes one step count, one device, and what the scratch has room for."""
+    """Whether one call of Adam can take it too: it has one step count, one device and the scratch's size."""
     length = sum(len(held.weight) for held in (*batch, segment))
     same = batch[0].step == segment.step and batch[0].weight.device == segment.weight.device
     return same and length <= SCRATCH[segment.weight.device.type]

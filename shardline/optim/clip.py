@@ -1,8 +1,8 @@
 """Gradient norm and clipping, over all parameters on all ranks.
 
-Each rank adds up the squares of what it holds, divided by how many ranks hold the same; the sum over all ranks is then
-the square of the norm, whatever the layout. `squared_norm` is that local sum: its all-reduce travels with other numbers
-of the step.
+Each rank adds up the squares of what it holds, divided by the number of ranks that hold the same; the sum over all
+ranks is then the squared norm, whatever the layout. `squared_norm` is that local sum; the step all-reduces it together
+with its other numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def squared_norm(
 ) -> Tensor:
     """This rank's share of the squared norm of all gradients, a 0-d float32 tensor; does not wait for the device.
 
-    `ranks` share each parameter's work: all of them, or those of a pipeline stage; those in `twice` are on two stages.
+    `ranks` is the number of ranks that hold a parameter or a shard of it: all, or those of a pipeline stage. Parameters
+    in `twice` are on two stages.
     """
     held = [(local(p.grad), (1 + (p in twice)) * ranks / shards(p)) for p in parameters if p.grad is not None]
     if not held:
@@ -39,7 +40,7 @@ def squared_norm(
 
 
 def shards(parameter: Tensor) -> int:
-    """Into how many different parts a parameter is cut."""
+    """The number of different shards a parameter is cut into."""
     if not isinstance(parameter, DTensor):
         return 1
     cut = [isinstance(placement, Shard | _StridedShard) for placement in parameter.placements]
@@ -49,7 +50,7 @@ def shards(parameter: Tensor) -> int:
 def clip_(parameters: Iterable[nn.Parameter], norm: Tensor | float, max_norm: float) -> None:
     """Scale the gradients so that their norm is at most max_norm; `max_norm` 0 or less, or inf, leaves them alone.
 
-    With a norm that is already a number the pass over the gradients is left out when there is nothing to do.
+    A norm that is a number, not a tensor, saves the pass over the gradients where there is nothing to do.
     """
     if max_norm <= 0 or math.isinf(max_norm):
         return
@@ -66,7 +67,7 @@ def clip_(parameters: Iterable[nn.Parameter], norm: Tensor | float, max_norm: fl
 def nonfinite_parameters(model: nn.Module, of_gradients: bool = True) -> list[str]:
     """Names of the parameters whose gradient (or value) holds an inf or nan on any rank; waits for the device.
 
-    Every rank must call it: only after a bad norm, which all of them see.
+    Every rank must call it, which is after a norm that is not finite: all of them see it.
     """
     tensors = {name: p.grad if of_gradients else p for name, p in model.named_parameters()}
     held = {name: local(tensor) for name, tensor in tensors.items() if tensor is not None}
@@ -74,5 +75,5 @@ def nonfinite_parameters(model: nn.Module, of_gradients: bool = True) -> list[st
     if collectives.axis_size("world") == 1:
         return names
     everyone: list[list[str]] = [[] for _ in range(collectives.axis_size("world"))]
-    dist.all_gather_object(everyone, names)  # ranks of a pipeline hold other parameters
+    dist.all_gather_object(everyone, names)  # pipeline ranks hold different parameters
     return list(dict.fromkeys(name for names in everyone for name in names))

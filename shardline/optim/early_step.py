@@ -2,17 +2,17 @@
 
     backward:  ... grad of layer 3 -> step layer 3 -> free | grad of layer 2 -> step layer 2 -> free | ...
 
-Instead of all gradients, only those of the layer being worked on exist. With accumulation the gradients have to wait
-for the last micro-batch, so the saving is there without accumulation only.
+At any time only the gradients of the current layer exist. With accumulation the gradients have to wait for the last
+micro-batch, so this saves memory without accumulation only.
 
 Clipping needs the norm of all gradients before the first step. `two_pass` gets it exactly: forward and backward run
-once to measure, discarding the gradients, and once more to step with the clipping factor. It costs a second forward and
-backward, and keeps the promise that a step whose norm is not finite changes nothing. In one pass that promise cannot be
-kept: the norm is known when the weights have changed already. It is measured all the same, so a run still stops, but
-from weights that are spoilt: it goes on from its last checkpoint, and `training.nonfinite = "skip"` needs two passes.
+once to measure, discarding the gradients, and once more to step with the clipping factor. That costs a second forward
+and backward, and keeps the promise that a step whose norm is not finite changes nothing. One pass cannot keep it: when
+the norm is known, the weights have already changed. It is still measured, so the run stops; it has to continue from its
+last checkpoint, and `training.nonfinite = "skip"` needs two passes.
 
-One optimizer holds all state, and steps one parameter at a time: what is saved and loaded does not differ from an
-ordinary run. An optimizer that keeps state in its groups rather than per parameter does not work this way.
+One optimizer holds all state and steps one parameter at a time: what is saved and loaded is that of an ordinary run.
+An optimizer that keeps state in its groups rather than per parameter does not work this way.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Result = TypeVar("Result", bound="Outcome")
 
 
 class EarlyStep:
-    """Steps `optimizer` from gradient hooks, inside `stepping()` or measures inside `measuring()`; outside neither.
+    """Uses gradients in hooks: inside `stepping()` it steps `optimizer`, inside `measuring()` it adds up squares.
 
-    `enabled` is set to False for all micro-batches but the last. Parameters in `late` have no hook: their gradients
-    are complete only after backward, and `finish` sees to them. `share` is the part of a local squared sum that counts
-    in the sum over all ranks: 1 / (ranks that hold the same shard).
+    `enabled` is False for all micro-batches but the last. Parameters in `late` have no hook: their gradients are
+    complete only after backward, and `finish` uses them. `share` is the part of a local squared sum that counts in the
+    sum over all ranks: 1 / (ranks that hold the same shard).
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class EarlyStep:
         self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         self._order = {parameter: index for index, parameter in enumerate(self._groups)}
         self._shares = [share(parameter) for parameter in self._groups]
-        # One place per parameter: the sum does not depend on the order in which gradients arrive, and memory of this
-        # stream is written by the one that reduces gradients, never the other way round.
+        # One place per parameter, so the sum does not depend on the order in which gradients arrive. The stream that
+        # reduces gradients writes into memory of this stream, never the other way round.
         device = next(iter(self._groups)).device
         self._squares = torch.zeros(len(self._groups), dtype=torch.float32, device=device)
         self._steps = self._measures = False
@@ -86,51 +86,38 @@ class EarlyStep:
             self._steps = self._measures = False
 
     def use(self, parameter: Tensor) -> None:
-        """The gradient of `parameter` is complete: measure it, step with it, free it.
-
-        The hook calls it; whoever completes gradients otherwise may call it too.
-        """
-        if not self.enabled or not (self._steps or self._measures) or parameter.grad is None:
-            return
-        with torch.no_grad():
-            gradient = local(parameter.grad)
-            _wait_for_copy(gradient)
-            if self._measures:
-                self._measure(parameter, gradient)
-            if self._steps:
-                if self._scale != 1.0:
-                    gradient.mul_(self._scale)
-                self._step([parameter])
-        parameter.grad = None
+        """Measure the complete gradient of `parameter`, step with it and free it. The hook calls this."""
+        if self.enabled and parameter.grad is not None:
+            _wait_for_copy(local(parameter.grad))
+            self._use([parameter])
 
     def finish(self) -> None:
-        """See to the gradients that are left after backward: those of `late` parameters, stepped together."""
-        left = [parameter for parameter in self._groups if parameter.grad is not None]
-        if not left or not (self._steps or self._measures):
+        """Use the gradients that are left after backward, those of `late` parameters, together."""
+        self._use([parameter for parameter in self._groups if parameter.grad is not None])
+
+    @torch.no_grad()
+    def _use(self, parameters: list[Any]) -> None:
+        if not parameters or not (self._steps or self._measures):
             return
-        with torch.no_grad():
-            gradients = [local(parameter.grad) for parameter in left]
-            if self._measures:
-                for parameter, gradient in zip(left, gradients, strict=True):
-                    self._measure(parameter, gradient)
-            if self._steps:
-                if self._scale != 1.0:
-                    torch._foreach_mul_(gradients, self._scale)
-                self._step(left)
-        for parameter in left:
+        gradients = [local(parameter.grad) for parameter in parameters]
+        if self._measures:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                index = self._order[parameter]
+                self._squares[index].copy_(squared_sum(gradient) * self._shares[index])
+        if self._steps:
+            if self._scale != 1.0:
+                torch._foreach_mul_(gradients, self._scale)
+            self._step(parameters)
+        for parameter in parameters:
             parameter.grad = None
 
     def norm_squared(self) -> Tensor:
-        """What this rank adds to the squared norm of all gradients, 0-d: the sum over ranks is the whole."""
+        """0-d: this rank's share of the squared norm of all gradients; the sum over ranks is the whole."""
         return self._squares.sum()
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-
-    def _measure(self, parameter: Tensor, gradient: Tensor) -> None:
-        index = self._order[parameter]
-        self._squares[index].copy_(squared_sum(gradient) * self._shares[index])
 
     def _step(self, parameters: list[Any]) -> None:
         """One step of the optimizer as if it had these parameters only, with the options their groups have now."""
@@ -177,6 +164,6 @@ def step_early(
 
 
 def _wait_for_copy(gradient: Tensor) -> None:
-    """With CPU offload a gradient may still be on its way from the device, into memory that looks ready."""
+    """Wait for a gradient that, with CPU offload, is still being copied from the device into pinned memory."""
     if gradient.device.type == "cpu" and torch.cuda.is_available() and gradient.is_pinned():
         torch.cuda.current_stream().synchronize()

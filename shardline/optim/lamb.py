@@ -4,13 +4,13 @@
     LARS  b = momentum b + lr r (g + decay w)      w -= b                              (You et al. 2017, algorithm 1)
           r = c |w| / (|g| + decay |w|)
 
-m and v are Adam's bias-corrected moments; c is `optimizer.trust_coefficient`, momentum is `optimizer.beta1`. Where a
-norm is 0 the ratio is 1. Norm weights and biases (1-D) take the plain step, without decay, as published.
+m and v are Adam's bias-corrected moments; c is `optimizer.trust_coefficient`, momentum is `optimizer.beta1`. If a
+norm is 0, the ratio is 1. Norm weights and biases (1-D) take the plain step, without decay, as published.
 
-A layer is a logical weight: wq, wk and wv have a ratio each although they are rows of one fused parameter. Norms are
+A layer is a logical weight: wq, wk and wv each have a ratio although they are rows of one fused parameter. Norms are
 over the whole weight, however it is sharded: all of them together cost one small all-reduce per step.
 
-The gradients are used up: they become the update, so that no second copy of the model's size is needed.
+The gradients are overwritten with the update, so that no second copy of the model's size is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Parts:
 
 
 def fused_parts(model: nn.Module) -> dict[nn.Parameter, Parts]:
-    """The parts of every fused matrix of a `Decoder`, for the rows this rank holds; any cut of the rows will do."""
+    """The parts of every fused matrix of a `Decoder`, for the rows this rank holds, however the rows are cut."""
     found: dict[nn.Parameter, Parts] = {}
     arch: Any = getattr(model, "arch", None)
     for name, parameter in model.named_parameters() if arch is not None else ():
@@ -72,10 +72,10 @@ def fused_parts(model: nn.Module) -> dict[nn.Parameter, Parts]:
 def whole_norms(
     tensors: Sequence[Tensor], parts: Sequence[Parts | None] | None = None, reduce: Reduce | None = None
 ) -> Tensor:
-    """L2 norms, float32, one per tensor (one per part where `parts` has an entry), over the whole of sharded ones.
+    """L2 norms of whole tensors, sharded or not, float32: one per tensor, or one per part where `parts` has an entry.
 
-    Plain tensors are whole. Every rank of a DTensor's mesh calls this with the same list. All tensors whose mesh holds
-    every rank share one all-reduce; others take one per mesh dimension that shards any of them.
+    Every rank of a DTensor's mesh calls this with the same list. All tensors whose mesh holds every rank share one
+    all-reduce; others take one per mesh dimension that shards any of them.
     """
     parts = parts or [None] * len(tensors)
     sums = _local_squared_sums([local(tensor) for tensor in tensors], parts)
@@ -112,9 +112,9 @@ def _sum_over(
     scales: list[float],
     reduce: Reduce | None,
 ) -> None:
-    """Replace the chosen sums by those over the group, in one collective; copies count once through their scale."""
+    """Replace the chosen sums by those over the group, in one collective; `scales` make copies count once."""
     scaled = torch._foreach_mul([sums[index] for index in chosen], scales)
-    flat = torch.cat(scaled).to(mesh.device_type)  # a process group carries its own device's tensors
+    flat = torch.cat(scaled).to(mesh.device_type)  # a process group takes tensors of its own device
     flat = (reduce or _all_reduce)(flat, group).to(sums[chosen[0]].device)
     for index, values in zip(chosen, flat.split([len(part) for part in scaled]), strict=True):
         sums[index] = values
@@ -128,7 +128,7 @@ def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _is_cut(placement: Placement) -> bool:
     """Whether the ranks of a mesh dimension hold different parts, rather than copies."""
     if placement.is_partial():
-        raise ValueError(f"{placement}: a sum that is not finished has no norm")
+        raise ValueError(f"{placement}: a sum that ranks have not added up yet has no norm")
     return not placement.is_replicate()
 
 
@@ -166,7 +166,7 @@ class _Layerwise(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _local_lists(self, group: dict[str, Any]) -> tuple[list[nn.Parameter], list[Tensor], list[Tensor]]:
-        """Parameters that have a gradient, and the local parts of both; their state exists from here on."""
+        """Parameters that have a gradient, and the local parts of both; makes their state where there is none."""
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         for parameter in parameters:
             if not self.state[parameter]:
@@ -177,7 +177,7 @@ class _Layerwise(torch.optim.Optimizer):
         return [local(self.state[parameter][kind]) for parameter in parameters]
 
     def _norms(self, parameters: list[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """Norms of the weights and of what stands in their gradients, one per logical weight."""
+        """Norms of the weights and of what their gradients hold, one per logical weight."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         parts = [self.parts.get(parameter) for parameter in parameters]
         weights, updates = whole_norms([*parameters, *gradients], parts * 2, self.reduce).chunk(2)
@@ -217,7 +217,7 @@ class Lamb(_Layerwise):
                 torch._foreach_add_(weights_, updates_, alpha=-group["lr"])
 
     def _write_updates(self, group: dict[str, Any]) -> list[nn.Parameter]:
-        """Advance the moments, and put m / (sqrt(v) + eps) + decay w where the gradients were."""
+        """Advance the moments, and overwrite the gradients with m / (sqrt(v) + eps) + decay w."""
         parameters, weights, gradients = self._local_lists(group)
         if not parameters:
             return parameters
@@ -262,7 +262,7 @@ class Lars(_Layerwise):
     def _adapt(
         self, group: dict[str, Any], parameters: list[nn.Parameter], weights: list[Tensor], gradients: list[Tensor]
     ) -> None:
-        """Put r (g + decay w) where the gradients were."""
+        """Overwrite the gradients with r (g + decay w)."""
         decay = group["weight_decay"]
         of_weights, of_gradients = self._norms(parameters)
         ratios = group["trust_coefficient"] * of_weights / (of_gradients + decay * of_weights)

@@ -2,8 +2,8 @@
 
 State has the dtype of its parameter: float32 with float32 parameters (mixed precision included), bfloat16 with
 `training.dtype = "bfloat16"`; `optimizer.state_dtype = "bfloat16"` keeps the moments of float32 parameters in it too.
-The learning rate stays a plain number: the update is not compiled, so a new value costs nothing, and a tensor would
-have to be copied to the device each step.
+The learning rate is a plain number: the update is not compiled, so a new value costs nothing, while a tensor would have
+to be copied to the device each step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("shardline")
 
 BUILT_IN: dict[str, Callable[..., torch.optim.Adam]] = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}
-# Each pair is passed whole: leaving one out would let torch choose.
+# Both are passed: torch would choose one that is left out.
 IMPLEMENTATIONS = {
     "fused": {"fused": True, "foreach": False},
     "foreach": {"fused": False, "foreach": True},
@@ -38,7 +38,7 @@ IMPLEMENTATIONS = {
 
 
 def build_optimizer(config: Config, model: nn.Module, reduce: Reduce | None = None) -> torch.optim.Optimizer:
-    """`optimizer.name` over the parameters that are trained: a built-in one, or a registered one.
+    """The optimizer that `optimizer.name` names, built in or registered, over the parameters that are trained.
 
     `reduce` sums the small vectors that LAMB and LARS need from all ranks; None takes torch.distributed's all-reduce.
     """
@@ -78,7 +78,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     if not trained:
         raise UserError("the model has no parameter to train: every one is frozen")
     for name, parameter in model.named_parameters():
-        if not local(parameter).is_contiguous():  # torch's fused CPU kernel would step the wrong elements in silence
+        if not local(parameter).is_contiguous():  # torch's fused CPU kernel would silently step the wrong elements
             raise ValueError(f"{name} is not contiguous in memory")
     return trained
 
@@ -119,5 +119,5 @@ def _build_adam(section: Section, groups: list[dict[str, Any]]) -> torch.optim.A
     except RuntimeError as error:
         if section.implementation != "fused":
             raise
-        log.warning("optimizer.implementation: fused does not run here (%s); foreach runs instead", error)
+        log.warning("optimizer.implementation: fused cannot be used here (%s); foreach is used instead", error)
         return build("foreach")

@@ -33,7 +33,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 
 class SavedState(NamedTuple):
-    """What is known of a saved state tensor before it is read."""
+    """Shape and type of a saved state tensor, known before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -42,9 +42,9 @@ class SavedState(NamedTuple):
 def prepare_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, SavedState]
 ) -> dict[str, Tensor]:
-    """The optimizer's live state tensors, to be filled, for saved ones named as in `optimizer_state`.
+    """The optimizer's live state tensors, to be filled from saved ones named as in `optimizer_state`.
 
-    They have the dtype and the cut that state has here; a registered optimizer that has none yet gets what was saved.
+    They have the dtype and the shards that state has here; a registered optimizer without state gets what was saved.
     """
     own = optimizer_state(optimizer, model)
     parameters = _named(optimizer, model)
@@ -60,14 +60,14 @@ def prepare_state(
 
 
 def _empty_state(shape: tuple[int, ...], dtype: torch.dtype, parameter: nn.Parameter) -> Tensor:
-    """On the parameter's device, sharded as the parameter is where it has its shape."""
+    """Memory on the parameter's device, sharded like the parameter where it has the same shape."""
     if shape != tuple(parameter.shape):
         return torch.empty(shape, dtype=dtype, device=parameter.device)
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _check_names(own: Mapping[str, Tensor], given: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
-    """Nothing that is needed may be missing. A registered optimizer that has not stepped takes any kind of state."""
+    """Refuse state that is missing or of another model; a registered optimizer that has not stepped takes any kind."""
     given = set(given)
     missing = [key for key in own if key not in given]
     kinds = {key.split(".", 1)[0] for key in own}
