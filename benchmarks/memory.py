@@ -1,17 +1,17 @@
-"""Memory and time of what saves memory, each against the plain run of the same kind, beside what is commonly claimed.
+"""Memory and time of techniques that save memory, each against the plain run of its kind and the usual claim.
 
     python benchmarks/memory.py                                   # small on CPU, Llama 3 8B cut to 8 layers on a GPU
-    python benchmarks/memory.py --variants "full AC,early step"   # their plain runs come with them
-    python benchmarks/memory.py -- --debug.seed=1                 # words after -- go to every run
+    python benchmarks/memory.py --variants "full AC,early step"   # includes their plain runs
+    python benchmarks/memory.py -- --debug.seed=1                 # flags after -- go to every run
 
-Every run is a `shardline train` in a process of its own; one JSON line per result, a table at the end. Two kinds:
+Every run is a `shardline train` process; it prints one JSON line per result and a table at the end. Two kinds:
 
-    activations   many tokens: what forward keeps is most of the memory
-    weights       few tokens: parameters, gradients and optimizer state are; without clipping, which early step refuses
+    activations   many tokens: activations take most of the memory
+    weights       few tokens: parameters, gradients and optimizer state do; without clipping, which early step refuses
 
-On a GPU memory is the peak of what is allocated. On a CPU it is the peak of resident memory, less that of a run with
-a model of no size; it is measured in a run of its own, in which freed memory goes back to the system at once. Time is
-the median step of the second half of a run.
+On a GPU, memory is the peak of what is allocated. On a CPU it is the peak of resident memory less that of a run with
+a minimal model; a separate run measures it, in which freed memory goes back to the system at once. Time is the median
+step of the second half of a run.
 """
 
 from __future__ import annotations

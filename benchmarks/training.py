@@ -2,9 +2,9 @@
 
     python benchmarks/training.py                             # Llama 3 8B cut to 8 layers on a GPU, tiny on CPU
     python benchmarks/training.py --flavor 1B --variants compiled
-    python benchmarks/training.py -- --activation_checkpoint.mode=full   # words after -- go to every run of ours
+    python benchmarks/training.py -- --activation_checkpoint.mode=full   # flags after -- go to every run of ours
 
-Each variant runs in a process of its own; one JSON line per result. The first half of the steps is warm-up.
+Each variant runs in its own process and prints one JSON line. The first half of the steps is warm-up.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _checkpointed(
 
 
 def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
-    """Fresh policy state for each block and each forward: the forward and its recomputation count products alike."""
+    """Fresh policy state for each block and each forward, so that forward and recomputation count products alike."""
     seen = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, op: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
@@ -108,7 +108,7 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
 
 
 def _product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """(in, out) of a matrix product's weight, None where `op` is none."""
+    """(in, out) of the weight of a matrix product, None where `op` is not one."""
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return tuple(arguments[-1].shape)
     if getattr(op, "namespace", "") == "shardline" and "linear" in op.name() and "backward" not in op.name():
@@ -129,25 +129,25 @@ def _kept_attention_ops() -> frozenset[Any]:
 
 
 def _forced_recompute(model: Decoder, section: ActivationCheckpoint) -> frozenset[tuple[int, ...]]:
-    """Shapes (in, out), as this rank has them, of the weights whose modules are named: their products are not kept."""
+    """Shapes (in, out), on this rank, of the weights in the named modules, whose products are computed again."""
     names = section.per_op_sac_force_recompute_mm_shapes_by_fqns
     shapes: set[tuple[int, ...]] = set()
     for wanted in names:
         found = [
-            tuple(reversed(local(parameter).shape))  # tensor-parallel ranks multiply with what they hold
+            tuple(reversed(local(parameter).shape))  # a tensor-parallel rank multiplies with its shard
             for name, parameter in model.named_parameters()
             if parameter.ndim == 2 and any(wanted in part for part in (name, *logical_names(model.arch, name)))
         ]
         if not found and not _elsewhere(model, wanted) and wanted != "moe.router.gate":  # a default, of MoE models
             raise ConfigError(
-                f"activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: {wanted!r} is no module here"
+                f"activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns: no module is named {wanted!r}"
             )
         shapes.update(found)
     return frozenset(shapes)
 
 
 def _elsewhere(model: Decoder, wanted: str) -> bool:
-    """Whether another pipeline stage has what is named."""
+    """Whether another pipeline stage has the named module."""
     if len(model.layers) == model.arch.n_layers:
         return False
     of_layer = {re.sub(r"^layers\.\d+", "layers.{}", name) for name, _ in model.named_parameters()}
@@ -156,7 +156,7 @@ def _elsewhere(model: Decoder, wanted: str) -> bool:
 
 
 def _set_memory_budget(section: ActivationCheckpoint, compiled: bool) -> None:
-    """The compiler's own switch is one per process: every build sets it, also back to keeping everything."""
+    """Set the compiler's budget, which is process-wide: every build sets it, also back to keeping everything."""
     wanted = section.mode == "memory_budget"
     if compiled:
         import torch._functorch.config as functorch

@@ -1,4 +1,4 @@
-"""What a person sees of a run: log lines, a live bar on a terminal, plain lines elsewhere, a table at the end."""
+"""What a person sees of a run: log lines, a live bar on a terminal or plain lines elsewhere, and a closing table."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardline.config.schema import Config
 
 log = logging.getLogger("shardline")
-LOGGERS = ("shardline", "py.warnings")  # the second one is where the warnings module reports once it is captured
+LOGGERS = ("shardline", "py.warnings")  # the second one carries what the warnings module reports
 FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 STYLES = {logging.WARNING: ("warning: ", "yellow"), logging.ERROR: ("error: ", "red")}
 
@@ -72,7 +72,7 @@ def make_terminal(color: bool) -> rich.console.Console:
 
 
 class FileHandler(logging.FileHandler):
-    """The log file. Where it cannot be written, as on a full disk, the run goes on and says so once."""
+    """The log file. If it cannot be written, as on a full disk, the run goes on after one warning."""
 
     failed = False
 
@@ -83,12 +83,12 @@ class FileHandler(logging.FileHandler):
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints log lines through the terminal that also draws the bar, so that neither tears the other."""
+    """Prints log lines through the terminal that also draws the bar, so that they do not overwrite each other."""
 
     def __init__(self, terminal: rich.console.Console) -> None:
         super().__init__(logging.INFO)
         self.terminal = terminal
-        self.live = False  # a bar or a table shows what records marked `shown_live` say
+        self.live = False  # a bar or a table shows the content of records marked `shown_live`
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "file_only", False) or (self.live and getattr(record, "shown_live", False)):
@@ -155,12 +155,14 @@ def setup_logging(
 
 @dataclass
 class RunSummary:
-    """What the closing table needs of the rows shown so far."""
+    """What the closing table needs from the rows shown so far."""
 
     first: dict[str, Any] | None = None
     last: dict[str, Any] | None = None
     memory: float = 0.0
-    speed: float = 0.0  # mean tokens per second; the first row's holds start-up costs and counts only while alone
+    speed: float = (
+        0.0  # mean tokens per second; the first row has start-up costs and counts only as long as there is no other
+    )
     counted: int = 0
     tensor: list[tuple[float, float, float]] = field(default_factory=list)  # seconds: step, tp communication, exposed
     bubbles: list[float] = field(default_factory=list)
@@ -180,7 +182,7 @@ class RunSummary:
 
 
 class Console:
-    """The run as it goes. Every line is also in log/rank-0.log; ranks other than 0 show nothing."""
+    """Shows a run's progress, on rank 0 alone. Every line is also in log/rank-0.log."""
 
     def __init__(
         self,
@@ -196,14 +198,14 @@ class Console:
         self.bar: Progress | None = None
         self.seen = RunSummary(theoretical_bubble=theoretical_bubble)
         self.step = self.total = 0
-        self.first_mark: tuple[int, float] | None = None  # (step, time) from which the ETA is reckoned
+        self.first_mark: tuple[int, float] | None = None  # (step, time) from which the ETA is computed
         self.drawn_at = 0.0
 
     def start(self, total_steps: int, start_step: int = 0) -> None:
         self.total, self.step = total_steps, start_step
         if self.rank != 0 or not self.terminal.is_interactive:
             return
-        # No refresh thread: one that holds a lock while data workers fork would hang them.
+        # No refresh thread: data workers forked while it holds a lock would hang.
         self.bar = Progress(
             TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=None),
@@ -218,7 +220,7 @@ class Console:
         self.handler.live = True
 
     def advance(self, step: int) -> None:
-        """A step without a row: moves the bar."""
+        """Move the bar after a step, with or without a row."""
         self.step = step
         self._mark()
         if self.bar is not None:
@@ -227,7 +229,7 @@ class Console:
                 self._draw()
 
     def update(self, row: dict[str, Any], step: int | None = None, total: int | None = None) -> None:
-        """A logged step: a line, or the bar's new text."""
+        """Show a logged step, as a line or as the bar's text."""
         if self.rank != 0:
             return
         self.step = row["step"] if step is None else step
@@ -245,7 +247,7 @@ class Console:
             log.info(text)
 
     def close(self, stopped_by: str | None = None) -> None:
-        """Take the bar away and show the summary; `stopped_by` is why the run ended early."""
+        """Remove the bar and show the summary; `stopped_by` is why the run ended early."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
@@ -274,7 +276,7 @@ class Console:
             self.first_mark = (self.step, self.clock())
 
     def _eta(self, row: dict[str, Any]) -> float:
-        """Seconds to go at the pace since the first step ended; that one is slow (compilation, caches)."""
+        """Seconds to go at the pace since the end of the first step, which is slow (compilation, caches)."""
         self._mark()
         assert self.first_mark is not None
         step, since = self.first_mark
@@ -331,7 +333,7 @@ def summary(seen: RunSummary, step: int, total: int, folder: Path) -> list[tuple
 
 
 def tensor_summary(rows: list[tuple[float, float, float]]) -> str:
-    """How long tensor-parallel communication takes, what was hidden, and what that gained of what it could gain."""
+    """How long tensor-parallel communication takes, how much was hidden, and the speed-up beside the possible one."""
     step, sent, exposed = (statistics.median(column) for column in zip(*(rows[1:] or rows), strict=True))
     hidden = max(sent - exposed, 0.0)
     serial = step + hidden  # the step with nothing hidden
@@ -341,7 +343,7 @@ def tensor_summary(rows: list[tuple[float, float, float]]) -> str:
 
 
 def bubble_summary(bubbles: list[float], theory: float | None) -> str:
-    """The idle share of a step, which the first one's start-up costs are left out of, beside what the schedule has."""
+    """The idle share of a step, without the first one's start-up costs, beside the schedule's own."""
     measured = statistics.median(bubbles[1:] or bubbles)
     return f"{measured:.1%} of the step" + (f", {theory:.1%} by the schedule" if theory is not None else "")
 

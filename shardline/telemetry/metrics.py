@@ -1,4 +1,4 @@
-"""The record of a run: rates from wall time, metrics.jsonl, TensorBoard and W&B."""
+"""The metrics of a run: rates from wall time, and rows in metrics.jsonl, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ KEYS = (
     "mfu",
     "comm_bytes",
 )
-# Keys of some layouts: seconds the step waited for data-parallel communication that nothing hid; seconds of
-# tensor-parallel communication in the logged step, those the ranks stood still for, and the share that was hidden;
-# the share of the logged step's pipeline in which the ranks were idle.
+# Keys of some layouts: seconds that the step waited for data-parallel communication which nothing hid; seconds of
+# tensor-parallel communication in the logged step, seconds of it that ranks waited for, and the share that was hidden;
+# the share of the logged step in which the pipeline's ranks were idle.
 OPTIONAL_KEYS = (
     "dp_exposed_seconds",
     "tp_comm_seconds",
@@ -77,7 +77,7 @@ class Meter:
         self.data = 0.0
 
     def fetched(self, seconds: float) -> None:
-        """Time the step waited for its data."""
+        """Add the time that a step waited for its data."""
         self.data += seconds
 
     def stepped(self, tokens: int) -> None:
@@ -109,7 +109,7 @@ class Meter:
 
 
 class Sink(Protocol):
-    """Somewhere scalars go beside metrics.jsonl."""
+    """A destination of scalars beside metrics.jsonl."""
 
     def write(self, step: int, scalars: dict[str, float]) -> None: ...
 
@@ -117,7 +117,7 @@ class Sink(Protocol):
 
 
 class MetricsLog:
-    """Writes a run's rows. metrics.jsonl is rank 0's; the other sinks are too, unless `metrics.save_for_all_ranks`."""
+    """Writes a run's rows, on rank 0; with `metrics.save_for_all_ranks` every rank writes to TensorBoard and W&B."""
 
     def __init__(self, config: Config, run_folder: RunFolder, start_step: int = 0, rank: int = 0) -> None:
         self.path = run_folder.metrics_path
@@ -134,7 +134,7 @@ class MetricsLog:
         """Record a logged step. `row` has the keys of KEYS, and may have those of OPTIONAL_KEYS, no others."""
         differing = set(row).difference(OPTIONAL_KEYS) ^ set(KEYS)
         if differing:
-            raise ValueError(f"metrics row: keys that differ from the contract's: {sorted(differing)}")
+            raise ValueError(f"metrics row: missing or unknown keys: {', '.join(sorted(differing))}")
         self._write({key: row[key] for key in (*KEYS, *OPTIONAL_KEYS) if key in row})
 
     def log_validation(self, step: int, loss: float, **more: Any) -> None:
@@ -163,12 +163,12 @@ class MetricsLog:
             try:
                 sink.write(int(step), scalars)
             except OSError as error:  # metrics.jsonl has the row: the run goes on
-                log.warning("%s is not written any more: %s", type(sink).__name__, error)
+                log.warning("%s is no longer written: %s", type(sink).__name__, error)
                 self.sinks.remove(sink)
 
 
 def to_line(row: dict[str, Any]) -> bytes:
-    """One line of JSON that every parser takes: NaN and infinity, which JSON has no word for, become null."""
+    """One line of standard JSON: NaN and infinity, which it cannot express, become null."""
     strange = {key: value for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     if strange:
         values = ", ".join(f"{key} {value}" for key, value in strange.items())
@@ -177,20 +177,20 @@ def to_line(row: dict[str, Any]) -> bytes:
 
 
 def read_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, row) of each whole line; a torn one, as a crash leaves it at the end, is left out and logged."""
+    """(line, row) of each complete line; an incomplete one, as a crash leaves it at the end, is logged and skipped."""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = json.loads(line)
             if not isinstance(row["step"], int):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
-            log.warning("metrics.jsonl line %d is torn and left out: %.60r", number, line)
+            log.warning("metrics.jsonl line %d is incomplete and skipped: %.60r", number, line)
             continue
         yield line + "\n", row
 
 
 def move_rows_after(run_folder: RunFolder, step: int) -> None:
-    """Move rows of steps that will be trained again to metrics.before-resume.jsonl, behind what is there."""
+    """Move rows of steps that will be trained again to the end of metrics.before-resume.jsonl."""
     path, moved_path = run_folder.metrics_path, run_folder.moved_metrics_path
     if not path.exists():
         return
@@ -210,9 +210,9 @@ def move_rows_after(run_folder: RunFolder, step: int) -> None:
 
 
 def _append(file: Any, line: bytes) -> None:
-    """Write a line whole or not at all; unbuffered: it has left this process when the call returns."""
+    """Write a complete line or nothing, unbuffered: it has left this process when the call returns."""
     written = file.write(line)
-    if written < len(line):  # what a disk that is about to be full does
+    if written < len(line):  # as happens when a disk fills up
         file.truncate(file.seek(0, os.SEEK_END) - written)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -255,7 +255,7 @@ class TensorBoard:
         folder = run_folder.path / config.metrics.save_tb_folder
         if config.metrics.save_for_all_ranks:
             folder = folder / f"rank_{rank}"
-        # After a resume TensorBoard hides what was logged for the steps that are trained again.
+        # After a resume TensorBoard hides the old rows of steps that are trained again.
         purge = start_step + 1 if run_folder.resume or run_folder.again else None
         try:
             self.writer = SummaryWriter(str(folder), purge_step=purge)

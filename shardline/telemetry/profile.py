@@ -1,4 +1,4 @@
-"""Traces, tables of the costliest ops and snapshots of the CUDA allocator, every `profiling.profile_freq` steps."""
+"""Traces, tables of the most expensive ops and CUDA memory snapshots, every `profiling.profile_freq` steps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from shardline.config.schema import Config
 
 log = logging.getLogger("shardline")
-# Marks of the profiler itself and, where stacks are recorded, Python's own calls: `file.py(12): function`.
+# Annotations of the profiler itself and, where stacks are recorded, Python's calls: `file.py(12): function`.
 NOT_AN_OP = re.compile(r"^ProfilerStep|\(\d+\): |^<built-in |^nn\.Module: ")
 SNAPSHOT_ENTRIES = 100_000  # allocations and frees the snapshot remembers
 
 
 class Profiler:
-    """Call `step()` after every training step. Costs nothing when neither traces nor snapshots are enabled.
+    """Records steps; `step()` is called after each of them. Costs nothing unless traces or snapshots are enabled.
 
     With freq 10, warmup 3, active 1:   step  1 2 3 4 5 6 | 7 8 9 | 10 -> iteration_10
                                               idle          warmup  recorded
@@ -66,7 +66,7 @@ class Profiler:
             self._save_snapshot(f"iteration_{self.at}")
 
     def out_of_memory(self) -> None:
-        """Keep what the allocator did before it ran out; the step in progress is the one that failed."""
+        """Save what the allocator did before memory ran out; the current step is the one that failed."""
         if self.snapshots:
             self._save_snapshot(f"iteration_{self.at + 1}_out_of_memory")
 
@@ -89,7 +89,7 @@ class Profiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        # One trace per cycle is what is asked for; torch warns that it does not add them up.
+        # One trace per cycle is intended; torch warns that it does not add cycles up.
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         trace = torch.profiler.profile(
             activities=activities,
@@ -107,7 +107,7 @@ class Profiler:
         return self.at > self.since and in_cycle > self.options.profile_freq - self.options.profiler_active
 
     def _record_spans(self) -> None:
-        """Keep the communication of the steps that the trace records."""
+        """Record communication spans in the steps that the trace records."""
         next_in_cycle = (self.at - self.since) % self.options.profile_freq + 1
         if self.trace is not None and next_in_cycle > self.options.profile_freq - self.options.profiler_active:
             job.spans.record("trace")
@@ -115,7 +115,7 @@ class Profiler:
             job.spans.stop("trace")
 
     def _save_trace(self, trace: torch.profiler.profile) -> None:
-        if not self._recorded():  # the run ends just when recording began
+        if not self._recorded():  # the run ended when recording had just begun
             return
         self.traces += 1
         folder = self.folder / self.options.save_traces_folder / f"iteration_{self.at}"
@@ -156,7 +156,7 @@ class Profiler:
 
 
 def record_memory_history(on: bool) -> bool:
-    """Have the CUDA allocator remember what it does; False where this torch cannot. A private API of torch."""
+    """Turn the CUDA allocator's history on or off; False where this torch has none. A private API of torch."""
     record = getattr(torch.cuda.memory, "_record_memory_history", None)
     if record is None:
         log.warning("profiling.enable_memory_snapshot has no effect: torch %s cannot record it", torch.__version__)
@@ -177,7 +177,7 @@ def dump_memory_snapshot(path: Path) -> None:
 
 
 def ops_table(events: list[Any], rows: int) -> str:
-    """The costliest ops by their own time on the CPU and, where there is one, the costliest kernels of the GPU."""
+    """The ops that take most CPU time by themselves and, on a GPU, the most expensive kernels."""
     events = [event for event in events if not event.is_user_annotation and not NOT_AN_OP.search(event.key)]
     ops = [event for event in events if event.device_type == DeviceType.CPU]
     kernels = [event for event in events if event.device_type != DeviceType.CPU]

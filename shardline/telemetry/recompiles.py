@@ -1,7 +1,7 @@
-"""Says by name what the compiler did again after the first steps, when everything should have been compiled.
+"""Names the functions that were compiled again after the first steps, by when all should be compiled.
 
-Blocks are compiled as whole graphs, so a graph break is an error of its own; what can still cost time in silence is a
-recompilation: another shape or another object than the graph was made for.
+Blocks are compiled as whole graphs, so a graph break is an error. What can still cost time unnoticed is a
+recompilation, for another shape or another object than the graph was made for.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import Any
 
-SETTLED_AFTER = 2  # steps: by then every shape of a run has come by
+SETTLED_AFTER = 2  # steps: by then every shape of a run has occurred
 
 
 class CompileReport:
-    """Lines about compilations since the last look."""
+    """Reports compilations since the last call."""
 
     def __init__(self) -> None:
         self._last = (_compilations() or [None])[-1]

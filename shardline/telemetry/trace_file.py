@@ -1,4 +1,4 @@
-"""Writing this rank's communication into a trace that torch has written, so that one file holds all that it did."""
+"""Adds a rank's communication to the trace that torch has written, so that one file shows everything it did."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
 
 
 def add_spans(path: Path, rank: int, first_step: int, axes: Mapping[str, Axis], spans: Iterable[Span]) -> None:
-    """Add events for the spans, and `shardline`: this rank, and which process group is which axis.
+    """Add an event for each span, and a key `shardline`: this rank, and the process group of each axis.
 
-    `first_step` is the step of the run that the profiler's own count calls 0.
-
-    A trace may be large: the text is put in place, and the rest of the file stays as torch has written it.
+    `first_step` is the step of the run that the profiler counts as 0. A trace may be large, so the text is inserted and
+    the rest of the file stays as torch has written it.
     """
     text = path.read_text(encoding="utf-8")
     found, base = EVENTS.search(text), BASE.search(text)
     if found is None or base is None:
-        log.warning("communication is missing in %s: this torch writes traces in another form", path)
+        log.warning("communication is missing in %s: this torch writes traces in another format", path)
         return
     ranks = {name: dist.get_process_group_ranks(over.group) for name, over in axes.items()}
     known = {name: {"ranks": ranks[name], "group": over.group.group_name} for name, over in axes.items()}
@@ -45,9 +44,9 @@ def add_spans(path: Path, rank: int, first_step: int, axes: Mapping[str, Axis], 
 
 
 def span_events(spans: Iterable[Span], base: int, ranks: Mapping[str, list[int]]) -> list[dict[str, Any]]:
-    """Events of the trace's clock, which is in microseconds since `base` nanoseconds of the unix clock.
+    """Trace events of the spans; the trace's clock counts microseconds from `base`, in nanoseconds since 1970.
 
-    Those of one track must not overlap, or viewers draw them wrong: what runs at the same time gets a track beside.
+    Viewers draw overlapping events of one track wrong, so spans that overlap get tracks of their own.
     """
     events: list[dict[str, Any]] = []
     ends: dict[str, list[int]] = {}

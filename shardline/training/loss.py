@@ -6,7 +6,7 @@ Shapes: B batch, S sequence, T = B * S tokens, C tokens of one chunk, V vocabula
                                                                dlogits @ weight     -> grad_hidden[chunk]
                                                                dlogits.T @ hidden   -> grad_weight +=
 
-The gradients are made in the forward pass, while a chunk's logits are at hand, so the head's product is not computed a
+The gradients are computed in the forward pass, while a chunk's logits exist, so the head's product is not computed a
 second time; backward only multiplies them by the incoming gradient.
 
 Under tensor parallelism `Head` decides who has which tokens and which rows of the vocabulary:
@@ -36,8 +36,8 @@ IGNORE = -100
 # Logits of one chunk. Larger chunks read and write grad_weight less often, smaller ones hold less memory.
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 32 * 2**20}
 SMALLEST_CHUNK = 128
-# Eager elementwise work runs over slices of a chunk, so its float32 copies stay this small: on a CPU they fit into the
-# cache, on a GPU they are large enough to keep it busy.
+# Eager elementwise work runs over slices of a chunk, so that its float32 copies stay this small: on a CPU they fit into
+# the cache, on a GPU they are large enough to keep it busy.
 SLICE_BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 
 
@@ -107,7 +107,7 @@ def chunked_cross_entropy(
     if labels.shape[0] != hidden.shape[0]:
         raise ValueError(f"{labels.shape[0]} labels for {hidden.shape[0]} tokens of hidden states")
     if hidden.shape[0] == 0:
-        raise ValueError("a loss over no tokens")
+        raise ValueError("there are no tokens to compute a loss over")
     size = chunk_tokens or choose_chunk_tokens(hidden, weight.shape[0])
     losses = losses or (_compiled_losses(backend) if compiled else _chunk_losses)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -117,7 +117,7 @@ def chunked_cross_entropy(
 
 
 def choose_chunk_tokens(hidden: Tensor, vocabulary: int) -> int:
-    """Tokens per chunk: a multiple of 128, chunks of nearly equal size, each about the byte limit of its device."""
+    """Tokens per chunk, a multiple of 128: chunks are of nearly equal size, each about the byte limit of its device."""
     tokens = hidden.shape[0]
     most = max(SMALLEST_CHUNK, CHUNK_BYTES[hidden.device.type] // (vocabulary * hidden.element_size()))
     chunks = max(1, math.ceil(tokens / most))
@@ -125,7 +125,7 @@ def choose_chunk_tokens(hidden: Tensor, vocabulary: int) -> int:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(T, dim), (V, dim), (T,) -> scalar; saves the two gradients instead of what would be needed to compute them."""
+    """(T, dim), (V, dim), (T,) -> scalar; saves the two gradients themselves instead of what they depend on."""
 
     @staticmethod
     def forward(
@@ -166,9 +166,9 @@ def _walk(
     for_hidden: bool,
     for_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Sum of the losses, and the gradients of that sum times `scale` that were asked for.
+    """Sum of the losses, and the requested gradients of that sum times `scale`.
 
-    The scale goes into dlogits while they are float32: rounded to bfloat16 on its own it would bend every gradient.
+    The scale is applied to dlogits while they are float32: rounded to bfloat16 by itself it would bias every gradient.
     """
     tokens = hidden.shape[0]
     head = weight.to(hidden.dtype)
@@ -179,7 +179,7 @@ def _walk(
     for rows in _chunks(tokens, chunk_tokens):
         valid = labels[rows] != IGNORE
         target = torch.where(valid, labels[rows], 0)
-        # Rows without a target become zeros: they add nothing to grad_weight, whatever stood in them.
+        # Rows without a target become zeros, so they add nothing to grad_weight, even if they hold NaN.
         inputs = torch.where(valid[:, None], hidden[rows], 0)  # (C, dim)
         logits = torch.mm(inputs, head.T, out=buffer[: valid.shape[0]])  # (C, V)
         per_token[rows] = torch.where(valid, losses(logits, target, scale if for_hidden or for_weight else None), 0)
@@ -203,7 +203,7 @@ def _chunk_losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) 
         log_p = torch.log_softmax(logits[rows], 1, dtype=_wide(logits.dtype))  # (slice, V)
         loss = -log_p.gather(1, index)
         if scale is not None:
-            # p - 1 of the target without cancellation: rounding p first would lose it where the model is sure
+            # p - 1 of the target without cancellation: rounding p first would lose it where p is near 1
             logits[rows] = log_p.exp_().scatter_(1, index, torch.expm1(-loss)).mul_(scale)
         losses.append(loss.squeeze(1))
     return torch.cat(losses)
@@ -276,14 +276,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) -> None
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)
     elif total.is_cuda:
-        # bfloat16 operands straight into the float32 sum: no product of size (V, dim) beside it
+        # bfloat16 operands added to the float32 sum, without a temporary of size (V, dim)
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
     else:
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
 
 
 def _graph_is_kept() -> bool:
-    """Whether the running backward was called with retain_graph; without the private query, no."""
+    """Whether the current backward was called with retain_graph; False if torch lacks this private query."""
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return query is not None and query()
 
