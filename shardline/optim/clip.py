@@ -47,21 +47,11 @@ def shards(parameter: Tensor) -> int:
     return math.prod(size for size, is_cut in zip(parameter.device_mesh.shape, cut, strict=True) if is_cut)
 
 
-def clip_(parameters: Iterable[nn.Parameter], norm: Tensor | float, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most max_norm; `max_norm` 0 or less, or inf, leaves them alone.
-
-    A norm that is a number, not a tensor, saves the pass over the gradients where there is nothing to do.
-    """
-    if max_norm <= 0 or math.isinf(max_norm):
-        return
-    if isinstance(norm, float) and norm + 1e-6 <= max_norm:
-        return
+def clip_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale the gradients so that their norm is at most max_norm; `max_norm` 0 or less, or inf, leaves them alone."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    factor = max_norm / (norm + 1e-6)
-    if isinstance(factor, Tensor):
-        factor = factor.clamp(max=1.0)
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+    if gradients and 0 < max_norm < min(norm + 1e-6, math.inf):
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
 
 
 def nonfinite_parameters(model: nn.Module, of_gradients: bool = True) -> list[str]:

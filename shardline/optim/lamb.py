@@ -15,8 +15,7 @@ The gradients are overwritten with the update, so that no second copy of the mod
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from shardline.comm.collectives import sum_over_group
 from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import logical_names, unfuse
+from shardline.optim.clip import shards
 from shardline.optim.norms import squared_row_sums, squared_sums
-
-# Sums a small tensor over a process group (None: all ranks), in place or not.
-Reduce = Callable[[Tensor, "dist.ProcessGroup | None"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,7 @@ def fused_parts(model: nn.Module) -> dict[nn.Parameter, Parts]:
     return found
 
 
-def whole_norms(
-    tensors: Sequence[Tensor], parts: Sequence[Parts | None] | None = None, reduce: Reduce | None = None
-) -> Tensor:
+def whole_norms(tensors: Sequence[Tensor], parts: Sequence[Parts | None] | None = None) -> Tensor:
     """L2 norms of whole tensors, sharded or not, float32: one per tensor, or one per part where `parts` has an entry.
 
     Every rank of a DTensor's mesh calls this with the same list. All tensors whose mesh holds every rank share one
@@ -84,14 +80,14 @@ def whole_norms(
     everywhere = [index for index in sharded if _mesh_size(tensors[index]) == ranks]
     if everywhere:
         scales = [1 / _copies(tensors[index]) for index in everywhere]
-        _sum_over(None, _mesh(tensors[everywhere[0]]), sums, everywhere, scales, reduce)
+        _sum_over(None, _mesh(tensors[everywhere[0]]), sums, everywhere, scales)
     for mesh in dict.fromkeys(_mesh(tensors[index]) for index in sharded if index not in set(everywhere)):
         of_mesh = [index for index in sharded if _mesh(tensors[index]) == mesh]
         for dimension in range(mesh.ndim):
             cut = [_is_cut(tensors[index].placements[dimension]) for index in of_mesh]  # type: ignore[attr-defined]
             if any(cut):
                 scales = [1.0 if is_cut else 1 / mesh.size(dimension) for is_cut in cut]
-                _sum_over(mesh.get_group(dimension), mesh, sums, of_mesh, scales, reduce)
+                _sum_over(mesh.get_group(dimension), mesh, sums, of_mesh, scales)
     return torch.cat(sums).sqrt() if sums else torch.zeros(0)
 
 
@@ -110,19 +106,13 @@ def _sum_over(
     sums: list[Tensor],
     chosen: list[int],
     scales: list[float],
-    reduce: Reduce | None,
 ) -> None:
     """Replace the chosen sums by those over the group, in one collective; `scales` make copies count once."""
     scaled = torch._foreach_mul([sums[index] for index in chosen], scales)
     flat = torch.cat(scaled).to(mesh.device_type)  # a process group takes tensors of its own device
-    flat = (reduce or _all_reduce)(flat, group).to(sums[chosen[0]].device)
+    flat = sum_over_group(flat, group).to(sums[chosen[0]].device)
     for index, values in zip(chosen, flat.split([len(part) for part in scaled]), strict=True):
         sums[index] = values
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    dist.all_reduce(tensor, group=group)
-    return tensor
 
 
 def _is_cut(placement: Placement) -> bool:
@@ -134,10 +124,7 @@ def _is_cut(placement: Placement) -> bool:
 
 def _copies(tensor: Tensor) -> int:
     """How many ranks of the tensor's mesh hold the same part of it."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if not _is_cut(placement))
+    return _mesh_size(tensor) // shards(tensor)
 
 
 def _mesh(tensor: Tensor) -> DeviceMesh:
@@ -153,14 +140,10 @@ class _Layerwise(torch.optim.Optimizer):
     """What LAMB and LARS share: lists of local tensors per group, and one round of norms for all of them."""
 
     def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        options: dict[str, Any],
-        parts: Mapping[nn.Parameter, Parts] | None = None,
-        reduce: Reduce | None = None,
+        self, groups: list[dict[str, Any]], options: dict[str, Any], parts: Mapping[nn.Parameter, Parts]
     ) -> None:
         super().__init__(groups, options)
-        self.parts, self.reduce = parts or {}, reduce
+        self.parts = parts
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         raise NotImplementedError
@@ -180,7 +163,7 @@ class _Layerwise(torch.optim.Optimizer):
         """Norms of the weights and of what their gradients hold, one per logical weight."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         parts = [self.parts.get(parameter) for parameter in parameters]
-        weights, updates = whole_norms([*parameters, *gradients], parts * 2, self.reduce).chunk(2)
+        weights, updates = whole_norms([*parameters, *gradients], parts * 2).chunk(2)
         return weights, updates
 
     def _multiply(self, parameters: list[nn.Parameter], ratios: Tensor) -> None:

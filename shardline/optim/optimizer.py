@@ -20,7 +20,7 @@ from shardline.config.names import LAYERWISE
 from shardline.errors import ConfigError, UserError
 from shardline.models.dtensor import local
 from shardline.optim.bfloat16_moments import NarrowAdam
-from shardline.optim.lamb import Lamb, Lars, Reduce, fused_parts
+from shardline.optim.lamb import Lamb, Lars, fused_parts
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -37,11 +37,8 @@ IMPLEMENTATIONS = {
 }
 
 
-def build_optimizer(config: Config, model: nn.Module, reduce: Reduce | None = None) -> torch.optim.Optimizer:
-    """The optimizer that `optimizer.name` names, built in or registered, over the parameters that are trained.
-
-    `reduce` sums the small vectors that LAMB and LARS need from all ranks; None takes torch.distributed's all-reduce.
-    """
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer that `optimizer.name` names, built in or registered, over the parameters that are trained."""
     section = config.optimizer
     if section.name in registry.optimizers:
         built = registry.optimizers[section.name](parameter_groups(section, model), section)
@@ -52,7 +49,7 @@ def build_optimizer(config: Config, model: nn.Module, reduce: Reduce | None = No
             )
         return built
     if section.name in LAYERWISE:
-        return _build_layerwise(section, model, reduce)
+        return _build_layerwise(section, model)
     adam = _build_adam(section, parameter_groups(section, model))
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
     return NarrowAdam(adam) if section.state_dtype == "bfloat16" and wide else adam
@@ -92,15 +89,15 @@ def _two_groups(section: Section, model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _build_layerwise(section: Section, model: nn.Module, reduce: Reduce | None) -> Lamb | Lars:
+def _build_layerwise(section: Section, model: nn.Module) -> Lamb | Lars:
     """LAMB or LARS: matrices take trust ratios and decay, norm weights and biases neither."""
     groups = [{**group, "adapt": group["params"][0].ndim > 1} for group in _two_groups(section, model)]
     parts = fused_parts(model)
     if section.name == "LAMB":
         options = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}
-        return Lamb(groups, options, parts, reduce)
+        return Lamb(groups, options, parts)
     options = {"lr": section.lr, "momentum": section.beta1, "trust_coefficient": section.trust_coefficient}
-    return Lars(groups, options, parts, reduce)
+    return Lars(groups, options, parts)
 
 
 def _build_adam(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Adam:

@@ -228,18 +228,17 @@ class Console:
             if self.clock() - self.drawn_at > 0.1:
                 self._draw()
 
-    def update(self, row: dict[str, Any], step: int | None = None, total: int | None = None) -> None:
+    def update(self, row: dict[str, Any]) -> None:
         """Show a logged step, as a line or as the bar's text."""
         if self.rank != 0:
             return
-        self.step = row["step"] if step is None else step
-        self.total = self.total if total is None else total
+        self.step = row["step"]
         self.seen.add(row)
         eta = self._eta(row)
         log.info(format_row(row, self.step, self.total, eta), extra={"shown_live": True})
         if self.bar is not None:
             text = "  ".join(part for part in (*_parts(row, ("loss", *SPEED)), f"eta {format_time(eta)}") if part)
-            self.bar.update(self.bar.task_ids[0], completed=self.step, total=self.total, text=text)
+            self.bar.update(self.bar.task_ids[0], completed=self.step, text=text)
             self._draw()
 
     def message(self, text: str) -> None:

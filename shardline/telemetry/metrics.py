@@ -137,8 +137,8 @@ class MetricsLog:
             raise ValueError(f"metrics row: missing or unknown keys: {', '.join(sorted(differing))}")
         self._write({key: row[key] for key in (*KEYS, *OPTIONAL_KEYS) if key in row})
 
-    def log_validation(self, step: int, loss: float, **more: Any) -> None:
-        self._write({"step": step, "validation_loss": loss, **more})
+    def log_validation(self, step: int, loss: float) -> None:
+        self._write({"step": step, "validation_loss": loss})
 
     def close(self) -> None:
         if self.file is not None:

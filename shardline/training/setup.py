@@ -227,7 +227,7 @@ class Setup:
         registry.run_hooks("before_build", config)
         self.requests = Requests.of_rank(config, mesh.rank)
         self.model, applied = build_model(self.arch, device, self.precision, mesh, config)
-        self.optimizer = build_optimizer(config, self.model, reduce=collectives.sum_over_group)
+        self.optimizer = build_optimizer(config, self.model)
         self.base_lr = scaled_lr(config, batch)
         if config.optimizer.lr_scaling != "none":
             log.info("learning rate %g for a global batch of %d", self.base_lr, batch)
