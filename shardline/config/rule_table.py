@@ -334,12 +334,6 @@ RULES: list[Rule] = [
         remedy="raise it, or lower those",
     ),
     _refuse(
-        "checkpoint.last_save_in_hf",
-        lambda c: c.checkpoint.last_save_in_hf and not c.checkpoint.last_save_model_only,
-        "a Hugging Face folder holds weights only",
-        remedy="set checkpoint.last_save_model_only = true",
-    ),
-    _refuse(
         "checkpoint.initial_load_in_hf",
         lambda c: c.checkpoint.initial_load_in_hf and not c.checkpoint.initial_load_model_only,
         "a Hugging Face folder holds weights only",
@@ -447,7 +441,11 @@ RULES: list[Rule] = [
         *_below("checkpoint", "interval keep_latest_k async_mode save_timeout_seconds last_save_model_only"),
         *_below("checkpoint", "last_save_in_hf enable_first_step_checkpoint preempted_exit_code save_before"),
     ),
-    _idle_if("checkpoint.last_save_model_only", [False], "checkpoint.export_dtype"),
+    _idle(
+        "checkpoint.last_save_model_only and checkpoint.last_save_in_hf are false",
+        lambda c: not c.checkpoint.last_save_model_only and not c.checkpoint.last_save_in_hf,
+        "checkpoint.export_dtype",
+    ),
     _idle(
         "checkpoint.initial_load_path is not given",
         lambda c: c.checkpoint.initial_load_path is None,

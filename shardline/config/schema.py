@@ -224,7 +224,7 @@ class Checkpoint(Section):
     initial_load_model_only: bool = key(True, "Load only the weights from initial_load_path.")
     initial_load_in_hf: bool = key(False, "initial_load_path (or hf_assets_path) is a Hugging Face folder.")
     initial_load_in_hf_quantized: bool = key(False, "The Hugging Face weights are quantized.")
-    last_save_model_only: bool = key(True, "The last checkpoint holds only the weights.")
+    last_save_model_only: bool = key(False, "The last checkpoint holds only the weights.")
     last_save_in_hf: bool = key(False, "Write the last checkpoint in Hugging Face format.")
     export_dtype: Literal["float16", "bfloat16", "float32"] = key(
         "float32", "Type of the weights in a last, model-only save."

@@ -110,10 +110,6 @@ def test_rules_name_real_keys():
         ({"model__name": "llama4", "model__flavor": "17bx16"}, "did you mean '17bx16e'"),
         ({"profiling__enable_profiling": True, "profiling__profile_freq": 3}, "profiling.profile_freq: 3 steps"),
         (
-            {"checkpoint__last_save_in_hf": True, "checkpoint__last_save_model_only": False},
-            "last_save_model_only = true",
-        ),
-        (
             {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_model_only": False},
             "initial_load_model_only = true",
         ),
@@ -215,12 +211,9 @@ def test_not_pending(keys):
             "checkpoint.interval has no effect: checkpoint.load_only is true",
         ),
         (
-            {
-                "checkpoint__enable": True,
-                "checkpoint__last_save_model_only": False,
-                "checkpoint__export_dtype": "bfloat16",
-            },
-            "checkpoint.export_dtype has no effect: checkpoint.last_save_model_only is false",
+            {"checkpoint__enable": True, "checkpoint__export_dtype": "bfloat16"},
+            "checkpoint.export_dtype has no effect: checkpoint.last_save_model_only and checkpoint.last_save_in_hf"
+            " are false",
         ),
         (
             {"checkpoint__enable": True, "checkpoint__initial_load_model_only": False},

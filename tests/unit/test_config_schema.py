@@ -19,6 +19,7 @@ OTHER_DEFAULTS = {
     "training.dataset": "demo",
     "validation.dataset": "demo",
     "activation_checkpoint.mode": "none",
+    "checkpoint.last_save_model_only": False,
 }
 OWN_KEYS = {
     "checkpoint.mirror",
