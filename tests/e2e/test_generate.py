@@ -158,7 +158,7 @@ def test_a_missing_or_foreign_tokenizer_is_named(
     assert call("generate", trained, *words, "--tokenizer", tmp_path / "absent") == 2
     assert f"no tokenizer.json at {tmp_path / 'absent'}" in capsys.readouterr().err
     assert call("generate", trained, *words, "--tokenizer", tokenizer_folder()) == 2
-    assert "has 300 ids, the model 272" in capsys.readouterr().err
+    assert "has 300 ids, but the model 272" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [(), ("--temperature=1",)])

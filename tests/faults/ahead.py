@@ -5,12 +5,15 @@
     @job("raise", ranks=3)
     def test_something(run): ...       # gets Job(folder, "raise", ranks=3), under way
 
-Few at a time: time-outs in these jobs are short, and must not come from a lack of cores.
+Few at a time: time-outs in these jobs are short, and must not come from a lack of cores. None where programs are
+forked: they start in a moment.
 """
 
 import contextlib
 
 import pytest
+
+from tests import prefork
 
 
 def job(*arguments, **options):
@@ -25,6 +28,7 @@ def job(*arguments, **options):
 
 def fixtures(make, ahead=1):
     """Two fixtures for a module: the job of a test, and those that were started and are not closed."""
+    ahead = 0 if prefork.wanted() else ahead
 
     @pytest.fixture(scope="module")
     def jobs():
