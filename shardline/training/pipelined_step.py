@@ -1,4 +1,4 @@
-"""The passes of a model that is cut into pipeline stages, behind the same methods as `WholeModel` in step.py."""
+"""The passes of a model that is cut into pipeline stages; its methods are those of `WholeModel` in step.py."""
 
 from __future__ import annotations
 
