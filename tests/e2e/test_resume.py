@@ -88,7 +88,7 @@ def test_a_finished_run_says_so(tmp_path, uninterrupted, capsys):
 
 def test_weights_only_never_resume_as_full(tmp_path):
     folder = tmp_path / "run"
-    settings = {"checkpoint__enable": True, "checkpoint__interval": 100}
+    settings = {"checkpoint__enable": True, "checkpoint__interval": 100, "checkpoint__last_save_model_only": True}
     run(folder, training__steps=3, **settings)
     assert files.find_checkpoint(folder).kind == "model"
     assert Trainer(tiny_config(folder, training__steps=3, **settings)).train().finished_before
@@ -149,7 +149,8 @@ def test_a_run_that_failed_before_its_first_step_does_not_block_the_folder(tmp_p
 
 def test_pruning_keeps_the_newest_and_one_that_can_be_resumed(tmp_path):
     folder = tmp_path / "run"
-    run(folder, training__steps=6, checkpoint__enable=True, checkpoint__interval=2, checkpoint__keep_latest_k=1)
+    settings = {"checkpoint__last_save_model_only": True, "checkpoint__interval": 2, "checkpoint__keep_latest_k": 1}
+    run(folder, training__steps=6, checkpoint__enable=True, **settings)
     kept = files.list_checkpoints(folder / "checkpoint")
     assert [(saved.step, saved.kind) for saved in kept] == [(4, "full"), (6, "model")]
 

@@ -318,7 +318,7 @@ def test_tied_copies_that_drift_apart_are_noticed(harness, tmp_path):
     entry = case("x", layers(4), cases.TIED, cases.CHECKED, pp=2)
     settings = harness.settings(entry.overrides, 2) | {"job.dump_folder": str(tmp_path / "run")}
     for said in harness.pool.run(2, unequal_step, settings):
-        assert "tok_embeddings.weight between the first and the last pipeline stage of ranks 0, 1" in said
+        assert "tok_embeddings.weight between the first and the last pipeline stage of ranks 0-1" in said
 
 
 # ---- what is measured ------------------------------------------------------------------------------------------------

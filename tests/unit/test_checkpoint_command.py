@@ -27,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with full checkpoints of steps 2 and 4 and the last weights, of step 5."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run(folder, training__steps=5, checkpoint__enable=True, checkpoint__interval=2)
+    last = {"checkpoint__last_save_model_only": True}
+    run(folder, training__steps=5, checkpoint__enable=True, checkpoint__interval=2, **last)
     return folder
 
 

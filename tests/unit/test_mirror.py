@@ -28,7 +28,13 @@ URL = "faulty://bucket/run"
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Full checkpoints of steps 1 to 4 and the last weights, of step 5."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run(folder, training__steps=5, checkpoint__enable=True, checkpoint__interval=1)
+    run(
+        folder,
+        training__steps=5,
+        checkpoint__enable=True,
+        checkpoint__interval=1,
+        checkpoint__last_save_model_only=True,
+    )
     return folder / "checkpoint"
 
 
