@@ -315,6 +315,8 @@ def find(where: Location) -> tuple[Location, list[Found]]:
 def find_checkpoint(where: Location | Path, step: int = -1) -> Saved:
     """The checkpoint that `where` means: a step's folder, a run's or one of checkpoints (its newest, or `step`)."""
     folder, every = find(where if isinstance(where, Location) else locate(where))
+    if len(every) == 1 and every[0].place == folder:  # named itself, whatever it was set aside for
+        every = [every[0]._replace(leftover="")]
     return choose(folder, every, step)
 
 

@@ -137,12 +137,11 @@ class Start:
                 continue
             for problem in saved.check_sizes()[:1]:
                 self._give_up(saved.step, str(problem))
-                break
-            else:
-                check_model(saved, self.model.arch)
-                self._check_identity(saved)
-                self._check_optimizer(saved)
-                return _Choice(saved.path.name, saved.step, False)
+                return self._choose()
+            check_model(saved, self.model.arch)
+            self._check_identity(saved)
+            self._check_optimizer(saved)
+            return _Choice(saved.path.name, saved.step, False)
         why = f" ({'; '.join(self._damages)})" if self._damages else ""
         raise UserError(
             f"{self.folder} holds no checkpoint that can be resumed{why}; --overwrite starts anew,"
@@ -163,14 +162,13 @@ class Start:
 
     def _set_aside(self, step: int, why: str) -> Path:
         (saved,) = _candidates(self._listing(), step)
-        self.found = [found for found in self._listing() if found.saved is not saved]
+        self.found = None  # the copy that it replaced may count from now on
         return files.set_aside(saved, why)
 
     def _abandon_after(self, step: int) -> None:
         """Set later checkpoints aside: their steps are trained again, and no later start may take them."""
-        for saved in _candidates(self._listing()):
-            if saved.step > step:
-                log.info("step %d is trained again: %s", saved.step, self._set_aside(saved.step, "abandoned"))
+        while later := [saved.step for saved in _candidates(self._listing()) if saved.step > step]:
+            log.info("step %d is trained again: %s", later[0], self._set_aside(later[0], "abandoned"))
 
     def _load_step(self, name: str, position: RunPosition, seed: int) -> None:
         saved = files.look_at(locate(self.folder / name)).saved

@@ -162,6 +162,7 @@ class Sampler:
         if self.device.type == "cuda":
             self.clock.axis = self.axis
         else:
+            self.spans.stop("step")  # a run before may have failed in the middle of a step
             self.spans.record("step")
 
     def end(self) -> Times:

@@ -19,6 +19,7 @@ from shardline.config.assemble import (
 )
 from shardline.config.files import preset_path, read_chain
 from shardline.config.flags import WHERE, from_text, parse_flags
+from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.schema import Config, leaves, tables
 from shardline.config.types import is_optional, kinds, show
 from shardline.errors import ConfigError
@@ -88,7 +89,9 @@ def handed_over(config: Config) -> dict[str, str]:
 def take_handed_over() -> Config | None:
     """The config of the launcher that started this process; None without one."""
     text = os.environ.pop(HANDED_OVER, None)  # not for processes that this one starts
-    return None if text is None else build_config(**json.loads(text))
+    if text is None or LAUNCHER_VARIABLE not in os.environ:
+        return None
+    return build_config(**json.loads(text))
 
 
 def _one_file(positional: str | os.PathLike[str] | None, flag: str | None) -> str | None:

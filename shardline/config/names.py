@@ -13,6 +13,8 @@ from shardline.registry import nearest
 if TYPE_CHECKING:
     from shardline.config.schema import Config
 
+LAUNCHER_VARIABLE = "SHARDLINE_LAUNCHER"  # in the environment of a rank: pid of the launcher that started it
+
 # ---- dtypes, optimizers, schedules, models ---------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")  # of commands; the schema says what a key takes

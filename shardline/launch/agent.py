@@ -27,9 +27,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.launch.endpoint import Endpoint, interface_towards, print_line
 from shardline.launch.failures import choose_cause, in_a_line, show
-from shardline.launch.rank_main import LAUNCHER_VARIABLE
 from shardline.launch.ranks import RankProcess, kill_ranks, remove_empty_outputs, start_rank
 from shardline.launch.recovery import MARKS, Recovery
 from shardline.launch.rendezvous import Rendezvous
@@ -200,6 +200,8 @@ class Agent:
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """The first signal asks the ranks to stop at a step boundary, the second one interrupts them."""
+        if number == signal.SIGHUP:
+            signals.leave_terminal()
         if not self.ranks:
             raise KeyboardInterrupt(number)
         self.signals.append(signals.counts_as(number))
@@ -227,7 +229,9 @@ class Agent:
         if not ended:
             return RoundStatus.RUNNING
         is_stopping = bool(self.signals) or self.stopping_for is not None
-        done = is_stopping or self.rendezvous.is_done() or self.rendezvous.cut_off
+        # All ranks here have ended well: where the store is gone, nobody will say that the others have, too.
+        is_alone = self.rendezvous.silent_seconds > max(OTHER_HOST_GRACE, self.launch.lost_machine_seconds)
+        done = is_stopping or self.rendezvous.is_done() or self.rendezvous.cut_off or is_alone
         return RoundStatus.OVER if done else RoundStatus.RUNNING
 
     def _report_signal(self) -> None:
@@ -377,9 +381,12 @@ class Agent:
             )
         elif self.signals and any(rank.number == 0 and (rank.code or 0) < 0 for rank in self.ranks):
             print("interrupted", file=sys.stderr)  # before the rank could print it
-        if self.killed_late and not self.signals:  # another machine stops
-            return 128 + signal.SIGTERM
         preempted = self.launch.preempted_exit_code
+        is_cut_short = any(rank.code not in (0, preempted, *STOPPED) for rank in self.ranks)
+        if self.stopping_for is not None and not self.signals and is_cut_short:  # another machine stops
+            if not self.killed_late:
+                print(f"error: stopped in the middle of a step: {self.stopping_for.report.text}", file=sys.stderr)
+            return 128 + signal.SIGTERM
         is_preempted = all(rank.code in (0, preempted) for rank in self.ranks)
         if self.signals and not (self.signals[0] == signal.SIGTERM and is_preempted):
             return 128 + self.signals[0]

@@ -9,10 +9,10 @@ import sys
 import time
 
 from shardline.config.load import handed_over
+from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.rules import checked_layout
 from shardline.config.schema import Config, leaves
 from shardline.errors import UserError
-from shardline.launch.rank_main import LAUNCHER_VARIABLE
 from shardline.run.options import TrainOptions, node_range
 from shardline.run.signals import starting_job
 from shardline.run.stop import exit_code

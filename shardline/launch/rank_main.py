@@ -19,12 +19,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.errors import UserError
 from shardline.report import report_of, write_report
 from shardline.run.output import OUTPUT_VARIABLE
 from shardline.run.signals import claim_process
 
-LAUNCHER_VARIABLE = "SHARDLINE_LAUNCHER"  # pid of the process that started this rank
 PR_SET_PDEATHSIG = 1
 
 

@@ -237,6 +237,8 @@ class StoreThread:
         if self.index < 0:
             self._announce()
         if self.leaving:
+            if self.round is not None and self.outbox is not None:
+                self._exchange_ends(self.round)  # why it leaves was not sent yet
             self.store.set(f"beat/{self.index}", "left")
             self.has_left = True
             if self.leader is not None:

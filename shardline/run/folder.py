@@ -30,6 +30,7 @@ from shardline.run.previous_run import (
     set_aside,
 )
 from shardline.storage.atomic import write_atomically
+from shardline.storage.progress import say
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -84,7 +85,7 @@ class RunFolder:
     def settle(self) -> None:
         """This run takes place: one that it replaces stays aside."""
         if self.replaced is not None:
-            log.info("--overwrite: the previous run is now in %s", self.replaced.folder)
+            log.info("--overwrite: the previous run is now in %s", self.replaced.folder, extra={"file_only": True})
             self.replaced = None
 
     def close(self) -> None:
@@ -159,6 +160,8 @@ def _decide(
         )
     if overwrite:
         folder.replaced = set_aside(path, list(own_files(config, path))) if found else None
+        if folder.replaced is not None:  # at once: a start that is killed cannot move it back
+            say(f"--overwrite: the previous run is now in {folder.replaced.folder}")
     elif found or resume:
         folder.resume_step = has_good_checkpoint(path) if config.checkpoint.enable else None
         if folder.resume_step is None and resume:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -50,6 +51,16 @@ def counts_as(number: int) -> signal.Signals:
     return signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
+def leave_terminal() -> None:
+    """Write to the null device what would go to a terminal that was closed, where every print would fail."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
 @contextlib.contextmanager
 def listening(requests: Requests) -> Iterator[Requests]:
     """Turn signals into requests; a second one of those that stop a run interrupts it at once.
@@ -61,6 +72,8 @@ def listening(requests: Requests) -> Iterator[Requests]:
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         if number == signal.SIGUSR1:
             requests.saves += 1
             text = "%s: saving after this step"

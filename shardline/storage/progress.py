@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import sys
 import time
 from types import TracebackType
@@ -17,10 +18,17 @@ log = logging.getLogger("shardline.data")
 
 def say(message: str) -> None:
     """Log a line, or print it on stderr if no log is set up yet, as when data is prepared before a run."""
-    if log.hasHandlers() and log.isEnabledFor(logging.INFO):
+    if _has_log():
         log.info(message)
     else:
         print(message, file=sys.stderr, flush=True)
+
+
+def _has_log() -> bool:
+    """Whether lines are written anywhere. A log that is held in memory until the run has a folder would be too late."""
+    handlers = logging.getLogger("shardline").handlers
+    is_held = any(isinstance(handler, logging.handlers.MemoryHandler) for handler in handlers)
+    return log.hasHandlers() and log.isEnabledFor(logging.INFO) and not is_held
 
 
 class Progress:

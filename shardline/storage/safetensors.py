@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
+from shardline.errors import UserError
 from shardline.storage.blocks import BlockWriter
 from shardline.storage.crash_points import reach
 from shardline.words import listed
@@ -71,19 +72,36 @@ def read_header(read: Callable[[int, int], bytes | memoryview], size: int) -> di
     length = int.from_bytes(read(0, min(8, size)), "little")
     if not 2 <= length <= size - 8:
         raise ValueError(f"its header would have {length} bytes, the file has {size}")
+    rows = json.loads(bytes(read(8, 8 + length)))
+    if not isinstance(rows, dict):
+        raise ValueError("its header is no table of tensors")
     header: dict[str, HeaderRow] = {}
-    for name, row in json.loads(bytes(read(8, 8 + length))).items():
+    ranges: list[tuple[int, int]] = []
+    for name, row in rows.items():
         if name == "__metadata__":
             continue
         try:
             first, last = row["data_offsets"]
             header[name] = entry = HeaderRow(row["dtype"], tuple(row["shape"]), 8 + length + first)
+            wanted = entry.elements * item_bytes(entry.dtype) if item_bytes(entry.dtype) else last - first
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"its header does not describe {name}") from error
-        wanted = entry.elements * item_bytes(entry.dtype) if item_bytes(entry.dtype) else last - first
         if not 0 <= first <= last <= size - 8 - length or wanted != last - first:
             raise ValueError(f"bytes {first} to {last} of its data cannot be {name}, {entry.dtype} {list(entry.shape)}")
+        ranges.append((first, last))
+    _check_ranges(sorted(ranges), size - 8 - length)
     return header
+
+
+def _check_ranges(ranges: Sequence[tuple[int, int]], size: int) -> None:
+    """Every byte of the data belongs to one tensor; tensors that share bytes would load without a word."""
+    end = 0
+    for first, last in ranges:
+        if first != end:
+            raise ValueError(f"its tensors {'overlap' if first < end else 'leave a hole'} at byte {min(first, end)}")
+        end = last
+    if end != size:
+        raise ValueError(f"its last {size - end} bytes belong to no tensor")
 
 
 def header_of(file: BinaryIO, size: int) -> dict[str, HeaderRow]:
@@ -133,6 +151,8 @@ def write_tensors(path: Path, entries: Sequence[Entry], convert: Converter | Non
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
+        if name_of_type(entry.dtype) is None:
+            raise UserError(f"{path}: {entry.name} is {entry.dtype}, a type that a checkpoint does not hold")
         row = {"dtype": name_of_type(entry.dtype), "shape": entry.shape, "data_offsets": [offset, offset + entry.bytes]}
         header[entry.name] = row
         offset += entry.bytes
@@ -158,10 +178,12 @@ def _write_entry(writer: BlockWriter, entry: Entry, convert: Converter) -> None:
     """Write one tensor; this is a function so that nothing of the tensor is held when the next one is read."""
     import torch
 
-    read = entry.read()
+    read, end = entry.read(), writer.size + entry.bytes
     for rows in (read,) if isinstance(read, torch.Tensor) else read:
         flat = convert(entry.name, rows, entry.dtype).detach().to("cpu").contiguous().reshape(-1)
         writer.write(flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b""))
+    if writer.size != end:  # every tensor after it would be read from the wrong place
+        raise RuntimeError(f"{entry.name} has {writer.size - end:+,} bytes beside the {entry.bytes:,} of its header")
 
 
 class Converter:

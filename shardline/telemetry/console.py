@@ -112,6 +112,14 @@ def hold_log() -> None:
     log.setLevel(logging.INFO)
 
 
+def release_log() -> None:
+    """The set-up failed: print the warnings that were held, and let later lines go where they went before."""
+    if any(isinstance(handler, logging.handlers.MemoryHandler) for handler in log.handlers):
+        for record in _remove_handlers():
+            if record.levelno >= logging.WARNING:
+                print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
 def _remove_handlers() -> list[logging.LogRecord]:
     """Remove what an earlier call set up, and return the lines that were held."""
     held: list[logging.LogRecord] = []

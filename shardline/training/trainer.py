@@ -20,6 +20,7 @@ from shardline.run.device import read
 from shardline.run.options import TrainOptions
 from shardline.run.signals import listening
 from shardline.run.stop import Request, exit_code, no_requests, request_of, why_not_saved
+from shardline.telemetry.console import release_log
 from shardline.training.setup import Setup
 from shardline.training.step import RequestNumbers, StepResult
 from shardline.training.validate import Validator
@@ -46,6 +47,7 @@ class Trainer:
             run = Setup(config, options or TrainOptions(), self._closing)
         except BaseException:
             self.close()
+            release_log()
             raise
         self.config, self.arch, self.device, self.mesh = run.config, run.arch, run.device, run.mesh
         self.model, self.optimizer, self.base_lr = run.model, run.optimizer, run.base_lr

@@ -1,6 +1,7 @@
 """Checkpoints: an interrupted run goes on as if nothing had happened; what is broken or foreign is refused."""
 
 import json
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -94,6 +95,20 @@ def test_weights_only_never_resume_as_full(tmp_path):
     assert Trainer(tiny_config(folder, training__steps=3, **settings)).train().finished_before
     with pytest.raises(UserError, match="no good checkpoint to resume from: --overwrite"):
         Trainer(tiny_config(folder, training__steps=6, **settings))
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_copy_it_replaced(tmp_path):
+    folder = tmp_path / "run"
+    run(folder, training__steps=4, lr_scheduler__total_steps=8, **SAVING)
+    newest = folder / "checkpoint" / "step-4"
+    shutil.copytree(newest, newest.with_name("step-4.replaced"))  # a crash between the renaming and the removal
+    state = newest / files.shard_name(0, 1)
+    content = bytearray(state.read_bytes())
+    content[-1] ^= 1
+    state.write_bytes(content)
+    trainer = Trainer(tiny_config(folder, training__steps=6, lr_scheduler__total_steps=8, **SAVING))
+    assert trainer.progress.step == 4
+    trainer.close()
 
 
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path):

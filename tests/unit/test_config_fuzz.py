@@ -16,6 +16,7 @@ from shardline.cli.main import main
 from shardline.config.assemble import build_config
 from shardline.config.features import active
 from shardline.config.load import HANDED_OVER, handed_over, load_config, take_handed_over
+from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.rules import check, notes, pending
 from shardline.config.schema import Config
 from shardline.config.write import diff, to_toml, toml_value
@@ -111,6 +112,9 @@ def test_round_trip(values):
     assert diff(config, again) == ""
     assert decisions(again) == decisions(config)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HANDED_OVER, "run.toml")  # somebody's own variable: only a launcher of ours is believed
+        assert take_handed_over() is None
+        patch.setenv(LAUNCHER_VARIABLE, "1")
         patch.setenv(HANDED_OVER, handed_over(config)[HANDED_OVER])
         taken = take_handed_over()
         assert taken == config

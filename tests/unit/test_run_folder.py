@@ -205,6 +205,7 @@ def test_overwrite_moves_the_run_aside_and_nothing_else(tmp_path, lines):
     run = start(tmp_path, good=5, overwrite=True, checkpoint=SAVING)
     assert not run.resume
     (aside,) = tmp_path.glob("replaced-*")
+    lines()
     run.settle()
     assert lines() == [f"--overwrite: the previous run is now in {aside}"]
     run.settle()

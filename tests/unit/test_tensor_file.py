@@ -1,7 +1,10 @@
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardline.errors import UserError
 from shardline.storage import blocks
 from shardline.storage.blocks import find_damage
 from shardline.storage.location import locate
@@ -64,6 +67,9 @@ def test_a_header_that_cannot_be_is_refused(tmp_path, tensors):
         (good[:-1], "of its data cannot be ids, I64 [9]"),
         (good.replace(b"[300,17]", b"[300,18]"), "of its data cannot be a, F32 [300, 18]"),
         (good[:8] + b"{" * length + good[8 + length :], "Expecting"),
+        (good[:8] + b"[]" + b" " * (length - 2) + good[8 + length :], "its header is no table of tensors"),
+        (good.replace(b"[300,17]", b"[3,null]"), "its header does not describe a"),
+        (good + b"more", "its last 4 bytes belong to no tensor"),
     ):
         path.write_bytes(content)
         with path.open("rb") as file, pytest.raises(ValueError) as refused:
@@ -87,3 +93,28 @@ def test_values_that_float16_cannot_hold_are_told(tmp_path, caplog):
     assert "became inf: high, low, b and 1 more; bfloat16 and float32" in said
     write_tensors(tmp_path / "y.safetensors", [entry._replace(dtype=torch.bfloat16) for entry in entries(tensors)])
     assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("second", "words"), [([8, 16], "overlap at byte 8"), ([20, 28], "leave a hole at byte 16")])
+def test_tensors_that_share_or_leave_out_bytes_are_refused(tmp_path, second, words):
+    rows = {"a": [0, 16], "b": second}
+    header = {name: {"dtype": "F32", "shape": [(end - first) // 4], "data_offsets": [first, end]}
+              for name, (first, end) in rows.items()}  # fmt: skip
+    text = json.dumps(header).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(second[1]))
+    with path.open("rb") as file, pytest.raises(ValueError, match=words):
+        header_of(file, path.stat().st_size)
+
+
+def test_a_type_that_no_file_holds_is_refused_before_anything_is_written(tmp_path):
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(UserError, match=r"moment is torch\.float8_e4m3fn, a type that a checkpoint does not hold"):
+        write_tensors(path, entries({"moment": torch.zeros(4).to(torch.float8_e4m3fn)}))
+    assert not path.exists()
+
+
+def test_a_tensor_of_another_size_than_its_header_says_is_noticed(tmp_path):
+    wrong = Entry("a", (4, 4), torch.float32, lambda: torch.zeros(3, 4))
+    with pytest.raises(RuntimeError, match="a has -16 bytes beside the 64 of its header"):
+        write_tensors(tmp_path / "x.safetensors", [wrong])
