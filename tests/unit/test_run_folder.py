@@ -421,8 +421,8 @@ import os, sys, time
 from tests.unit.test_run_folder import start
 run = start(sys.argv[1])
 child = os.fork() if sys.argv[2] == "fork" else None
-if child != 0:
-    print(child or "none", flush=True)
+if not child:  # the child, once it has let go of what it inherited
+    print("none" if child is None else os.getpid(), flush=True)
 time.sleep(60)
 """
 
