@@ -70,6 +70,7 @@ QK_NORM = model(qk_norm=True)
 BIASES = model(qkv_bias=True, out_bias=True, mlp_bias=True)
 DOCUMENTS = model(attn_mask_type="block_causal")
 WINDOW = model(sliding_window=8)
+SMALL_STEPS = {"optimizer.lr": 3e-4}  # where gradients have spikes, in which rounding shows a hundredfold
 NO_SEQUENCE = {"parallelism.enable_sequence_parallel": False}
 ASYNC = {"parallelism.enable_async_tensor_parallel": True, "parallelism.async_tensor_parallel_backend": "ring"}
 NO_LOSS_PARALLEL = {"parallelism.disable_loss_parallel": True}
@@ -361,7 +362,7 @@ CASES = [
     case("pp2-every-second-ac-odd-layers", layers(5), EVERY_SECOND_AC, pp=2, slow=True),
     case("pp2-micro-batches-of-two", layers(4), {"parallelism.pipeline_parallel_microbatch_size": 2}, pp=2),
     case("pp4-one-micro-batch", layers(4), SMALL_BATCHES, pp=4, slow=True),
-    case("pp4-zbv-tied-documents", layers(8), ZBV, TIED, DOCUMENTS, pp=4, slow=True),
+    case("pp4-zbv-tied-documents", layers(8), ZBV, TIED, DOCUMENTS, SMALL_STEPS, pp=4, slow=True),
     case("pp4-dual-pipe", layers(8), DUAL_PIPE, pp=4, slow=True),
     case("pp2-ddp2-every-micro-batch", layers(4), TWO_AT_A_TIME, EVERY_MICRO_BATCH, pp=2, ddp=2, slow=True),
     case("pp2-fsdp2-every-micro-batch", layers(4), TWO_AT_A_TIME, EVERY_MICRO_BATCH, pp=2, fsdp=2, slow=True),
