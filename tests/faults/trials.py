@@ -212,6 +212,10 @@ class Trial:
         metrics = self.run / "metrics.jsonl"
         return bool(self.names()) or (metrics.exists() and metrics.stat().st_size > 0)
 
+    def last_logged_step(self) -> int:
+        lines = (self.run / "metrics.jsonl").read_text().splitlines()
+        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+
     def check_saved(self, least: int = 0) -> int:
         """The newest step that is whole on disk; not older than what was reported or than `least`."""
         reported = max(self.reported, least)
