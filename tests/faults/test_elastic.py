@@ -171,7 +171,8 @@ def older_run(folder):
 @job("0/0/3/raise 1/0/5/SIGKILL", ["--max-restarts", "1", "--overwrite"], nproc=1, before=older_run)
 def test_when_restarts_are_used_up_the_last_cause_is_shown(run, uninterrupted):
     assert run.end() == 1
-    failed, recovered, error, *_ = run.shown().splitlines()
+    replaced, failed, recovered, error, *_ = run.shown().splitlines()
+    assert replaced.startswith("--overwrite: the previous run is now in ")
     why = f"rank 0 on host {HERE} failed: ValueError: a fault of its own"
     assert failed == f"{why}; restart 1 of 1 with 1 machine, 1 rank"
     assert recovered.startswith("recovered in ")

@@ -270,7 +270,7 @@ def test_a_run_keeps_what_was_chosen_and_measures_itself(harness: Harness, pool:
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for row in [row for row in steps if "loss" in row]:
         sent, exposed, hidden = (row[f"tp_{name}"] for name in ("comm_seconds", "exposed_seconds", "hidden_fraction"))
-        assert 0 < sent < row["step_seconds"] * 1.01
+        assert sent > 0  # of the slowest rank, which may have waited for the other before the other's step began
         assert exposed > 0
         assert hidden == pytest.approx(max(0.0, 1 - exposed / sent), abs=1e-4)
     log = (folder / "log" / "rank-0.log").read_text()
