@@ -271,3 +271,17 @@ def test_output_into_a_file_is_plain_whatever_the_environment_says(monkeypatch):
 )
 def test_format_time(seconds, text):
     assert format_time(seconds) == text
+
+
+def test_lines_for_the_user_show_before_there_is_a_log_and_warnings_survive_a_failed_start(capsys):
+    from shardline.storage.progress import say
+    from shardline.telemetry.console import release_log
+
+    hold_log()
+    say("preparing data (once)")
+    assert capsys.readouterr().err == "preparing data (once)\n"
+    logging.getLogger("shardline").info("a line of the set-up")
+    logging.getLogger("shardline").warning("a kernel does not run here")
+    release_log()
+    assert capsys.readouterr().err == "warning: a kernel does not run here\n"
+    assert not any(getattr(handler, "of_run", False) for handler in logging.getLogger("shardline").handlers)

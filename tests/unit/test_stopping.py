@@ -354,3 +354,14 @@ def test_exit_codes():
     assert [exit_code(why, saving) for why in (None, "SIGINT", "SIGTERM", TIME_LIMIT)] == [0, 130, 75, 75]
     assert exit_code("SIGTERM", tiny_config("unused", checkpoint__preempted_exit_code=75)) == 143
     assert exit_code("SIGTERM", tiny_config("unused", checkpoint__enable=True)) == 0
+
+
+def test_prints_after_a_closed_terminal_go_nowhere():
+    """The other end of a terminal is closed: without `leave_terminal` the print fails, and with it the exit code."""
+    code = (
+        "import os, sys; from shardline.run.signals import leave_terminal; ours, theirs = os.openpty();"
+        " os.dup2(theirs, 2); os.close(theirs); os.close(ours);"
+        " leave_terminal(); print('late', file=sys.stderr, flush=True)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code.replace("leave_terminal();", "None;")]).returncode != 0
