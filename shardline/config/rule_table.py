@@ -291,10 +291,19 @@ def _compiles_model(config: Config) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
+def _splits_by_weights(config: Config) -> bool:
+    by_count = config.parallelism.pipeline_parallel_layers_per_stage is not None
+    return not by_count and not any(differs(config, key) for key in LESS_LAYERS)
+
+
 def _recomputes(config: Config) -> bool:
     return config.activation_checkpoint.mode in ("full", "selective")
 
 
+# A 1 that was given is a request too: TorchTitan counts layers with it.
+LESS_LAYERS = _below(
+    "parallelism", "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers"
+)
 EXPERT_DEGREE = "parallelism.expert_parallel_degree"
 EXPERT_KEYS = (
     "parallelism.expert_tensor_parallel_degree",
@@ -414,21 +423,18 @@ RULES: list[Rule] = [
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),
     _idle_without(
         "parallelism.pipeline_parallel_degree",
-        *_below(
-            "parallelism",
-            "module_fqns_per_model_part pipeline_parallel_first_stage_less_layers"
-            " pipeline_parallel_last_stage_less_layers pipeline_parallel_layers_per_stage"
-            " pipeline_parallel_schedule pipeline_parallel_schedule_csv"
-            " pipeline_parallel_microbatch_size",
-        ),
+        "parallelism.module_fqns_per_model_part",
+        *LESS_LAYERS,
+        *_below("parallelism", "pipeline_parallel_layers_per_stage pipeline_parallel_schedule"),
+        *_below("parallelism", "pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size"),
     ),
     _idle(
         "parallelism.module_fqns_per_model_part names the modules of each stage",
         lambda c: c.parallelism.module_fqns_per_model_part is not None,
-        "parallelism.pipeline_parallel_first_stage_less_layers",
-        "parallelism.pipeline_parallel_last_stage_less_layers",
+        *LESS_LAYERS,
         "parallelism.pipeline_parallel_layers_per_stage",
     ),
+    _idle("1 for both ends of the pipeline splits stages by weights", _splits_by_weights, *LESS_LAYERS),
     _idle(
         "parallelism.pipeline_parallel_schedule_csv gives the schedule",
         lambda c: bool(c.parallelism.pipeline_parallel_schedule_csv),

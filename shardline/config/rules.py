@@ -9,7 +9,7 @@ from typing import Any
 from shardline.config.assemble import line
 from shardline.config.features import refusals
 from shardline.config.layout import Layout, resolve_layout, with_degrees
-from shardline.config.rule_table import RULES, Kind, Rule, differs, lr_notes
+from shardline.config.rule_table import LESS_LAYERS, RULES, Kind, Rule, differs, lr_notes
 from shardline.config.schema import Config, leaves
 from shardline.errors import ConfigError
 
@@ -96,4 +96,6 @@ def _expanded(key: str) -> list[str]:
 
 def _applies(config: Config, kind: Kind, key: str) -> bool:
     """Whether a key of the rule counts: idle ones and those not built must differ from the default."""
-    return kind not in ("idle", "pending") or differs(config, key)
+    if kind not in ("idle", "pending"):
+        return True
+    return differs(config, key) or (key in LESS_LAYERS and config.is_set(key))

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from shardline.config.architecture import Architecture, RopeScaling
 from shardline.config.assemble import OVERRIDES
+from shardline.config.rule_table import LESS_LAYERS
 from shardline.config.rules import pending
 from shardline.config.schema import Config, Leaf, leaves, tables
 from shardline.config.types import short_type, words
@@ -91,6 +92,8 @@ def _why_unset(config: Config, leaf: Leaf) -> str | None:
         return ": it is given on the command line only"
     if leaf.key == "training.mixed_precision_param" and not config.is_set(leaf.key):
         return ": bfloat16, or float32 on CPU"
+    if leaf.key in LESS_LAYERS and not config.is_set(leaf.key):
+        return ": 1; if both ends of the pipeline have that, stages are split by weights"
     if leaf.key == "training.steps" and config.training.epochs is not None and not config.is_set(leaf.key):
         return ": training.epochs gives the length"
     return "" if config.value(leaf.key) is None and leaf.default is None else None

@@ -260,6 +260,21 @@ def test_not_pending(keys):
             " have no effect: parallelism.module_fqns_per_model_part names the modules of each stage",
         ),
         (
+            {"parallelism__pipeline_parallel_first_stage_less_layers": 1},
+            "parallelism.pipeline_parallel_first_stage_less_layers has no effect:"
+            " parallelism.pipeline_parallel_degree is 1",
+        ),
+        (
+            {
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_first_stage_less_layers": 1,
+                "parallelism__pipeline_parallel_last_stage_less_layers": 1,
+            },
+            "parallelism.pipeline_parallel_first_stage_less_layers,"
+            " parallelism.pipeline_parallel_last_stage_less_layers"
+            " have no effect: 1 for both ends of the pipeline splits stages by weights",
+        ),
+        (
             {
                 "parallelism__pipeline_parallel_degree": 2,
                 "parallelism__pipeline_parallel_schedule": "GPipe",
@@ -325,6 +340,10 @@ def test_keys_that_have_an_effect_are_not_noted():
     assert notes(given(lr_scheduler__total_steps=10000)) == []
     assert notes(given(lr_scheduler__total_steps=1000, training__epochs=1.0)) == []  # the data says how long
     assert notes(given(metrics__save_for_all_ranks=True, metrics__enable_wandb=True)) == []
+    assert notes(given(parallelism__pipeline_parallel_degree=2)) == []
+    ends = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_first_stage_less_layers": 1}
+    assert notes(given(**ends, parallelism__pipeline_parallel_layers_per_stage=2)) == []
+    assert notes(given(**ends, parallelism__pipeline_parallel_last_stage_less_layers=0)) == []
 
 
 @pytest.mark.parametrize("degree", ["data_parallel_replicate", "tensor_parallel", "pipeline_parallel"])
