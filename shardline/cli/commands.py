@@ -66,7 +66,7 @@ def _check_model(config: Config) -> None:
     """Resolve the flavor and its overrides, unless the model is not built yet."""
     from shardline.config.rules import pending
 
-    if not any(row.key in ("model.name", "model.flavor") for row in pending(config)):
+    if not pending(config).keys() & {"model.name", "model.flavor"}:
         from shardline.models.flavors import resolve
 
         resolve(config.model)

@@ -119,7 +119,9 @@ def _alike(a: str, b: str) -> float:
 def _put(nested: dict[str, Any], key: str, value: Any) -> None:
     *path, name = key.split(".")
     for part in path:
-        nested = nested.setdefault(part, {})
+        if not isinstance(nested.get(part), dict):  # not there, or "none"
+            nested[part] = {}
+        nested = nested[part]
     nested[name] = value
 
 

@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config.aliases import ALIASES, CONVERTER_NAMES, FLOAT8, NO_EFFECT, OLD_TABLES
-from shardline.config.assemble import (
-    OVERRIDES,
-    annotation_of,
-    build_config,
-    line,
-    unknown_key,
-    unknown_table,
-)
+from shardline.config.assemble import OVERRIDES, annotation_of, build_config, line, unknown_key, unknown_table
 from shardline.config.files import preset_path, read_chain
 from shardline.config.flags import WHERE, from_text, parse_flags
 from shardline.config.names import LAUNCHER_VARIABLE
@@ -29,7 +22,6 @@ Where = Callable[[str], str]  # key -> where it was given
 HANDED_OVER = "SHARDLINE_CONFIG"  # variable: the launcher's config as JSON
 LONGEST_VARIABLE = 100_000  # Linux takes 128 KiB
 RESET = object()  # an empty value in a file: the default is used
-CONFLICT = object()  # an older and a newer name have different values
 
 
 @dataclass
@@ -116,9 +108,7 @@ def _merge(layers: Sequence[Layer], file: str | None) -> Config:
             emptied.pop(key, None)
             (emptied if given.value is RESET else merged)[key] = given
     notes += [f"{given.where}: {given.name} is empty: the default is used" for given in emptied.values()]
-    values: dict[str, Any] = {}
-    for key, given in merged.items():
-        _set(values, key, given.value)
+    values = {key: given.value for key, given in merged.items()}
     if file is not None:
         values["job.config_file"] = str(file)
     origins = {key: given.where for key, given in merged.items()}
@@ -132,21 +122,6 @@ def _replaced_length(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
         if other in merged and other not in layer.given and given is not None and given.value not in (None, RESET):
             replaced = merged.pop(other)
             yield f"{given.where}: {key} replaces {other} = {show(replaced.value)} ({replaced.where})"
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    """Store a value; fields of the architecture go into the table `model.overrides`."""
-    if not key.startswith(OVERRIDES + "."):
-        values[key] = value
-        return
-    name, _, inner = key.removeprefix(OVERRIDES + ".").partition(".")
-    table = values.setdefault(OVERRIDES, {})
-    if not inner:
-        table[name] = value
-    elif isinstance(table.get(name), dict):
-        table[name][inner] = value
-    else:
-        table[name] = {inner: value}
 
 
 def _layer(tables: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> Layer:
@@ -209,27 +184,23 @@ def _add_alias(layer: Layer, name: str, value: Any, where: str) -> None:
 
 
 def _add(layer: Layer, key: str, given: Given) -> None:
-    other = layer.given.get(key)
+    other, value = layer.given.get(key), given.value
     if other is not None and other.name != given.name:
-        seen = f"{show(given.value)} contradicts {other.name} = {show(other.value)} ({other.where})"
-        if key == "model.converters":
-            given.value = _joined(other.value, given.value)
-        if given.value is CONFLICT or (key != "model.converters" and not _same(other.value, given.value)):
+        same = type(value) is type(other.value) and value == other.value
+        joined = _joined(other.value, value) if key == "model.converters" else value if same else None
+        if joined is None:
+            seen = f"{show(value)} contradicts {other.name} = {show(other.value)} ({other.where})"
             layer.problems.append(line(given.where, given.name, f"{seen}; both are names of {key}"))
             return
+        given.value = joined
     layer.given[key] = given
 
 
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
-
-
-def _joined(a: Any, b: Any) -> Any:
+def _joined(a: Any, b: Any) -> list[Any] | None:
     """Converters from a list and from the older float8 switch: on adds it to the list, off contradicts it there."""
-    if not isinstance(a, list) or not isinstance(b, list):
-        return CONFLICT
-    if (a == [] and FLOAT8 in b) or (b == [] and FLOAT8 in a):
-        return CONFLICT
+    are_lists = isinstance(a, list) and isinstance(b, list)
+    if not are_lists or (a == [] and FLOAT8 in b) or (b == [] and FLOAT8 in a):
+        return None
     return [*a, *(item for item in b if item not in a)]
 
 

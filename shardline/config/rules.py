@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 from shardline.config.assemble import line
 from shardline.config.features import refusals
@@ -12,15 +10,6 @@ from shardline.config.layout import Layout, resolve_layout, with_degrees
 from shardline.config.rule_table import LESS_LAYERS, RULES, Kind, Rule, differs, lr_notes
 from shardline.config.schema import Config, leaves
 from shardline.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A key whose feature is not built yet."""
-
-    key: str
-    value: Any
-    feature: str
 
 
 def check(config: Config) -> None:
@@ -43,19 +32,19 @@ def checked_layout(config: Config, ranks: int) -> Layout:
     return layout
 
 
-def pending(config: Config) -> list[Pending]:
-    """Keys that request a feature that is not built yet, each once."""
-    found: dict[str, Pending] = {}
+def pending(config: Config) -> dict[str, str]:
+    """Keys that request a feature that is not built yet: key -> feature."""
+    found: dict[str, str] = {}
     for rule, key in _matches(config, "pending"):
-        found.setdefault(key, Pending(key, config.value(key), rule.sentence(config)))
-    return list(found.values())
+        found.setdefault(key, rule.sentence(config))
+    return found
 
 
 def refuse_pending(config: Config) -> None:
     """Raise a ConfigError that names the keys whose feature is not built yet: `train` cannot run them."""
     rows = [
-        line(config.origin(row.key), row.key, f"{row.value!r} is not built yet ({row.feature})")
-        for row in pending(config)
+        line(config.origin(key), key, f"{config.value(key)!r} is not built yet ({feature})")
+        for key, feature in pending(config).items()
     ]
     if rows:
         raise ConfigError("\n".join(rows))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, PrivateAttr
+from pydantic.fields import FieldInfo
 
 from shardline.config.types import (
     URL,
@@ -86,23 +86,15 @@ class Optimizer(Section):
     eps: NonNegativeFloat = key(1e-8, "Added to the denominator of the update.")
     weight_decay: NonNegativeFloat = key(0.1, "Weight decay (decoupled for AdamW).")
     implementation: Literal["for-loop", "foreach", "fused"] = key("fused", "Kernel of the update.")
-    early_step_in_backward: bool = key(
-        False, "Update each parameter during backward, as soon as its gradient is complete."
-    )
+    early_step_in_backward: bool = key(False, "Update each parameter in backward, as soon as its gradient is complete.")
     early_step_clipping: Literal["refuse", "two_pass"] = key(
         "refuse", "Clipping with early_step_in_backward: refuse it, or run forward and backward twice (exact)."
     )
     decay_norms: bool = key(True, "Apply weight decay to norm weights and biases too.")
-    trust_coefficient: PositiveFloat = key(
-        0.001, "LARS: length of a layer's step relative to its weights, per unit of lr."
-    )
-    lr_scaling: Literal["none", "linear"] = key(
-        "none", "linear multiplies lr by the global batch size / lr_scaling_base_batch."
-    )
+    trust_coefficient: PositiveFloat = key(0.001, "LARS: a layer's step relative to its weights, per unit of lr.")
+    lr_scaling: Literal["none", "linear"] = key("none", "linear: lr x global batch size / lr_scaling_base_batch.")
     lr_scaling_base_batch: Positive = key(256, "Global batch size that lr is meant for (lr_scaling).")
-    state_dtype: Literal["parameter", "bfloat16"] = key(
-        "parameter", "Type in which AdamW and Adam store their moments."
-    )
+    state_dtype: Literal["parameter", "bfloat16"] = key("parameter", "Type of the moments of AdamW and Adam.")
 
 
 class LRScheduler(Section):
@@ -124,17 +116,13 @@ class Training(Section):
     dataset: Name = key("demo", '"demo", a registered source or a Hub dataset; only a label with dataset_path.')
     dataset_path: Text | None = key(None, "Files, glob, folder, prepared store, or dataset name to read.")
     local_batch_size: Positive = key(8, "Sequences per data-parallel rank in one forward pass.")
-    global_batch_size: PositiveOrAll = key(
-        -1, "Sequences per optimizer step over all ranks; -1 means one forward pass per rank."
-    )
+    global_batch_size: PositiveOrAll = key(-1, "Sequences per step over all ranks; -1: one forward pass per rank.")
     seq_len: Positive = key(2048, "Tokens per sequence.")
     max_norm: NonNegativeFloat = key(1.0, "Gradients with a larger norm are scaled down to it; 0 does not clip.")
     steps: Positive = key(10000, "Optimizer steps to run.")
     enable_cpu_offload: bool = key(False, "Keep parameters, gradients and optimizer state in CPU memory.")
     dtype: Literal["bfloat16", "float32"] = key("float32", "Type of the stored parameters.")
-    mixed_precision_param: Literal["bfloat16", "float32"] = key(
-        "bfloat16", "Type to compute in; if it is not given, a CPU computes in float32."
-    )
+    mixed_precision_param: Literal["bfloat16", "float32"] = key("bfloat16", "Compute type; unset: float32 on a CPU.")
     mixed_precision_reduce: Literal["float32"] = key("float32", "Type in which gradients are summed across ranks.")
     gc_freq: Positive = key(50, "Steps between garbage collections.")
     gc_debug: bool = key(False, "Collect garbage every step and log what it freed.")
@@ -142,9 +130,7 @@ class Training(Section):
     epochs: PositiveFloat | None = key(None, "Passes over the data, instead of training.steps.")
     dataset_text_field: Name = key("text", "Field of each record that holds the text.")
     dataset_split: Name = key("train", "Split of a Hugging Face dataset.")
-    cache_folder: Name | None = key(
-        None, "Folder of prepared data; unset means $SHARDLINE_CACHE or ~/.cache/shardline."
-    )
+    cache_folder: Name | None = key(None, "Folder of prepared data; unset: $SHARDLINE_CACHE or ~/.cache/shardline.")
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "After a NaN or infinite loss or gradient: stop the run, or skip the step."
     )
@@ -153,31 +139,23 @@ class Training(Section):
 
 class Parallelism(Section):
     data_parallel_replicate_degree: Positive = key(1, "Copies of the model (DDP, or HSDP with sharding).")
-    data_parallel_shard_degree: PositiveOrAll = key(
-        -1, "Ranks that shard one copy (FSDP); -1 takes the remaining ranks."
-    )
+    data_parallel_shard_degree: PositiveOrAll = key(-1, "Ranks that shard a copy (FSDP); -1: the remaining ranks.")
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default", "Free gathered parameters after forward; default does so unless the model is pipelined."
     )
     tensor_parallel_degree: Positive = key(1, "Ranks that split each layer's matrices.")
     disable_loss_parallel: bool = key(False, "Compute the loss from the whole output layer on every rank.")
-    enable_sequence_parallel: bool = key(
-        True, "Split norms and the residual stream over tensor-parallel ranks, by tokens."
-    )
+    enable_sequence_parallel: bool = key(True, "Split norms and residuals over tensor-parallel ranks, by tokens.")
     accumulation_sync: Literal["step", "micro_batch", "scatter"] = key(
         "step", "Sum gradients once per step, each micro-batch, or (HSDP) scatter each and sum replicas once."
     )
-    overlap_gradient_reduction: bool = key(
-        True, "Sum the replicas' gradients during backward; false waits for its end."
-    )
+    overlap_gradient_reduction: bool = key(True, "Sum replicas' gradients during backward, not after it.")
     gradient_bucket_mib: PositiveFloat = key(25.0, "MiB of gradients in one all-reduce of replicas.")
     gradient_compression: Literal["none", "bfloat16", "powersgd"] = key(
         "none", "How replicas (DDP) exchange gradients: in full, rounded, or as low-rank matrices."
     )
     powersgd_rank: Positive = key(4, "Rank of the matrices that powersgd sends.")
-    fsdp_prefetch: NonNegative = key(
-        1, "Decoder layers whose weights FSDP gathers ahead; 0: one, and only in backward."
-    )
+    fsdp_prefetch: NonNegative = key(1, "Decoder layers that FSDP gathers ahead; 0: one, and only in backward.")
     enable_async_tensor_parallel: bool = key(False, "Overlap tensor-parallel collectives with their matrix products.")
     async_tensor_parallel_backend: Literal["auto", "serial", "ring", "symmetric", "fused"] = key(
         "auto", "How they overlap: auto measures each product at the start, other names force a backend."
@@ -218,9 +196,7 @@ class Checkpoint(Section):
     enable_ft_dataloader_checkpoints: bool = key(True, "Save the data position per replica group.")
     folder: Name = key("checkpoint", "Folder of the checkpoints, inside the run folder.")
     interval: Positive = key(500, "Steps between checkpoints.")
-    initial_load_path: Text | None = key(
-        None, "Checkpoint (path or fsspec URL) or Hugging Face folder from which a new run starts."
-    )
+    initial_load_path: Text | None = key(None, "Checkpoint (path, fsspec URL) or Hugging Face folder of a new run.")
     initial_load_model_only: bool = key(True, "Load only the weights from initial_load_path.")
     initial_load_in_hf: bool = key(False, "initial_load_path (or hf_assets_path) is a Hugging Face folder.")
     initial_load_in_hf_quantized: bool = key(False, "The Hugging Face weights are quantized.")
@@ -232,13 +208,9 @@ class Checkpoint(Section):
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
         "disabled", "Write checkpoints while training goes on."
     )
-    save_timeout_seconds: Positive = key(
-        1800, "Longest time for one save; after it, the run ends and names the file it was writing."
-    )
+    save_timeout_seconds: Positive = key(1800, "Longest time for one save; then the run ends and names the file.")
     keep_latest_k: NonNegative = key(10, "Checkpoints to keep; 0 keeps all.")
-    mirror: URL | None = key(
-        None, "fsspec URL to which finished checkpoints are copied, and from which --resume fetches."
-    )
+    mirror: URL | None = key(None, "fsspec URL to which checkpoints are copied, and from which --resume fetches.")
     load_step: NonNegativeOrLatest = key(-1, "Step to resume from; -1 is the latest.")
     exclude_from_loading: list[Text] = key(
         [], "Parts that are not loaded: model, optimizer, lr_scheduler, dataloader, train_state."
@@ -246,12 +218,8 @@ class Checkpoint(Section):
     enable_first_step_checkpoint: bool = key(False, "Also save after the first step.")
     create_seed_checkpoint: bool = key(False, "Save the initial weights as step 0 and stop.")
     load_only: bool = key(False, "Load, but never save.")
-    preempted_exit_code: ExitCode = key(
-        0, "Exit code of a run that saved and stopped because of SIGTERM or a time limit."
-    )
-    save_before: Duration | None = key(
-        None, "Time since the job's start by which the run saves and stops; unset: the end of a SLURM job."
-    )
+    preempted_exit_code: ExitCode = key(0, "Exit code of a run that saved and stopped for SIGTERM or a time limit.")
+    save_before: Duration | None = key(None, "Time after the job's start to save and stop by; unset: SLURM's limit.")
 
 
 class ActivationCheckpoint(Section):
@@ -264,9 +232,7 @@ class ActivationCheckpoint(Section):
     memory_budget: Fraction = key(0.5, "memory_budget: fraction of the activations to keep.")
     visualize_memory_budget_pareto: bool = key(False, "Plot run time against memory for all budgets.")
     preserve_rng_state: bool = key(True, "Recompute with the random state of the first pass.")
-    determinism_check: Literal["default", "none"] = key(
-        "default", "Compare the shapes of a recomputation with the first pass."
-    )
+    determinism_check: Literal["default", "none"] = key("default", "Compare recomputed shapes with the first pass.")
     debug: bool = key(False, "Record operations to explain a mismatch; slow.")
 
 
@@ -337,9 +303,7 @@ class Comm(Section):
     lost_machine_seconds: Positive = key(
         10, "With --max-restarts or --nnodes MIN:MAX: a machine that is silent for this long is lost."
     )
-    bind_cpus: bool = key(
-        False, "Bind each rank to its share of the cores, on the NUMA node of its GPU if that is known."
-    )
+    bind_cpus: bool = key(False, "Bind ranks to their share of the cores, on the NUMA node of their GPU if known.")
     nccl: NCCL = key(NCCL(), "NCCL settings, the same on every rank.")
 
 
@@ -381,9 +345,7 @@ class Debug(Section):
     deterministic: bool = key(False, "Use deterministic kernels only: two runs are bitwise equal.")
     deterministic_warn_only: bool = key(False, "Warn instead of failing if an operation has no deterministic kernel.")
     moe_force_load_balance: bool = key(False, "Send every expert the same number of tokens; for tests.")
-    check_replicas_freq: NonNegative = key(
-        0, "Steps between checks that copies of the model are equal; 0 checks at the start only."
-    )
+    check_replicas_freq: NonNegative = key(0, "Steps between checks that copies are equal; 0: at the start only.")
 
 
 class Config(Section):
@@ -456,42 +418,25 @@ class Config(Section):
     __hash__ = None  # type: ignore[assignment]
 
 
-@dataclass(frozen=True)
-class Leaf:
-    """One key of the config: `training.dataloader.num_workers`."""
-
-    key: str
-    annotation: Any
-    metadata: tuple[Any, ...]
-    default: Any
-    description: str
+@cache
+def leaves() -> dict[str, FieldInfo]:
+    """Every key (`training.dataloader.num_workers`), in the order of the schema."""
+    return dict(_walk(Config, ""))
 
 
 @cache
-def leaves() -> dict[str, Leaf]:
-    """Every key, in the order of the schema."""
-    return {leaf.key: leaf for leaf in _walk(Config, "")}
-
-
-@cache
-def tables() -> dict[str, type[Section]]:
+def tables() -> list[str]:
     """Every table name (`training`, `training.dataloader`, ...), in the order of the schema."""
-    return dict(_tables(Config, ""))
+    paths = [key.split(".") for key in leaves()]
+    return list(dict.fromkeys(".".join(path[:depth]) for path in paths for depth in range(1, len(path))))
 
 
-def _walk(section: type[BaseModel], prefix: str) -> Iterator[Leaf]:
+def _walk(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _walk(field.annotation, f"{prefix}{name}.")
         else:
-            yield Leaf(prefix + name, field.annotation, tuple(field.metadata), field.default, field.description or "")
-
-
-def _tables(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield prefix + name, field.annotation
-            yield from _tables(field.annotation, f"{prefix}{name}.")
+            yield prefix + name, field
 
 
 def _comparable(config: Config) -> dict[str, Any]:

@@ -7,25 +7,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from shardline.config.architecture import Architecture, RopeScaling
 from shardline.config.assemble import OVERRIDES
 from shardline.config.rule_table import LESS_LAYERS
 from shardline.config.rules import pending
-from shardline.config.schema import Config, Leaf, leaves, tables
+from shardline.config.schema import Config, leaves, tables
 from shardline.config.types import short_type, words
 
 
 def to_toml(config: Config, comments: bool = False) -> str:
     """The config as TOML, with every key; `comments` adds type, default and meaning above each."""
-    marks = {row.key: f"  # not built yet: {row.feature}" for row in pending(config)}
+    marks = {key: f"  # not built yet: {feature}" for key, feature in pending(config).items()}
     blocks = []
-    for table in tables():
-        keys = [key for key in leaves() if key.rpartition(".")[0] == table]
-        if keys:
-            title = f"[{table}]" + (f"  # {_meaning(table)}" if comments and _meaning(table) else "")
-            lines = [line for key in keys for line in _lines(config, leaves()[key], marks.get(key, ""), comments)]
-            blocks.append("\n".join([title, *lines]))
+    for table, keys in _keys_by_table():
+        title = f"[{table}]" + (f"  # {_meaning(table)}" if comments and _meaning(table) else "")
+        lines = [line for key in keys for line in _lines(config, key, marks.get(key, ""), comments)]
+        blocks.append("\n".join([title, *lines]))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -40,13 +39,10 @@ def diff(a: Config, b: Config) -> str:
 def markdown() -> str:
     """The reference page of all keys, `docs/config.md`."""
     parts = [_PAGE_HEAD]
-    for table in tables():
-        rows = [leaf for key, leaf in leaves().items() if key.rpartition(".")[0] == table]
-        if not rows:
-            continue
+    for table, keys in _keys_by_table():
         parts.append(f"## [{table}]\n" + (f"\n{_meaning(table)}\n" if _meaning(table) else ""))
         parts.append("| key | value | default | meaning |\n| --- | --- | --- | --- |")
-        parts += [_row(leaf) for leaf in rows]
+        parts += [_row(key, leaves()[key]) for key in keys]
         parts.append("")
         if table == "model":
             parts += [*_fields("model.overrides", Architecture), *_fields("model.overrides.rope_scaling", RopeScaling)]
@@ -73,43 +69,47 @@ def _toml_key(name: str) -> str:
     return name if name.replace("_", "").isalnum() and name.isascii() else json.dumps(name)
 
 
-def _lines(config: Config, leaf: Leaf, mark: str, comments: bool) -> Iterator[str]:
-    name = leaf.key.rpartition(".")[2]
+def _keys_by_table() -> Iterator[tuple[str, list[str]]]:
+    """The tables that have keys of their own, with these."""
+    for table in tables():
+        if keys := [key for key in leaves() if key.rpartition(".")[0] == table]:
+            yield table, keys
+
+
+def _lines(config: Config, key: str, mark: str, comments: bool) -> Iterator[str]:
+    name, field, why = key.rpartition(".")[2], leaves()[key], _why_unset(config, key)
     if comments:
-        yield f"# {short_type(leaf.annotation)}, default {_default(leaf)}. {leaf.description}"
-    why = _why_unset(config, leaf)
-    if why is not None:
-        yield f"# {name} is unset{why}"
-    else:
-        yield f"{name} = {toml_value(config.value(leaf.key))}{mark}"
+        yield f"# {short_type(field.annotation)}, default {_default(field)}. {field.description}"
+    yield f"# {name} is unset{why}" if why is not None else f"{name} = {toml_value(config.value(key))}{mark}"
     if comments:
         yield ""
 
 
-def _why_unset(config: Config, leaf: Leaf) -> str | None:
+def _why_unset(config: Config, key: str) -> str | None:
     """Why a key must stay out of the file; None for a key that is written."""
-    if leaf.key == "job.config_file":
+    if key == "job.config_file":
         return ": it is given on the command line only"
-    if leaf.key == "training.mixed_precision_param" and not config.is_set(leaf.key):
-        return ": bfloat16, or float32 on CPU"
-    if leaf.key in LESS_LAYERS and not config.is_set(leaf.key):
-        return ": 1; if both ends of the pipeline have that, stages are split by weights"
-    if leaf.key == "training.steps" and config.training.epochs is not None and not config.is_set(leaf.key):
-        return ": training.epochs gives the length"
-    return "" if config.value(leaf.key) is None and leaf.default is None else None
+    if not config.is_set(key):
+        if key == "training.mixed_precision_param":
+            return ": bfloat16, or float32 on CPU"
+        if key in LESS_LAYERS:
+            return ": 1; if both ends of the pipeline have that, stages are split by weights"
+        if key == "training.steps" and config.training.epochs is not None:
+            return ": training.epochs gives the length"
+    return "" if config.value(key) is None and leaves()[key].default is None else None
 
 
 def _shown(config: Config) -> Iterator[tuple[str, str]]:
-    for leaf in leaves().values():
-        if leaf.key == OVERRIDES:
+    for key in leaves():
+        if key == OVERRIDES:
             for name, value in config.model.overrides.items():
                 yield f"{OVERRIDES}.{name}", toml_value(value)
-        elif _why_unset(config, leaf) is None:
-            yield leaf.key, toml_value(config.value(leaf.key))
+        elif _why_unset(config, key) is None:
+            yield key, toml_value(config.value(key))
 
 
-def _default(leaf: Leaf) -> str:
-    return "unset" if leaf.default is None else toml_value(leaf.default)
+def _default(field: FieldInfo) -> str:
+    return "unset" if field.default is None else toml_value(field.default)
 
 
 def _meaning(table: str) -> str:
@@ -117,11 +117,10 @@ def _meaning(table: str) -> str:
     return (Config.model_fields[table].description or "") if table in Config.model_fields else ""
 
 
-def _row(leaf: Leaf) -> str:
-    kind = (
-        short_type(leaf.annotation) if " | " in short_type(leaf.annotation) else words(leaf.annotation, leaf.metadata)
-    )
-    cells = [f"`{leaf.key}`", kind, f"`{_default(leaf)}`", leaf.description]
+def _row(key: str, field: FieldInfo) -> str:
+    short = short_type(field.annotation)
+    kind = short if " | " in short else words(field.annotation, field.metadata)
+    cells = [f"`{key}`", kind, f"`{_default(field)}`", field.description or ""]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -35,14 +35,14 @@ SPECIAL = {
 }
 
 
-def values(leaf):
+def values(key, field):
     """Valid values of one key."""
-    return SPECIAL[leaf.key] if leaf.key in SPECIAL else _values(leaf.annotation, _words(leaf.metadata))
+    return SPECIAL[key] if key in SPECIAL else _values(field.annotation, _words(field.metadata))
 
 
 def configs():
     """Some keys with valid values."""
-    return st.fixed_dictionaries({}, optional={key: values(leaf) for key, leaf in leaves().items()})
+    return st.fixed_dictionaries({}, optional={key: values(key, field) for key, field in leaves().items()})
 
 
 def _words(metadata):

@@ -140,8 +140,8 @@ def test_whether_a_key_was_given_is_asked_only_where_the_written_config_tells_it
         for file in (Path(__file__).parents[2] / "shardline").rglob("*.py")
         for argument in re.findall(r"(?<!def )is_set\(([^)]+)\)", file.read_text())
     }
-    # The writer's own question; of the note about the cut of stages; of the command that converts checkpoints
-    names = {"leaf.key", "key", 'f"model.{key}"'}
+    # The questions of the writer and of the note about the cut of stages; of the command that converts checkpoints
+    names = {"key", 'f"model.{key}"'}
     assert asked - names == {'"training.mixed_precision_param"', '"training.steps"'}
 
 

@@ -105,10 +105,10 @@ def test_reference_types_match():
 
 
 def test_every_key_has_one_line_of_meaning():
-    for leaf in leaves().values():
-        assert 10 < len(leaf.description) < 110, leaf.key
-        assert leaf.description.endswith("."), leaf.key
-        assert "\n" not in leaf.description, leaf.key
+    for key, leaf in leaves().items():
+        assert 10 < len(leaf.description) < 110, key
+        assert leaf.description.endswith("."), key
+        assert "\n" not in leaf.description, key
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     ranks = f"{layout.world_size} ranks: {layout}" if layout.world_size > 1 else "1 rank"
     lines = [f"{config.model.name} {config.model.flavor} on {ranks}"]
     lines += _mesh_lines(layout, ranks_per_node)
-    if not any(item.key in ("model.name", "model.flavor") for item in missing):
+    if not missing.keys() & {"model.name", "model.flavor"}:
         # The types of a run on GPUs: on CPU the default is float32.
         precision = choose_precision(config, torch.device("cuda"), has_bfloat16=True)
         arch = resolve(config.model)
@@ -59,7 +59,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
         lines += _collective_lines(config, arch, layout, precision)
     else:
         lines += _step_lines(config, layout)
-    lines += [f"not built yet: {item.key} = {item.value!r} ({item.feature})" for item in missing]
+    lines += [f"not built yet: {key} = {config.value(key)!r} ({feature})" for key, feature in missing.items()]
     lines += [f"note: {line}" for line in (*config.alias_notes, *notes(with_degrees(config, layout)))]
     return "\n".join(lines)
 
