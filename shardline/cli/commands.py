@@ -98,7 +98,7 @@ def _located(config: Config, line: str) -> str:
 
 def _train(parsed: Parsed) -> int:
     from shardline.config.rules import refuse_pending
-    from shardline.run.options import TrainOptions
+    from shardline.run.options import TrainOptions, node_range
 
     options = TrainOptions(**parsed.named(), debug=parsed.options["debug"], words=parsed.words)
     if options.resume and options.overwrite:
@@ -106,25 +106,19 @@ def _train(parsed: Parsed) -> int:
     if options.world_size is not None and not options.dry_run:
         raise UserError("--world-size is for --dry-run; --nproc starts processes")
     config = load(parsed.file, parsed.flags, check_model=True)
-    if not options.dry_run:
-        refuse_pending(config)
     with _placing(config):
-        if options.dry_run:
-            return _describe(config, options)
-        from shardline.launch.launch import train
+        if not options.dry_run:
+            refuse_pending(config)
+            from shardline.launch.launch import train
 
-        return train(config, options)
+            return train(config, options)
+        from shardline.tools.dry_run.dry_run import describe
 
-
-def _describe(config: Config, options: TrainOptions) -> int:
-    from shardline.run.options import node_range
-    from shardline.tools.dry_run.dry_run import describe
-
-    _, nodes = node_range(options.nnodes)
-    ranks = nodes * options.nproc
-    known = options.world_size or (ranks if ranks > 1 else None)
-    print(describe(config, known, options.nproc if nodes > 1 else None))
-    return 0
+        _, nodes = node_range(options.nnodes)
+        ranks = nodes * options.nproc
+        known = options.world_size or (ranks if ranks > 1 else None)
+        print(describe(config, known, options.nproc if nodes > 1 else None))
+        return 0
 
 
 def _config(parsed: Parsed) -> int:
@@ -344,20 +338,20 @@ def _bench_comm(parsed: Parsed) -> int:
     if parsed.options["tp"] is not None:
         parsed.flags.append(f"--parallelism.tensor_parallel_degree={parsed.options['tp']}")
     config = load(parsed.file, parsed.flags)
-    from shardline.tools.bench.comm import CommOptions, run
+    from shardline.tools.bench.comm import run
 
-    names = ("sizes", "ops", "dim", "dtype", "iterations", "json")
-    return run(CommOptions(config, _start_options(parsed), **parsed.named(*names)))
+    options = parsed.named("sizes", "ops", "dim", "dtype", "iterations", "json")
+    return run(config, _start_options(parsed), **options)
 
 
 def _bench_overlap(parsed: Parsed) -> int:
     keys = {"model": "model.name", "flavor": "model.flavor", "tp": "parallelism.tensor_parallel_degree"}
     parsed.flags += [f"--{key}={parsed.options[name]}" for name, key in keys.items()]
     config = load(parsed.file, parsed.flags, check_model=True)
-    from shardline.tools.bench.overlap import OverlapOptions, run
+    from shardline.tools.bench.overlap import run
 
-    names = ("seq", "batch", "backend", "dtype", "iterations", "json")
-    return run(OverlapOptions(config, _start_options(parsed), **parsed.named(*names)))
+    options = parsed.named("seq", "batch", "backend", "dtype", "iterations", "json")
+    return run(config, _start_options(parsed), **options)
 
 
 def _start_options(parsed: Parsed) -> TrainOptions:

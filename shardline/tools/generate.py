@@ -6,7 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,23 +26,15 @@ from shardline.training.setup import build_model
 
 
 def command(
-    folder: str | Path,
-    *,
-    prompt: str,
-    max_new_tokens: int = 100,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    device: str | None = None,
-    tokenizer: str | None = None,
+    folder: str | Path, *, prompt: str, device: str | None = None, tokenizer: str | None = None, **sampling: Any
 ) -> int:
-    """Print the prompt and the text that the model adds to it, as it is generated."""
+    """Print the prompt and the text that the model adds to it, as `models.generate` samples it."""
     where, folder = _device(device), local_path(folder)
     saved = _open(folder)
     location = tokenizer or saved.tokenizer
     words = _tokenizer(folder, location, saved.architecture)
-    ids = _with_start(words, words.encode(prompt))
+    # Training documents begin with the start token, so prompts do too.
+    ids = [*([] if words.bos_id is None else [words.bos_id]), *words.encode(prompt)]
     if not ids:
         raise UserError("--prompt is empty and the tokenizer has no start token: give at least one character")
     model = _build(saved.architecture, saved.read(), where)
@@ -51,16 +43,8 @@ def command(
     sys.stdout.write(prompt)
     stream = TextStream(words, ids)
     try:
-        for token in generate(
-            model,
-            torch.tensor([ids], device=where),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            eos_id=end_tokens(words, location),
-            seed=seed,
-        ):
+        ends = end_tokens(words, location)
+        for token in generate(model, torch.tensor([ids], device=where), eos_id=ends, **sampling):
             sys.stdout.write(stream.add(token))
             sys.stdout.flush()
     except UserError:
@@ -153,8 +137,3 @@ def _device(name: str | None) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices here")
     return device
-
-
-def _with_start(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Training documents begin with the start token, so prompts do too."""
-    return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids]

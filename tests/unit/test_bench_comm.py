@@ -16,10 +16,9 @@ from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.errors import UserError
-from shardline.run.options import TrainOptions
 from shardline.tools.bench import comm as bench
 from shardline.tools.bench.collectives import OPS, Bench, CollectiveTime, WrongResult
-from shardline.tools.bench.comm import CommOptions, CommReport, parse_sizes
+from shardline.tools.bench.comm import measure_all, parse_sizes
 from tests.e2e.tiny import command
 from tests.parity.pool import Pool
 
@@ -209,10 +208,10 @@ def test_shared_gpus_are_told_to_be_numbers_of_gloo(monkeypatch, capsys):
     tester.axis, tester.device, tester.backend = collectives.Axis("tp", None, 2, 0), torch.device("cuda"), "gloo"
     tester.through_host = True
     monkeypatch.setattr(bench, "device_name", lambda device: "a GPU")
-    options = CommOptions(None, TrainOptions(), json=True)
-    CommReport(tester, options, prints=False)
-    assert capsys.readouterr().err == ""
-    CommReport(tester, options, prints=True).row(CollectiveTime("p2p", 8, 2, 1, 0.001, 0.5, 0.5))
+    tester.measure = lambda op, size: CollectiveTime(op, size, 2, 1, 0.001, 0.5, 0.5)
+    measure_all(tester, ["p2p"], [8], "float32", json=True, prints=False)
+    assert capsys.readouterr() == ("", "")
+    measure_all(tester, ["p2p"], [8], "float32", json=True, prints=True)
     shown = capsys.readouterr()
     assert "numbers of gloo" in shown.err
     assert json.loads(shown.out)["device"] == "a GPU"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,7 @@ class Case:
     """
 
     op: str
-    run: Callable[[], None]
+    run: Callable[[], object]
     x: Tensor
     given: list[Tensor]
     result: Tensor
@@ -77,7 +78,9 @@ class Bench:
         self._check(case)
         self._fill(case)
         self._calls(case, WARM_UP)
-        iterations = self.iterations or self._fitting(self._timed(case, 1))
+        iterations = self.iterations
+        if iterations is None:
+            iterations = max(LEAST, min(MOST, int(TIMED_SECONDS / max(self._timed(case, 1), 1e-9))))
         seconds = self._timed(case, iterations)
         n, algbw = self.axis.size, case.size / seconds / 1e9
         factor = {"all_reduce": 2 * (n - 1) / n, "p2p": 1.0}.get(op, (n - 1) / n)
@@ -87,9 +90,6 @@ class Bench:
         """Buffers of `size` bytes or a little less: a whole number of elements for every rank, at least one."""
         made: Case = getattr(self, f"_{op}")(max(1, size // self.dtype.itemsize // self.axis.size))
         return made
-
-    def _fitting(self, seconds: float) -> int:
-        return max(LEAST, min(MOST, int(TIMED_SECONDS / max(seconds, 1e-9))))
 
     def _timed(self, case: Case, iterations: int) -> float:
         """Seconds of one call on the slowest rank; all ranks start together."""
@@ -114,27 +114,18 @@ class Bench:
 
     def _all_reduce(self, count: int) -> Case:
         x = self._empty(count * self.axis.size)
-
-        def call() -> None:
-            dist.all_reduce(x, group=self.axis.group)
-
+        call = partial(dist.all_reduce, x, group=self.axis.group)
         return Case("all_reduce", call, x, [self._pattern(self.axis.rank)], x, [self._sum()], len(x))
 
     def _all_gather(self, count: int) -> Case:
         x, out = self._empty(count), self._empty(count * self.axis.size)
-
-        def call() -> None:
-            collectives._all_gather(out, x, group=self.axis.group)
-
+        call = partial(collectives._all_gather, out, x, group=self.axis.group)
         expected = [self._pattern(rank) for rank in range(self.axis.size)]
         return Case("all_gather", call, x, [self._pattern(self.axis.rank)], out, expected, count)
 
     def _reduce_scatter(self, count: int) -> Case:
         x, out = self._empty(count * self.axis.size), self._empty(count)
-
-        def call() -> None:
-            collectives._reduce_scatter(out, x, group=self.axis.group)
-
+        call = partial(collectives._reduce_scatter, out, x, group=self.axis.group)
         return Case("reduce_scatter", call, x, self._patterns_to_all(), out, [self._sum(self.axis.rank)], count)
 
     def _all_to_all(self, count: int) -> Case:
@@ -201,19 +192,16 @@ class Bench:
 
     def _check(self, case: Case) -> None:
         for part, pattern in zip(case.result.split(len(case.result) // len(case.expected)), case.expected, strict=True):
-            self._compare(case.op, part, pattern)
-
-    def _compare(self, op: str, x: Tensor, pattern: Tensor) -> None:
-        tile, exact = self._tile(pattern), pattern.max() <= 256
-        for part in x.split(len(tile)):
-            expected = tile[: len(part)]
-            if torch.equal(part, expected) or (not exact and torch.allclose(part, expected, rtol=0.02)):
-                continue
-            at = int((part != expected).nonzero()[0])
-            raise WrongResult(
-                f"{op} over {self.axis.name} by {self.backend} returned {part[at].item():g}"
-                f" instead of {expected[at].item():g}"
-            )
+            tile, exact = self._tile(pattern), pattern.max() <= 256
+            for piece in part.split(len(tile)):
+                expected = tile[: len(piece)]
+                if torch.equal(piece, expected) or (not exact and torch.allclose(piece, expected, rtol=0.02)):
+                    continue
+                at = int((piece != expected).nonzero()[0])
+                raise WrongResult(
+                    f"{case.op} over {self.axis.name} by {self.backend} returned {piece[at].item():g}"
+                    f" instead of {expected[at].item():g}"
+                )
 
 
 def _stage(target: Tensor, source: Tensor) -> None:

@@ -13,12 +13,10 @@ is checked once, element by element.
 
 from __future__ import annotations
 
-import json
+import json as json_lines
 import math
 import re
 import sys
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -38,45 +36,28 @@ DIMS = (*AXES, "fsdp", "loss", "world")
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
-@dataclass(frozen=True)
-class CommOptions:
-    """`shardline bench comm`; the config has the layout."""
-
-    config: Config
-    start: TrainOptions  # nproc 0: as many as the layout needs
-    sizes: str = "1M:64M"
-    ops: str = "all_reduce,all_gather,reduce_scatter,all_to_all,p2p"
-    dim: str = "world"
-    dtype: str = "float32"
-    iterations: int | None = None  # None: as many as fit into half a second
-    json: bool = False
-
-
-def run(options: CommOptions) -> int:
+def run(
+    config: Config, start: TrainOptions, sizes: str, ops: str, dim: str, dtype: str, iterations: int | None, json: bool
+) -> int:
     """Check the options, then start the ranks, or measure if this is one; returns the exit code."""
-    sizes, ops = parse_sizes(options.sizes), parse_ops(options.ops)
-    if options.dim not in DIMS:
-        raise UserError(f"--dim: expected one of {', '.join(DIMS)}, got {options.dim!r}{nearest(options.dim, DIMS)}")
-    wanted = _wanted(options.config)
-    ranks = rank_count(options.start, wanted)
+    lengths, names = parse_sizes(sizes), parse_ops(ops)
+    if dim not in DIMS:
+        raise UserError(f"--dim: expected one of {', '.join(DIMS)}, got {dim!r}{nearest(dim, DIMS)}")
+    wanted = _wanted(config)
+    ranks = rank_count(start, wanted)
     if ranks == 1:
         raise UserError("one rank has no collectives: --nproc 2 starts two")
-    config = _with_dim(options.config, options.dim, ranks)
+    config = _with_dim(config, dim, ranks)
     layout = resolve_layout(config.parallelism, ranks)
-    if _degree(layout, options.dim) == 1:
-        raise UserError(f"--dim {options.dim}: the layout {layout} has one rank there")
+    if _degree(layout, dim) == 1:
+        raise UserError(f"--dim {dim}: the layout {layout} has one rank there")
 
     def work(mesh: Mesh, device: torch.device) -> int:
-        bench = Bench(collectives.axis(options.dim), device, DTYPES[options.dtype], options.iterations)
-        report = CommReport(bench, options, mesh.rank == 0)
-        for op in ops:
-            report.begin(op)
-            for size in sizes:
-                report.row(bench.measure(op, size))
-            report.end()
+        bench = Bench(collectives.axis(dim), device, DTYPES[dtype], iterations)
+        measure_all(bench, names, lengths, dtype, json, prints=mesh.rank == 0)
         return 0
 
-    return on_ranks("bench comm", config, options.start, wanted, work)
+    return on_ranks("bench comm", config, start, wanted, work)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -130,56 +111,46 @@ def _degree(layout: Layout, dim: str) -> int:
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
-class CommReport:
-    """Prints rows as nccl-tests do, or JSON, on the rank that `prints`."""
-
-    def __init__(self, bench: Bench, options: CommOptions, prints: bool) -> None:
-        self.bench, self.options, self.prints = bench, options, prints
-        self.rows: list[CollectiveTime] = []
-        self.device = device_name(bench.device)
-        if prints and bench.through_host:
-            staged = ", all_to_all and p2p through host memory"
-            print(f"note: ranks share a GPU, so these are numbers of gloo, not of NCCL{staged}", file=sys.stderr)
-
-    def begin(self, op: str) -> None:
-        self.rows = []
-        if self.prints and not self.options.json:
-            bench = self.bench
-            print(f"# {op} over {bench.axis.name}: {bench.axis.size} ranks, {bench.backend}, {self.device}")
+def measure_all(bench: Bench, ops: list[str], sizes: list[int], dtype: str, json: bool, prints: bool) -> None:
+    """Measure, and print rows as nccl-tests do, or JSON, on the rank that `prints`."""
+    device = device_name(bench.device)
+    if prints and bench.through_host:
+        staged = ", all_to_all and p2p through host memory"
+        print(f"note: ranks share a GPU, so these are numbers of gloo, not of NCCL{staged}", file=sys.stderr)
+    for op in ops:
+        if prints and not json:
+            print(f"# {op} over {bench.axis.name}: {bench.axis.size} ranks, {bench.backend}, {device}")
             print(f"# {'size':>12}  {'count':>12}  {'type':>8}  {'time':>12}  {'algbw':>8}  {'busbw':>8}")
             print(f"# {'(B)':>12}  {'(elements)':>12}  {'':>8}  {'(us)':>12}  {'(GB/s)':>8}  {'(GB/s)':>8}", flush=True)
-
-    def row(self, row: CollectiveTime) -> None:
-        self.rows.append(row)
-        if not self.prints:
-            return
-        if self.options.json:
-            print(json.dumps(self._json(row)), flush=True)
-            return
-        time_us, dtype = row.seconds * 1e6, self.options.dtype
-        print(
-            f"  {row.size:>12}  {row.count:>12}  {dtype:>8}  {time_us:>12.1f}  {row.algbw:>8.3f}  {row.busbw:>8.3f}",
-            flush=True,
-        )
-
-    def end(self) -> None:
-        if self.prints and not self.options.json:
-            mean = sum(row.busbw for row in self.rows) / len(self.rows)
+        rows = []
+        for size in sizes:
+            rows.append(bench.measure(op, size))
+            if prints:
+                print(json_row(bench, rows[-1], dtype, device) if json else _line(rows[-1], dtype), flush=True)
+        if prints and not json:
+            mean = sum(row.busbw for row in rows) / len(rows)
             print(f"# average bus bandwidth: {mean:.3f} GB/s\n", flush=True)
 
-    def _json(self, row: CollectiveTime) -> dict[str, Any]:
-        return {
-            "benchmark": "comm",
-            "op": row.op,
-            "dim": self.bench.axis.name,
-            "world": self.bench.axis.size,
-            "bytes": row.size,
-            "dtype": self.options.dtype,
-            "iterations": row.iterations,
-            "milliseconds": row.seconds * 1e3,
-            "algbw_gbs": row.algbw,
-            "busbw_gbs": row.busbw,
-            "device": self.device,
-            "backend": self.bench.backend,
-            "torch": torch.__version__,
-        }
+
+def _line(row: CollectiveTime, dtype: str) -> str:
+    time_us = row.seconds * 1e6
+    return f"  {row.size:>12}  {row.count:>12}  {dtype:>8}  {time_us:>12.1f}  {row.algbw:>8.3f}  {row.busbw:>8.3f}"
+
+
+def json_row(bench: Bench, row: CollectiveTime, dtype: str, device: str) -> str:
+    fields = {
+        "benchmark": "comm",
+        "op": row.op,
+        "dim": bench.axis.name,
+        "world": bench.axis.size,
+        "bytes": row.size,
+        "dtype": dtype,
+        "iterations": row.iterations,
+        "milliseconds": row.seconds * 1e3,
+        "algbw_gbs": row.algbw,
+        "busbw_gbs": row.busbw,
+        "device": device,
+        "backend": bench.backend,
+        "torch": torch.__version__,
+    }
+    return json_lines.dumps(fields)

@@ -12,10 +12,10 @@ Serial's exposed time can be several times its communication: a product runs slo
 
 from __future__ import annotations
 
-import json
+import json as json_lines
 import statistics
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from shardline.models.flavors import resolve
 from shardline.parallel.tensor.async_tp import usable_backends
 from shardline.parallel.tensor.autotune import Measured, block_shapes, candidates, fastest, measure
 from shardline.parallel.tensor.backend_table import Choice, backends
-from shardline.parallel.tensor.tensor import TensorParallel, check_tensor_parallel
+from shardline.parallel.tensor.tensor import check_tensor_parallel
 from shardline.precision.mixed import DTYPES
 from shardline.registry import nearest
 from shardline.run.device import device_name
@@ -41,58 +41,52 @@ from shardline.tools.bench.ranks import on_ranks, rank_count
 NAMES = ("serial", "ring", "symmetric", "fused", "auto")
 
 
-@dataclass(frozen=True)
-class OverlapOptions:
-    """`shardline bench overlap`; the config tells the model and the layout."""
-
-    config: Config
-    start: TrainOptions  # nproc 0: one per tensor-parallel rank
-    seq: int = 8192
-    batch: int = 1
-    backend: str | None = None  # unset: every one that can run
-    dtype: str | None = None  # unset: bfloat16 on a GPU, float32 on a CPU
-    iterations: int | None = None  # unset: as many as fit into a moment
-    json: bool = False
-
-
-def run(options: OverlapOptions) -> int:
+def run(
+    config: Config,
+    start: TrainOptions,
+    seq: int,
+    batch: int,
+    backend: str | None,
+    dtype: str | None,
+    iterations: int | None,
+    json: bool,
+) -> int:
     """Check the options, then start the ranks, or measure if this is one; returns the exit code."""
-    degree, arch = options.config.parallelism.tensor_parallel_degree, resolve(options.config.model)
-    if options.backend is not None and options.backend not in NAMES:
-        close = nearest(options.backend, NAMES)
-        raise UserError(f"--backend: expected one of {', '.join(NAMES)}, got {options.backend!r}{close}")
+    degree, arch = config.parallelism.tensor_parallel_degree, resolve(config.model)
+    if backend is not None and backend not in NAMES:
+        raise UserError(f"--backend: expected one of {', '.join(NAMES)}, got {backend!r}{nearest(backend, NAMES)}")
     if degree < 2:
         raise UserError("one rank has nothing to overlap: --tp 2 measures two")
-    if rank_count(options.start, degree) != degree:
-        raise UserError(f"--tp {degree} needs {degree} ranks, but {rank_count(options.start, degree)} were requested")
+    if rank_count(start, degree) != degree:
+        raise UserError(f"--tp {degree} needs {degree} ranks, but {rank_count(start, degree)} were requested")
     check_tensor_parallel(arch, degree)
-    rows = options.seq * options.batch
+    rows = seq * batch
     if rows % degree:
-        raise UserError(f"{options.batch} x {options.seq} = {rows} tokens cannot be shared evenly by {degree} ranks")
+        raise UserError(f"{batch} x {seq} = {rows} tokens cannot be shared evenly by {degree} ranks")
 
     def work(mesh: Mesh, device: torch.device) -> int:
-        dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
+        kind = DTYPES[dtype] if dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
         lines: list[str] = []
-        allowed = usable_backends(options.backend or "auto", device, lines)
-        plan = TensorParallel(degree, options.config.parallelism.enable_sequence_parallel, True)
-        shapes = block_shapes(arch, degree, rows, dtype, sequence_parallel=plan.sequence_parallel)
+        allowed = usable_backends(backend or "auto", device, lines)
+        sequence_parallel = config.parallelism.enable_sequence_parallel
+        shapes = block_shapes(arch, degree, rows, kind, sequence_parallel=sequence_parallel)
         speaks, shown = mesh.rank == 0, []
         for line in lines if speaks else ():
             print(f"note: {line}", file=sys.stderr)
         for number, shape in enumerate(shapes, start=1):
             if speaks:
                 print(f"{number} of {len(shapes)}: {shape.product}", file=sys.stderr, flush=True)
-            measured = measure_all(shape, allowed, device, options.iterations)
-            for backend, why in measured.refused.items() if speaks else ():
-                print(f"note: {measured.product}: {backend} cannot be used here: {why}", file=sys.stderr)
+            measured = measure_all(shape, allowed, device, iterations)
+            for refused, why in measured.refused.items() if speaks else ():
+                print(f"note: {measured.product}: {refused} cannot be used here: {why}", file=sys.stderr)
             shown.append(measure_row(measured, device))
-            if speaks and options.json:
-                print(json.dumps(shown[-1]), flush=True)
-        if speaks and not options.json:
+            if speaks and json:
+                print(json_lines.dumps(shown[-1]), flush=True)
+        if speaks and not json:
             _show(shown, device)
         return 0
 
-    return on_ranks("bench overlap", options.config, options.start, degree, work)
+    return on_ranks("bench overlap", config, start, degree, work)
 
 
 def measure_all(shape: Any, allowed: list[str], device: torch.device, rounds: int | None) -> Measured:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardline.config.layout import Layout, resolve_layout
+from shardline.config.layout import resolve_layout
 from shardline.config.schema import Config
 from shardline.launch.launch import nodes_of, start, started_ranks
 from shardline.run.options import TrainOptions
@@ -38,10 +38,6 @@ def on_ranks(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
     if ranks > 1 and not started_ranks():
         return start(command, config, replace(options, nproc=_processes(options, wanted)))
-    return _work(config, layout, work)
-
-
-def _work(config: Config, layout: Layout, work: Callable[[Mesh, torch.device], int]) -> int:
     from shardline.comm.mesh import Mesh, start_process_group, stop_process_group
     from shardline.run.device import choose_device
     from shardline.run.numa import prepare_rank
