@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,24 +12,15 @@ CONVERTER_NAMES = {"float8": FLOAT8, "mx": "quantize.linear.mx"}
 
 @dataclass(frozen=True)
 class Alias:
-    """An older key. If its type differs from the new key's, `kind` is the type and `convert` makes the new value."""
+    """An older key. If it was a switch and the new key is none, `values` are those of the new key for on and off."""
 
     new: str
-    kind: Any = None
-    convert: Callable[[Any], Any] | None = None
-
-
-def _cast_kernel(use_triton: bool) -> str:
-    return "triton" if use_triton else "torch"
-
-
-def _optimizer_kernel(fused: bool) -> str:
-    return "fused" if fused else "foreach"
+    values: Mapping[bool, Any] | None = None
 
 
 ALIASES: dict[str, Alias] = {
     "job.print_args": Alias("job.print_config"),
-    "optimizer.fused": Alias("optimizer.implementation", bool, _optimizer_kernel),
+    "optimizer.fused": Alias("optimizer.implementation", {True: "fused", False: "foreach"}),
     "lr_scheduler.lr_min": Alias("lr_scheduler.min_lr_factor"),
     "training.compile": Alias("compile.enable"),
     "training.batch_size": Alias("training.local_batch_size"),
@@ -53,13 +44,15 @@ ALIASES: dict[str, Alias] = {
     "checkpoint.initial_load_model_weights_only": Alias("checkpoint.initial_load_model_only"),
     "checkpoint.last_save_model_weights_only": Alias("checkpoint.last_save_model_only"),
     "memory_estimation.enabled": Alias("memory_estimation.enable"),
-    "float8.enable_float8_linear": Alias("model.converters", bool, lambda on: [FLOAT8] if on else []),
+    "float8.enable_float8_linear": Alias("model.converters", {True: [FLOAT8], False: []}),
     "float8.enable_fsdp_float8_all_gather": Alias(f"{FLOAT8}.enable_fsdp_float8_all_gather"),
     "float8.precompute_float8_dynamic_scale_for_fsdp": Alias(f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp"),
     "float8.recipe_name": Alias(f"{FLOAT8}.recipe_name"),
     "float8.filter_fqns": Alias(f"{FLOAT8}.filter_fqns"),
     "float8.emulate": Alias(f"{FLOAT8}.emulate"),
-    "mx.use_fp8_dim1_cast_triton_kernel": Alias("quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", bool, _cast_kernel),
+    "mx.use_fp8_dim1_cast_triton_kernel": Alias(
+        "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice", {True: "triton", False: "torch"}
+    ),
     "mx.recipe_name": Alias("quantize.linear.mx.recipe_name"),
     "mx.filter_fqns": Alias("quantize.linear.mx.filter_fqns"),
 }

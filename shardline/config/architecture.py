@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from shardline.config.types import show
+from shardline.config.types import Section, show
 from shardline.errors import ConfigError
 from shardline.registry import nearest
 
@@ -22,10 +22,8 @@ SCALING_FIELDS: dict[str, tuple[str, ...]] = {
 }
 
 
-class RopeScaling(BaseModel):
+class RopeScaling(Section):
     """How rotary frequencies are scaled beyond the length that a model was first trained with."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     type: Literal["linear", "llama3", "yarn"] = Field(description="Scaling rule.")
     factor: float = Field(gt=0, description="How many times longer the context becomes.")
@@ -54,10 +52,8 @@ class RopeScaling(BaseModel):
         return self
 
 
-class Architecture(BaseModel):
+class Architecture(Section):
     """One decoder. By default, `n_kv_heads` is `n_heads` and `head_dim` is `dim // n_heads`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     dim: int = Field(ge=1, description="Width of the residual stream.")
     n_layers: int = Field(ge=1, description="Number of decoder layers.")

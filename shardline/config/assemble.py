@@ -61,7 +61,7 @@ def annotation_of(key: str) -> Any:
         return leaves()[key].annotation
     if key in ALIASES:
         alias = ALIASES[key]
-        return alias.kind if alias.kind is not None else leaves()[alias.new].annotation
+        return bool if alias.values is not None else leaves()[alias.new].annotation
     if key in NO_EFFECT:
         return NO_EFFECT[key]
     if key.startswith(OVERRIDES + "."):
@@ -119,8 +119,10 @@ def _alike(a: str, b: str) -> float:
 def _put(nested: dict[str, Any], key: str, value: Any) -> None:
     *path, name = key.split(".")
     for part in path:
-        if not isinstance(nested.get(part), dict):  # not there, or "none"
+        if nested.get(part) is None:
             nested[part] = {}
+        elif not isinstance(nested[part], dict):
+            return  # no table: an error that pydantic reports
         nested = nested[part]
     nested[name] = value
 

@@ -25,10 +25,6 @@ def _shards(config: Config) -> bool:
     return config.parallelism.data_parallel_shard_degree > 1
 
 
-def _shards_nothing(config: Config) -> bool:
-    return config.parallelism.data_parallel_shard_degree == 1
-
-
 def has_replicas(config: Config) -> bool:
     return config.parallelism.data_parallel_replicate_degree > 1
 
@@ -65,7 +61,7 @@ def _override(name: str, value: object) -> Callable[[Config], bool]:
 
 
 FEATURES: dict[str, Callable[[Config], bool]] = {
-    "DDP": lambda c: has_replicas(c) and _shards_nothing(c) and not is_context_parallel(c),
+    "DDP": lambda c: has_replicas(c) and c.parallelism.data_parallel_shard_degree == 1 and not is_context_parallel(c),
     "FSDP": lambda c: _shards(c) and not has_replicas(c),
     "HSDP": lambda c: (_shards(c) or is_context_parallel(c)) and has_replicas(c),
     "TP": is_tensor_parallel,

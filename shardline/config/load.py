@@ -174,11 +174,11 @@ def _coerce(key: str, value: Any, is_yaml: bool) -> Any:
 
 def _add_alias(layer: Layer, name: str, value: Any, where: str) -> None:
     alias = ALIASES[name]
-    if alias.convert is not None and value is not RESET:
+    if alias.values is not None and value is not RESET:
         if not isinstance(value, bool):
             layer.problems.append(line(where, name, f"expected true or false, got {show(value)}"))
             return
-        value = alias.convert(value)
+        value = alias.values[value]
     layer.notes.append(f"{where}: {name} is an older name of {alias.new}")
     _add(layer, alias.new, Given(name, where, value))
 
@@ -186,13 +186,14 @@ def _add_alias(layer: Layer, name: str, value: Any, where: str) -> None:
 def _add(layer: Layer, key: str, given: Given) -> None:
     other, value = layer.given.get(key), given.value
     if other is not None and other.name != given.name:
-        same = type(value) is type(other.value) and value == other.value
-        joined = _joined(other.value, value) if key == "model.converters" else value if same else None
-        if joined is None:
+        contradicts = type(value) is not type(other.value) or value != other.value
+        if key == "model.converters":
+            given.value = _joined(other.value, value)
+            contradicts = given.value is None
+        if contradicts:
             seen = f"{show(value)} contradicts {other.name} = {show(other.value)} ({other.where})"
             layer.problems.append(line(given.where, given.name, f"{seen}; both are names of {key}"))
             return
-        given.value = joined
     layer.given[key] = given
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from shardline import registry
 from shardline.config.architecture import SCALING_FIELDS, RopeScaling
 from shardline.config.features import has_replicas, is_context_parallel, is_pipelined, is_tensor_parallel
+from shardline.config.layout import KEYS
 from shardline.config.names import (
     CONVERTERS,
     LAYERWISE,
@@ -97,26 +98,19 @@ def _below(section: str, names: str) -> tuple[str, ...]:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _some_of(key: str, known: Sequence[str]) -> Rule:
-    """Every item of a list must be a known name."""
+def _known(key: str, names: Callable[[], Sequence[str]]) -> Rule:
+    """The value, or every item of a list, must be a known name."""
 
     def unknown(config: Config) -> list[str]:
-        return [name for name in config.value(key) if name not in known]
+        value = config.value(key)
+        given = [value] if isinstance(value, str) else value
+        return [name for name in given if name not in names()]
 
     def words(config: Config) -> str:
-        name = unknown(config)[0]
-        return f"expected some of {', '.join(known)}, got {name!r}{registry.nearest(name, known)}"
+        name, kind = unknown(config)[0], "one" if isinstance(config.value(key), str) else "some"
+        return f"expected {kind} of {', '.join(names())}, got {name!r}{registry.nearest(name, names())}"
 
     return _refuse(key, lambda config: bool(unknown(config)), words)
-
-
-def _optimizer_names() -> list[str]:
-    return [*MOMENTS, *registry.optimizers]
-
-
-def _optimizer_words(config: Config) -> str:
-    name, names = config.optimizer.name, _optimizer_names()
-    return f"expected one of {', '.join(names)}, got {name!r}{registry.nearest(name, names)}"
 
 
 def _unknown_schedule(config: Config) -> bool:
@@ -148,16 +142,7 @@ def _model_feature(config: Config) -> str:
 
 
 def _one_rank(config: Config) -> bool:
-    part = config.parallelism
-    degrees = (
-        part.data_parallel_replicate_degree,
-        part.data_parallel_shard_degree,
-        part.tensor_parallel_degree,
-        part.pipeline_parallel_degree,
-        part.context_parallel_degree,
-        part.expert_parallel_degree,
-    )
-    return set(degrees) == {1}
+    return all(getattr(config.parallelism, key) == 1 for key in (*KEYS.values(), "expert_parallel_degree"))
 
 
 def _shards(config: Config) -> bool:
@@ -313,8 +298,8 @@ EXPERT_KEYS = (
 
 RULES: list[Rule] = [
     # Refused: values and combinations that cannot work.
-    _refuse("optimizer.name", lambda c: c.optimizer.name not in _optimizer_names(), _optimizer_words),
-    _some_of("model.converters", CONVERTERS),
+    _known("optimizer.name", lambda: [*MOMENTS, *registry.optimizers]),
+    _known("model.converters", lambda: CONVERTERS),
     _refuse(
         "model.flavor", lambda c: _model_not_built(c) and c.model.flavor not in _flavors_not_built(c), _flavor_words
     ),
@@ -323,7 +308,7 @@ RULES: list[Rule] = [
         _unknown_schedule,
         lambda c: unknown_schedule(c.parallelism.pipeline_parallel_schedule),
     ),
-    _some_of("checkpoint.exclude_from_loading", LOADABLE),
+    _known("checkpoint.exclude_from_loading", lambda: LOADABLE),
     _refuse(
         "training.epochs",
         lambda c: c.training.epochs is not None and c.is_set("training.steps"),
@@ -354,17 +339,14 @@ RULES: list[Rule] = [
         "a run that saves nothing cannot save its initial weights",
         remedy="set checkpoint.enable = true and checkpoint.load_only = false",
     ),
-    _refuse(
-        "checkpoint.initial_load_path",
-        lambda c: not c.checkpoint.enable and c.checkpoint.initial_load_path is not None,
-        "weights are loaded only with checkpoint.enable = true",
-        remedy="set that, or remove this key",
-    ),
-    _refuse(
-        "checkpoint.initial_load_in_hf",
-        lambda c: not c.checkpoint.enable and c.checkpoint.initial_load_in_hf,
-        "weights are loaded only with checkpoint.enable = true",
-        remedy="set that, or remove this key",
+    *(
+        _refuse(
+            key,
+            lambda c, key=key: not c.checkpoint.enable and differs(c, key),  # type: ignore[misc]
+            "weights are loaded only with checkpoint.enable = true",
+            remedy="set that, or remove this key",
+        )
+        for key in _below("checkpoint", "initial_load_path initial_load_in_hf")
     ),
     _refuse(
         "activation_checkpoint.mode",

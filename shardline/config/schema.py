@@ -202,12 +202,8 @@ class Checkpoint(Section):
     initial_load_in_hf_quantized: bool = key(False, "The Hugging Face weights are quantized.")
     last_save_model_only: bool = key(False, "The last checkpoint holds only the weights.")
     last_save_in_hf: bool = key(False, "Write the last checkpoint in Hugging Face format.")
-    export_dtype: Literal["float16", "bfloat16", "float32"] = key(
-        "float32", "Type of the weights in a last, model-only save."
-    )
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key(
-        "disabled", "Write checkpoints while training goes on."
-    )
+    export_dtype: Literal["float16", "bfloat16", "float32"] = key("float32", "Weight type of a model-only last save.")
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = key("disabled", "Save while training goes on.")
     save_timeout_seconds: Positive = key(1800, "Longest time for one save; then the run ends and names the file.")
     keep_latest_k: NonNegative = key(10, "Checkpoints to keep; 0 keeps all.")
     mirror: URL | None = key(None, "fsspec URL to which checkpoints are copied, and from which --resume fetches.")
@@ -300,9 +296,7 @@ class Comm(Section):
     stop_timeout_seconds: Positive = key(
         30, "Longest time for ranks to save and stop after Ctrl-C or SIGTERM; then they are killed."
     )
-    lost_machine_seconds: Positive = key(
-        10, "With --max-restarts or --nnodes MIN:MAX: a machine that is silent for this long is lost."
-    )
+    lost_machine_seconds: Positive = key(10, "Silence after which a machine is lost (--max-restarts, --nnodes 1:4).")
     bind_cpus: bool = key(False, "Bind ranks to their share of the cores, on the NUMA node of their GPU if known.")
     nccl: NCCL = key(NCCL(), "NCCL settings, the same on every rank.")
 
@@ -360,9 +354,7 @@ class Config(Section):
     training: Training = key(Training(), "Data, batch, length and precision.")
     parallelism: Parallelism = key(Parallelism(), "How the work is split over ranks.")
     checkpoint: Checkpoint = key(Checkpoint(), "Saving and loading.")
-    activation_checkpoint: ActivationCheckpoint = key(
-        ActivationCheckpoint(), "What backward recomputes to save memory."
-    )
+    activation_checkpoint: ActivationCheckpoint = key(ActivationCheckpoint(), "Recomputation that saves memory.")
     compile: Compile = key(Compile(), "torch.compile.")
     quantize: Quantize = key(Quantize(), "Low precision, switched on by model.converters.")
     comm: Comm = key(Comm(), "Time limits and settings of communication.")

@@ -159,7 +159,7 @@ def short_type(annotation: Any) -> str:
 
 
 def is_optional(annotation: Any) -> bool:
-    return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
+    return type(None) in kinds(annotation)
 
 
 def kinds(annotation: Any) -> set[type]:

@@ -285,9 +285,22 @@ def test_yaml_errors(write, text, expected):
     assert expected in message(write("bad.yaml", text))
 
 
+def test_no_field_hides_that_its_table_is_none():
+    both = {"model.overrides": 5, "model.overrides.dim": 64}
+    with pytest.raises(ConfigError, match=r"model\.overrides: expected a table, got 5"):
+        load_config(overrides=both)
+    scaling = load_config(
+        overrides={"model.overrides.rope_scaling": "none", "model.overrides.rope_scaling.factor": 2.0}
+    )
+    assert scaling.model.overrides == {"rope_scaling": {"factor": 2.0}}
+    schedule = "parallelism.pipeline_parallel_schedule_csv"
+    twice = {schedule: None, schedule.replace("parallelism", "experimental"): None}
+    assert load_config(overrides=twice).parallelism.pipeline_parallel_schedule_csv is None
+
+
 def _value_for(key):
     default = leaves()[ALIASES[key].new].default
-    if ALIASES[key].convert is not None or isinstance(default, bool):
+    if ALIASES[key].values is not None or isinstance(default, bool):
         return True
     if isinstance(default, list):
         return ["output"]
@@ -307,7 +320,7 @@ def test_older_names_are_understood_and_noted(old):
     alias = ALIASES[old]
     value = _value_for(old)
     config = load_config(overrides={old: value})
-    assert config.value(alias.new) == (alias.convert(value) if alias.convert else value)
+    assert config.value(alias.new) == (alias.values[value] if alias.values else value)
     assert config.is_set(alias.new)
     assert config.alias_notes == (f"overrides: {old} is an older name of {alias.new}",)
 
