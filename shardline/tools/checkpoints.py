@@ -59,7 +59,7 @@ def show(path: str, tensors: bool = False, json: bool = False) -> int:
     if json:
         _print_json([_described(saved, stored, tensors)])
         return 0
-    _print_pairs(_summary(saved, stored))
+    _print_table(list(_summary(saved, stored).items()))
     if tensors:
         print()
         rows = [
@@ -73,15 +73,14 @@ def show(path: str, tensors: bool = False, json: bool = False) -> int:
 
 
 def _row(found: Found) -> dict[str, Any]:
-    row: dict[str, Any] = {"step": found.step, "path": str(found.place), "kind": None, "size": None, "saved": None}
-    row |= {"tensors": None, "ranks": None, "layout": None, "state": _state(found)}
+    unknown = dict.fromkeys(("kind", "size", "saved", "tensors", "ranks", "layout"))
+    row: dict[str, Any] = {"step": found.step, "path": str(found.place), **unknown, "state": _state(found)}
     saved = found.saved
     if saved is None:
         return row
     written = (found.place / MANIFEST).written()
-    row |= {"kind": saved.kind, "size": saved.size, "ranks": saved.manifest["world_size"]}
-    row |= {"saved": None if written is None else written.isoformat(timespec="seconds")}
-    row |= {"layout": saved.manifest["layout"]}
+    row |= {"kind": saved.kind, "size": saved.size, "layout": saved.manifest["layout"]}
+    row |= {"ranks": saved.manifest["world_size"], "saved": written and written.isoformat(timespec="seconds")}
     if not row["state"].startswith("broken"):
         try:
             row["tensors"] = len(saved.summaries())
@@ -100,11 +99,8 @@ def _state(found: Found) -> str:
 def _cell(value: Any, column: str) -> str:
     if value is None:
         return "-"
-    if column == "size":
-        return sized(value)
-    if column == "saved":
-        return str(value).replace("T", " ")[:19]
-    return layout_in_words(value) if column == "layout" else str(value)
+    shown = {"size": sized, "saved": lambda text: text.replace("T", " ")[:19], "layout": layout_in_words}
+    return str(shown.get(column, str)(value))
 
 
 def layout_in_words(layout: Any) -> str:
@@ -161,10 +157,9 @@ def _ranks(manifest: Mapping[str, Any]) -> str:
 
 
 def _model(arch: Mapping[str, Any], parameters: int) -> str:
-    words = [f"{arch.get('family')}", f"{parameters:,} parameters"]
-    for name in ("n_layers", "dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "rope_theta"):
-        words.append(f"{name} {arch.get(name)}")
-    return ", ".join(words)
+    names = ("n_layers", "dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size", "rope_theta")
+    sizes = [f"{name} {arch.get(name)}" for name in names]
+    return ", ".join([f"{arch.get('family')}", f"{parameters:,} parameters", *sizes])
 
 
 def _described(saved: Saved, stored: Mapping[str, TensorSummary], tensors: bool) -> dict[str, Any]:
@@ -178,12 +173,6 @@ def _described(saved: Saved, stored: Mapping[str, TensorSummary], tensors: bool)
     if tensors:
         content["tensors"] = {name: row._asdict() for name, row in stored.items()}
     return content
-
-
-def _print_pairs(pairs: Mapping[str, str]) -> None:
-    width = max(map(len, pairs))
-    for name, text in pairs.items():
-        print(f"{name:<{width}}  {text}")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -50,7 +50,8 @@ def command(
         return 0
     if csv is not None:
         _refuse_together("--csv", schedule=schedule)
-        found = _from_file(csv, pp, microbatches, stages_per_rank)
+        found = read_csv(csv)  # numbers that were given must agree with it
+        found = build_schedule("", pp or found.ranks, microbatches or found.microbatches, stages_per_rank, csv)
     else:
         found = build_schedule(
             schedule or DEFAULT, *_sizes(pp, microbatches, stages_per_rank), stages_per_rank=stages_per_rank
@@ -86,12 +87,6 @@ def _sizes(pp: int | None, microbatches: int | None, stages_per_rank: int | None
             f"{pp} ranks with {microbatches} micro-batches make {passes} passes; at most {MOST_PASSES} can be drawn"
         )
     return pp, microbatches
-
-
-def _from_file(path: str, pp: int | None, microbatches: int | None, stages_per_rank: int | None) -> Schedule:
-    """The schedule of the file; numbers that were given must agree with it."""
-    found = read_csv(path)
-    return build_schedule("", pp or found.ranks, microbatches or found.microbatches, stages_per_rank, path)
 
 
 def _all_schedules(ranks: int, microbatches: int, stages_per_rank: int | None) -> list[Schedule]:

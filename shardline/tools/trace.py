@@ -12,6 +12,7 @@ Times are those of unions of intervals, for each rank, step and mesh dimension, 
 from __future__ import annotations
 
 import json as json_lines
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,8 +72,7 @@ def _traces(path: Path) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    digits = "".join(character for character in path.name if character.isdecimal())
-    return int(digits or 0)
+    return int(re.sub(r"\D", "", path.name) or 0)
 
 
 def rows_of(rank: RankTrace) -> list[OverlapRow]:
@@ -145,14 +145,8 @@ def table(rows: Sequence[OverlapRow]) -> str:
 
 def _cells(row: OverlapRow) -> list[str]:
     fraction = "-" if row.hidden_fraction is None else f"{100 * row.hidden_fraction:.1f}"
-    numbers = [row.communication, row.exposed, row.hidden]
-    return [
-        f"{row.dim or '-':<12}",
-        *(f"{number:>13.3f}" for number in numbers),
-        f"{fraction:>13}",
-        f"{row.compute:>13.3f}",
-        f"{row.idle:>13.3f}",
-    ]
+    times = [f"{number:.3f}" for number in (row.communication, row.exposed, row.hidden, row.compute, row.idle)]
+    return [f"{row.dim or '-':<12}", *(f"{cell:>13}" for cell in (*times[:3], fraction, *times[3:]))]
 
 
 def _mean(rows: Sequence[OverlapRow]) -> OverlapRow:
@@ -165,15 +159,6 @@ def _or_dash(number: int | None) -> str:
 
 
 def _json(path: Path, row: OverlapRow) -> dict[str, Any]:
-    return {
-        "trace": str(path),
-        "rank": row.rank,
-        "step": row.step,
-        "dim": row.dim,
-        "communication_ms": row.communication,
-        "exposed_ms": row.exposed,
-        "hidden_ms": row.hidden,
-        "hidden_fraction": row.hidden_fraction,
-        "compute_ms": row.compute,
-        "idle_ms": row.idle,
-    }
+    of = {"trace": str(path), "rank": row.rank, "step": row.step, "dim": row.dim}
+    times = {f"{name}_ms": getattr(row, name) for name in ("communication", "exposed", "hidden", "compute", "idle")}
+    return {**of, **times, "hidden_fraction": row.hidden_fraction}

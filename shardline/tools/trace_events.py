@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import functools
 import gzip
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -120,11 +121,9 @@ class _TraceReader:
         number = self.header.get("rank", self.distributed.get("rank"))
         gpu = self._of(*GPU)
         found = RankTrace(number, bool(gpu), self.steps)
-        for event in self._of("communication"):
+        found.waits = [_host(event) for event in self._of("communication_wait")]
+        for event in self._of("communication", "communication_wait"):  # nothing hides it while its thread waits
             found.communication[event["args"]["axis"]].append(_host(event))
-        for event in self._of("communication_wait"):  # nothing hides communication while its thread waits
-            found.communication[event["args"]["axis"]].append(_host(event))
-            found.waits.append(_host(event))
         for event in gpu:
             self._place(event, found)
         if not gpu:
@@ -187,12 +186,10 @@ class Ranges:
             for thread in (event["tid"], None):
                 self.events[thread].append(event)
         self.starts = {thread: [event["ts"] for event in found] for thread, found in self.events.items()}
-        self.latest: dict[Any, list[float]] = {}  # the latest end of an event and of all before it
-        for thread, found in self.events.items():
-            ends: list[float] = []
-            for event in found:
-                ends.append(max(event["ts"] + event["dur"], ends[-1] if ends else 0.0))
-            self.latest[thread] = ends
+        self.latest: dict[Any, list[float]] = {  # the latest end of an event and of all before it
+            thread: list(itertools.accumulate((event["ts"] + event["dur"] for event in found), max))
+            for thread, found in self.events.items()
+        }
 
     def around(self, thread: Any, moment: float) -> dict[str, Any] | None:
         if thread not in self.events:

@@ -26,7 +26,6 @@ from shardline.tools.dry_run.shapes import (
     ParameterKind,
     build_rank,
     chosen_ranks,
-    differing,
     held,
     same_shapes,
     shapes,
@@ -45,7 +44,8 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     """
     registry.import_custom(config.experimental.custom_import)
     missing = pending(config)
-    layout = checked_layout(config, world_size or _named_ranks(config))
+    named = math.prod(max(1, getattr(config.parallelism, key)) for key in KEYS.values())
+    layout = checked_layout(config, world_size or named)
     ranks = f"{layout.world_size} ranks: {layout}" if layout.world_size > 1 else "1 rank"
     lines = [f"{config.model.name} {config.model.flavor} on {ranks}"]
     lines += _mesh_lines(layout, ranks_per_node)
@@ -62,10 +62,6 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     lines += [f"not built yet: {key} = {config.value(key)!r} ({feature})" for key, feature in missing.items()]
     lines += [f"note: {line}" for line in (*config.alias_notes, *notes(with_degrees(config, layout)))]
     return "\n".join(lines)
-
-
-def _named_ranks(config: Config) -> int:
-    return math.prod(max(1, getattr(config.parallelism, key)) for key in KEYS.values())
 
 
 # ---- mesh ------------------------------------------------------------------------------------------------------------
@@ -128,7 +124,7 @@ def _whole_lines(config: Config, built: Built, precision: Precision) -> Iterator
 
 
 def _other_rank(config: Config, first: Built, built: Built, precision: Precision) -> Iterator[str]:
-    different = list(differing(first, built))
+    different = [kind for kind in first.counts if first.shards[kind] != built.shards[kind]]
     if not different:
         yield f"rank {built.rank} holds the same"
         return

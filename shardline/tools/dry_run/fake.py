@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.comm.job import Traffic, job
 from shardline.comm.mesh import stop_process_group
@@ -66,7 +67,7 @@ def count_collectives(step: Callable[[], object]) -> Collectives:
     """The collectives of `step`, which runs on fake tensors up to the first value that it reads."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
-    counted, seen, plain = _Recorder(), _kinds_recorder(), job.traffic
+    counted, seen, plain = _Recorder(), _KindsRecorder(), job.traffic
     job.traffic = counted
     try:
         with seen, suppress(DataDependentOutputException):
@@ -75,9 +76,8 @@ def count_collectives(step: Callable[[], object]) -> Collectives:
         job.traffic = plain
     found: Collectives = {}
     # Every collective is counted once and issued once, in the same order.
-    for (axis, size), kind in zip(counted.events, seen.kinds, strict=True):
-        found.setdefault((axis, kind), Counter()).update(calls=1, bytes=size)
-    for axis, kind, size in counted.announced:
+    issued = [(axis, kind, size) for (axis, size), kind in zip(counted.events, seen.kinds, strict=True)]
+    for axis, kind, size in (*issued, *counted.announced):
         found.setdefault((axis, kind), Counter()).update(calls=1, bytes=size)
     return found
 
@@ -96,19 +96,14 @@ class _Recorder(Traffic):
         self.announced.append((axis, kind, int(size)))
 
 
-def _kinds_recorder() -> Any:
-    from torch.utils._python_dispatch import TorchDispatchMode
+class _KindsRecorder(TorchDispatchMode):
+    """Records the kind of each collective that reaches PyTorch."""
 
-    class KindsRecorder(TorchDispatchMode):
-        """Records the kind of each collective that reaches PyTorch."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: list[str] = []
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.kinds: list[str] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "c10d":
-                self.kinds += [word for part, word in KINDS.items() if part in func.__name__]
-            return func(*args, **(kwargs or {}))
-
-    return KindsRecorder()
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.kinds += [word for part, word in KINDS.items() if part in func.__name__]
+        return func(*args, **(kwargs or {}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -99,12 +98,10 @@ def _cuts(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
 
 def _place(axis: str, layout: Layout, coordinates: dict[str, int]) -> tuple[int, int]:
     """The degree of an axis, and the position of a rank on it; `dp_shard_cp` joins two axes."""
-    parts = ("dp_shard", "cp") if axis == "dp_shard_cp" else (axis,)
-    degree = place = 0
-    for part in parts:
+    degree, place = 1, 0
+    for part in ("dp_shard", "cp") if axis == "dp_shard_cp" else (axis,):
         size = getattr(layout, part)
-        place = place * size + coordinates[part]
-        degree = max(degree, 1) * size
+        degree, place = degree * size, place * size + coordinates[part]
     return degree, place
 
 
@@ -148,7 +145,3 @@ def held(built: Built, layout: Layout, alike: dict[tuple[Shape, ...], list[int]]
         total += of_kind
         once += of_kind // kind.copies(layout)
     return total, once
-
-
-def differing(first: Built, other: Built) -> Iterator[ParameterKind]:
-    return (kind for kind in first.counts if first.shards[kind] != other.shards[kind])

@@ -29,34 +29,30 @@ def step_collectives(
     arch: Architecture, config: Config, layout: Layout, precision: Precision, micro_batches: int
 ) -> Collectives:
     """What the first rank sends in one optimizer step."""
+
+    def sent(layers: int, config: Config = config) -> Collectives:
+        """By a step of all micro-batches, with this many layers."""
+        one = _step(arch, config, layout, precision, layers, 1)
+        if micro_batches == 1:
+            return one
+        return _extended(one, _step(arch, config, layout, precision, layers, 2), micro_batches - 1)
+
     if layout.world_size == 1:
         return {}
-    if layout.pp > 1:
-        return _staged(arch, config, layout, precision, micro_batches)
-    few, period = _layers(config, layout, arch.n_layers)
-    counted = _micro_batches(arch, config, layout, precision, few, micro_batches)
-    if few == arch.n_layers:
-        return counted
-    more = _micro_batches(arch, config, layout, precision, few + period, micro_batches)
-    return _extended(counted, more, (arch.n_layers - few) // period)
-
-
-def _staged(arch: Architecture, config: Config, layout: Layout, precision: Precision, batches: int) -> Collectives:
-    """A step with pipeline stages: all layers of the first rank, with one and with two micro-batches."""
-    section = config.parallelism
-    size = section.pipeline_parallel_microbatch_size
+    if layout.pp == 1:
+        few, period = _layers(config, layout, arch.n_layers)
+        if few == arch.n_layers:
+            return sent(few)
+        return _extended(sent(few), sent(few + period), (arch.n_layers - few) // period)
+    # A pipeline: all layers of the first rank, with one and with two micro-batches of its own.
+    size = config.parallelism.pipeline_parallel_microbatch_size
     count = config.training.local_batch_size // size
-    if section.pipeline_parallel_schedule_csv or count <= 2:
-        return _micro_batches(arch, config, layout, precision, arch.n_layers, batches)
+    if config.parallelism.pipeline_parallel_schedule_csv or count <= 2:
+        return sent(arch.n_layers)
     one, two = (
-        _micro_batches(arch, _with_batch(config, few * size), layout, precision, arch.n_layers, batches)
-        for few in (1, 2)
+        config.replace({"training.local_batch_size": few * size, "training.global_batch_size": -1}) for few in (1, 2)
     )
-    return _extended(one, two, count - 1)
-
-
-def _with_batch(config: Config, size: int) -> Config:
-    return config.replace({"training.local_batch_size": size, "training.global_batch_size": -1})
+    return _extended(sent(arch.n_layers, one), sent(arch.n_layers, two), count - 1)
 
 
 def _layers(config: Config, layout: Layout, layers: int) -> tuple[int, int]:
@@ -67,15 +63,6 @@ def _layers(config: Config, layout: Layout, layers: int) -> tuple[int, int]:
     period = int(option) if section.mode == "selective" and option.isdecimal() and int(option) > 0 else 1
     few = FEW_LAYERS * period + layers % period
     return (layers, period) if plain_replicas or layers <= few + period else (few, period)
-
-
-def _micro_batches(
-    arch: Architecture, config: Config, layout: Layout, precision: Precision, layers: int, count: int
-) -> Collectives:
-    one = _step(arch, config, layout, precision, layers, 1)
-    if count == 1:
-        return one
-    return _extended(one, _step(arch, config, layout, precision, layers, 2), count - 1)
 
 
 def _extended(one: Collectives, two: Collectives, times: int) -> Collectives:
