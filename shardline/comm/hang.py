@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from shardline.words import numbered
 
@@ -53,13 +53,7 @@ class Status:
         return f"{step}in no collective for {self.idle:.0f} s{place}" + (f"; its last was {last}" if last else "")
 
 
-def decode_status(text: bytes) -> Status:
-    values: dict[str, Any] = json.loads(text)
-    values["counts"] = {axis: (sequence, tag) for axis, (sequence, tag) in values["counts"].items()}
-    if values["wait"] is not None:
-        members = values["wait"].pop("members")
-        values["wait"] = Wait(**values["wait"], members=None if members is None else tuple(members))
-    return Status(**values)
+decode_status = TypeAdapter(Status).validate_json
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,6 @@ class JobState:
             self.waiter = None
         self.set_axes({})
         self.clock = DeviceClock()
-        self.spaces.clear()
-        self.workspaces.clear()
 
     def waiting_thread(self) -> ThreadPoolExecutor:
         if self.waiter is None:

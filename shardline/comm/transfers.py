@@ -90,12 +90,11 @@ class Exchange:
         """x where it can be sent from: on the host if gloo sends it, copied once although parts are sent one by one."""
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if self.stages else x
 
-    def swap(self, out: Tensor, into: Tensor, distance: int) -> Transfer:
-        """Send `out` to the rank at `distance`, and receive `into` from the rank at -`distance`."""
-        return self.pass_on(out, into, distance)
+    def swap(self, out: Tensor | None, into: Tensor | None, distance: int) -> Transfer:
+        """Send `out` to the rank at `distance`, and receive `into` from the rank at -`distance`.
 
-    def pass_on(self, out: Tensor | None, into: Tensor | None, distance: int) -> Transfer:
-        """`swap` where one of the two, or both, may be missing; the rank at the other end knows that."""
+        One of the two, or both, may be missing; the rank at the other end knows that.
+        """
         axis = self.axis
         to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
         start = now() if job.spans.enabled else 0

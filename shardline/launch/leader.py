@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from shardline.launch import rounds
 from shardline.launch.endpoint import print_line
-from shardline.launch.rounds import End, JobHistory, Peer, Round, peer_of, read_end, write_end
-from shardline.report import Report
+from shardline.launch.rounds import End, JobHistory, Peer, Round, decode_peer, read_end, write_end
+from shardline.report import Report, this_report
 from shardline.words import listed, numbered
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Leader:
         self.index = index
         self._meet_newcomers()
         alive = self.alive()
-        ready = {index: self._state(index) for index in alive}
+        ready = {index: JobHistory(**json.loads(self.store.get(f"ready/{index}"))) for index in alive}
         waiting = [index for index in alive if self._is_waiting(index, ready[index])]
         if self.last is not None:
             self._watch_members(self.last, alive, waiting)
@@ -67,7 +67,7 @@ class Leader:
         for index in range(self.store.add("count", 0)):
             if index in self.peers or index in self.gone or not self.store.check([f"machine/{index}"]):
                 continue
-            peer = peer_of(json.loads(self.store.get(f"machine/{index}")))
+            peer = decode_peer(self.store.get(f"machine/{index}"))
             for other in list(self.peers.values()):
                 if other.is_same_process(peer):  # it was cut off and came again
                     self.gone.add(other.index)
@@ -128,9 +128,6 @@ class Leader:
                 self.gone.add(index)
         return [index for index in asked if index not in self.gone]
 
-    def _state(self, index: int) -> JobHistory:
-        return JobHistory(**json.loads(self.store.get(f"ready/{index}")))
-
     def _is_waiting(self, index: int, state: JobHistory) -> bool:
         """Whether a machine waits for the next round; those of the last one may still be in it."""
         if self.last is None or all(peer.index != index for peer in self.last.peers):
@@ -164,12 +161,12 @@ class Leader:
         larger = self._choose([*members, *waiting])
         new = [self.peers[index].host for index in larger if index not in members]
         if len(larger) <= len(members):
-            self._publish_wait("a place: the job runs with as many machines as it can use")
+            self.store.set("waits", "a place: the job runs with as many machines as it can use")
         elif not self.own.may_regroup():
-            self._publish_wait("the running ranks: they can stop after their first step, with checkpoint.enable")
+            self.store.set("waits", "the running ranks: they can stop after their first step, with checkpoint.enable")
         else:
             text = f"host {listed(new)} {'join' if len(new) > 1 else 'joins'}"
-            write_end(self.store, self.last.number, End(Report("regroup", -1, new[0], 0, text, at=time.time())))
+            write_end(self.store, self.last.number, End(this_report("regroup", text)))
 
     def _gather(self, alive: Sequence[int], waiting: Sequence[int], ready: dict[int, JobHistory]) -> None:
         """Decide on the next round where enough machines wait for it, and all of the last one do."""
@@ -193,7 +190,7 @@ class Leader:
             for index in waiting:
                 why = f"waited {endpoint.timeout_seconds:g} s at {endpoint.address} for {what}"
                 self.store.set(f"refused/{index}", why)
-        self._publish_wait(what)
+        self.store.set("waits", what)
 
     def _choose(self, indices: Sequence[int]) -> list[int]:
         """The machines of this list that fit the layout, in the order of their ranks; none if there are too few.
@@ -237,9 +234,6 @@ class Leader:
             for index in set(waiting) - set(chosen):
                 address, nodes = self.own.endpoint.address, self.own.terms.nodes
                 self._refuse(index, f"--rdzv-endpoint {address}: {nodes} machines are there already (--nnodes)")
-
-    def _publish_wait(self, what: str) -> None:
-        self.store.set("waits", what)
 
     def linger(self) -> None:
         """Stay until the others have gone, or for a few seconds: the store ends with this process."""

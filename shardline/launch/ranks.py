@@ -7,6 +7,7 @@ ended.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -75,19 +76,12 @@ def start_rank(
     report, output = folder / f"rank-{number}.json", folder / f"rank-{number}.out"
     environment = {**variables, REPORT_VARIABLE: str(report)}
     command = [sys.executable, "-P", "-m", "shardline.launch.rank_main", entry, *words]
+    start = functools.partial(subprocess.Popen, command, stdin=subprocess.DEVNULL, start_new_session=True)
     if number == 0:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-        return RankProcess(number, process, report, None)
+        return RankProcess(number, start(env=environment), report, None)
+    environment[OUTPUT_VARIABLE] = str(output)
     with output.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            env={**environment, OUTPUT_VARIABLE: str(output)},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return RankProcess(number, process, report, output)
+        return RankProcess(number, start(env=environment, stdout=file, stderr=file), report, output)
 
 
 def kill_ranks(ranks: Iterable[RankProcess]) -> None:

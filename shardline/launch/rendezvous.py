@@ -25,7 +25,7 @@ from shardline.errors import UserError
 from shardline.launch import rounds
 from shardline.launch.endpoint import Endpoint
 from shardline.launch.leader import Leader
-from shardline.launch.rounds import End, JobHistory, Peer, Round, Terms, read_end, read_round, write_end
+from shardline.launch.rounds import End, JobHistory, Peer, Round, Terms, decode_round, read_end, write_end
 
 FENCE = 0.6  # of the time after which a silent machine is given up; its launcher ends its ranks by then
 
@@ -288,7 +288,7 @@ class StoreThread:
         number = int(self.store.get("latest"))
         if number < self.ready.round or (self.round is not None and number <= self.round.number):
             return
-        found = read_round(self.store, number)
+        found = decode_round(self.store.get(f"round/{number}"))
         if any(peer.index == self.index for peer in found.peers):
             self.end, self.outbox, self.finished, self.all_done = None, None, False, False
             self.round = found
