@@ -50,36 +50,42 @@ class Leader:
     def lead(self, index: int) -> None:
         """Look at all machines once, and decide what there is to decide."""
         self.index = index
-        self._meet_newcomers()
+        mismatch = self._meet_newcomers()
         alive = self.alive()
-        ready = {index: JobHistory(**json.loads(self.store.get(f"ready/{index}"))) for index in alive}
+        ready = {index: self._state(index) for index in alive}
         waiting = [index for index in alive if self._is_waiting(index, ready[index])]
         if self.last is not None:
             self._watch_members(self.last, alive, waiting)
         if self.under_way:
             self._look_for_more(waiting)
         else:
-            self._gather(alive, waiting, ready)
+            self._gather(alive, waiting, ready, mismatch)
 
     # ---- who is there ------------------------------------------------------------------------------------------------
 
-    def _meet_newcomers(self) -> None:
+    def _meet_newcomers(self) -> str:
+        """Admit or refuse those who have come; returns how a new one that was started differently differs."""
+        mismatch = ""
         for index in range(self.store.add("count", 0)):
             if index in self.peers or index in self.gone or not self.store.check([f"machine/{index}"]):
                 continue
             peer = decode_peer(self.store.get(f"machine/{index}"))
             for other in list(self.peers.values()):
-                if other.is_same_process(peer):  # it was cut off and came again
+                if other.token == peer.token:  # it was cut off and came again
                     self.gone.add(other.index)
             refusal = self._refusal(peer, self.came.setdefault(index, time.monotonic()))
             if refusal is None:
                 continue
             if refusal:
+                difference = self.own.terms.difference(peer.terms)
+                if difference and self._state(index).round == 0:  # not one that is left over from another job
+                    mismatch = f"{difference} on {peer.host}"
                 self._refuse(index, refusal)
                 print_line(f"note: the launcher on host {peer.host} (pid {peer.pid}) is refused: {refusal}")
                 continue
             self.peers[index] = peer
             self.seen[index] = ("", time.monotonic())
+        return mismatch
 
     def _refusal(self, peer: Peer, since: float) -> str | None:
         """Why a newcomer must go, "" where it may stay, None where that is not known yet: its rival may be dead."""
@@ -128,6 +134,9 @@ class Leader:
                 self.gone.add(index)
         return [index for index in asked if index not in self.gone]
 
+    def _state(self, index: int) -> JobHistory:
+        return JobHistory(**json.loads(self.store.get(f"ready/{index}")))
+
     def _is_waiting(self, index: int, state: JobHistory) -> bool:
         """Whether a machine waits for the next round; those of the last one may still be in it."""
         if self.last is None or all(peer.index != index for peer in self.last.peers):
@@ -168,8 +177,13 @@ class Leader:
             text = f"host {listed(new)} {'join' if len(new) > 1 else 'joins'}"
             write_end(self.store, self.last.number, End(this_report("regroup", text)))
 
-    def _gather(self, alive: Sequence[int], waiting: Sequence[int], ready: dict[int, JobHistory]) -> None:
-        """Decide on the next round where enough machines wait for it, and all of the last one do."""
+    def _gather(
+        self, alive: Sequence[int], waiting: Sequence[int], ready: dict[int, JobHistory], mismatch: str
+    ) -> None:
+        """Decide on the next round where enough machines wait for it, and all of the last one do.
+
+        Before the first round, a machine that was started differently is one that the others would wait for in vain.
+        """
         chosen, now = self._choose(waiting), time.monotonic()
         everybody = len(waiting) == len(alive)
         silent = [index for index in chosen if now - self.seen[index][1] > 8 * rounds.PERIOD]  # may be dead
@@ -185,10 +199,13 @@ class Leader:
             what = f"a sign of life of host {self.peers[silent[0]].host}"
         else:
             what = self._missing(waiting, chosen)
-        if everybody and not chosen and now - self.since > self.own.endpoint.timeout_seconds:
-            endpoint = self.own.endpoint
+        endpoint, why = self.own.endpoint, ""
+        if all(state.round == 0 for state in ready.values()):
+            why = mismatch
+        if now - self.since > endpoint.timeout_seconds:
+            why = why or f"waited {endpoint.timeout_seconds:g} s at {endpoint.address} for {what}"
+        if everybody and not chosen and why:
             for index in waiting:
-                why = f"waited {endpoint.timeout_seconds:g} s at {endpoint.address} for {what}"
                 self.store.set(f"refused/{index}", why)
         self.store.set("waits", what)
 

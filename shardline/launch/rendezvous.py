@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -52,6 +53,7 @@ class Rendezvous:
         self.round: Round | None = None  # the last one
         self.thread: StoreThread | None = None
         self.closed = False
+        self.token = secrets.token_hex(8)
 
     @property
     def leads(self) -> bool:
@@ -189,7 +191,7 @@ class StoreThread:
         self._beat = 0
         self._closed = threading.Event()
         self.index = -1
-        self.me = Peer(-1, socket.gethostname(), os.getpid(), own.ranks, own.endpoint.number, own.terms)
+        self.me = Peer(-1, socket.gethostname(), os.getpid(), own.ranks, own.endpoint.number, own.terms, own.token)
         self._thread = threading.Thread(target=self._run, name="shardline-store", daemon=True)
         self._thread.start()
 

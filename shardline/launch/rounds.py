@@ -73,9 +73,7 @@ class Peer:
     ranks: int
     number: int | None
     terms: Terms
-
-    def is_same_process(self, other: Peer) -> bool:
-        return (self.host, self.pid) == (other.host, other.pid)
+    token: str  # random, one per launcher: in containers, several may have the same host name and pid
 
 
 @dataclass(frozen=True)
