@@ -14,6 +14,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,12 +57,17 @@ class Observed:
         if job.spans.enabled and self.on_host:
             self.start = self.began()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        """A wait that failed is left as well: the rank is elsewhere from now on, and its own error counts.
+
+        What was launched may still run, so the watchdog follows the device; if that fails, the first error stays.
+        """
         if self.start:
             job.spans.ended(self.axis, self.what, self.start, only_waiting=self.background)
             self.start = 0
         if job.watchdog is not None:
-            job.watchdog.leave(on_device=not self.on_host)
+            with contextlib.nullcontext() if error[0] is None else contextlib.suppress(RuntimeError):
+                job.watchdog.leave(on_device=not self.on_host)
 
     def began(self) -> int:
         return now()
@@ -83,8 +89,8 @@ class Blocking(Observed):
         if job.clock.axis == self.axis:
             self.timed.enter_context(job.clock.around(self.axis))
 
-    def __exit__(self, *error: object) -> None:
-        self.timed.close()
+    def __exit__(self, *error: Any) -> None:
+        self.timed.__exit__(*error)
         super().__exit__(*error)
 
     def began(self) -> int:
