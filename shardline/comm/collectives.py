@@ -47,7 +47,7 @@ def join_on_device(name: str, device: torch.device) -> None:
 def gather_into(out: Tensor, x: Tensor, name: str) -> None:
     """out (n * rows, ...) = the rows of all ranks, in their order."""
     over, directly = job.axes[name], _directly(x, name)
-    with Blocking(over, "all_gather", x, (over.size - 1) * _bytes(x), directly):
+    with Blocking(over, "all_gather", x, (over.size - 1) * x.nbytes, directly):
         if directly:
             job.direct[name].gather_into(out, x, name)
         else:
@@ -57,7 +57,7 @@ def gather_into(out: Tensor, x: Tensor, name: str) -> None:
 def scatter_sum_into(out: Tensor, x: Tensor, name: str) -> None:
     """out (rows / n, ...) = this rank's rows of the sum over ranks."""
     over, directly = job.axes[name], _directly(x, name)
-    with Blocking(over, "reduce_scatter", x, (over.size - 1) * _bytes(out), directly):
+    with Blocking(over, "reduce_scatter", x, (over.size - 1) * out.nbytes, directly):
         if directly:
             job.direct[name].scatter_sum_into(out, x, name)
         elif not scattered_by_host(out, x, name):
@@ -75,7 +75,7 @@ def scattered_by_host(out: Tensor, x: Tensor, name: str) -> bool:
 def exchange_blocks(x: Tensor, name: str) -> Tensor:
     """x (n, ...) has a block for every rank; the result holds the blocks that every rank had for this one."""
     over, out = job.axes[name], torch.empty_like(x, memory_format=torch.contiguous_format)
-    with Blocking(over, "all_to_all", x, (over.size - 1) / over.size * _bytes(x)):
+    with Blocking(over, "all_to_all", x, (over.size - 1) / over.size * x.nbytes):
         dist.all_to_all_single(out, x.contiguous(), group=over.group)
     return out
 
@@ -90,7 +90,7 @@ def max_in_place(x: Tensor, name: str) -> Tensor:
 
 def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
     over, directly = job.axes[name], _directly(x, name)
-    with Blocking(over, "all_reduce", x, 2 * (over.size - 1) / over.size * _bytes(x), directly):
+    with Blocking(over, "all_reduce", x, 2 * (over.size - 1) / over.size * x.nbytes, directly):
         if directly:
             job.direct[name].reduce_in_place(x, name, largest=how == dist.ReduceOp.MAX)
         else:
@@ -101,7 +101,7 @@ def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
 def start_sum(x: Tensor, name: str) -> Started:
     """Begin summing `x` in place over an axis."""
     over = job.axes[name]
-    sent, on_host = 2 * (over.size - 1) / over.size * _bytes(x), runs_on_host(over.group, x.device)
+    sent, on_host = 2 * (over.size - 1) / over.size * x.nbytes, runs_on_host(over.group, x.device)
     call = Observed(name, "all_reduce", described("all_reduce", name, x), sent, on_host, background=True)
     start = now()
     work = dist.all_reduce(x, group=over.group, async_op=True)
@@ -118,10 +118,6 @@ def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def _directly(x: Tensor, name: str) -> bool:
     return name in job.direct and x.is_cuda
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 # Newer releases have another name for the same call and warn about the old one.

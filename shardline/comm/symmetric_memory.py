@@ -268,7 +268,7 @@ def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -
     `arrived` is called in that stream after the copy of each other rank's rows. `full` is complete once the caller's
     stream has waited for the side stream.
     """
-    region = over.region("gather", x.numel() * x.element_size(), credit=True)
+    region = over.region("gather", x.nbytes, credit=True)
     blocks, side = full.view(region.ranks, *x.shape), over.side
     over.fork()
     with torch.cuda.stream(side):
@@ -313,7 +313,7 @@ class Direct:
     @contextlib.contextmanager
     def _shared(self, x: Tensor, axis: str) -> Iterator[Region]:
         """Inside, every rank can read the x of all; no rank writes there again before all have read."""
-        region = space(axis, x.device).region("sum", x.numel() * x.element_size())
+        region = space(axis, x.device).region("sum", x.nbytes)
         region.of(region.rank, x.shape, x.dtype).copy_(x)
         region.shared.barrier(channel=0)
         yield region

@@ -247,7 +247,10 @@ class Watchdog:
             ticked, silent = now, now - self._reached
             allowed = max(self.timeout_seconds, 2 * SILENT_PERIODS * self.period)
             if silent > allowed and self._stuck_seconds() > self.timeout_seconds:
-                self._end(_unreachable(self.status(), silent), shown=True)
+                address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+                status, lost = self.status(), f"has not reached the store of the job at {address} for {silent:.0f} s"
+                why = "that host is down, or the network is cut"
+                self._end(f"{status.who} is {status.doing()}, and {lost}: {why}", shown=True)
 
     def _stuck_seconds(self) -> float:
         """How long this rank has waited for others or, if it does not wait, how long ago it last reported anything."""
@@ -330,11 +333,3 @@ def _place(thread: int | None) -> str:
 
 def _is_wrapper(file: str) -> bool:
     return file in _passed_over or f"{os.sep}torch{os.sep}" in file
-
-
-def _unreachable(status: Status, silent: float) -> str:
-    address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    return (
-        f"{status.who} is {status.doing()}, and has not reached the store of the job at {address} for {silent:.0f} s:"
-        " that host is down, or the network is cut"
-    )

@@ -7,7 +7,6 @@ ended.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import socket
@@ -73,15 +72,17 @@ def start_rank(
     folder: Path, entry: str, words: Sequence[str], number: int, variables: Mapping[str, str]
 ) -> RankProcess:
     """Start a rank. Rank 0 prints to the console, each other one to a file in `folder`."""
-    report, output = folder / f"rank-{number}.json", folder / f"rank-{number}.out"
+    report, output = folder / f"rank-{number}.json", None if number == 0 else folder / f"rank-{number}.out"
     environment = {**variables, REPORT_VARIABLE: str(report)}
+    if output is not None:
+        environment[OUTPUT_VARIABLE] = str(output)
     command = [sys.executable, "-P", "-m", "shardline.launch.rank_main", entry, *words]
-    start = functools.partial(subprocess.Popen, command, stdin=subprocess.DEVNULL, start_new_session=True)
-    if number == 0:
-        return RankProcess(number, start(env=environment), report, None)
-    environment[OUTPUT_VARIABLE] = str(output)
-    with output.open("wb") as file:
-        return RankProcess(number, start(env=environment, stdout=file, stderr=file), report, output)
+    console = contextlib.nullcontext()
+    with console if output is None else output.open("wb") as file:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+    return RankProcess(number, process, report, output)
 
 
 def kill_ranks(ranks: Iterable[RankProcess]) -> None:
