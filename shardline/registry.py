@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -29,24 +30,19 @@ def register_flavor(model: str, flavor: str, architecture: Any) -> None:
 
 def register_source(name: str) -> Callable[[Function], Function]:
     """Let `training.dataset = name` read documents from `function(path) -> Iterable[str]`."""
-    return _adder(sources, name)
+    return _adder(functools.partial(sources.__setitem__, name))
 
 
 def register_optimizer(name: str) -> Callable[[Function], Function]:
     """Let `optimizer.name = name` build `function(parameter_groups, section) -> torch.optim.Optimizer`."""
-    return _adder(optimizers, name)
+    return _adder(functools.partial(optimizers.__setitem__, name))
 
 
 def register_hook(event: Event) -> Callable[[Function], Function]:
     """Call `function` at `event`: before_build(config), after_build(model, config) or after_step(trainer, row)."""
     if event not in hooks:
         raise ValueError(f"unknown hook event {event!r}: {', '.join(hooks)}")
-
-    def add(function: Function) -> Function:
-        hooks[event].append(function)
-        return function
-
-    return add
+    return _adder(hooks[event].append)
 
 
 def run_hooks(event: Event, *arguments: Any) -> None:
@@ -101,9 +97,9 @@ def _import_path(path: Path) -> None:
         raise
 
 
-def _adder(table: dict[str, Callable[..., Any]], name: str) -> Callable[[Function], Function]:
-    def add(function: Function) -> Function:
-        table[name] = function
+def _adder(add: Callable[[Callable[..., Any]], None]) -> Callable[[Function], Function]:
+    def added(function: Function) -> Function:
+        add(function)
         return function
 
-    return add
+    return added

@@ -47,8 +47,8 @@ class Report:
 
 
 def this_report(kind: Kind, text: str, details: str = "") -> Report:
-    """Make a report about this process."""
-    rank = int(os.environ.get("RANK", "0"))
+    """Make a report about this process. A launcher has no rank: -1."""
+    rank = int(os.environ.get("RANK", "-1"))
     return Report(kind, rank, socket.gethostname(), os.getpid(), text, details, time.time())
 
 

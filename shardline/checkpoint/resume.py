@@ -19,7 +19,7 @@ from shardline.checkpoint.fetch import local_path
 from shardline.checkpoint.format import Found, Saved
 from shardline.checkpoint.load import load_model, load_optimizer
 from shardline.checkpoint.reader import ShardFiles
-from shardline.comm import collectives, watchdog
+from shardline.comm import watchdog
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
@@ -285,7 +285,7 @@ class Start:
         if not is_url(given):
             return Path(given)
         path, problem = Path(), ""
-        with watchdog.patiently(f"fetching {given}", collectives.groups()):
+        with watchdog.patiently(f"fetching {given}"):
             try:
                 path = local_path(given, self.config.checkpoint.load_step)
             except UserError as error:

@@ -27,7 +27,7 @@ from shardline.checkpoint.mirror import Mirror
 from shardline.checkpoint.resume import DataIdentity, RunPosition, rng_state
 from shardline.checkpoint.shards import HeldTensor, held_state, held_weights
 from shardline.checkpoint.staging import Staging
-from shardline.comm import collectives, watchdog
+from shardline.comm import watchdog
 from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config
 from shardline.config.write import to_toml
@@ -171,7 +171,7 @@ class Saver:
         """Wait for the save under way, and for its copy in the mirror; called at the end of the run."""
         self.finish()
         if self.section.enable and self.section.mirror is not None:
-            with watchdog.patiently("copying checkpoints to the mirror", collectives.groups()):
+            with watchdog.patiently("copying checkpoints to the mirror"):
                 if self.mirror is not None:
                     self.mirror.finish()
 

@@ -29,14 +29,6 @@ def axis(name: str) -> Axis:
     return job.axes[name]
 
 
-def axes() -> dict[str, Axis]:
-    return dict(job.axes)
-
-
-def groups() -> list[dist.ProcessGroup]:
-    return [over.group for over in job.axes.values()]
-
-
 def axis_size(name: str) -> int:
     return job.axes[name].size if name in job.axes else 1
 
@@ -55,7 +47,7 @@ def join_on_device(name: str, device: torch.device) -> None:
 def gather_into(out: Tensor, x: Tensor, name: str) -> None:
     """out (n * rows, ...) = the rows of all ranks, in their order."""
     over, directly = job.axes[name], _directly(x, name)
-    with Blocking(over, "all_gather", x, (over.size - 1) * _bytes(x), directly):
+    with Blocking(over, "all_gather", x, (over.size - 1) * x.nbytes, directly):
         if directly:
             job.direct[name].gather_into(out, x, name)
         else:
@@ -65,7 +57,7 @@ def gather_into(out: Tensor, x: Tensor, name: str) -> None:
 def scatter_sum_into(out: Tensor, x: Tensor, name: str) -> None:
     """out (rows / n, ...) = this rank's rows of the sum over ranks."""
     over, directly = job.axes[name], _directly(x, name)
-    with Blocking(over, "reduce_scatter", x, (over.size - 1) * _bytes(out), directly):
+    with Blocking(over, "reduce_scatter", x, (over.size - 1) * out.nbytes, directly):
         if directly:
             job.direct[name].scatter_sum_into(out, x, name)
         elif not scattered_by_host(out, x, name):
@@ -83,7 +75,7 @@ def scattered_by_host(out: Tensor, x: Tensor, name: str) -> bool:
 def exchange_blocks(x: Tensor, name: str) -> Tensor:
     """x (n, ...) has a block for every rank; the result holds the blocks that every rank had for this one."""
     over, out = job.axes[name], torch.empty_like(x, memory_format=torch.contiguous_format)
-    with Blocking(over, "all_to_all", x, (over.size - 1) / over.size * _bytes(x)):
+    with Blocking(over, "all_to_all", x, (over.size - 1) / over.size * x.nbytes):
         dist.all_to_all_single(out, x.contiguous(), group=over.group)
     return out
 
@@ -98,7 +90,7 @@ def max_in_place(x: Tensor, name: str) -> Tensor:
 
 def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
     over, directly = job.axes[name], _directly(x, name)
-    with Blocking(over, "all_reduce", x, 2 * (over.size - 1) / over.size * _bytes(x), directly):
+    with Blocking(over, "all_reduce", x, 2 * (over.size - 1) / over.size * x.nbytes, directly):
         if directly:
             job.direct[name].reduce_in_place(x, name, largest=how == dist.ReduceOp.MAX)
         else:
@@ -109,39 +101,28 @@ def _reduce_in_place(x: Tensor, name: str, how: Any) -> Tensor:
 def start_sum(x: Tensor, name: str) -> Started:
     """Begin summing `x` in place over an axis."""
     over = job.axes[name]
-    sent, on_host = 2 * (over.size - 1) / over.size * _bytes(x), runs_on_host(over.group, x.device)
+    sent, on_host = 2 * (over.size - 1) / over.size * x.nbytes, runs_on_host(over.group, x.device)
     call = Observed(name, "all_reduce", described("all_reduce", name, x), sent, on_host, background=True)
     start = now()
     work = dist.all_reduce(x, group=over.group, async_op=True)
     assert work is not None
-    return Started.since(start, work, call)
+    return Started(start, work, call)
 
 
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum over a group that a DTensor's mesh names, None for all ranks; counted under its axis."""
     if group is None:
         return sum_in_place(x, "world") if "world" in job.axes else x
-    return sum_in_place(x, _name_of(group))
-
-
-def _name_of(group: dist.ProcessGroup) -> str:
-    return next(over.name for over in job.axes.values() if over.group is group)
+    return sum_in_place(x, next(over.name for over in job.axes.values() if over.group is group))
 
 
 def _directly(x: Tensor, name: str) -> bool:
     return name in job.direct and x.is_cuda
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
-
-
 # Newer releases have another name for the same call and warn about the old one.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-# Differentiable collectives
 
 
 Run = Callable[[Tensor, str], Tensor]  # of a tensor and the name of an axis
@@ -219,38 +200,19 @@ def _clone(x: Tensor, name: str) -> Tensor:
     return x.clone()
 
 
-_gather = RowOp("all_gather", gather_rows, _gathered)
-_scatter = RowOp("reduce_scatter", scatter_rows, _scattered)
-_sum = RowOp("all_reduce", _sum_rows, _same_shape)
-_copy = RowOp("copy", lambda x, name: x.view_as(x), lambda x, name: torch.empty_like(x), compiled=_clone)
-_trade = RowOp("all_to_all", exchange_blocks, _same_shape)
-_gather.differentiate(scatter_rows, _scatter.op)
-_scatter.differentiate(gather_rows, _gather.op)
-_sum.differentiate(lambda gradient, name: gradient, _clone)
-_copy.differentiate(_sum_rows, _sum.op)
-_trade.differentiate(exchange_blocks, _trade.op)
+# (t, ...) -> (n t, ...): the rows of all ranks. Backward: this rank's rows of the sum of the gradients.
+all_gather = RowOp("all_gather", gather_rows, _gathered)
+# (n t, ...) -> (t, ...): this rank's rows of the sum. Backward: the gradient's rows of all ranks.
+reduce_scatter = RowOp("reduce_scatter", scatter_rows, _scattered)
+# The sum over ranks on every rank. Backward: the gradient as it is, which every rank has whole.
+all_reduce = RowOp("all_reduce", _sum_rows, _same_shape)
+# x itself, where every rank goes on with its own part of the work. Backward: the sum of the gradients.
+copy = RowOp("copy", lambda x, name: x.view_as(x), lambda x, name: torch.empty_like(x), compiled=_clone)
+# x (n, ...) has a block for every rank; the result the blocks they had for this one. Backward: the same.
+all_to_all = RowOp("all_to_all", exchange_blocks, _same_shape)
 
-
-def all_gather(x: Tensor, name: str) -> Tensor:
-    """(t, ...) -> (n t, ...): the rows of all ranks. Backward: this rank's rows of the sum of the gradients."""
-    return _gather(x, name)
-
-
-def reduce_scatter(x: Tensor, name: str) -> Tensor:
-    """(n t, ...) -> (t, ...): this rank's rows of the sum. Backward: the gradient's rows of all ranks."""
-    return _scatter(x, name)
-
-
-def all_reduce(x: Tensor, name: str) -> Tensor:
-    """The sum over ranks on every rank. Backward: the gradient as it is, which every rank has whole."""
-    return _sum(x, name)
-
-
-def copy(x: Tensor, name: str) -> Tensor:
-    """x itself, where every rank goes on with its own part of the work. Backward: the sum of the gradients."""
-    return _copy(x, name)
-
-
-def all_to_all(x: Tensor, name: str) -> Tensor:
-    """x (n, ...) has a block for every rank; the result the blocks they had for this one. Backward: the same."""
-    return _trade(x, name)
+all_gather.differentiate(scatter_rows, reduce_scatter.op)
+reduce_scatter.differentiate(gather_rows, all_gather.op)
+all_reduce.differentiate(lambda gradient, name: gradient, _clone)
+copy.differentiate(_sum_rows, all_reduce.op)
+all_to_all.differentiate(exchange_blocks, all_to_all.op)

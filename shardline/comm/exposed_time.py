@@ -23,10 +23,15 @@ class Exposed:
     """Adds up waits. A wait of a GPU lies between two events, so `take` waits for the device."""
 
     def __init__(self) -> None:
-        self.measured = True  # False: the waits of this run cannot be measured
-        self.last_backward = True  # of a step: FSDP waits for all gradients at its end
         self._seconds = 0.0
         self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forget the run before."""
+        self.measured = True  # False: the waits of this run cannot be measured
+        self.last_backward = True  # of a step: FSDP waits for all gradients at its end
+        self.reset()
 
     @contextlib.contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from shardline.words import numbered
 
@@ -53,13 +53,7 @@ class Status:
         return f"{step}in no collective for {self.idle:.0f} s{place}" + (f"; its last was {last}" if last else "")
 
 
-def decode_status(text: bytes) -> Status:
-    values: dict[str, Any] = json.loads(text)
-    values["counts"] = {axis: (sequence, tag) for axis, (sequence, tag) in values["counts"].items()}
-    if values["wait"] is not None:
-        members = values["wait"].pop("members")
-        values["wait"] = Wait(**values["wait"], members=None if members is None else tuple(members))
-    return Status(**values)
+decode_status = TypeAdapter(Status).validate_json
 
 
 @dataclass(frozen=True)
@@ -77,12 +71,13 @@ class View:
         alive = [status for rank, status in self.statuses.items() if not self._is_gone(rank)]
         if any(status.busy for status in alive):
             return None
-        late = [status for status in alive if status.wait is not None and status.wait.seconds > self.limit]
-        found = [(status, missing) for status in late if (missing := self._missing(status))]
+        waits = {status.rank: status.wait for status in alive if status.wait is not None}
+        late = {rank: wait for rank, wait in waits.items() if wait.seconds > self.limit}
+        found = [(wait, missing) for rank, wait in late.items() if (missing := self._missing(rank, wait))]
         if found:
             # A rank that waits elsewhere is held up itself: name the ranks that wait for nobody.
-            status, missing = next((one for one in found if any(map(self._is_idle, one[1]))), found[0])
-            return self._missing_message(status, missing)
+            wait, missing = next((one for one in found if any(map(self._is_idle, one[1]))), found[0])
+            return self._missing_message(wait, missing)
         return self._stuck(late) or self._silence(alive)
 
     def _is_gone(self, rank: int) -> bool:
@@ -96,41 +91,33 @@ class View:
     def _members(self, wait: Wait) -> Iterable[int]:
         return range(self.world_size) if wait.members is None else wait.members
 
-    def _missing(self, status: Status) -> list[int]:
-        assert status.wait is not None
-        return [rank for rank in self._members(status.wait) if rank != status.rank and self._lacks(rank, status)]
+    def _missing(self, waiter: int, wait: Wait) -> list[int]:
+        return [rank for rank in self._members(wait) if rank != waiter and self._lacks(rank, wait)]
 
-    def _lacks(self, rank: int, waiter: Status) -> bool:
-        """Whether `rank` has not arrived in the collective in which `waiter` waits."""
-        wait, other = waiter.wait, self.statuses.get(rank)
+    def _lacks(self, rank: int, wait: Wait) -> bool:
+        """Whether a rank has not arrived in a collective in which another one waits."""
+        other = self.statuses.get(rank)
         if other is None or self._is_gone(rank):
             return True
-        assert wait is not None
         sequence, tag = other.counts.get(wait.axis, (0, ""))
         return sequence < wait.sequence or (sequence == wait.sequence and tag != wait.tag)
 
-    def _missing_message(self, status: Status, missing: list[int]) -> str:
-        wait = status.wait
-        assert wait is not None
+    def _missing_message(self, wait: Wait, missing: list[int]) -> str:
         arrived = [rank for rank in self._members(wait) if rank not in missing]
         verb = "wait" if len(arrived) > 1 else "waits"
-        return "\n".join(
-            [
-                f"no progress for {wait.seconds:.0f} s: {numbered('rank', arrived)} {verb} in {named(wait)},"
-                f" where {numbered('rank', missing)} did not arrive:",
-                *self._about(missing),
-            ]
+        head = (
+            f"no progress for {wait.seconds:.0f} s: {numbered('rank', arrived)} {verb} in {named(wait)},"
+            f" where {numbered('rank', missing)} did not arrive:"
         )
+        return "\n".join([head, *self._about(missing)])
 
-    def _stuck(self, late: list[Status]) -> str | None:
+    def _stuck(self, late: Mapping[int, Wait]) -> str | None:
         """The message where all ranks arrived in a collective that does not end."""
-        waits = {status.rank: status.wait for status in late if status.wait is not None and not status.wait.presumed}
-        for wait in waits.values():
+        calls = {rank: (wait.axis, wait.sequence) for rank, wait in late.items() if not wait.presumed}
+        for rank, call in calls.items():
+            wait = late[rank]
             members = list(self._members(wait))
-            if all(
-                rank in waits and (waits[rank].axis, waits[rank].sequence) == (wait.axis, wait.sequence)
-                for rank in members
-            ):
+            if all(calls.get(member) == call for member in members):
                 return (
                     f"no progress for {wait.seconds:.0f} s: {numbered('rank', members)} all arrived in {named(wait)},"
                     f" but it does not end: the network between them, or a device, is stuck"

@@ -104,10 +104,10 @@ class DeviceClock:
         mark.span[0].record()
         try:
             yield
-        finally:
             mark.span[1].record()
-            self._inside = None
             self._marks.append(mark)
+        finally:
+            self._inside = None
 
     @contextlib.contextmanager
     def expecting(self, comm: float) -> Iterator[None]:

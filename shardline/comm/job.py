@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from shardline.comm.exposed_time import exposed
 from shardline.comm.hidden_time import DeviceClock
 from shardline.comm.spans import Spans
 
@@ -85,6 +86,7 @@ class JobState:
         self.joined.clear()
         self.direct.clear()
         self.traffic.take()
+        exposed.begin_run()
 
     def reset(self) -> None:
         """Forget the run that ends. Recorders of spans stay: whoever began to read ends it."""
@@ -95,8 +97,6 @@ class JobState:
             self.waiter = None
         self.set_axes({})
         self.clock = DeviceClock()
-        self.spaces.clear()
-        self.workspaces.clear()
 
     def waiting_thread(self) -> ThreadPoolExecutor:
         if self.waiter is None:

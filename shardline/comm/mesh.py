@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardline.comm import symmetric_memory, watchdog
+from shardline.comm import symmetric_memory
 from shardline.comm.job import Axis, job
-from shardline.comm.store import backend_timeout, ranks_from_environment, start_groups
+from shardline.comm.store import backend_timeout, connect_store, ranks_from_environment, start_groups
+from shardline.comm.watchdog import Watchdog
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from shardline.errors import UserError
 
@@ -54,7 +55,10 @@ class Mesh:
         self._flatten("fsdp", [axis for axis in ("dp_shard", "cp") if axis in used])
         self._flatten("loss", [axis for axis in ("dp_replicate", "dp_shard", "cp") if axis in used])
         self._build_experts(device_type)
-        axes = {name: _axis(name, mesh) for name, mesh in self._meshes.items()}
+        axes = {
+            name: Axis(name, mesh.get_group(), mesh.size(), mesh.get_local_rank())
+            for name, mesh in self._meshes.items()
+        }
         assert dist.group.WORLD is not None
         if self.layout.pp > 1:
             axes["pp_down"] = dataclasses.replace(axes["pp"], name="pp_down", group=_again(self.layout))
@@ -128,14 +132,6 @@ class Mesh:
         """Which share of the global batch this rank reads."""
         return self.coordinates["dp_replicate"] * self.layout.dp_shard + self.coordinates["dp_shard"]
 
-    @property
-    def data_ranks(self) -> int:
-        return self.layout.data_ranks
-
-
-def _axis(name: str, mesh: DeviceMesh) -> Axis:
-    return Axis(name, mesh.get_group(), mesh.size(), mesh.get_local_rank())
-
 
 def _again(layout: Layout) -> dist.ProcessGroup:
     """A second set of groups of pp's ranks; pp is the outermost axis.
@@ -194,7 +190,7 @@ def start_process_group(device: torch.device, timeout_seconds: int, offload: boo
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         start_groups(backend, backend_timeout(timeout_seconds))
-        watchdog.start_watchdog(timeout_seconds)
+        Watchdog(connect_store(), dist.get_rank(), dist.get_world_size(), timeout_seconds).start()
     return True
 
 

@@ -4,16 +4,17 @@
     with call:                                                 while the rank waits for it, once or several times
         work.wait()
 
-Spans are recorded of what the host carries. A collective that returns when it is done is communication and waiting at
-once; one in the `background` is waited for here, and its communication is timed by `Running` or by a thread.
+Spans are recorded of what the host carries. The communication of a call in the `background` is timed by `Started` or by
+a thread, not here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,12 +57,17 @@ class Observed:
         if job.spans.enabled and self.on_host:
             self.start = self.began()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        """A wait that failed is left as well: the rank is elsewhere from now on, and its own error counts.
+
+        What was launched may still run, so the watchdog follows the device; if that fails, the first error stays.
+        """
         if self.start:
             job.spans.ended(self.axis, self.what, self.start, only_waiting=self.background)
             self.start = 0
         if job.watchdog is not None:
-            job.watchdog.leave(on_device=not self.on_host)
+            with contextlib.nullcontext() if error[0] is None else contextlib.suppress(RuntimeError):
+                job.watchdog.leave(on_device=not self.on_host)
 
     def began(self) -> int:
         return now()
@@ -83,8 +89,8 @@ class Blocking(Observed):
         if job.clock.axis == self.axis:
             self.timed.enter_context(job.clock.around(self.axis))
 
-    def __exit__(self, *error: object) -> None:
-        self.timed.close()
+    def __exit__(self, *error: Any) -> None:
+        self.timed.__exit__(*error)
         super().__exit__(*error)
 
     def began(self) -> int:
@@ -93,45 +99,35 @@ class Blocking(Observed):
         return now()
 
 
-class Started(NamedTuple):
-    """A collective that was issued and runs in the background."""
+class Started:
+    """A collective that was issued at `start` and runs in the background.
 
-    work: dist.Work
-    call: Observed
-    running: Running | None = None  # its span, where spans are recorded
+    Where spans are recorded, its own lasts until its work is complete. Gloo's sends and receives do not report that:
+    theirs end when somebody has waited for them.
+    """
 
-    @classmethod
-    def since(cls, start: int, work: dist.Work, call: Observed) -> Started:
+    def __init__(self, start: int, work: dist.Work, call: Observed) -> None:
+        self.work, self.call = work, call
         timed = job.spans.enabled and call.on_host
-        return cls(work, call, Running(work, call.axis, call.what, start) if timed else None)
+        self._end = functools.partial(_end_span, call, start, [True] if timed else [])
+        if timed:
+            with contextlib.suppress(RuntimeError):
+                # Called by the backend's thread when the work is complete, or here where it is already.
+                work.get_future().add_done_callback(self._end)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the result may be used; without a time-out, the group's counts."""
         with self.call:
             done = self.work.wait(timeout)
-        if self.running is not None:
-            self.running.end()
+        self._end()
         return done
 
 
-class Running:
-    """The span of a collective in the background: from `start` until its work is complete or `end` is called.
-
-    Gloo's sends and receives do not report their completion: they end when somebody has waited for them.
-    """
-
-    def __init__(self, work: dist.Work, axis: str, what: str, start: int) -> None:
-        self.axis, self.what, self.start = axis, what, start
-        self._open = [True]
-        with contextlib.suppress(RuntimeError):
-            # Called by the backend's thread when the work is complete, or here where it is already.
-            work.get_future().add_done_callback(lambda _: self.end())
-
-    def end(self) -> None:
-        ended = now()
-        with contextlib.suppress(IndexError):  # that thread and the one that waits may both call: the first one counts
-            self._open.pop()
-            job.spans.add(self.axis, self.what, self.start, ended, waiting=False)
+def _end_span(call: Observed, start: int, running: list[bool], future: object = None) -> None:
+    ended = now()
+    with contextlib.suppress(IndexError):  # the backend's thread and the one that waits may both call: the first counts
+        running.pop()
+        job.spans.add(call.axis, call.what, start, ended, waiting=False)
 
 
 def described(what: str, axis: str, x: Tensor) -> str:

@@ -254,12 +254,11 @@ def start_anew() -> None:
 def release() -> None:
     """Free the shared memory at the end of a run."""
     job.spaces.clear()
-    if job.workspaces:
+    while job.workspaces:
         import torch.distributed._symmetric_memory as memory
 
-        for name in job.workspaces:
-            getattr(memory, "_group_name_to_workspace_tensor", {}).pop(name, None)
-    job.workspaces.clear()
+        name, _ = job.workspaces.popitem()
+        getattr(memory, "_group_name_to_workspace_tensor", {}).pop(name, None)
 
 
 def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -> None:
@@ -269,7 +268,7 @@ def pull(x: Tensor, full: Tensor, over: Space, arrived: Callable[[int], None]) -
     `arrived` is called in that stream after the copy of each other rank's rows. `full` is complete once the caller's
     stream has waited for the side stream.
     """
-    region = over.region("gather", x.numel() * x.element_size(), credit=True)
+    region = over.region("gather", x.nbytes, credit=True)
     blocks, side = full.view(region.ranks, *x.shape), over.side
     over.fork()
     with torch.cuda.stream(side):
@@ -298,23 +297,26 @@ class Direct:
         over.join()
 
     def scatter_sum_into(self, out: Tensor, x: Tensor, axis: str) -> None:
-        region = space(axis, x.device).region("sum", x.numel() * x.element_size())
-        region.of(region.rank, x.shape, x.dtype).copy_(x)
-        region.shared.barrier(channel=0)
-        first = region.rank * out.numel() * x.element_size()
-        add_up([region.of(rank, out.shape, x.dtype, first) for rank in range(region.ranks)], out)
-        region.shared.barrier(channel=0)  # no rank writes there again before all have read
+        with self._shared(x, axis) as region:
+            first = region.rank * out.numel() * x.element_size()
+            add_up([region.of(rank, out.shape, x.dtype, first) for rank in range(region.ranks)], out)
 
     def reduce_in_place(self, x: Tensor, axis: str, largest: bool) -> None:
         """The sum over ranks, or their maximum; every rank adds in the same order."""
-        region = space(axis, x.device).region("sum", x.numel() * x.element_size())
+        with self._shared(x, axis) as region:
+            parts = [region.of(rank, x.shape, x.dtype) for rank in range(region.ranks)]
+            if largest:
+                x.copy_(functools.reduce(torch.maximum, parts))
+            else:
+                add_up(parts, x)
+
+    @contextlib.contextmanager
+    def _shared(self, x: Tensor, axis: str) -> Iterator[Region]:
+        """Inside, every rank can read the x of all; no rank writes there again before all have read."""
+        region = space(axis, x.device).region("sum", x.nbytes)
         region.of(region.rank, x.shape, x.dtype).copy_(x)
         region.shared.barrier(channel=0)
-        parts = [region.of(rank, x.shape, x.dtype) for rank in range(region.ranks)]
-        if largest:
-            x.copy_(functools.reduce(torch.maximum, parts))
-        else:
-            add_up(parts, x)
+        yield region
         region.shared.barrier(channel=0)
 
 

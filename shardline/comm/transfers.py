@@ -49,13 +49,13 @@ class Transfer:
     ) -> None:
         self.exchange, self.receiving, self.into, self.staged, self.start = exchange, receiving, into, staged, start
         self.done: Future[None] | None = None
-        if job.spans.enabled and exchange.on_host and exchange.call is not None and receiving:
+        if job.spans.enabled and exchange.on_host and not exchange.inside and receiving:
             self.done = job.waiting_thread().submit(self._note_end)
 
     def wait(self) -> None:
         if not self.receiving:
             return
-        with self.exchange.waiting():
+        with self.exchange.call:
             if self.done is not None:
                 self.done.result()
             else:
@@ -78,10 +78,10 @@ class Exchange:
     """
 
     def __init__(self, name: str, what: str, like: Tensor, size: int, inside: bool = False) -> None:
-        self.axis, self.what = job.axes[name], what
+        self.axis, self.what, self.inside = job.axes[name], what, inside
         self.on_host = runs_on_host(self.axis.group, like.device)
         self.stages = like.device.type == "cuda" and self.on_host  # gloo sends and receives host memory alone
-        self.call: Observed | None = None
+        self.call: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if not inside:
             self.call = Observed(name, what, described(what, name, like), size, self.on_host, background=True)
         self._sending: list[tuple[Any, Tensor]] = []  # a work that is dropped cancels its transfer
@@ -90,12 +90,11 @@ class Exchange:
         """x where it can be sent from: on the host if gloo sends it, copied once although parts are sent one by one."""
         return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x) if self.stages else x
 
-    def swap(self, out: Tensor, into: Tensor, distance: int) -> Transfer:
-        """Send `out` to the rank at `distance`, and receive `into` from the rank at -`distance`."""
-        return self.pass_on(out, into, distance)
+    def swap(self, out: Tensor | None, into: Tensor | None, distance: int) -> Transfer:
+        """Send `out` to the rank at `distance`, and receive `into` from the rank at -`distance`.
 
-    def pass_on(self, out: Tensor | None, into: Tensor | None, distance: int) -> Transfer:
-        """`swap` where one of the two, or both, may be missing; the rank at the other end knows that."""
+        One of the two, or both, may be missing; the rank at the other end knows that.
+        """
         axis = self.axis
         to, source = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
         start = now() if job.spans.enabled else 0
@@ -124,19 +123,16 @@ class Exchange:
 
     def finish(self) -> None:
         """Return when everything was sent and its memory may be reused."""
-        with self.waiting():
+        with self.call:
             for work, _ in self._sending:
                 work.wait()
         self._sending.clear()
-
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.call is None else self.call
 
 
 def arriving(x: Tensor, full: Tensor, name: str, chunks: int) -> Iterator[slice]:
     """Fill `full` (n t, ...) with the rows x (t, ...) of all ranks; yields its rows as they arrive, own ones first."""
     axis, t = job.axes[name], x.shape[0]
-    exchange = Exchange(name, "all_gather", x, (axis.size - 1) * x.numel() * x.element_size())
+    exchange = Exchange(name, "all_gather", x, (axis.size - 1) * x.nbytes)
     own = slice(axis.rank * t, (axis.rank + 1) * t)
     coming = []
     for distance in distances(axis.size):
@@ -164,8 +160,7 @@ class Scattering:
         self.t, n = rows // axis.size, axis.size
         self.mine = like.new_empty(self.t, width)
         outgoing, self.received = (like.new_empty(n - 1, self.t, width) for _ in range(2))
-        size = outgoing.numel() * outgoing.element_size()
-        self.exchange = Exchange(name, "reduce_scatter", self.mine, size)
+        self.exchange = Exchange(name, "reduce_scatter", self.mine, outgoing.nbytes)
         self.coming: list[list[Transfer]] = []
         for at, distance in enumerate(distances(n)):
             first = (axis.rank + distance) % n * self.t

@@ -24,7 +24,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from shardline.comm.hang import Status, View, Wait, decode_status
 from shardline.comm.job import job
-from shardline.comm.store import backend_timeout, connect_store, set_group_timeouts
+from shardline.comm.store import backend_timeout, set_group_timeouts
 from shardline.report import HANG_CODE, this_report, write_report
 
 log = logging.getLogger("shardline")
@@ -53,14 +53,13 @@ def pass_over(file: str) -> None:
     _passed_over.add(file)
 
 
-class Launched(NamedTuple):
-    """A collective that runs on the device, and the event after it."""
+class Entered(NamedTuple):
+    """A collective of this rank, and when it was issued or entered."""
 
     axis: str
     sequence: int
     tag: object
     since: float
-    event: torch.cuda.Event
 
 
 class Watchdog:
@@ -74,9 +73,9 @@ class Watchdog:
         self.host, self.pid = socket.gethostname(), os.getpid()
         self.step_number, self.busy_with = 0, ""
         self._counts: dict[str, tuple[int, object]] = {}
-        self._waits: list[tuple[str, int, object, float]] = []
-        self._issued: tuple[str, int, object, float] | None = None  # the last thing that happened, if it was `issue`
-        self._launched: collections.deque[Launched] = collections.deque()
+        self._waits: list[Entered] = []
+        self._issued: Entered | None = None  # the last thing that happened, if it was `issue`
+        self._launched: collections.deque[tuple[Entered, torch.cuda.Event]] = collections.deque()  # on the device
         self._changed = self._reached = self._first_since = time.monotonic()
         self._asking_since: float | None = None  # when the device was asked, while it has not answered
         self._beat = 0
@@ -112,7 +111,7 @@ class Watchdog:
         If nothing is reported after it, the rank is presumed to wait in it.
         """
         sequence = self.post(tag, axis)
-        self._issued = (axis, sequence, tag, self._changed)
+        self._issued = Entered(axis, sequence, tag, self._changed)
         return sequence
 
     def post(self, tag: object, axis: str) -> int:
@@ -125,7 +124,7 @@ class Watchdog:
     def wait(self, sequence: int, tag: object, axis: str = "world") -> None:
         """The rank waits, from here to `leave`, for a collective that it has issued."""
         self._moved()
-        self._waits.append((axis, sequence, tag, self._changed))
+        self._waits.append(Entered(axis, sequence, tag, self._changed))
 
     def enter(self, tag: object, axis: str = "world") -> int:
         """`issue` and `wait` in one, for a collective that returns when it is done."""
@@ -138,11 +137,11 @@ class Watchdog:
         self._moved()
         if not self._waits:
             return
-        axis, sequence, tag, _ = self._waits.pop()
+        call = self._waits.pop()
         if on_device and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record()
-            self._launched.append(Launched(axis, sequence, tag, self._changed, event))
+            self._launched.append((call._replace(since=self._changed), event))
 
     def step(self, number: int) -> None:
         """Step `number` begins."""
@@ -171,37 +170,39 @@ class Watchdog:
         running = self._running()
         for one in reversed(running):  # the device is behind the host: it has reached the first of each axis
             counts[one.axis] = (one.sequence, str(one.tag))
-        wait, waits, issued = None, list(self._waits), self._issued
-        if running and not waits:
-            waits = [(running[0].axis, running[0].sequence, running[0].tag, self._since(running[0]))]
-        if waits or issued:
-            axis, sequence, tag, since = waits[0] if waits else issued  # type: ignore[misc]
+        wait, call = None, self._waits_in(running)
+        known = call or self._issued
+        if known is not None:
+            axis, sequence, tag, since = known
             long = now - since > self.timeout_seconds / 2  # the members of a large axis are many: published when needed
             members = job.members.get(axis) if long else ()
-            wait = Wait(axis, sequence, str(tag), now - since, members, presumed=not waits)
-        where = _place(self._main)
-        idle = now - self._changed
+            wait = Wait(axis, sequence, str(tag), now - since, members, presumed=call is None)
+        where, idle = _place(self._main), now - self._changed
         return Status(
             self.rank, self.host, self.pid, self._beat, self.step_number, idle, where, self.busy_with, counts, wait
         )
+
+    def _waits_in(self, running: list[Entered]) -> Entered | None:
+        """The outermost collective that the rank waits in, or else the first one that its device has not done."""
+        waits = list(self._waits)
+        if waits or not running:
+            return waits[0] if waits else None
+        return running[0]._replace(since=max(running[0].since, self._first_since))
 
     def _follow(self) -> None:
         """Note what the device has done, in a thread of its own: the driver may block it for as long as the device."""
         while not self._closed.wait(self.period / 4):
             self._asking_since = time.monotonic()
-            while self._launched and self._launched[0].event.query():
+            while self._launched and self._launched[0][1].query():
                 self._launched.popleft()
                 self._first_since = time.monotonic()
             self._asking_since = None
 
-    def _running(self) -> list[Launched]:
+    def _running(self) -> list[Entered]:
         """What the device has not done yet, oldest first; empty where the driver does not answer."""
         asking_since = self._asking_since
         unanswered = asking_since is not None and time.monotonic() - asking_since > self.period
-        return [] if unanswered else list(self._launched)
-
-    def _since(self, first: Launched) -> float:
-        return max(first.since, self._first_since)
+        return [] if unanswered else [call for call, _ in list(self._launched)]
 
     def _publish(self) -> None:
         self._beat += 1
@@ -229,7 +230,9 @@ class Watchdog:
         statuses = self._statuses()
         if stuck <= self.timeout_seconds or time.monotonic() - self._looking_since < silence:
             return
-        found = View(statuses, self._silent(), self.world_size, self.timeout_seconds, silence).hang()
+        now = time.monotonic()
+        silent = {rank: now - since for rank, (_, since) in self._seen.items()}
+        found = View(statuses, silent, self.world_size, self.timeout_seconds, silence).hang()
         if found is not None:
             first = self.store.compare_set("hang", "", found).decode()
             self._end(first, shown=first == found)
@@ -244,20 +247,22 @@ class Watchdog:
             ticked, silent = now, now - self._reached
             allowed = max(self.timeout_seconds, 2 * SILENT_PERIODS * self.period)
             if silent > allowed and self._stuck_seconds() > self.timeout_seconds:
-                self._end(_unreachable(self.status(), silent), shown=True)
+                address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+                status, lost = self.status(), f"has not reached the store of the job at {address} for {silent:.0f} s"
+                why = "that host is down, or the network is cut"
+                self._end(f"{status.who} is {status.doing()}, and {lost}: {why}", shown=True)
 
     def _stuck_seconds(self) -> float:
         """How long this rank has waited for others or, if it does not wait, how long ago it last reported anything."""
-        waits, launched = list(self._waits), self._running()
-        since = waits[0][3] if waits else self._since(launched[0]) if launched else self._changed
-        return 0.0 if self.busy_with else time.monotonic() - since
+        call = self._waits_in(self._running())
+        return 0.0 if self.busy_with else time.monotonic() - (self._changed if call is None else call.since)
 
     def _has_turn(self, stuck: float) -> bool:
         """Whether this rank looks. In a large job one does, and after a while another if the first found nothing."""
         if self.world_size <= MANY_RANKS:
             return True
         waits = list(self._waits)
-        where = f"{waits[0][0]}/{waits[0][1]}" if waits else "outside"
+        where = f"{waits[0].axis}/{waits[0].sequence}" if waits else "outside"
         turn = f"turn/{where}/{int((stuck - self.timeout_seconds) // TURN_SECONDS)}"
         if turn != self._turn and self.store.add(turn, 1) == 1:
             self._turn = turn
@@ -274,11 +279,6 @@ class Watchdog:
             self._seen[status.rank] = (status.beat, since if beat == status.beat else now)
         return {status.rank: status for status in found}
 
-    def _silent(self) -> dict[int, float]:
-        """Seconds since each rank last published something new, as far as this rank has been looking."""
-        now = time.monotonic()
-        return {rank: now - since for rank, (_, since) in self._seen.items()}
-
     def _end(self, message: str, shown: bool = False) -> None:
         """End this process, whatever its main thread is stuck in; the launcher shows the message."""
         if self._closed.is_set():
@@ -294,28 +294,22 @@ class Watchdog:
         os._exit(HANG_CODE)
 
 
-def start_watchdog(timeout_seconds: float) -> None:
-    """Watch this rank, if it is one of several that met through the job's store."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        Watchdog(connect_store(), dist.get_rank(), dist.get_world_size(), timeout_seconds).start()
-
-
-def set_timeouts(seconds: float, groups: Iterable[dist.ProcessGroup]) -> None:
+def set_timeouts(seconds: float) -> None:
     """Set the longest wait for a collective from now on; the backends' own limit lies a little above the watchdog's."""
     if job.watchdog is not None:
         job.watchdog.timeout_seconds = seconds
-    set_group_timeouts(groups, backend_timeout(seconds))
+    set_group_timeouts((over.group for over in job.axes.values()), backend_timeout(seconds))
 
 
 @contextlib.contextmanager
-def patiently(what: str, groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
+def patiently(what: str) -> Iterator[None]:
     """Around work of some ranks that others wait for, such as saving: no time-out counts until all have ended it."""
     dog = job.watchdog
     if dog is None:
         yield
         return
-    groups, seconds = list(groups), dog.timeout_seconds
-    set_timeouts(A_DAY, groups)
+    seconds = dog.timeout_seconds
+    set_timeouts(A_DAY)
     try:
         with dog.busy(what):
             yield
@@ -323,7 +317,7 @@ def patiently(what: str, groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
         dist.barrier()
         dog.leave()
     finally:
-        set_timeouts(seconds, groups)
+        set_timeouts(seconds)
 
 
 def _place(thread: int | None) -> str:
@@ -339,11 +333,3 @@ def _place(thread: int | None) -> str:
 
 def _is_wrapper(file: str) -> bool:
     return file in _passed_over or f"{os.sep}torch{os.sep}" in file
-
-
-def _unreachable(status: Status, silent: float) -> str:
-    address = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-    return (
-        f"{status.who} is {status.doing()}, and has not reached the store of the job at {address} for {silent:.0f} s:"
-        " that host is down, or the network is cut"
-    )

@@ -34,7 +34,7 @@ from shardline.launch.ranks import RankProcess, kill_ranks, remove_empty_outputs
 from shardline.launch.recovery import MARKS, Recovery
 from shardline.launch.rendezvous import Rendezvous
 from shardline.launch.rounds import End, Round, Terms
-from shardline.report import Report
+from shardline.report import Report, this_report
 from shardline.run import attempt, signals
 from shardline.run.options import TrainOptions, node_range
 from shardline.words import numbered
@@ -221,7 +221,9 @@ class Agent:
         failed = [rank for rank in self.ranks if self._has_failed(rank)]
         ended = all(rank.code is not None for rank in self.ranks)
         if self.rendezvous.cut_off and not self.signals and (failed or not ended):
-            return self._fail(End(self._cut_off_report(), self.rendezvous.silent_seconds))
+            silent, address = self.rendezvous.silent_seconds, self.rendezvous.endpoint.address
+            text = f"host {socket.gethostname()} has not reached {address} for {silent:.0f} s"
+            return self._fail(End(this_report("machine", text), silent))
         if end is not None and end.is_failure:
             return self._fail(end)
         if failed:
@@ -238,10 +240,10 @@ class Agent:
         """Report the first signal: a machine leaves the others where they can do without it, else all stop."""
         if not self.signals or self.forwarded:
             return
-        name, host = signal.Signals(self.signals[0]).name, socket.gethostname()
+        name = signal.Signals(self.signals[0]).name
         leaves = name == "SIGTERM" and self.terms.least < self.terms.most and not self.rendezvous.leads
-        text = f"host {host} {'leaves' if leaves else 'stops'} ({name})"
-        self.rendezvous.report(End(Report("leave" if leaves else "stop", -1, host, os.getpid(), text, at=time.time())))
+        text = f"host {socket.gethostname()} {'leaves' if leaves else 'stops'} ({name})"
+        self.rendezvous.report(End(this_report("leave" if leaves else "stop", text)))
 
     def _forward_signals(self) -> None:
         if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a request to save, not to end
@@ -325,11 +327,6 @@ class Agent:
         """Whether there is no restart after this failure."""
         used_up = self.rendezvous.state.restarts >= self.terms.max_restarts
         return cause.kind == "user" or used_up or bool(self.signals)
-
-    def _cut_off_report(self) -> Report:
-        host, silent = socket.gethostname(), self.rendezvous.silent_seconds
-        text = f"host {host} has not reached {self.rendezvous.endpoint.address} for {silent:.0f} s"
-        return Report("machine", -1, host, os.getpid(), text, at=time.time())
 
     # ---- the run so far ----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,15 @@ import torch.distributed as dist
 from shardline.errors import UserError
 from shardline.report import Report, report_of
 
+# What a rank did, before the text of its report; where nothing stands here, the text says all.
+HAPPENED = {
+    "user": "failed:",
+    "error": "failed:",
+    "lost_peer": "lost another rank:",
+    "signal": "was killed by",
+    "exit": "ended with exit code",
+}
+
 
 def choose_cause(reports: list[Report]) -> Report:
     """Return the failure that the others most likely followed from.
@@ -49,14 +58,10 @@ def explain(error: RuntimeError) -> str | None:
 
 def in_a_line(cause: Report) -> str:
     """Describe a failure in a few words, for the line about a restart."""
-    who, what = f"rank {cause.rank} on host {cause.host}", cause.text.strip().partition("\n")[0]
-    if cause.kind in ("machine", "regroup", "leave", "stop", "hang"):
+    what = cause.text.strip().partition("\n")[0]
+    if cause.kind not in HAPPENED:
         return what
-    if cause.kind == "signal":
-        return f"{who} was killed by {what}"
-    if cause.kind == "exit":
-        return f"{who} ended with exit code {what}"
-    return f"{who} lost another rank: {what}" if cause.kind == "lost_peer" else f"{who} failed: {what}"
+    return f"rank {cause.rank} on host {cause.host} {HAPPENED[cause.kind]} {what}"
 
 
 def show(cause: Report, debug: bool = False) -> int:
@@ -68,16 +73,12 @@ def show(cause: Report, debug: bool = False) -> int:
             print(f"{cause.who}:\n{cause.details.rstrip()}", file=sys.stderr)
         raise UserError(cause.text)
     if cause.kind in ("hang", "machine"):
-        print(f"error: {cause.text}", file=sys.stderr)
-        return 1
-    if cause.kind in ("error", "lost_peer"):
-        print(f"error: {cause.who} failed:\n{cause.details.rstrip()}", file=sys.stderr)
-        return 1
-    if cause.kind == "signal":
-        hint = " (out of memory?)" if cause.text == "SIGKILL" else ""
-        print(f"error: {cause.who} was killed by {cause.text}{hint}", file=sys.stderr)
+        message = cause.text
+    elif cause.kind in ("error", "lost_peer"):
+        message = f"{cause.who} failed:\n{cause.details.rstrip()}"
     else:
-        print(f"error: {cause.who} ended with exit code {cause.text}", file=sys.stderr)
-    if cause.details:
-        print(f"its last output:\n{cause.details.rstrip()}", file=sys.stderr)
+        hint = " (out of memory?)" if cause.text == "SIGKILL" else ""
+        output = f"\nits last output:\n{cause.details.rstrip()}" if cause.details else ""
+        message = f"{cause.who} {HAPPENED[cause.kind]} {cause.text}{hint}{output}"
+    print(f"error: {message}", file=sys.stderr)
     return 1

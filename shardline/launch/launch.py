@@ -28,8 +28,10 @@ def train(config: Config, options: TrainOptions) -> int:
     is_elastic = least < nodes or options.max_restarts > 0
     if started or not is_elastic:
         checked_layout(config, started or nodes * options.nproc)
-    else:
-        _check_layouts(config, options, least, nodes)
+    else:  # the launcher later takes as many machines as fit
+        reasons = [misfit(config, number * options.nproc) for number in range(least, nodes + 1)]
+        if all(reasons):
+            raise UserError(reasons[-1])
     _note_idle(options, nodes, bool(started))
     _note_lost_machine(config, is_elastic and not started)
     if is_elastic and not started and not config.checkpoint.enable:
@@ -39,13 +41,6 @@ def train(config: Config, options: TrainOptions) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
     with starting_job(LAUNCHER_VARIABLE in os.environ):
         return start("train", config, options) if starts else _run(config, options)
-
-
-def _check_layouts(config: Config, options: TrainOptions, least: int, nodes: int) -> None:
-    """Refuse a range of machines of which no number fits; the launcher later takes as many as fit."""
-    reasons = [misfit(config, number * options.nproc) for number in range(least, nodes + 1)]
-    if all(reasons):
-        raise UserError(reasons[-1])
 
 
 def misfit(config: Config, ranks: int) -> str:

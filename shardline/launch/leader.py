@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from shardline.launch import rounds
 from shardline.launch.endpoint import print_line
-from shardline.launch.rounds import End, JobHistory, Peer, Round, peer_of, read_end, write_end
-from shardline.report import Report
+from shardline.launch.rounds import End, JobHistory, Peer, Round, decode_peer, read_end, write_end
+from shardline.report import Report, this_report
 from shardline.words import listed, numbered
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Leader:
     def lead(self, index: int) -> None:
         """Look at all machines once, and decide what there is to decide."""
         self.index = index
-        self._meet_newcomers()
+        mismatch = self._meet_newcomers()
         alive = self.alive()
         ready = {index: self._state(index) for index in alive}
         waiting = [index for index in alive if self._is_waiting(index, ready[index])]
@@ -59,27 +59,33 @@ class Leader:
         if self.under_way:
             self._look_for_more(waiting)
         else:
-            self._gather(alive, waiting, ready)
+            self._gather(alive, waiting, ready, mismatch)
 
     # ---- who is there ------------------------------------------------------------------------------------------------
 
-    def _meet_newcomers(self) -> None:
+    def _meet_newcomers(self) -> str:
+        """Admit or refuse those who have come; returns how a new one that was started differently differs."""
+        mismatch = ""
         for index in range(self.store.add("count", 0)):
             if index in self.peers or index in self.gone or not self.store.check([f"machine/{index}"]):
                 continue
-            peer = peer_of(json.loads(self.store.get(f"machine/{index}")))
+            peer = decode_peer(self.store.get(f"machine/{index}"))
             for other in list(self.peers.values()):
-                if other.is_same_process(peer):  # it was cut off and came again
+                if other.token == peer.token:  # it was cut off and came again
                     self.gone.add(other.index)
             refusal = self._refusal(peer, self.came.setdefault(index, time.monotonic()))
             if refusal is None:
                 continue
             if refusal:
+                difference = self.own.terms.difference(peer.terms)
+                if difference and self._state(index).round == 0:  # not one that is left over from another job
+                    mismatch = f"{difference} on {peer.host}"
                 self._refuse(index, refusal)
                 print_line(f"note: the launcher on host {peer.host} (pid {peer.pid}) is refused: {refusal}")
                 continue
             self.peers[index] = peer
             self.seen[index] = ("", time.monotonic())
+        return mismatch
 
     def _refusal(self, peer: Peer, since: float) -> str | None:
         """Why a newcomer must go, "" where it may stay, None where that is not known yet: its rival may be dead."""
@@ -164,15 +170,20 @@ class Leader:
         larger = self._choose([*members, *waiting])
         new = [self.peers[index].host for index in larger if index not in members]
         if len(larger) <= len(members):
-            self._publish_wait("a place: the job runs with as many machines as it can use")
+            self.store.set("waits", "a place: the job runs with as many machines as it can use")
         elif not self.own.may_regroup():
-            self._publish_wait("the running ranks: they can stop after their first step, with checkpoint.enable")
+            self.store.set("waits", "the running ranks: they can stop after their first step, with checkpoint.enable")
         else:
             text = f"host {listed(new)} {'join' if len(new) > 1 else 'joins'}"
-            write_end(self.store, self.last.number, End(Report("regroup", -1, new[0], 0, text, at=time.time())))
+            write_end(self.store, self.last.number, End(this_report("regroup", text)))
 
-    def _gather(self, alive: Sequence[int], waiting: Sequence[int], ready: dict[int, JobHistory]) -> None:
-        """Decide on the next round where enough machines wait for it, and all of the last one do."""
+    def _gather(
+        self, alive: Sequence[int], waiting: Sequence[int], ready: dict[int, JobHistory], mismatch: str
+    ) -> None:
+        """Decide on the next round where enough machines wait for it, and all of the last one do.
+
+        Before the first round, a machine that was started differently is one that the others would wait for in vain.
+        """
         chosen, now = self._choose(waiting), time.monotonic()
         everybody = len(waiting) == len(alive)
         silent = [index for index in chosen if now - self.seen[index][1] > 8 * rounds.PERIOD]  # may be dead
@@ -188,12 +199,15 @@ class Leader:
             what = f"a sign of life of host {self.peers[silent[0]].host}"
         else:
             what = self._missing(waiting, chosen)
-        if everybody and not chosen and now - self.since > self.own.endpoint.timeout_seconds:
-            endpoint = self.own.endpoint
+        endpoint, why = self.own.endpoint, ""
+        if all(state.round == 0 for state in ready.values()):
+            why = mismatch
+        if now - self.since > endpoint.timeout_seconds:
+            why = why or f"waited {endpoint.timeout_seconds:g} s at {endpoint.address} for {what}"
+        if everybody and not chosen and why:
             for index in waiting:
-                why = f"waited {endpoint.timeout_seconds:g} s at {endpoint.address} for {what}"
                 self.store.set(f"refused/{index}", why)
-        self._publish_wait(what)
+        self.store.set("waits", what)
 
     def _choose(self, indices: Sequence[int]) -> list[int]:
         """The machines of this list that fit the layout, in the order of their ranks; none if there are too few.
@@ -237,9 +251,6 @@ class Leader:
             for index in set(waiting) - set(chosen):
                 address, nodes = self.own.endpoint.address, self.own.terms.nodes
                 self._refuse(index, f"--rdzv-endpoint {address}: {nodes} machines are there already (--nnodes)")
-
-    def _publish_wait(self, what: str) -> None:
-        self.store.set("waits", what)
 
     def linger(self) -> None:
         """Stay until the others have gone, or for a few seconds: the store ends with this process."""

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from shardline.config.names import LAUNCHER_VARIABLE
@@ -34,8 +34,7 @@ def main() -> None:
     faulthandler.enable()
     entry, words = sys.argv[1], sys.argv[2:]
     sys.argv = [entry, *words]
-    code = run(entry, words)
-    leave(code)
+    leave(run(entry, words))
 
 
 def leave(code: int) -> NoReturn:
@@ -52,7 +51,9 @@ def leave(code: int) -> NoReturn:
 def run(entry: str, words: Sequence[str]) -> int:
     """Run the rank and return its exit code; an error that it did not handle goes into its report."""
     try:
-        return find(entry)(words)
+        module, _, name = entry.partition(":")
+        code: int = getattr(importlib.import_module(module), name)(words)
+        return code
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except KeyboardInterrupt as error:  # holds the number of the signal
@@ -64,12 +65,6 @@ def run(entry: str, words: Sequence[str]) -> int:
         if not write_report(report):
             sys.stderr.write(report.details)
         return 2 if isinstance(error, UserError) else 1
-
-
-def find(entry: str) -> Callable[[Sequence[str]], int]:
-    module, _, name = entry.partition(":")
-    function: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def tie_to_launcher() -> None:

@@ -72,20 +72,15 @@ def start_rank(
     folder: Path, entry: str, words: Sequence[str], number: int, variables: Mapping[str, str]
 ) -> RankProcess:
     """Start a rank. Rank 0 prints to the console, each other one to a file in `folder`."""
-    report, output = folder / f"rank-{number}.json", folder / f"rank-{number}.out"
+    report, output = folder / f"rank-{number}.json", None if number == 0 else folder / f"rank-{number}.out"
     environment = {**variables, REPORT_VARIABLE: str(report)}
+    if output is not None:
+        environment[OUTPUT_VARIABLE] = str(output)
     command = [sys.executable, "-P", "-m", "shardline.launch.rank_main", entry, *words]
-    if number == 0:
-        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-        return RankProcess(number, process, report, None)
-    with output.open("wb") as file:
+    console = contextlib.nullcontext()
+    with console if output is None else output.open("wb") as file:
         process = subprocess.Popen(
-            command,
-            env={**environment, OUTPUT_VARIABLE: str(output)},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
     return RankProcess(number, process, report, output)
 

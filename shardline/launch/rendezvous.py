@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -25,7 +26,7 @@ from shardline.errors import UserError
 from shardline.launch import rounds
 from shardline.launch.endpoint import Endpoint
 from shardline.launch.leader import Leader
-from shardline.launch.rounds import End, JobHistory, Peer, Round, Terms, read_end, read_round, write_end
+from shardline.launch.rounds import End, JobHistory, Peer, Round, Terms, decode_round, read_end, write_end
 
 FENCE = 0.6  # of the time after which a silent machine is given up; its launcher ends its ranks by then
 
@@ -52,6 +53,7 @@ class Rendezvous:
         self.round: Round | None = None  # the last one
         self.thread: StoreThread | None = None
         self.closed = False
+        self.token = secrets.token_hex(8)
 
     @property
     def leads(self) -> bool:
@@ -189,7 +191,7 @@ class StoreThread:
         self._beat = 0
         self._closed = threading.Event()
         self.index = -1
-        self.me = Peer(-1, socket.gethostname(), os.getpid(), own.ranks, own.endpoint.number, own.terms)
+        self.me = Peer(-1, socket.gethostname(), os.getpid(), own.ranks, own.endpoint.number, own.terms, own.token)
         self._thread = threading.Thread(target=self._run, name="shardline-store", daemon=True)
         self._thread.start()
 
@@ -288,7 +290,7 @@ class StoreThread:
         number = int(self.store.get("latest"))
         if number < self.ready.round or (self.round is not None and number <= self.round.number):
             return
-        found = read_round(self.store, number)
+        found = decode_round(self.store.get(f"round/{number}"))
         if any(peer.index == self.index for peer in found.peers):
             self.end, self.outbox, self.finished, self.all_done = None, None, False, False
             self.round = found

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from shardline.report import Report
 
@@ -73,9 +73,7 @@ class Peer:
     ranks: int
     number: int | None
     terms: Terms
-
-    def is_same_process(self, other: Peer) -> bool:
-        return (self.host, self.pid) == (other.host, other.pid)
+    token: str  # random, one per launcher: in containers, several may have the same host name and pid
 
 
 @dataclass(frozen=True)
@@ -105,13 +103,8 @@ class End:
         return self.report.kind not in NO_FAILURE
 
 
-def peer_of(entry: dict[str, Any]) -> Peer:
-    return Peer(**{**entry, "terms": Terms(**entry["terms"])})
-
-
-def read_round(store: dist.Store, number: int) -> Round:
-    entry = json.loads(store.get(f"round/{number}"))
-    return Round(entry["number"], tuple(map(peer_of, entry["peers"])), JobHistory(**entry["state"]))
+decode_peer = TypeAdapter(Peer).validate_json
+decode_round = TypeAdapter(Round).validate_json
 
 
 def read_end(store: dist.Store, number: int) -> End | None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import DeviceType
 
-from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.telemetry.trace_file import add_spans
 
@@ -124,7 +123,7 @@ class Profiler:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(path))
-            add_spans(path, self.rank, self.since + 1, collectives.axes(), job.spans.take("trace"))
+            add_spans(path, self.rank, self.since + 1, job.axes, job.spans.take("trace"))
             table.write_text(ops_table(list(trace.key_averages()), self.options.top_ops))
         except (OSError, RuntimeError) as error:  # the run is worth more than its trace
             log.warning("the trace of step %d was not saved: %s", self.at, error)

@@ -120,7 +120,7 @@ class Telemetry:
         """The step was made: show it, and record its row where one is due. `tokens` counts all of the run so far."""
         times = self.sampler.end() if self.sampler is not None and self.is_logged() else None
         if self.number == self.first_step + 1 and self.mesh.world_size > 1:
-            watchdog.set_timeouts(self.config.comm.train_timeout_seconds, collectives.groups())
+            watchdog.set_timeouts(self.config.comm.train_timeout_seconds)
         attempt.note("first_step")
         self.meter.stepped(self.step_tokens)
         self.console.advance(self.number)

@@ -22,7 +22,7 @@ from shardline.checkpoint.powersgd_state import PowerSGDState
 from shardline.checkpoint.resume import DataIdentity, Start, resumable_step
 from shardline.checkpoint.resume_batch import batch_to_keep, keep_batch
 from shardline.checkpoint.saver import Saver
-from shardline.comm import collectives, watchdog
+from shardline.comm import watchdog
 from shardline.comm.mesh import (
     Mesh,
     crossing_lines,
@@ -122,7 +122,7 @@ class Setup:
 
     def _keep_batch(self) -> None:
         """Keep the checkpoint's global batch on another number of ranks: accumulation adapts."""
-        config, ranks = self.config, self.mesh.data_ranks
+        config, ranks = self.config, self.layout.data_ranks
         saved = None if self.options.overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config))
         if saved is not None and saved.size != config.training.local_batch_size * ranks:
             self.config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
@@ -138,7 +138,7 @@ class Setup:
 
     def _loader(self, section: Literal["training", "validation"]) -> Loader:
         """This rank's share; tensor-parallel ranks read the same samples."""
-        rank, ranks = self.mesh.data_rank, self.mesh.data_ranks
+        rank, ranks = self.mesh.data_rank, self.layout.data_ranks
         loader = build_loader(
             self.config, section, self.arch, self.tokenizer, rank=rank, ranks=ranks, device=self.device
         )
@@ -150,7 +150,7 @@ class Setup:
         self.mirror: Mirror | None = None  # of rank 0
         self.found: list[Found] | None = None  # checkpoints in the folder, listed once by rank 0
         fetches = self.options.resume and self.config.checkpoint.mirror is not None
-        with watchdog.patiently("fetching a checkpoint", collectives.groups()) if fetches else contextlib.nullcontext():
+        with watchdog.patiently("fetching a checkpoint") if fetches else contextlib.nullcontext():
             path, resume_step = self.mesh.from_rank_0(self._take_folder)
         if self.mesh.rank != 0:
             self.folder = RunFolder(path, self.config.checkpoint.folder, resume_step)

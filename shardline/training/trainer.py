@@ -128,7 +128,7 @@ class Trainer:
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
         """Around a save: it is no training time, no reason for a time-out, and its length counts for the time limit."""
-        waiting = watchdog.patiently("saving a checkpoint", collectives.groups())
+        waiting = watchdog.patiently("saving a checkpoint")
         with self.telemetry.paused(), waiting, self.requests.saving():
             yield
 

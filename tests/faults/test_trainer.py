@@ -36,7 +36,7 @@ def tell(trainer, row):
         raise ValueError("a fault of its own")
     if os.environ.get("FAULT", "").startswith("SIG") and rank == "1" and row["step"] == 3:
         from shardline.comm.transfers import Exchange
-        plain = Exchange.pass_on
+        plain = Exchange.swap
 
         def end(exchange, *arguments):
             if exchange.what not in ("all_gather", "ring"):  # of the embedding, before the first overlapped product
@@ -44,7 +44,7 @@ def tell(trainer, row):
             time.sleep(0.5)  # what it has sent before must be on its way, or the others wait for that
             os.kill(os.getpid(), getattr(signal, os.environ["FAULT"]))
 
-        Exchange.pass_on = end
+        Exchange.swap = end
     if os.environ.get("FAULT") == "validating" and row["step"] == 1:  # slowly, and for very long
         from shardline.training import validate
         plain_count = validate.count_targets

@@ -83,13 +83,13 @@ def attend(method: str, each: int, mask: str, slow: bool = False) -> tuple[float
     tokens = torch.zeros(BATCH, LENGTH // ranks, dtype=torch.int64, device=DEVICE)
     masks = plan.masks(architecture(mask), tokens, q.dtype, packed())
     job.traffic.take()
-    send = Exchange.pass_on
+    send = Exchange.swap
 
     def late(self: Exchange, *arguments: object) -> object:
         time.sleep(random.random() / 50)
         return send(self, *arguments)
 
-    with patch.object(Exchange, "pass_on", late if slow else send):
+    with patch.object(Exchange, "swap", late if slow else send):
         out = attention(q, k, v, masks[max(masks)])
         out.backward(drawn(BATCH, LENGTH, HEADS, DIM, seed=7)[:, places])
     sent = dict(job.traffic.bytes)

@@ -53,7 +53,7 @@ def scaled_gradients(trainer: Any) -> Iterator[None]:
     def scaled(batches: Any) -> Any:
         loss = backward(batches)
         for parameter in trainer.model.parameters():
-            local(parameter.grad).div_(trainer.mesh.data_ranks)
+            local(parameter.grad).div_(trainer.mesh.layout.data_ranks)
         return loss
 
     with patch.object(trainer.stepper, "forward_backward", scaled):

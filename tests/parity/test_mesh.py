@@ -6,6 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
 from tests.layouts import expert_coordinates
@@ -26,7 +27,7 @@ def groups(layout: Layout) -> dict[str, list[int]]:
 
     Mesh(layout, "cpu")
     found = {}
-    for name, axis in collectives.axes().items():
+    for name, axis in job.axes.items():
         found[name] = dist.get_process_group_ranks(axis.group)
         assert collectives.sum_in_place(torch.ones(1), name).item() == axis.size == len(found[name])
         assert found[name][axis.rank] == dist.get_rank()

@@ -4,17 +4,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shardline.cli.main import main
 from shardline.config.load import load_config
 from shardline.errors import ConfigError, UserError
+from shardline.launch.agent import Agent, Launch, RoundStatus
 from shardline.launch.failures import choose_cause, show
 from shardline.launch.rank_main import run
+from shardline.launch.rounds import End
 from shardline.report import Report, read_report, report_of, write_report
 from shardline.run import numa as binding
 from shardline.run.numa import nccl_variables, numa_nodes, prepare_rank, share_cores
+from shardline.run.options import TrainOptions
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +135,36 @@ def fine(words):
 def test_an_error_of_the_user_is_raised_again_by_the_launcher():
     with pytest.raises(UserError, match="mend it"):
         show(Report("user", 1, "h", 1, "mend it"))
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """A launcher that has started nothing, with room for the ranks and the job of a test."""
+    agent = Agent(Launch("module:function", (), TrainOptions(), lost_machine_seconds=10.0), tmp_path)
+    agent.notes = {"first_step": 1.0}
+    return agent
+
+
+def ended(*codes):
+    return [SimpleNamespace(number=number, code=code, poll=lambda: None) for number, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize(("codes", "said"), [((143, -9), True), ((143, 143), False), ((0, 1), True)])
+def test_ranks_that_the_stop_of_another_machine_cut_short_end_like_a_stop(agent, codes, said, capsys):
+    agent.ranks, agent.stopping_for = ended(*codes), End(failure("stop", -1, text="host b stops (SIGINT)"))
+    assert agent.exit_code() == 143
+    message = "error: stopped in the middle of a step: host b stops (SIGINT)\n"
+    assert capsys.readouterr().err == (message if said else "")
+
+
+@pytest.mark.parametrize(
+    ("codes", "silent", "status"),
+    [((0, 0), 11.0, RoundStatus.OVER), ((0, 0), 9.0, RoundStatus.RUNNING), ((0, None), 11.0, RoundStatus.RUNNING)],
+)
+def test_a_finished_machine_ends_when_the_store_is_gone(agent, codes, silent, status):
+    agent.ranks = ended(*codes)
+    agent.rendezvous = SimpleNamespace(end=None, cut_off=False, silent_seconds=silent, is_done=lambda: False)
+    assert agent._watch() is status
 
 
 def test_what_a_rank_printed_is_kept_in_the_log_folder(tmp_path):

@@ -160,8 +160,8 @@ def test_a_rank_is_in_the_first_collective_that_its_device_has_not_done(store, m
 
 
 def follow(dog, done):
-    for one in list(dog._launched)[:done]:
-        one.event.over = True
+    for _, event in list(dog._launched)[:done]:
+        event.over = True
     looked = iter([False, True])
     dog._closed.wait = lambda seconds: next(looked)
     dog._follow()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardline.comm import collectives, observe, transfers, watchdog
+from shardline.comm.exposed_time import exposed
 from shardline.comm.job import Axis, Traffic, job
 from shardline.comm.mesh import stop_process_group
 from shardline.comm.observe import Observed
@@ -47,6 +48,18 @@ def test_a_collective_is_counted_numbered_and_waited_in(dog):
 def test_a_wait_that_fails_is_left(dog):
     with pytest.raises(ValueError, match="cut"), Observed("tp", "all_gather", "a gather", 12, on_host=True):
         raise ValueError("cut")
+    assert dog.status().wait is None
+
+
+def test_a_device_that_has_failed_does_not_replace_the_first_error(dog, monkeypatch):
+    def capturing():
+        raise RuntimeError("the second")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    with pytest.raises(RuntimeError, match="the first"), Observed("tp", "all_gather", "a gather", 12, on_host=False):
+        raise RuntimeError("the first")
+    with pytest.raises(RuntimeError, match="the second"), Observed("tp", "all_gather", "a gather", 12, on_host=False):
+        pass
     assert dog.status().wait is None
 
 
@@ -104,11 +117,13 @@ def test_a_run_that_ends_leaves_nothing_of_the_job():
     job.joined.add("tp")
     job.direct["tp"] = job.spaces["group"] = SimpleNamespace()
     job.clock.axis = "tp"
+    exposed.measured = exposed.last_backward = False
     job.traffic.add("tp", 8)
     closed = SimpleNamespace(close=lambda: setattr(job, "watchdog", None))
     job.watchdog, waiter = closed, job.waiting_thread()
     stop_process_group()
     assert (job.axes, job.members, job.joined, job.direct, job.spaces) == ({}, {}, set(), {}, {})
     assert (job.clock.axis, job.traffic.take(), job.watchdog, job.waiter) == (None, {}, None, None)
+    assert (exposed.measured, exposed.last_backward) == (True, True)
     with pytest.raises(RuntimeError, match="shutdown"):
         waiter.submit(print)

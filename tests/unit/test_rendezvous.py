@@ -211,6 +211,49 @@ def test_a_machine_that_was_started_differently_is_refused(launchers, change, sa
     assert a.end is None
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"nodes": "3"}, "--nnodes differs: 2 here, 3 on "), ({"job": "y"}, "--rdzv-id differs: x here, y on ")],
+)
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_who_waits_for_a_machine_that_was_started_differently_ends_with_it(launchers, change, said, max_restarts):
+    options = {"nodes": "2", "max_restarts": max_restarts}
+    a = launchers(**options)
+    waiting = Meet(a)
+    wait_for(lambda: a.leads)
+    b = launchers(**{**options, **change})
+    (refused,) = meet(b)
+    assert "differs" in str(refused)
+    assert str(waiting.get(5)) == f"{said}{b.thread.me.host}"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first_round", "more"),
+    [
+        pytest.param("1:2", 0, 0, id="the others are enough without it"),
+        pytest.param("2", 4, 1, id="it is left over from another job"),
+    ],
+)
+def test_a_machine_that_was_started_differently_ends_nobody_who_can_do_without_it(launchers, nodes, first_round, more):
+    a = launchers(nodes)
+    waiting = Meet(a)
+    wait_for(lambda: a.leads)
+    stranger = launchers(nodes, job="y")
+    stranger.state = JobHistory(round=first_round)
+    (refused,) = meet(stranger)
+    assert str(refused).startswith("--rdzv-id differs: y here, x on ")
+    others = [launchers(nodes) for _ in range(more)]
+    meet(*others)
+    assert hosts(waiting.get() and a) == [one.thread.me.host for one in (a, *others)]
+
+
+def test_launchers_with_the_same_host_name_and_pid_are_two(launchers, monkeypatch):
+    """As in containers that share the name of their host."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "host")
+    first, second = meet(launchers("2", seconds=1.0), launchers("2", seconds=1.0))
+    assert len(first.peers) == len(second.peers) == 2
+
+
 def test_numbers_are_kept_and_one_that_is_taken_is_refused(launchers):
     b, a = launchers("2", number=1), launchers("2", number=0)
     meet(b, a)
@@ -222,6 +265,22 @@ def test_numbers_are_kept_and_one_that_is_taken_is_refused(launchers):
     back = launchers("2", number=1)
     meet(a, back)
     assert [peer.host for peer in back.round.peers] == [a.thread.me.host, back.thread.me.host]
+
+
+def test_a_machine_that_leaves_sends_first_why(launchers):
+    a = launchers()
+    first = Meet(a)
+    wait_for(lambda: a.leads)
+    b = launchers()
+    meet(b)
+    first.get()
+    b.thread._closed.set()  # from here on this thread talks to the store
+    b.thread._thread.join()
+    b.report(failure("host b leaves (SIGTERM)", "leave"))
+    b.thread.leaving = True
+    b.thread._exchange()
+    wait_for(lambda: a.end is not None)
+    assert (b.thread.has_left, a.end.report.kind, a.end.report.text) == (True, "leave", "host b leaves (SIGTERM)")
 
 
 def test_what_is_known_of_the_run_survives_the_machine_of_the_endpoint(launchers):
@@ -287,6 +346,8 @@ def test_a_launcher_that_died_before_the_others_came_leaves_its_number(launchers
     first, ended = launchers("3", number=0, max_restarts=0), launchers("3", number=1, max_restarts=0)
     waiting = [Meet(first), Meet(ended)]
     wait_for(lambda: first.thread is not None and first.thread.leader and len(first.thread.leader.peers) == 2)
+    ended.closed = True
+    assert waiting[1].get() == "ended"  # and so it does not come again
     ended.thread._closed.set()
     time.sleep(0.5)  # no round begins with a machine that is silent, before it is given up
     again, third = launchers("3", number=1, max_restarts=0), launchers("3", number=2, max_restarts=0)

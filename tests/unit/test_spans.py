@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
-from shardline.comm.observe import Running, labelled, runs_on_host
+from shardline.comm.observe import Observed, Started, labelled, runs_on_host
 from shardline.comm.spans import Span, Spans, now
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
@@ -88,24 +88,29 @@ def recorded():
     job.spans.stop("test")
 
 
+def in_background(what, get_future):
+    work = SimpleNamespace(get_future=get_future, wait=lambda timeout: True)
+    return Started(now(), work, Observed("tp", what, what, 0, on_host=True, background=True))
+
+
 def test_background_work_ends_once_when_its_future_does(recorded):
     future = torch.futures.Future()
-    running = Running(SimpleNamespace(get_future=lambda: future), "tp", "all_reduce", start=now())
+    started = in_background("all_reduce", lambda: future)
     assert recorded() == []
     future.set_result(None)
-    running.end()
-    (span,) = recorded()
-    assert (span.axis, span.what, span.waiting) == ("tp", "all_reduce", False)
+    started.wait()
+    ended, waited = recorded()
+    assert (ended.axis, ended.what, ended.waiting, waited.waiting) == ("tp", "all_reduce", False, True)
 
 
 def test_background_work_that_cannot_tell_ends_when_it_was_waited_for(recorded):
     def none():
         raise RuntimeError("not implemented")
 
-    running = Running(SimpleNamespace(get_future=none), "tp", "send", start=now())
+    started = in_background("send", none)
     assert recorded() == []
-    running.end()
-    assert len(recorded()) == 1
+    started.wait()
+    assert [span.waiting for span in recorded()] == [True, False]
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -222,8 +227,8 @@ def axes_in_a_trace(folder):
     Mesh(Layout(dp_shard=2, tp=2), "cpu")
     path = folder / f"{dist.get_rank()}.json"
     path.write_text('{"baseTimeNanoseconds": 0, "traceEvents": [ {"ph": "M", "name": "kept"} ], "more": 1}')
-    add_spans(path, dist.get_rank(), 1, collectives.axes(), [Span("tp", "sum", 1000, 3000, False)])
-    return json.loads(path.read_text()), {name: axis.group.group_name for name, axis in collectives.axes().items()}
+    add_spans(path, dist.get_rank(), 1, job.axes, [Span("tp", "sum", 1000, 3000, False)])
+    return json.loads(path.read_text()), {name: axis.group.group_name for name, axis in job.axes.items()}
 
 
 def test_a_trace_tells_which_group_is_which_axis(pool, tmp_path):

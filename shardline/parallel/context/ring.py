@@ -187,7 +187,7 @@ class BlockRing:
         to, source = self._at(distance), self._at(-distance)
         span = plan.wanted[source]
         into = self._empty(span)
-        transfer = self.exchange.pass_on(self._cut(plan.given[to]), into, distance)
+        transfer = self.exchange.swap(self._cut(plan.given[to]), into, distance)
         return source, span, self.block if into is None else into, transfer
 
     def give_back(self, source: int, added: Tensor | None, own: Tensor) -> None:
@@ -199,7 +199,7 @@ class BlockRing:
         distance = (self.plan.rank - source) % self.plan.slices.ranks
         span = self.plan.given[self._at(distance)]
         into = self._empty(span)
-        transfer = self.exchange.pass_on(None if added is None else added.to(self.block.dtype), into, -distance)
+        transfer = self.exchange.swap(None if added is None else added.to(self.block.dtype), into, -distance)
         self._add_up(own)  # what arrived in the step before, while this one travels
         if span is not None and into is not None:
             self.returning.append((span, into, transfer))

@@ -127,7 +127,7 @@ class CountedGather(_Allocate):
             work = collectives._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
         if self.waits is not None:
             self.waits.gathered[self.module] = mark()
-        return TimedWork(Started.since(start, work, call)) if on_cpu else work
+        return TimedWork(Started(start, work, call)) if on_cpu else work
 
 
 class CountedScatter(_Allocate):
