@@ -104,21 +104,10 @@ class Owners:
 
 
 class Messages:
-    """Short JSON messages between the writers of one job. `connect` is called at the first one.
+    """Short JSON messages between the writers of one job."""
 
-    Each saver has a connection of its own to the store; a process that is alone has a store in its memory.
-    """
-
-    def __init__(self, world_size: int, prefix: str, connect: Callable[[], dist.Store] = connect_store) -> None:
-        self._connect = connect if world_size > 1 else dist.HashStore
-        self._prefix = prefix
-        self._store: dist.Store | None = None
-
-    @property
-    def store(self) -> dist.Store:
-        if self._store is None:
-            self._store = dist.PrefixStore(self._prefix, self._connect())
-        return self._store
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
 
     def send(self, key: str, message: Any) -> None:
         self.store.set(key, json.dumps(message))
@@ -170,10 +159,14 @@ class CheckpointWriter:
         self._messages: Messages | None = None
 
     def connect(self) -> None:
-        """Agree on keys of this saver's own; a collective. Earlier runs of these processes may have used the store."""
+        """Open a connection of this saver's own; a collective. A process that is alone has a store in its memory.
+
+        Earlier runs of these processes may have used the store, so ranks agree on keys that are new.
+        """
         if self._messages is None:
             token = self.mesh.from_rank_0(lambda: os.urandom(8).hex())
-            self._messages = Messages(self.mesh.world_size, f"checkpoint/{token}")
+            store = connect_store() if self.mesh.world_size > 1 else dist.HashStore()
+            self._messages = Messages(dist.PrefixStore(f"checkpoint/{token}", store))
 
     def write(self, save: Save, final: Path, activity: SaveActivity) -> None:
         messages, deadline = self._messages, time.monotonic() + self.section.save_timeout_seconds

@@ -110,7 +110,7 @@ def interrupted(seconds):
 
 def test_messages_arrive_and_what_is_late_is_named():
     store = dist.HashStore()
-    one, two = (Messages(2, "x", lambda: store) for _ in range(2))
+    one, two = Messages(store), Messages(store)
     threading.Timer(0.3, lambda: one.send("1/verdict", {"error": ""})).start()
     assert two.receive("1/verdict", time.monotonic() + 30, lambda: None, "late") == {"error": ""}
     with pytest.raises(UserError, match="rank 1 is late"):
@@ -122,7 +122,7 @@ def test_messages_arrive_and_what_is_late_is_named():
     with pytest.raises(Cancelled):
         two.receive("1/shard-1", time.monotonic() + 60, given_up, "late")
     one.delete("1/verdict")
-    assert not store.check(["x/1/verdict"])
+    assert not store.check(["1/verdict"])
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------
