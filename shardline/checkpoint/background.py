@@ -37,7 +37,7 @@ class SaveActivity:
             raise Cancelled
 
 
-Job = Callable[[SaveActivity], None]
+Job = Callable[[SaveActivity], object]
 
 
 class Background:

@@ -81,21 +81,19 @@ class Owners:
     """This rank's share, agreed on by all ranks once and again when some rank holds something else than before."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.rank, self.world_size = mesh.rank, mesh.world_size
+        self.mesh = mesh
         self._known: dict[str, tuple[Sizes, set[int]]] = {}
 
     def owned(self, kind: str, held: list[HeldTensor]) -> list[HeldTensor]:
         """What this rank writes in a save of this kind; a collective of all ranks."""
-        if self.world_size == 1:
+        if self.mesh.world_size == 1:
             return held
         sizes = [(tensor.key, tensor.bytes) for tensor in held]
         known, mine = self._known.get(kind, ([], set()))
         changed = torch.tensor([float(sizes != known or not known)])  # on the host: the device may be busy
         collectives.max_in_place(changed, "world")
         if changed.item():
-            everyone: list[Sizes] = [[] for _ in range(self.world_size)]
-            dist.all_gather_object(everyone, sizes)
-            mine = share_out(everyone)[self.rank]
+            mine = share_out(self.mesh.from_everyone(sizes))[self.mesh.rank]
             self._known[kind] = (sizes, mine)
         return [tensor for tensor in held if tensor.key in mine]
 
@@ -125,9 +123,6 @@ class Messages:
             except dist.DistStoreError:
                 if time.monotonic() > deadline:
                     raise UserError(late) from None
-
-    def delete(self, key: str) -> None:
-        self.store.delete_key(key)
 
 
 # ---- one save --------------------------------------------------------------------------------------------------------
@@ -195,7 +190,7 @@ class CheckpointWriter:
             reach("before-verdict", final)
             messages.send(prefix + "verdict", verdict)
             if save.number > 1:  # every rank has reported its shard of this save: it has the verdict of the last one
-                messages.delete(f"{save.number - 1}/verdict")
+                messages.store.delete_key(f"{save.number - 1}/verdict")
         else:
             activity.at = f"waiting for rank 0 to finish {final}"
             late = f"checkpoint {final} was not saved: rank 0 did not finish it; earlier ones are intact"
@@ -241,7 +236,7 @@ class CheckpointWriter:
                 reports.append(messages.receive(f"{save.number}/shard-{rank}", deadline, activity.check, late))
             reach("reports-complete", partial)
             for key in ("folder", *(f"shard-{rank}" for rank in range(self.mesh.world_size))):
-                messages.delete(f"{save.number}/{key}")
+                messages.store.delete_key(f"{save.number}/{key}")
             errors = list(dict.fromkeys(report["error"] for report in reports if "error" in report))
             if errors:
                 raise UserError("; ".join(errors))
@@ -331,11 +326,8 @@ def merge(reports: list[dict[str, Any]]) -> Merged:
 
 def shortened_rng(states: list[dict[str, Any]]) -> list[Any]:
     """Replace a state that an earlier rank has too by that rank's number: most often all ranks have the same."""
-    shortened: list[Any] = []
-    for rank, state in enumerate(states):
-        same = next((other for other in range(rank) if shortened[other] == state), None)
-        shortened.append(state if same is None else same)
-    return shortened
+    first = [states.index(state) for state in states]
+    return [state if first[rank] == rank else first[rank] for rank, state in enumerate(states)]
 
 
 def _table(owned: list[HeldTensor]) -> dict[str, Any]:
