@@ -37,7 +37,7 @@ class SaveActivity:
             raise Cancelled
 
 
-Job = Callable[[SaveActivity], None]
+Job = Callable[[SaveActivity], object]
 
 
 class Background:
@@ -61,14 +61,12 @@ class Background:
         self.wait()
         self._what, self._began, self._activity = what, time.monotonic(), SaveActivity("its beginning")
         self._done.clear()
-        self._thread = threading.Thread(
-            target=self._run, args=(job, self._activity), name="shardline-save", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(job,), name="shardline-save", daemon=True)
         self._thread.start()
 
-    def _run(self, job: Job, activity: SaveActivity) -> None:
+    def _run(self, job: Job) -> None:
         try:
-            job(activity)
+            job(self._activity)
         except Cancelled:
             pass
         except BaseException as error:  # `check` raises it in the run's thread
@@ -93,7 +91,10 @@ class Background:
             while self.busy and not self._done.wait(0.5):
                 now = time.monotonic()
                 if now - self._began > self.timeout_seconds or now - began > seconds:
-                    raise UserError(self._too_long(now - self._began))
+                    raise UserError(
+                        f"the save of {self._what} has not ended after {now - self._began:.0f} s: rank {self.rank} is"
+                        f" at {self._activity.at}; earlier ones are intact. checkpoint.save_timeout_seconds allows more"
+                    )
                 if now - began > patience:
                     patience *= 4
                     log.warning("waiting for the save of %s, which is at: %s", self._what, self._activity.at)
@@ -101,12 +102,6 @@ class Background:
             self.cancel()
             raise
         self.check()
-
-    def _too_long(self, seconds: float) -> str:
-        return (
-            f"the save of {self._what} has not ended after {seconds:.0f} s: rank {self.rank} is at {self._activity.at};"
-            " earlier ones are intact. checkpoint.save_timeout_seconds allows more"
-        )
 
     def cancel(self) -> None:
         """End the job where it next looks, or with the process."""

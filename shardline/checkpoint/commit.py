@@ -81,21 +81,19 @@ class Owners:
     """This rank's share, agreed on by all ranks once and again when some rank holds something else than before."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self.rank, self.world_size = mesh.rank, mesh.world_size
+        self.mesh = mesh
         self._known: dict[str, tuple[Sizes, set[int]]] = {}
 
     def owned(self, kind: str, held: list[HeldTensor]) -> list[HeldTensor]:
         """What this rank writes in a save of this kind; a collective of all ranks."""
-        if self.world_size == 1:
+        if self.mesh.world_size == 1:
             return held
         sizes = [(tensor.key, tensor.bytes) for tensor in held]
         known, mine = self._known.get(kind, ([], set()))
         changed = torch.tensor([float(sizes != known or not known)])  # on the host: the device may be busy
         collectives.max_in_place(changed, "world")
         if changed.item():
-            everyone: list[Sizes] = [[] for _ in range(self.world_size)]
-            dist.all_gather_object(everyone, sizes)
-            mine = share_out(everyone)[self.rank]
+            mine = share_out(self.mesh.from_everyone(sizes))[self.mesh.rank]
             self._known[kind] = (sizes, mine)
         return [tensor for tensor in held if tensor.key in mine]
 
@@ -104,21 +102,10 @@ class Owners:
 
 
 class Messages:
-    """Short JSON messages between the writers of one job. `connect` is called at the first one.
+    """Short JSON messages between the writers of one job."""
 
-    Each saver has a connection of its own to the store; a process that is alone has a store in its memory.
-    """
-
-    def __init__(self, world_size: int, prefix: str, connect: Callable[[], dist.Store] = connect_store) -> None:
-        self._connect = connect if world_size > 1 else dist.HashStore
-        self._prefix = prefix
-        self._store: dist.Store | None = None
-
-    @property
-    def store(self) -> dist.Store:
-        if self._store is None:
-            self._store = dist.PrefixStore(self._prefix, self._connect())
-        return self._store
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
 
     def send(self, key: str, message: Any) -> None:
         self.store.set(key, json.dumps(message))
@@ -136,9 +123,6 @@ class Messages:
             except dist.DistStoreError:
                 if time.monotonic() > deadline:
                     raise UserError(late) from None
-
-    def delete(self, key: str) -> None:
-        self.store.delete_key(key)
 
 
 # ---- one save --------------------------------------------------------------------------------------------------------
@@ -170,10 +154,14 @@ class CheckpointWriter:
         self._messages: Messages | None = None
 
     def connect(self) -> None:
-        """Agree on keys of this saver's own; a collective. Earlier runs of these processes may have used the store."""
+        """Open a connection of this saver's own; a collective. A process that is alone has a store in its memory.
+
+        Earlier runs of these processes may have used the store, so ranks agree on keys that are new.
+        """
         if self._messages is None:
             token = self.mesh.from_rank_0(lambda: os.urandom(8).hex())
-            self._messages = Messages(self.mesh.world_size, f"checkpoint/{token}")
+            store = connect_store() if self.mesh.world_size > 1 else dist.HashStore()
+            self._messages = Messages(dist.PrefixStore(f"checkpoint/{token}", store))
 
     def write(self, save: Save, final: Path, activity: SaveActivity) -> None:
         messages, deadline = self._messages, time.monotonic() + self.section.save_timeout_seconds
@@ -202,7 +190,7 @@ class CheckpointWriter:
             reach("before-verdict", final)
             messages.send(prefix + "verdict", verdict)
             if save.number > 1:  # every rank has reported its shard of this save: it has the verdict of the last one
-                messages.delete(f"{save.number - 1}/verdict")
+                messages.store.delete_key(f"{save.number - 1}/verdict")
         else:
             activity.at = f"waiting for rank 0 to finish {final}"
             late = f"checkpoint {final} was not saved: rank 0 did not finish it; earlier ones are intact"
@@ -248,7 +236,7 @@ class CheckpointWriter:
                 reports.append(messages.receive(f"{save.number}/shard-{rank}", deadline, activity.check, late))
             reach("reports-complete", partial)
             for key in ("folder", *(f"shard-{rank}" for rank in range(self.mesh.world_size))):
-                messages.delete(f"{save.number}/{key}")
+                messages.store.delete_key(f"{save.number}/{key}")
             errors = list(dict.fromkeys(report["error"] for report in reports if "error" in report))
             if errors:
                 raise UserError("; ".join(errors))
@@ -338,11 +326,8 @@ def merge(reports: list[dict[str, Any]]) -> Merged:
 
 def shortened_rng(states: list[dict[str, Any]]) -> list[Any]:
     """Replace a state that an earlier rank has too by that rank's number: most often all ranks have the same."""
-    shortened: list[Any] = []
-    for rank, state in enumerate(states):
-        same = next((other for other in range(rank) if shortened[other] == state), None)
-        shortened.append(state if same is None else same)
-    return shortened
+    first = [states.index(state) for state in states]
+    return [state if first[rank] == rank else first[rank] for rank, state in enumerate(states)]
 
 
 def _table(owned: list[HeldTensor]) -> dict[str, Any]:

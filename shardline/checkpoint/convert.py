@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from shardline.checkpoint import format as files
 from shardline.checkpoint.assets import (
     assets_at,
@@ -54,7 +52,7 @@ def import_model(
     `folder` is Hugging Face's, whose config.json and tokenizer files go along: the checkpoint needs nothing else to be
     trained, sampled or exported. Or it is TorchTitan's, whose model `config` names.
     """
-    folder, out, wanted = Path(folder), Path(out).resolve(), _dtype(dtype)
+    folder, out, wanted = Path(folder), Path(out).resolve(), DTYPES[dtype] if dtype else None
     tensors: DCPTensors | HFTensors
     assets: Path | None
     if is_dcp_folder(folder):
@@ -118,14 +116,14 @@ def export(
     if max_shard_size is not None and format != "hf":
         raise UserError("--max-shard-size is for --format hf: a consolidated export is one file")
     limit = size_of(max_shard_size or "5GB")
-    saved, out, wanted = _find(local_path(checkpoint)), Path(out).resolve(), _dtype(dtype)
+    saved, out, wanted = _find(local_path(checkpoint)), Path(out).resolve(), DTYPES[dtype] if dtype else None
     if saved.is_hf:  # others are verified as they are read
         saved.verify()
-    tensors = saved.weights()
+    entries = entries_from(saved.weights(), logical_shapes(saved.architecture), wanted)
     with _new_folder(out, overwrite, source=saved.path) as partial:
         if format == "hf":
             write_hf(
-                entries_from(tensors, logical_shapes(saved.architecture), wanted),
+                entries,
                 saved.architecture,
                 partial,
                 max_shard_bytes=limit,
@@ -134,7 +132,7 @@ def export(
             )
         else:
             partial.mkdir()
-            write_tensors(partial / CONSOLIDATED, entries_from(tensors, logical_shapes(saved.architecture), wanted))
+            write_tensors(partial / CONSOLIDATED, entries)
             architecture = json.dumps(saved.architecture.model_dump(mode="json"), indent=1)
             (partial / "architecture.json").write_text(architecture + "\n")
         put_in_place(partial, out)
@@ -184,7 +182,3 @@ def _check_place(out: Path, overwrite: bool, source: Path) -> None:
         raise UserError(f"{out} exists and is not empty: name another folder, or give --overwrite")
     if not any((out / name).is_file() for name in ("manifest.json", "config.json", CONSOLIDATED)):
         raise UserError(f"{out} is no checkpoint and no exported model: --overwrite does not replace it")
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return DTYPES[name] if name is not None else None

@@ -3,16 +3,10 @@
     checkpoint/step-200/manifest.json                        format, step, kind, architecture, trainer state, tables
     checkpoint/step-200/shard-00000-of-00004.safetensors     pieces of model/<name> and optimizer/<kind>/<name>
 
-    checkpoint/step-300.partial/    a save that did not end, or is under way
-    checkpoint/step-200.damaged/    failed its checksums when a run wanted to resume it
-    checkpoint/step-300.abandoned/  belongs to steps that were trained again
-    checkpoint/step-100.replaced/   the older of two saves of one step
-    checkpoint/step-50.removed/     its removal was cut short
-
 A folder is written as `step-200.partial` and renamed when everything in it is on disk, so a crash leaves either a whole
-checkpoint or one that is recognised as broken. `kind` is "full" (can be resumed) or "model" (weights only). Names are
-unfused; a piece that is not all of its tensor has its place in its key. The manifest has the checksums of the shards
-and, at its end, its own. docs/checkpoints.md describes every field.
+checkpoint or one that is recognised as broken; `LEFTOVERS` has all such endings. `kind` is "full" (can be resumed) or
+"model" (weights only). Names are unfused; a piece that is not all of its tensor has its place in its key. The manifest
+has the checksums of the shards and, at its end, its own. docs/checkpoints.md describes every field.
 
 Nothing here imports torch before a tensor is read: `shardline checkpoint ls` answers at once.
 """
@@ -38,8 +32,6 @@ from shardline.storage.location import Location, locate
 from shardline.storage.safetensors import Entry, HeaderRow, header_of, name_of_type, write_tensors
 
 if TYPE_CHECKING:
-    import torch
-
     from shardline.checkpoint.reader import ShardFiles, TensorView
     from shardline.models.hf import HFTensors
 
@@ -162,10 +154,6 @@ class Saved:
         from shardline.checkpoint.reader import ShardFiles
 
         return ShardFiles(self.path, self.files, self.manifest["tensors"])
-
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Read `model/<name>` or `optimizer/<kind>/<name>`, or a block of it, and no other bytes."""
-        return self.shards.read(name, slices)
 
     def tensors(self, prefix: str) -> TensorView:
         from shardline.checkpoint.reader import TensorView
@@ -296,7 +284,7 @@ def list_folder(folder: Location | Path, leftovers: bool = False) -> list[Found]
     return sorted(found, key=lambda one: (one.step, one.leftover))
 
 
-def list_checkpoints(folder: Path) -> list[Saved]:
+def list_checkpoints(folder: Location | Path) -> list[Saved]:
     """Every whole checkpoint under `folder`, oldest first."""
     return [found.saved for found in list_folder(folder) if found.saved is not None]
 
@@ -405,9 +393,3 @@ def write_whole(partial: Path, entries: Sequence[Entry]) -> tuple[dict[str, Any]
         for entry in entries
     }
     return {name: record}, tensors
-
-
-def differing_fields(a: Architecture, b: Architecture) -> list[str]:
-    """Names of the fields in which two architectures compute something different."""
-    free = {"attn_backend", "init_std", "max_seq_len"}
-    return [name for name in type(a).model_fields if name not in free and getattr(a, name) != getattr(b, name)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -30,32 +28,21 @@ def load_model(saved: Saved, model: Decoder) -> None:
 
 
 def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    shards = saved.shards
-    found = _saved_state(shards, model)
-    state = prepare_state(optimizer, model, {key: one.state for key, one in found.items()})
-    for key, one in found.items():
-        target = state[key]
-        if one.follows:
-            _fill(shards, f"optimizer/{one.kind}/", _pieces(model.arch, one.name, target), target)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for key, target in prepare_state(optimizer, model, _saved_state(saved.shards, model)).items():
+        kind, name = key.split(".", 1)
+        if target.shape == shapes[name]:
+            pieces = _pieces(model.arch, name, target)
         else:  # the same under every logical name
-            logical = logical_names(model.arch, one.name)[0]
-            pieces = [TensorPiece(logical, one.state.shape, place_of(target), None)]
-            _fill(shards, f"optimizer/{one.kind}/", pieces, target)
+            logical = logical_names(model.arch, name)[0]
+            pieces = [TensorPiece(logical, tuple(target.shape), place_of(target), None)]
+        _fill(saved.shards, f"optimizer/{kind}/", pieces, target)
 
 
-class _ParameterState(NamedTuple):
-    """State of one kind (`exp_avg`, `step`, ...) that a checkpoint has for a parameter."""
-
-    kind: str
-    name: str  # of the parameter
-    state: SavedState
-    follows: bool  # it has the parameter's shape
-
-
-def _saved_state(shards: ShardFiles, model: Decoder) -> dict[str, _ParameterState]:
-    """State of this rank's parameters, by `<kind>.<parameter>`."""
+def _saved_state(shards: ShardFiles, model: Decoder) -> dict[str, SavedState]:
+    """State of this rank's parameters, by `<kind>.<parameter>` (`exp_avg.norm.weight`)."""
     kinds = sorted({name.split("/", 2)[1] for name in shards if name.startswith("optimizer/")})
-    found: dict[str, _ParameterState] = {}
+    found: dict[str, SavedState] = {}
     for name, parameter in model.named_parameters():
         whole = cut(model.arch, name, parameter.shape, whole_place(parameter.shape))
         for kind in kinds:
@@ -65,7 +52,7 @@ def _saved_state(shards: ShardFiles, model: Decoder) -> dict[str, _ParameterStat
             stored = [shards.stored(key) for key in keys]
             follows = [one.shape for one in stored] == [piece.shape for piece in whole]
             shape = tuple(parameter.shape) if follows else stored[0].shape
-            found[f"{kind}.{name}"] = _ParameterState(kind, name, SavedState(shape, stored[0].dtype), follows)
+            found[f"{kind}.{name}"] = SavedState(shape, stored[0].dtype)
     return found
 
 

@@ -21,6 +21,7 @@ from shardline.checkpoint.format import MANIFEST, Saved, look_at, step_names
 from shardline.config.schema import Config
 from shardline.errors import UserError, blame
 from shardline.run.folder import RunFolder
+from shardline.run.stop import why_not_saved
 from shardline.storage.atomic import write_atomically
 from shardline.storage.blocks import copy_file
 from shardline.storage.location import Location, locate
@@ -186,18 +187,20 @@ class Mirror:
         kept = set(current[-self.keep :])
         kept |= set([step for step in current if copied[steps[step]]["kind"] == "full"][-1:])
         for step in sorted(set(steps) - kept):
-            remove_checkpoint(self.place / steps[step])
+            gone = self.place / steps[step]
+            (gone / MANIFEST).remove()  # first: what is left of a removal that was cut short is no checkpoint
+            gone.remove()
             del copied[steps[step]]
             write_record(self.folder, self.url, copied)
 
 
-def open_mirror(config: Config, run: RunFolder) -> Mirror | None:
-    """The mirror of a run that may save; a new run must find it empty."""
+def open_mirror(config: Config, run: RunFolder, checked: bool = False) -> Mirror | None:
+    """The mirror of a run that may save; a new run must find it empty, unless that was `checked` before."""
     section = config.checkpoint
-    if not section.enable or section.load_only or section.mirror is None:
+    if why_not_saved(config) is not None or section.mirror is None:
         return None
     mirror = Mirror(section.mirror, run.checkpoint_folder, section.keep_latest_k)
-    if not run.resume:
+    if not run.resume and not checked:
         check_free(section.mirror)
     return mirror
 
@@ -230,12 +233,6 @@ def read_record(folder: Path, url: str) -> dict[str, Any]:
 
 def write_record(folder: Path, url: str, steps: dict[str, Any]) -> None:
     write_atomically(folder / RECORD, json.dumps({"url": url, "steps": steps}, indent=1) + "\n")
-
-
-def remove_checkpoint(folder: Location) -> None:
-    """Remove the manifest first: what is left of a removal that was cut short does not look like a checkpoint."""
-    (folder / MANIFEST).remove()
-    folder.remove()
 
 
 def digest_of(folder: Location) -> str | None:

@@ -44,7 +44,7 @@ class PowerSGDState:
         found = []
         for name, one in self._held().items():
             rows, columns = one.parameter.shape
-            shape = (self._holders(one) * rows, columns)
+            shape = (self._holder(one)[1] * rows, columns)
             found.append(_held_tensor(ERROR + name, one.error, shape, self._error_place(one)))
             found.append(_held_tensor(Q + name, one.q, self._q_shape(one), self._q_place(one)))
         return found
@@ -76,7 +76,7 @@ class PowerSGDState:
         return {OUTPUT if one.name == EMBEDDING and not self.first else one.name: one for one in found}
 
     def _add_errors(self, shards: ShardFiles, key: str, one: PowerSGDMemory) -> None:
-        holders, rows, own = self._holders(one), one.parameter.shape[0], self._error_place(one)
+        (_, holders), rows, own = self._holder(one), one.parameter.shape[0], self._error_place(one)
         saved = shards.stored(key).shape[0] // rows
         if saved == holders:
             _add(one.error, shards, key, own, 1.0)
@@ -86,16 +86,15 @@ class PowerSGDState:
             place = Place((holder * rows + first, own.start[1]), own.size)
             _add(one.error, shards, key, place, 1.0 / holders)
 
-    def _holders(self, one: PowerSGDMemory) -> int:
-        """The number of ranks that have an error for each element."""
-        return self.mesh.size("dp_replicate") * (
-            self.mesh.size("tp") if id(one.parameter) in self.summed_over_tp else 1
-        )
+    def _holder(self, one: PowerSGDMemory) -> tuple[int, int]:
+        """The number of this rank among those that have an error for each element, and how many those are."""
+        holder, holders = self.mesh.coordinates["dp_replicate"], self.mesh.size("dp_replicate")
+        if id(one.parameter) in self.summed_over_tp:
+            return holder * self.mesh.size("tp") + self.mesh.coordinates["tp"], holders * self.mesh.size("tp")
+        return holder, holders
 
     def _error_place(self, one: PowerSGDMemory) -> Place:
-        held, holder = place_of(one.parameter), self.mesh.coordinates["dp_replicate"]
-        if id(one.parameter) in self.summed_over_tp:
-            holder = holder * self.mesh.size("tp") + self.mesh.coordinates["tp"]
+        held, (holder, _) = place_of(one.parameter), self._holder(one)
         return Place((holder * one.parameter.shape[0] + held.start[0], held.start[1]), held.size)
 
     def _q_shape(self, one: PowerSGDMemory) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import torch
 from shardline.checkpoint.shards import Place, place_key, whole_place
 from shardline.storage.blocks import Damaged, Record, check_block, check_size, helpers
 from shardline.storage.location import locate
-from shardline.storage.safetensors import HeaderRow, name_of_type, read_header, torch_type
+from shardline.storage.safetensors import HeaderRow, LazyTensors, name_of_type, read_header, torch_type
 
 CHUNK_BYTES = 32 << 20  # read at a time, so that filling a large tensor takes little memory beside it
 MOST_OPEN = 64  # files
@@ -35,20 +35,7 @@ class StoredTensor(NamedTuple):
     pieces: tuple[tuple[int, Place], ...]
 
 
-class BlockCache:
-    """Keeps the last blocks that were needed in part."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[tuple[Path, int], memoryview] = {}  # the oldest first
-
-    def get(self, path: Path, index: int, fetch: Callable[[], memoryview]) -> memoryview:
-        block = self._blocks.pop((path, index), None)
-        if block is None:
-            if len(self._blocks) >= MOST_KEPT:
-                del self._blocks[next(iter(self._blocks))]
-            block = fetch()
-        self._blocks[path, index] = block
-        return block
+BlockCache = dict[tuple[Path, int], memoryview]  # file and number -> bytes, the oldest first
 
 
 class VerifiedFile:
@@ -58,8 +45,8 @@ class VerifiedFile:
         problem = check_size(locate(path), recorded)
         if problem is not None:
             raise Damaged(str(problem))
-        self.path, self.recorded, self.bytes_read = path, recorded, 0
-        self._cache = cache or BlockCache()
+        self.path, self.recorded = path, recorded
+        self._cache: BlockCache = {} if cache is None else cache
         self._descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
@@ -85,18 +72,21 @@ class VerifiedFile:
             if (low, high) == (first, last):
                 whole.append(helpers().submit(self._fetch, index, target))
             else:
-                block = self._cache.get(self.path, index, functools.partial(self._block, index, last - first))
-                target[:] = block[low - first : high - first]
+                target[:] = self._block(index, last - first)[low - first : high - first]
         wait(whole)  # all of them, also where one fails: they write into this memory
         for one in whole:
             one.result()
-            self.bytes_read += size
         return out
 
     def _block(self, index: int, length: int) -> memoryview:
-        block = np.empty(length, dtype=np.uint8).data
-        self._fetch(index, block)
-        self.bytes_read += length
+        """A block that is needed in part; the last ones are kept."""
+        block = self._cache.pop((self.path, index), None)
+        if block is None:
+            block = np.empty(length, dtype=np.uint8).data
+            self._fetch(index, block)
+        if len(self._cache) >= MOST_KEPT:
+            del self._cache[next(iter(self._cache))]
+        self._cache[self.path, index] = block
         return block
 
     def _fetch(self, index: int, into: memoryview) -> None:
@@ -117,7 +107,7 @@ class ShardFiles:
         self.folder, self.files = folder, files
         self._names = list(files)
         self._open: dict[int, VerifiedFile] = {}
-        self._cache, self._closed_bytes = BlockCache(), 0
+        self._cache: BlockCache = {}
         self._chunk = np.empty(0, dtype=np.uint8)
         self._table = tensors
 
@@ -135,17 +125,12 @@ class ShardFiles:
         )
         return StoredTensor(torch_type(entry["dtype"]), shape, tuple(places))
 
-    def read(self, name: str, slices: tuple[slice, ...] | None = None) -> torch.Tensor:
-        """Read a tensor, or a block of it, into memory of its own."""
+    def read(self, name: str) -> torch.Tensor:
+        """Read a tensor into memory of its own."""
         stored = self.stored(name)
-        wanted = whole_place(stored.shape)
-        if slices is not None:
-            ranges = [s.indices(length)[:2] for s, length in zip(slices, stored.shape, strict=False)]
-            ranges += [(0, length) for length in stored.shape[len(ranges) :]]
-            wanted = Place(tuple(a for a, _ in ranges), tuple(max(0, b - a) for a, b in ranges))
-        out = torch.empty(wanted.size, dtype=stored.dtype)
-        for place, block in self.blocks(name, wanted):
-            out[place.within(wanted).slices] = block
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        for place, block in self.blocks(name, whole_place(stored.shape)):
+            out[place.slices] = block
         return out
 
     def blocks(self, name: str, wanted: Place) -> Iterator[tuple[Place, torch.Tensor]]:
@@ -192,38 +177,21 @@ class ShardFiles:
     def _file(self, number: int) -> VerifiedFile:
         if number not in self._open:
             if len(self._open) >= MOST_OPEN:
-                oldest = next(iter(self._open))
-                self._closed_bytes += self._open.pop(oldest).bytes_read
+                del self._open[next(iter(self._open))]
             name = self._names[number]
             self._open[number] = VerifiedFile(self.folder / name, self.files[name], self._cache)
         return self._open[number]
 
-    @property
-    def bytes_read(self) -> int:
-        return self._closed_bytes + sum(file.bytes_read for file in self._open.values())
 
-
-class TensorView(Mapping[str, torch.Tensor]):
+class TensorView(LazyTensors):
     """The tensors of a checkpoint whose names start with `prefix`, each read and verified when it is asked for."""
 
     def __init__(self, shards: ShardFiles, prefix: str) -> None:
         self.shards, self.prefix = shards, prefix
-        self._names = dict.fromkeys(name.removeprefix(prefix) for name in shards if name.startswith(prefix))
+        self._rows = {name.removeprefix(prefix): None for name in shards if name.startswith(prefix)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise KeyError(name)
         return self.shards.read(self.prefix + name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type a tensor is stored in, without reading it."""
         return self.shards.stored(self.prefix + name).dtype
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names  # Mapping's own would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)

@@ -284,16 +284,12 @@ class Start:
         """Fetch a checkpoint that is given as a URL: one rank of each machine makes a copy for all of them."""
         if not is_url(given):
             return Path(given)
-        path, problem = Path(), ""
-        with watchdog.patiently(f"fetching {given}"):
-            try:
-                path = local_path(given, self.config.checkpoint.load_step)
-            except UserError as error:
-                problem = f"checkpoint.initial_load_path: {error}"
-        for refused in self.mesh.from_everyone(problem):
-            if refused:
-                raise UserError(refused)
-        return path
+        fetched: list[Path] = []
+        with watchdog.patiently(f"fetching {given}"), blame("checkpoint.initial_load_path"):
+            damage = self._agree(lambda: fetched.append(local_path(given, self.config.checkpoint.load_step)))
+            if damage:
+                raise UserError(damage)
+        return fetched[0]
 
     def _load(self, saved: Saved, position: RunPosition, seed: int, excluded: set[str], *, model_only: bool) -> None:
         if excluded:
@@ -335,17 +331,13 @@ class Start:
 
     def _changed_data(self, saved: Saved) -> list[str]:
         recorded, now = saved.trainer.get("data", {}), asdict(self.identity)
-        named = {"dataset": f"the data of {self._data_key()}"}
+        key = "dataset" if self.config.training.dataset_path is None else "dataset_path"
+        named = {"dataset": f"the data of training.{key} = {getattr(self.config.training, key)}"}
         return [
             f"{named.get(key, key)}: {recorded.get(key)!r} -> {now[key]!r}"
             for key in now
             if recorded.get(key) != now[key]
         ]
-
-    def _data_key(self) -> str:
-        section = self.config.training
-        key = "dataset" if section.dataset_path is None else "dataset_path"
-        return f"training.{key} = {getattr(section, key)}"
 
     def _check_optimizer(self, saved: Saved) -> None:
         """Refuse the state of another optimizer, which may fit and mean something else."""
@@ -407,7 +399,10 @@ def _candidates(listing: Sequence[Found], step: int = -1) -> list[Saved]:
 
 
 def _changes(a: Architecture, b: Architecture) -> str:
-    return ", ".join(f"{name}: {getattr(a, name)} -> {getattr(b, name)}" for name in files.differing_fields(a, b))
+    """The fields in which two architectures compute something different."""
+    free = {"attn_backend", "init_std", "max_seq_len"}
+    pairs = {name: (getattr(a, name), getattr(b, name)) for name in type(a).model_fields if name not in free}
+    return ", ".join(f"{name}: {one} -> {other}" for name, (one, other) in pairs.items() if one != other)
 
 
 # ---- random states ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from shardline.checkpoint import format as files
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.run.previous_run import pending
 from shardline.storage.location import locate
 from shardline.words import counted
 
@@ -28,13 +29,16 @@ class SavedBatch(NamedTuple):
     path: str  # or URL
 
 
-def batch_to_keep(config: Config) -> SavedBatch | None:
-    """The batch of the checkpoint that this run continues from, if the config leaves it open."""
+def batch_to_keep(config: Config, resume: bool = False) -> SavedBatch | None:
+    """The batch of the checkpoint that this run continues from, if the config leaves it open.
+
+    The folder is not opened yet: it may get back a run that was to be replaced, or one from the mirror with `--resume`.
+    """
     section = config.checkpoint
     if config.training.global_batch_size > 0 or not section.enable:
         return None
     anew = "dataloader" in section.exclude_from_loading
-    for saved, own in _continued(config):
+    for saved, own in _continued(config, resume):
         if anew and not (own and "dataloader" in saved.trainer.get("excluded", ())):
             return None
         size = saved.trainer.get("data", {}).get("global_batch_size")
@@ -43,16 +47,18 @@ def batch_to_keep(config: Config) -> SavedBatch | None:
     return None
 
 
-def _continued(config: Config) -> Iterator[tuple[files.Saved, bool]]:
+def _continued(config: Config, resume: bool) -> Iterator[tuple[files.Saved, bool]]:
     """Checkpoints whose data position the run may take over, best first, and whether the run is their own."""
     section = config.checkpoint
     if config.job.dump_folder is not None:
-        folder = Path(config.job.dump_folder).expanduser() / section.folder
-        yield from (
-            (saved, True) for saved in reversed(files.list_checkpoints(folder)) if section.load_step in (-1, saved.step)
-        )
+        run = Path(config.job.dump_folder).expanduser()
+        every = [saved for path in (run, *pending(run)) for saved in files.list_checkpoints(path / section.folder)]
+        if resume and section.mirror is not None and not every:
+            with contextlib.suppress(Exception):  # reported when it is fetched; a file system may raise anything
+                every = files.list_checkpoints(locate(section.mirror))
+        yield from ((saved, True) for saved in reversed(every) if section.load_step in (-1, saved.step))
     if section.initial_load_path is not None and not (section.initial_load_in_hf or section.initial_load_model_only):
-        with contextlib.suppress(Exception):  # reported when it is loaded; a file system may raise anything
+        with contextlib.suppress(Exception):  # reported when it is loaded
             yield files.find_checkpoint(locate(section.initial_load_path), section.load_step), False
 
 

@@ -61,7 +61,9 @@ class Saver:
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
         self.saved_step = 0
         self._extra = extra
-        self._check_folder()
+        self._saves = why_not_saved(config) is None
+        if self._saves:
+            self._check_folder()
         if self.section.enable and self.section.last_save_in_hf:
             export_family(model.arch)  # an architecture that no family has is refused before the first step
         self._owners = Owners(mesh)
@@ -72,31 +74,27 @@ class Saver:
 
     def _check_folder(self) -> None:
         """Refuse a folder that cannot be written now, not at the first save."""
-        if self.section.enable and not self.section.load_only:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryFile(dir=self.folder):  # fails in a read-only folder, even for root
-                    pass
-            except OSError as error:
-                raise UserError(
-                    f"checkpoint.folder: cannot write {self.folder}: {error.strerror or error}; name another folder"
-                ) from error
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.folder):  # fails in a read-only folder, even for root
+                pass
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.folder: cannot write {self.folder}: {error.strerror or error}; name another folder"
+            ) from error
 
     def _make_staging(self) -> Staging | None:
-        section = self.section
-        if not section.enable or section.load_only or section.async_mode == "disabled":
+        mode = self.section.async_mode
+        if not self._saves or mode == "disabled":
             return None
-        pinned = section.async_mode == "async_with_pinned_mem"
+        pinned = mode == "async_with_pinned_mem"
         if pinned and not torch.cuda.is_available():
             log.info('note: checkpoint.async_mode = "async_with_pinned_mem": without a GPU this is "async"')
         return Staging(self.optimizer, pinned)
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        section = self.section
-        if not section.enable or section.load_only:
-            return False
-        first = section.enable_first_step_checkpoint and step == 1
-        return first or step == total_steps or step % section.interval == 0
+        first = self.section.enable_first_step_checkpoint and step == 1
+        return self._saves and (first or step == total_steps or step % self.section.interval == 0)
 
     def save_if_due(
         self,
@@ -105,17 +103,21 @@ class Saver:
         request: Request,
         saving: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Save where it is time to, or where a signal or the end of the job's time requests it; inside `saving()`."""
-        reason = why_not_saved(self.config)
+        """Save where it is time to, or where a signal or the end of the job's time requests it; inside `saving()`.
+
+        The run waits for a save that was requested.
+        """
         due = self.is_due(progress.step, last_step)
-        if any(request) and reason is not None:
-            log.info("nothing is saved at %s: %s", request.stop or "SIGUSR1", reason)
+        if any(request) and not self._saves:
+            log.info("nothing is saved at %s: %s", request.stop or "SIGUSR1", why_not_saved(self.config))
         elif due or any(request):
             with saving():
                 if due:
                     self.save(progress, last=progress.step == last_step)
                 if any(request):
-                    self.save_at_stop(progress)
+                    if self.saved_step != progress.step:
+                        self.save(progress, wait=True)
+                    self.finish()
 
     def prepare(self) -> None:
         """Make the buffers of asynchronous saves, in the background; every rank calls this before the first step."""
@@ -137,13 +139,6 @@ class Saver:
         if not save.staged:
             self.finish()
         return final
-
-    def save_at_stop(self, position: RunPosition) -> None:
-        """Save where a signal or a time limit stops the run, unless this step is saved already; wait for it."""
-        if self.section.enable and not self.section.load_only:
-            if self.saved_step != position.step:
-                self.save(position, wait=True)
-            self.finish()
 
     @property
     def busy(self) -> bool:
@@ -198,10 +193,11 @@ class Saver:
     def _begin(self, position: RunPosition, last: bool, later: bool) -> Save:
         """What the background thread is to write: copies if it writes `later`, else the state itself."""
         reach("staging", self.folder / f"step-{position.step}")
-        only_weights = last and self.section.last_save_model_only
-        hf_dtype = DTYPES[self.section.export_dtype] if last and self.section.last_save_in_hf else None
-        kind: files.Kind = "model" if only_weights or hf_dtype is not None else "full"
-        held = self._held() if kind == "full" else held_weights(self.model, DTYPES[self.section.export_dtype])
+        dtype = DTYPES[self.section.export_dtype]
+        hf_dtype = dtype if last and self.section.last_save_in_hf else None
+        only_weights = hf_dtype is not None or (last and self.section.last_save_model_only)
+        kind: files.Kind = "model" if only_weights else "full"
+        held = held_weights(self.model, dtype) if only_weights else self._held()
         owned = self._owners.owned(kind, held)
         self._writer.connect()
         if later:

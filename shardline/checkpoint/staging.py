@@ -24,62 +24,54 @@ PINNED_CHUNK = 1 << 30  # torch rounds pinned memory up to powers of two: many t
 ALIGNMENT = 64
 
 
-class Buffers:
-    """Host memory for some tensors; made again if their shapes are not those of the last save."""
-
-    def __init__(self, pinned: bool) -> None:
-        self.pinned = pinned
-        self._shapes: list[Any] = []
-        self._views: list[Tensor] = []
-
-    def views(self, held: list[HeldTensor]) -> list[Tensor]:
-        shapes = [(one.tensor.shape, one.tensor.dtype) for one in held]
-        if shapes != self._shapes:
-            self._views = []  # the old ones go before the new ones come
-            self._views, self._shapes = self._make(held), shapes
-        return self._views
-
-    def _make(self, held: list[HeldTensor]) -> list[Tensor]:
-        """Make a view for each tensor, one after the other in chunks of memory."""
-        sizes = [-(-one.tensor.nbytes // ALIGNMENT) * ALIGNMENT for one in held]
-        chunks: list[list[int]] = []
-        room = 0
-        for index, size in enumerate(sizes):
-            if size > room:
-                chunks.append([])
-                room = PINNED_CHUNK
-            chunks[-1].append(index)
-            room -= size
-        views: list[Tensor] = [torch.empty(0)] * len(held)
-        for indices in chunks:
-            memory = torch.empty(sum(sizes[i] for i in indices), dtype=torch.uint8, pin_memory=self.pinned)
-            if not self.pinned:
-                memory.zero_()  # pages are given at the first touch
-            offset = 0
-            for i in indices:
-                tensor = held[i].tensor
-                views[i] = memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                offset += sizes[i]
-        return views
+def make_buffers(held: list[HeldTensor], pinned: bool) -> list[Tensor]:
+    """Host memory for each tensor, one after the other in chunks."""
+    sizes = [-(-one.tensor.nbytes // ALIGNMENT) * ALIGNMENT for one in held]
+    chunks: list[list[int]] = []
+    room = 0
+    for index, size in enumerate(sizes):
+        if not chunks or size > room:
+            chunks.append([])
+            room = PINNED_CHUNK
+        chunks[-1].append(index)
+        room -= size
+    views: list[Tensor] = []
+    for indices in chunks:
+        memory = torch.empty(sum(sizes[i] for i in indices), dtype=torch.uint8, pin_memory=pinned)
+        if not pinned:
+            memory.zero_()  # pages are given at the first touch
+        for part, i in zip(memory.split([sizes[i] for i in indices]), indices, strict=True):
+            tensor = held[i].tensor
+            views.append(part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+    return views
 
 
 class Staging:
     """Copies tensors for one save after the other; the writer's thread waits for the copies with `wait`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pinned: bool) -> None:
-        self._buffers = Buffers(pinned and torch.cuda.is_available())
+        self.pinned = pinned and torch.cuda.is_available()
+        self._shapes: list[Any] = []
+        self._buffers: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
         self._hook = optimizer.register_step_pre_hook(self._before_step)
 
-    def prepare(self, held: list[HeldTensor]) -> None:
-        """Make the buffers, which takes longer than a copy: pages have to be found, and pinned."""
-        self._buffers.views(held)
+    def prepare(self, held: list[HeldTensor]) -> list[Tensor]:
+        """Make the buffers, which takes longer than a copy: pages have to be found, and pinned.
+
+        They are made again if the shapes are not those of the last save.
+        """
+        shapes = [(one.tensor.shape, one.tensor.dtype) for one in held]
+        if shapes != self._shapes:
+            self._buffers = []  # the old ones go before the new ones come
+            self._buffers, self._shapes = make_buffers(held, self.pinned), shapes
+        return self._buffers
 
     def stage(self, held: list[HeldTensor]) -> list[HeldTensor]:
         """Copy the tensors, or issue their copies; returns the same with the copies in their place."""
-        copies = [(one, view) for one, view in zip(held, self._buffers.views(held), strict=True)]
-        on_device = [(one, view) for one, view in copies if one.tensor.is_cuda and self._buffers.pinned]
+        copies = list(zip(held, self.prepare(held), strict=True))
+        on_device = [(one, view) for one, view in copies if one.tensor.is_cuda and self.pinned]
         for one, view in on_device:
             if one.changes_in_backward:
                 view.copy_(one.tensor, non_blocking=True)
@@ -87,7 +79,7 @@ class Staging:
             later = [(one.tensor, view) for one, view in on_device if not one.changes_in_backward]
             self._copy_on_stream(on_device[0][0].tensor.device, later)
         for one, view in copies:
-            if not (one.tensor.is_cuda and self._buffers.pinned):
+            if not (one.tensor.is_cuda and self.pinned):
                 view.copy_(one.tensor)
         return [replace(one, tensor=view) for one, view in copies]
 

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.fused_weights import logical_shapes
 from shardline.models.hf_config import architecture_from_hf, export_family, hf_config, read_config
-from shardline.storage.safetensors import Converter, Entry, HeaderRow, header_of, torch_type, write_tensors
+from shardline.storage.safetensors import Converter, Entry, HeaderRow, LazyTensors, header_of, torch_type, write_tensors
 from shardline.words import listed
 
 logger = logging.getLogger("shardline")
@@ -76,7 +76,7 @@ def hf_name(name: str) -> str:
     return f"model.layers.{match[1]}.{_INSIDE[match[2]]}.{match[3]}"
 
 
-class HFTensors(Mapping[str, Tensor]):
+class HFTensors(LazyTensors):
     """The tensors of a Hugging Face folder by logical name, each read from its file on access."""
 
     def __init__(self, arch: Architecture, rows: dict[str, tuple[Path, HeaderRow]]) -> None:
@@ -85,17 +85,7 @@ class HFTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return _read_tensor(*self._rows[name])
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows  # Mapping's own would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def dtype(self, name: str) -> torch.dtype:
-        """The type a tensor is stored in, without reading it."""
         return torch_type(self._rows[name][1].dtype)
 
 

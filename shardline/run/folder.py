@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -20,13 +19,15 @@ from shardline.run.attempt import this_attempt
 from shardline.run.lock import Lock, take
 from shardline.run.previous_run import (
     CONFIG_HEADER,
-    SetAside,
+    PENDING,
     is_inside,
     is_our_config,
     is_result,
     new_folder,
     own_files,
+    pending,
     previous_config,
+    put_back,
     set_aside,
 )
 from shardline.storage.atomic import write_atomically
@@ -49,27 +50,18 @@ class RunFolder:
     resume_step: int | None = None  # the checkpoint this run continues from
     lock: Lock | None = None
     again: bool = field(default_factory=lambda: this_attempt().begun)  # this run has written here before
-    replaced: SetAside | None = None  # a run that gets its folder back unless this one takes place
+    replaced: Path | None = None  # where a run is that gets its folder back unless this one begins
+    settled: bool = False
+
+    def __post_init__(self) -> None:
+        self.config_path = self.path / "config.toml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.moved_metrics_path = self.path / "metrics.before-resume.jsonl"
+        self.checkpoint_folder = self.path / self.checkpoint_name
 
     @property
     def resume(self) -> bool:
         return self.resume_step is not None
-
-    @property
-    def config_path(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def moved_metrics_path(self) -> Path:
-        return self.path / "metrics.before-resume.jsonl"
-
-    @property
-    def checkpoint_folder(self) -> Path:
-        return self.path / self.checkpoint_name
 
     def log_path(self, rank: int) -> Path:
         return self.path / "log" / f"rank-{rank}.log"
@@ -82,23 +74,26 @@ class RunFolder:
         """Write log/ranks.json: rank, host and pid of every worker."""
         write_atomically(self.path / "log" / "ranks.json", json.dumps(ranks, indent=1) + "\n")
 
-    def settle(self) -> None:
-        """This run takes place: one that it replaces stays aside."""
+    def begin(self) -> None:
+        """Everything is ready for steps: this job, restarts included, no longer puts back what it replaces."""
         if self.replaced is not None:
-            log.info("--overwrite: the previous run is now in %s", self.replaced.folder, extra={"file_only": True})
+            log.info("--overwrite: the previous run is now in %s", self.replaced, extra={"file_only": True})
             self.replaced = None
+
+    def settle(self) -> None:
+        """A step or a save is done: a run that this one replaces stays aside. Only rank 0's call has an effect."""
+        if self.lock is not None and not self.settled:
+            for aside in pending(self.path):
+                (aside / PENDING).unlink(missing_ok=True)
+            self.replaced, self.settled = None, True
 
     def close(self) -> None:
         """Let another run have the folder; a run that was to be replaced and was not is there again."""
         if self.replaced is not None:
-            self.replaced.put_back()
+            put_back(self.replaced)
             self.replaced = None
         if self.lock is not None:
             self.lock.release()
-
-
-def this_rank(rank: int) -> dict[str, Any]:
-    return {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
 
 
 def open_run_folder(
@@ -115,22 +110,15 @@ def open_run_folder(
     """
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other: give one of them")
-    if config.job.dump_folder is None:
-        if resume:
-            raise UserError("--resume needs the folder of the run to continue: give --job.dump_folder FOLDER")
-        path = _unnamed_folder(Path("outputs"), _run_name(config))
-    else:
-        # a folder that is not there yet may be filled from the mirror
-        path = _given_folder(Path(config.job.dump_folder).expanduser(), resume and config.checkpoint.mirror is None)
-    folder = RunFolder(path, config.checkpoint.folder)
+    folder = RunFolder(_make_folder(config, resume), config.checkpoint.folder)
     attempt = this_attempt()
-    folder.lock = _patiently(functools.partial(_lock, folder), LOCK_PATIENCE if attempt.folder is not None else 0.0)
+    folder.lock = _lock(folder.path, LOCK_PATIENCE if attempt.folder is not None else 0.0)
     try:
         if attempt.begun:
             _go_on(config, folder, has_good_checkpoint)
         else:
             _decide(config, folder, resume, overwrite, has_good_checkpoint)
-        folder.write_ranks([this_rank(int(os.environ.get("RANK", "0")))])
+        folder.write_ranks([{"rank": 0, "host": socket.gethostname(), "pid": os.getpid()}])
     except BaseException:
         folder.close()
         raise
@@ -145,6 +133,9 @@ def _decide(
     has_good_checkpoint: Callable[[Path], int | None],
 ) -> None:
     path = folder.path
+    for aside in pending(path):
+        put_back(aside)
+        say(f"the run in {aside} is back in {path}: the one that was to replace it ended before its first step")
     if folder.config_path.exists() and not is_our_config(folder.config_path):
         raise UserError(
             f"{folder.config_path} was not written by a run and would be lost: give another --job.dump_folder"
@@ -160,8 +151,8 @@ def _decide(
         )
     if overwrite:
         folder.replaced = set_aside(path, list(own_files(config, path))) if found else None
-        if folder.replaced is not None:  # at once: a start that is killed cannot move it back
-            say(f"--overwrite: the previous run is now in {folder.replaced.folder}")
+        if folder.replaced is not None:  # at once: only the next start can move it back if this one is killed
+            say(f"--overwrite: the previous run is now in {folder.replaced}")
     elif found or resume:
         folder.resume_step = has_good_checkpoint(path) if config.checkpoint.enable else None
         if folder.resume_step is None and resume:
@@ -173,19 +164,12 @@ def _decide(
             folder.again = True
             log.info("the run in %s ended before its first save and begins at step 0 again", path)
         else:
-            raise UserError(_refusal(config, path, found[0]))
-
-
-def _patiently(attempt: Callable[[], Lock], seconds: float) -> Lock:
-    """Retry for some seconds: a rank of the earlier attempt may have been killed and not be gone yet."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return attempt()
-        except UserError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.2)
+            has_no = "it has no good checkpoint to resume from"
+            why = has_no if config.checkpoint.enable else "checkpoint.enable is false, so it cannot be resumed"
+            raise UserError(
+                f"{path} already holds a run ({found[0].name}) and {why}:"
+                " --overwrite moves that run aside, --job.dump_folder names another folder"
+            )
 
 
 def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Path], int | None]) -> None:
@@ -229,17 +213,6 @@ def _is_partial_only(checkpoints: Path) -> bool:
     return all(path.name.endswith(".partial") for path in checkpoints.glob("step-*"))
 
 
-def _refusal(config: Config, path: Path, example: Path) -> str:
-    if config.checkpoint.enable:
-        why = "it has no good checkpoint to resume from"
-    else:
-        why = "checkpoint.enable is false, so it cannot be resumed"
-    return (
-        f"{path} already holds a run ({example.name}) and {why}:"
-        " --overwrite moves that run aside, --job.dump_folder names another folder"
-    )
-
-
 def _checkpoints_outside(config: Config, folder: RunFolder) -> list[Path]:
     if not config.checkpoint.enable or is_inside(folder.checkpoint_folder, folder.path):
         return []
@@ -252,22 +225,18 @@ def _run_name(config: Config) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run"
 
 
-def _unnamed_folder(parent: Path, name: str) -> Path:
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        return new_folder(parent, name)
-    except OSError as error:
-        raise _unusable(parent, error) from error
-
-
-def _given_folder(path: Path, resume: bool) -> Path:
-    if resume and not path.exists():
+def _make_folder(config: Config, resume: bool) -> Path:
+    given = config.job.dump_folder
+    if resume and given is None:
+        raise UserError("--resume needs the folder of the run to continue: give --job.dump_folder FOLDER")
+    path = Path("outputs" if given is None else given).expanduser()
+    if resume and config.checkpoint.mirror is None and not path.exists():  # a mirror would fill it
         raise UserError(f"--resume: there is no folder {path}")
     try:
         path.mkdir(parents=True, exist_ok=True)
+        return new_folder(path, _run_name(config)) if given is None else path
     except OSError as error:
         raise _unusable(path, error) from error
-    return path
 
 
 def _unusable(path: Path, error: OSError) -> UserError:
@@ -278,9 +247,19 @@ def _unusable(path: Path, error: OSError) -> UserError:
     return UserError(f"job.dump_folder: cannot use {path} as the run folder: {reason}; give a folder you can write to")
 
 
-def _lock(folder: RunFolder) -> Lock:
-    """Hold the folder for this run alone, or raise an error that names who does."""
-    try:
-        return take(folder.path / "log" / "lock")
-    except OSError as error:
-        raise _unusable(folder.path, error) from error
+def _lock(path: Path, patience: float) -> Lock:
+    """Hold the folder for this run alone, or raise an error that names who does.
+
+    `patience` is for a rank of the earlier attempt that was killed and may not be gone yet.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return take(path / "log" / "lock")
+        except OSError as error:
+            problem = _unusable(path, error)
+        except UserError as error:
+            problem = error
+        if time.monotonic() > deadline:
+            raise problem
+        time.sleep(0.2)

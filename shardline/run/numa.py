@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from shardline.config.schema import NCCL, Config
 from shardline.words import numbered, ranges
 
@@ -28,7 +30,8 @@ def prepare_rank(config: Config) -> list[str]:
     if variables:
         os.environ.update(variables)
         settings = ", ".join(f"{name}={value}" for name, value in variables.items())
-        lines.append(f"NCCL settings: {settings}" + ("" if _has_gpu() else " (no effect: there is no GPU)"))
+        effect = "" if torch.cuda.is_available() else " (no effect: there is no GPU)"
+        lines.append(f"NCCL settings: {settings}{effect}")
     if config.comm.bind_cpus:
         lines.append(_bind())
     return lines
@@ -75,23 +78,13 @@ def numa_nodes(folder: Path) -> dict[int, set[int]]:
     return {node: cores for node, cores in nodes.items() if cores}
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def gpu_nodes(ranks: int) -> list[int | None]:
     """The NUMA node of each local rank's GPU."""
-    import torch
-
     count = torch.cuda.device_count()
     return [_gpu_node(rank % count) if count else None for rank in range(ranks)]
 
 
 def _gpu_node(device: int) -> int | None:
-    import torch
-
     properties = torch.cuda.get_device_properties(device)
     domain, bus, slot = (getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     if bus < 0:

@@ -2,26 +2,32 @@
 
 run's files --set_aside--> replaced-DATE-TIME/, itself a run's folder; nothing is deleted
             <--put_back--- where the new run does not take place
+
+Until the new run has made a step, `.pending` in that folder names what was moved. A start that fails puts it back;
+after one that was killed, the next start does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
+from shardline.storage.atomic import write_atomically
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
 
 # The first line of a run's config.toml tells it from a file of the same name that is the user's.
 CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
+PENDING = ".pending"
 ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -39,11 +45,11 @@ def own_files(config: Config, path: Path) -> Iterator[Path]:
     if is_our_config(path / "config.toml"):
         yield path / "config.toml"
     patterns: set[tuple[Path, tuple[str, ...]]] = {(path, ROOT_FILES)}
-    previous = _previous_folders(path)
+    previous = previous_config(path)
     for section, key, default, names in FOLDERS:
-        used = {default, previous.get(f"{section}.{key}", default)}
+        used = {default}
         if section:
-            used.add(getattr(getattr(config, section), key))
+            used |= {getattr(getattr(config, section), key), str(previous.get(section, {}).get(key, default))}
         patterns |= {(path / name, names) for name in used if is_inside(path / name, path)}
     for folder, names in sorted(patterns):
         for name in names:
@@ -79,45 +85,45 @@ def previous_config(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _previous_folders(path: Path) -> dict[str, str]:
-    """`section.key` -> the folder name that the previous run's config gave it."""
-    config = previous_config(path)
-    names = {f"{section}.{key}": config.get(section, {}).get(key) for section, key, _, _ in FOLDERS if section}
-    return {key: name for key, name in names.items() if isinstance(name, str)}
-
-
-@dataclass
-class SetAside:
-    """A run that has made room for another one in the same folder."""
-
-    folder: Path
-    moved: list[tuple[Path, Path]] = field(default_factory=list)  # (where a file was, where it is)
-
-    def put_back(self) -> None:
-        """Give the run its folder back; what a start that failed has written gives way to it."""
-        for before, now in reversed(self.moved):
-            before.parent.mkdir(parents=True, exist_ok=True)
-            now.replace(before)
-        for place, _, _ in os.walk(self.folder, topdown=False):
-            os.rmdir(place)
-
-
-def set_aside(path: Path, files: Sequence[Path]) -> SetAside:
-    """Move a run's files into a new folder under `path`; what else is there stays."""
-    aside = SetAside(new_folder(path, "replaced"))
-    for file in files:
-        place = aside.folder / os.path.relpath(file.parent.resolve(), path.resolve()) / file.name
+def set_aside(path: Path, files: Sequence[Path]) -> Path:
+    """Move a run's files into a new folder under `path`, which is returned; what else is there stays."""
+    aside, root = new_folder(path, "replaced"), path.resolve()
+    names = [os.path.relpath(file.parent.resolve() / file.name, root) for file in files]
+    write_atomically(aside / PENDING, json.dumps(names))
+    for file, name in zip(files, names, strict=True):
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            file.rename(place)
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            file.rename(aside / name)
         except OSError as error:
-            aside.put_back()
+            put_back(aside)
             raise UserError(f"--overwrite: {file} cannot be moved: {error.strerror}; move it yourself") from error
-        aside.moved.append((file, place))
     for parent in {file.parent for file in files} - {path}:
         with contextlib.suppress(OSError):  # something of the user's is left in it
             parent.rmdir()
     return aside
+
+
+def pending(path: Path) -> list[Path]:
+    """Where runs were set aside for one that has made no step yet."""
+    return [mark.parent for mark in sorted(path.glob(f"replaced-*/{PENDING}"))]
+
+
+def put_back(aside: Path) -> None:
+    """Give a run its folder back; what a start that made no step has written gives way to it."""
+    try:
+        for name in json.loads((aside / PENDING).read_text(encoding="utf-8")):
+            now, before = aside / name, aside.parent / name
+            if os.path.lexists(now):  # not yet moved back, or never moved, by a start that was killed
+                before.parent.mkdir(parents=True, exist_ok=True)
+                if before.is_dir() and not before.is_symlink():
+                    shutil.rmtree(before)
+                now.replace(before)
+        (aside / PENDING).unlink()
+    except OSError as error:
+        raise UserError(f"the run in {aside} cannot be moved back: {error.strerror}; move it yourself") from error
+    for place, _, _ in os.walk(aside, topdown=False):
+        with contextlib.suppress(OSError):  # something of the user's is in it
+            os.rmdir(place)
 
 
 def new_folder(parent: Path, name: str) -> Path:

@@ -126,9 +126,6 @@ class TimeLimit:
         self._saving += stall
         self.longest_save = max(stall, whole, self.longest_save or 0.0)
 
-    def announcement(self) -> str:
-        return f"this run saves and stops before {_moment(self.ends)}: {self.name}"
-
     def stop_line(self) -> str:
         save = "no save was seen" if self.longest_save is None else f"a save took up to {_span(self.longest_save)}"
         return (
@@ -163,7 +160,7 @@ def find_limit(
             )
     nearest = min(limits, key=lambda limit: limit.ends, default=None)
     if nearest is not None:
-        log.info("%s", nearest.announcement())
+        log.info("this run saves and stops before %s: %s", _moment(nearest.ends), nearest.name)
     return nearest
 
 

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from shardline.errors import UserError
@@ -56,9 +55,7 @@ class BlockWriter:
     def __enter__(self) -> BlockWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.file.close()
 
     def write(self, data: memoryview) -> None:
@@ -103,11 +100,13 @@ def record_file(path: Path) -> dict[str, Any]:
 def check_size(file: Location, recorded: Record) -> Problem | None:
     """Check what can be seen without reading: the file is there and has the size it was written with."""
     size = file.size()
-    if size is None:
-        return Problem(str(file), "is missing")
-    if size != recorded["size"]:
-        return Problem(str(file), f"has {size} bytes, {recorded['size']} were written: it is torn or was changed")
-    return None
+    return Problem(str(file), "is missing") if size is None else _compare_sizes(file, recorded, size)
+
+
+def _compare_sizes(file: Location, recorded: Record, size: int) -> Problem | None:
+    if size == recorded["size"]:
+        return None
+    return Problem(str(file), f"has {size} bytes, {recorded['size']} were written: it is torn or was changed")
 
 
 def check_block(file: Location | Path, recorded: Record, index: int, block: Any) -> None:
@@ -126,9 +125,9 @@ def checked_blocks(file: Location, recorded: Record | None) -> Iterator[bytes]:
             check_block(file, recorded, index, block)
         size += len(block)
         yield block
-    if recorded is not None and size != recorded["size"]:
-        what = f"has {size} bytes, {recorded['size']} were written: it is torn or was changed"
-        raise Damaged(str(Problem(str(file), what)))
+    problem = None if recorded is None else _compare_sizes(file, recorded, size)
+    if problem is not None:
+        raise Damaged(str(problem))
 
 
 def copy_file(source: Location, target: Location, recorded: Record | None, advance: Advance = int) -> int:

@@ -38,7 +38,9 @@ class Location:
     @property
     def local(self) -> Path | None:
         """The same place as a path, if it is on this machine."""
-        if "file" not in _protocols(self.fs):
+        from fsspec.implementations.local import LocalFileSystem
+
+        if not isinstance(self.fs, LocalFileSystem):
             return None
         return Path(self.path if is_url(self.name) else self.name)
 
@@ -112,7 +114,3 @@ def locate(where: str | Path) -> Location:
     except (ValueError, ImportError) as error:
         raise UserError(f"{text} cannot be opened: {error}") from error
     return Location(fs, path, text)
-
-
-def _protocols(fs: Any) -> tuple[str, ...]:
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)

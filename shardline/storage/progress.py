@@ -6,7 +6,6 @@ import logging
 import logging.handlers
 import sys
 import time
-from types import TracebackType
 from typing import Any, Literal
 
 from shardline.words import sized
@@ -65,14 +64,11 @@ class Progress:
             share = f" {min(100 * self.done / self.total, 100):.0f} %," if self.total else ""
             say(f"{self.title}:{share} {self._amount()}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-        if self.show and error is None:
-            seconds = time.monotonic() - self.started
-            say(f"{self.title}: done in {seconds:.1f} s, {self._amount()}")
+        if self.show and kind is None:
+            say(f"{self.title}: done in {time.monotonic() - self.started:.1f} s, {self._amount()}")
 
     def _amount(self) -> str:
         seconds = max(time.monotonic() - self.started, 1e-6)

@@ -8,13 +8,14 @@ alone. Torch is imported only where tensors are handled, so that listing a check
 
 from __future__ import annotations
 
+import abc
 import functools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from shardline.errors import UserError
 from shardline.storage.blocks import BlockWriter
@@ -36,11 +37,6 @@ _TYPES = {  # the format's name -> torch's name, bytes of an element
     "BOOL": ("bool", 1),
 }
 _NAMES = {torch_name: name for name, (torch_name, _) in _TYPES.items()}
-
-
-def item_bytes(type_name: str) -> int:
-    """Bytes of an element of `F32`, `BF16`, ...; 0 for a type that is not known here."""
-    return _TYPES.get(type_name, ("", 0))[1]
 
 
 def torch_type(type_name: str) -> torch.dtype:
@@ -83,7 +79,7 @@ def read_header(read: Callable[[int, int], bytes | memoryview], size: int) -> di
         try:
             first, last = row["data_offsets"]
             header[name] = entry = HeaderRow(row["dtype"], tuple(row["shape"]), 8 + length + first)
-            wanted = entry.elements * item_bytes(entry.dtype) if item_bytes(entry.dtype) else last - first
+            wanted = entry.elements * _TYPES[entry.dtype][1] if entry.dtype in _TYPES else last - first
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"its header does not describe {name}") from error
         if not 0 <= first <= last <= size - 8 - length or wanted != last - first:
@@ -109,12 +105,23 @@ def header_of(file: BinaryIO, size: int) -> dict[str, HeaderRow]:
     return read_header(lambda start, end: file.read(end - start), size)
 
 
-class TensorSource(Protocol):
-    """Tensors by name, each read when asked for."""
+class LazyTensors(Mapping[str, "torch.Tensor"]):
+    """Tensors by name, each read when it is asked for; `_rows` is what is known of each before."""
 
-    def __getitem__(self, name: str) -> torch.Tensor: ...
+    _rows: dict[str, Any]
 
-    def dtype(self, name: str) -> torch.dtype: ...
+    @abc.abstractmethod
+    def dtype(self, name: str) -> torch.dtype:
+        """The type a tensor is stored in, without reading it."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows  # Mapping's own would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
 
 
 class Entry(NamedTuple):
@@ -134,7 +141,7 @@ class Entry(NamedTuple):
 
 
 def entries_from(
-    tensors: TensorSource, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None = None, prefix: str = ""
+    tensors: LazyTensors, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None = None, prefix: str = ""
 ) -> list[Entry]:
     """Entries for `shapes`, read lazily; in the type they are stored in unless `dtype` is given."""
     return [

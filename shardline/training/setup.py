@@ -123,7 +123,8 @@ class Setup:
     def _keep_batch(self) -> None:
         """Keep the checkpoint's global batch on another number of ranks: accumulation adapts."""
         config, ranks = self.config, self.layout.data_ranks
-        saved = None if self.options.overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config))
+        resume, overwrite = self.options.resume, self.options.overwrite
+        saved = None if overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config, resume))
         if saved is not None and saved.size != config.training.local_batch_size * ranks:
             self.config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
             checked_layout(self.config, self.mesh.world_size)
@@ -165,7 +166,7 @@ class Setup:
             config, resume=options.resume, overwrite=options.overwrite, has_good_checkpoint=self._good_step
         )
         self.closing.callback(self.folder.close)
-        self.mirror = open_mirror(config, self.folder)
+        self.mirror = open_mirror(config, self.folder, checked=options.overwrite)
         return self.folder.path, self.folder.resume_step
 
     def _good_step(self, path: Path) -> int | None:
@@ -304,7 +305,7 @@ class Setup:
 
     def _record(self) -> None:
         """Keep the config with the run, once it is sure that the run takes place."""
-        self.folder.settle()
+        self.folder.begin()
         text = to_toml(self.config)
         self.folder.write_config(text)
         if self.async_tensor.measured:

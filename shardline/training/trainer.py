@@ -106,6 +106,7 @@ class Trainer:
         elif self.config.checkpoint.create_seed_checkpoint:
             self.saver.save(self.progress, wait=True)
             self.saver.complete()
+            self.folder.settle()
         else:
             return True
         return False
@@ -116,8 +117,9 @@ class Trainer:
         self.progress.samples = self.loader.position
 
     def _after_step(self, result: StepResult) -> None:
-        """Look for what went wrong without an error, and run hooks."""
+        """Look for what went wrong without an error, and run hooks; from the first step on the run has its folder."""
         step, freq = self.progress.step, self.config.debug.check_replicas_freq
+        self.folder.settle()
         for line in self.async_tensor.missed():
             log.warning("%s", line)
         if freq and step % freq == 0:

@@ -61,6 +61,14 @@ def test_what_is_saved_arrives(
     assert step_names(locate(tmp_path / "run" / "checkpoint")) == ["step-5", "step-6"]  # nothing was removed
 
 
+def test_an_unreachable_mirror_is_named_once_when_a_run_is_replaced(tmp_path: Path) -> None:
+    run(tmp_path / "run", training__steps=1)
+    faults.unreachable = True
+    settings = {**SAVING, "checkpoint__mirror": URL}
+    Trainer(tiny_config(tmp_path / "run", **settings), TrainOptions(overwrite=True)).close()
+    assert (tmp_path / "run" / "log" / "rank-0.log").read_text().count("cannot be listed now") == 1
+
+
 def test_faults_there_do_not_stop_training(
     tmp_path: Path, losses: list[float], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,6 +151,10 @@ def test_a_folder_with_a_run_is_refused_and_overwrite_replaces_it(tmp_path):
         Trainer(tiny_config(folder, checkpoint__enable=True), TrainOptions(resume=True))
     assert len(run(folder, TrainOptions(overwrite=True), training__steps=2)) == 2
     assert (folder / "notes.txt").read_text() == "mine"
+    seed = {"checkpoint__enable": True, "checkpoint__create_seed_checkpoint": True}
+    Trainer(tiny_config(folder, **seed), TrainOptions(overwrite=True)).train()
+    assert len(list(folder.glob("replaced-*"))) == 2
+    assert not list(folder.glob("replaced-*/.pending"))  # a step and a save settle it
 
 
 def test_a_run_that_failed_before_its_first_step_does_not_block_the_folder(tmp_path, monkeypatch):

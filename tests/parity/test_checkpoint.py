@@ -18,6 +18,7 @@ from shardline.storage import crash_points as save_points
 from tests.parity import cases
 from tests.parity.cases import case, layers
 from tests.parity.harness import _chosen_device, _own_logging
+from tests.reads import counted_reads
 
 SAVED = {
     "checkpoint.enable": True,
@@ -68,23 +69,14 @@ def train_to(settings, block_bytes=blocks.BLOCK_BYTES):
 
 def load_and_save(settings, target):
     """Resume, and save the same step elsewhere; how many bytes this rank read."""
-    from shardline.checkpoint import load as loading
     from shardline.training.trainer import Trainer
 
-    read = {}
-    plain = loading.load_optimizer
-
-    def watched(saved, model, optimizer):
-        plain(saved, model, optimizer)
-        read["bytes"] = saved.shards.bytes_read
-
-    with _chosen_device(), _own_logging(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardline.checkpoint.resume.load_optimizer", watched)
+    with _chosen_device(), _own_logging(), counted_reads() as sizes:
         trainer = Trainer(load_config(overrides=settings))
         trainer.saver.folder = Path(target)
         trainer.saver.save(trainer.progress, wait=True)
         trainer.close()
-    return read["bytes"]
+    return sum(sizes)
 
 
 class Runs:

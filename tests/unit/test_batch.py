@@ -118,3 +118,21 @@ def test_the_batch_of_a_checkpoint_at_a_url_is_read_there(tmp_path):
     finally:
         memory.rm("/batches", recursive=True)
     assert batch_to_keep(tiny_config(tmp_path / "a", **initial, **SAVING)) is None  # reported when it is loaded
+
+
+def test_a_run_that_is_fetched_from_its_mirror_keeps_its_batch(tmp_path):
+    settings = {**SAVING, "checkpoint__mirror": f"file://{tmp_path}/mirror"}
+    run(tmp_path / "first", training__steps=2, training__local_batch_size=8, **settings)
+    config = tiny_config(tmp_path / "second", training__local_batch_size=4, training__steps=4, **settings)
+    trainer = Trainer(config, TrainOptions(resume=True))
+    assert (trainer.loader.global_batch_size, trainer.progress.step) == (8, 2)
+    trainer.close()
+
+
+def test_a_run_that_gets_its_folder_back_keeps_its_batch(tmp_path):
+    run(tmp_path, training__steps=2, training__local_batch_size=8, **SAVING)
+    Trainer(tiny_config(tmp_path, training__local_batch_size=3, **SAVING), TrainOptions(overwrite=True)).close()
+    assert not (tmp_path / "checkpoint" / "step-2").exists()
+    trainer = Trainer(tiny_config(tmp_path, training__local_batch_size=4, training__steps=4, **SAVING))
+    assert (trainer.loader.global_batch_size, trainer.progress.step) == (8, 2)
+    trainer.close()

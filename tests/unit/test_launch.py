@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shardline.cli.main import main
 from shardline.config.load import load_config
@@ -237,7 +238,7 @@ def test_nccl_settings_become_variables_and_are_recorded(tmp_path, monkeypatch):
         "NCCL_DEBUG": "INFO",
     }
     assert nccl_variables(config.comm.nccl) == expected
-    monkeypatch.setattr(binding, "_has_gpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (line,) = prepare_rank(config)
     assert line.startswith("NCCL settings: NCCL_ALGO=Tree, ")
     assert line.endswith("NCCL_DEBUG=INFO (no effect: there is no GPU)")

@@ -206,10 +206,11 @@ def test_overwrite_moves_the_run_aside_and_nothing_else(tmp_path, lines):
     assert not run.resume
     (aside,) = tmp_path.glob("replaced-*")
     lines()
-    run.settle()
+    run.begin()
     assert lines() == [f"--overwrite: the previous run is now in {aside}"]
-    run.settle()
+    run.begin()
     assert lines() == []
+    run.settle()
     run.close()
     kept = {"notes.txt", "log/mine.txt", "log/lock"}
     assert contents(aside) == {name: text for name, text in before.items() if name not in kept}
@@ -251,13 +252,69 @@ def test_what_cannot_be_moved_is_named_and_the_run_stays_whole(tmp_path, monkeyp
     assert not list(tmp_path.glob("replaced-*"))
 
 
-def test_a_run_that_was_killed_before_it_took_place_has_lost_nothing(tmp_path):
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_run_is_back_after_one_that_was_killed_before_its_first_step(tmp_path, begins, capsys):
     earlier_run(tmp_path)
-    start(tmp_path, overwrite=True).lock.release()
+    before = contents(tmp_path)
+    killed = start(tmp_path, overwrite=True, checkpoint=SAVING)
+    killed.log_path(0).write_text("a start that is killed\n")
+    (tmp_path / "profile_traces" / "iteration_10" / "more").mkdir(parents=True)
+    if begins:
+        killed.begin()
+        killed.write_config("")
+        killed.metrics_path.touch()
+    killed.lock.release()
+    run = start(tmp_path, good=5, checkpoint=SAVING)
+    assert "is back in" in capsys.readouterr().err
+    assert run.resume_step == 5
+    run.close()
+    assert contents(tmp_path) == before
+    assert not list(tmp_path.glob("replaced-*"))
+
+
+def test_a_run_that_was_killed_while_it_was_moved_is_whole_again(tmp_path, monkeypatch):
+    earlier_run(tmp_path)
+    before, rename = contents(tmp_path), Path.rename
+
+    def killed(file, place):
+        if file.name == "step-5":
+            raise KeyboardInterrupt
+        return rename(file, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            start(tmp_path, overwrite=True)
+    assert contents(tmp_path) != before
+    start(tmp_path, good=5, checkpoint=SAVING).close()
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_made_a_step_keeps_the_folder(tmp_path):
+    earlier_run(tmp_path)
+    first = start(tmp_path, overwrite=True, checkpoint=SAVING)
+    first.begin()
+    first.settle()
+    first.lock.release()
     (aside,) = tmp_path.glob("replaced-*")
-    start(tmp_path, overwrite=True, checkpoint=SAVING).close()
+    start(tmp_path, checkpoint=SAVING).close()
     assert (aside / "checkpoint" / "step-5" / "state").read_text() == "x"
-    assert list(tmp_path.glob("replaced-*")) == [aside]
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_restart_of_the_same_job_puts_nothing_back(tmp_path, monkeypatch):
+    earlier_run(tmp_path)
+    first = start(tmp_path, overwrite=True, checkpoint=SAVING)
+    first.begin()
+    first.lock.release()
+    with monkeypatch.context() as patch:
+        patch.setenv("SHARDLINE_ATTEMPT", json.dumps({"folder": str(tmp_path), "begun": True}))
+        again = start(tmp_path, good=5, checkpoint=SAVING)
+    assert not again.resume
+    again.settle()
+    again.close()
+    assert not list(tmp_path.glob("replaced-*/.pending"))
+    assert len(list(tmp_path.glob("replaced-*"))) == 1
 
 
 EVERY_TEN = "[checkpoint]\nenable = true\ninterval = 10\n"
