@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
@@ -32,6 +32,7 @@ from shardline.config.architecture import Architecture
 from shardline.config.schema import Config, Training, Validation
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
+from shardline.models.dtensor import local
 from shardline.models.feed_forward import Biases, Products, Weights, columns
 from shardline.models.fused_weights import gate_block
 from shardline.models.linear import linear
@@ -68,7 +69,15 @@ def needs_split_kv(arch: Architecture, degree: int) -> bool:
 
 def check_tensor_parallel(arch: Architecture, degree: int) -> None:
     """Raise for sizes that cannot be cut into `degree` parts; the message names degrees that fit."""
-    key = f"parallelism.tensor_parallel_degree = {degree}"
+    problems = _problems(arch, degree)
+    if problems:
+        good = ", ".join(str(other) for other in range(1, 65) if not _problems(arch, other))
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree = {degree}: {'; '.join(problems)}. Degrees that fit: {good}"
+        )
+
+
+def _problems(arch: Architecture, degree: int) -> list[str]:
     problems = []
     if arch.n_heads % degree:
         problems.append(f"{arch.n_heads} heads cannot be shared by {degree} ranks")
@@ -79,24 +88,14 @@ def check_tensor_parallel(arch: Architecture, degree: int) -> None:
         problems.append(f"a vocabulary of {arch.vocab_size} leaves ranks without a row")
     if arch.ffn_dim % (degree * block):
         problems.append(f"ffn_dim {arch.ffn_dim} is not a multiple of {degree} x {block}")
-    if problems:
-        good = [d for d in range(1, 65) if _fits(arch, d)]
-        raise ConfigError(f"{key}: {'; '.join(problems)}. Degrees that fit: {', '.join(map(str, good))}")
-
-
-def _fits(arch: Architecture, degree: int) -> bool:
-    heads = arch.n_heads % degree == 0 and max(degree, arch.n_kv_heads) % min(degree, arch.n_kv_heads) == 0
-    return heads and arch.ffn_dim % (degree * gate_block(arch)) == 0
+    return problems
 
 
 def check_rows(config: Config, plan: TensorParallel) -> None:
     """Raise if sequence parallelism cannot cut the rows of a micro-batch evenly; the message names near lengths."""
     if not plan.sequence_parallel:
         return
-    sections: list[tuple[str, Training | Validation]] = [("training", config.training)]
-    if config.validation.enable:
-        sections.append(("validation", config.validation))
-    for name, section in sections:
+    for name, section in read_sections(config):
         length, batch = section.seq_len, section.local_batch_size
         if name == "training" and config.parallelism.pipeline_parallel_degree > 1:
             batch = config.parallelism.pipeline_parallel_microbatch_size
@@ -107,6 +106,12 @@ def check_rows(config: Config, plan: TensorParallel) -> None:
                 f" {plan.degree} tensor-parallel ranks; nearest lengths: {near}"
                 " (or set parallelism.enable_sequence_parallel = false)"
             )
+
+
+def read_sections(config: Config) -> list[tuple[str, Training | Validation]]:
+    """The sections of the config from which batches are read, by name."""
+    sections: list[tuple[str, Training | Validation]] = [("training", config.training)]
+    return [*sections, ("validation", config.validation)] if config.validation.enable else sections
 
 
 def nearest_lengths(length: int, batch: int, degree: int) -> list[int]:
@@ -167,8 +172,7 @@ def gather_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor,
 
 
 def row_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = collectives.reduce_scatter(linear(x, weight, None), "tp")
-    return out if bias is None else out + bias.to(out.dtype)
+    return _with_biases((collectives.reduce_scatter(linear(x, weight, None), "tp"),), (bias,))[0]
 
 
 def copy_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
@@ -176,8 +180,7 @@ def copy_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, .
 
 
 def row_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = collectives.all_reduce(linear(x, weight, None), "tp")
-    return out if bias is None else out + bias.to(out.dtype)
+    return _with_biases((collectives.all_reduce(linear(x, weight, None), "tp"),), (bias,))[0]
 
 
 # Products with the collective inside
@@ -188,7 +191,7 @@ def overlapped_gather(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tens
 
 
 def overlapped_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _with_biases((overlap.linear_reduce_scatter(x, weight, "tp"),), (bias,))[0]
+    return _with_biases(overlap.linear_reduce_scatter(x, (weight,), "tp"), (bias,))[0]
 
 
 def overlapped_copy(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
@@ -196,7 +199,7 @@ def overlapped_copy(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor
 
 
 def overlapped_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _with_biases((overlap.linear_all_reduce(x, weight, "tp"),), (bias,))[0]
+    return _with_biases(overlap.linear_all_reduce(x, (weight,), "tp"), (bias,))[0]
 
 
 def _with_biases(products: tuple[Tensor, ...], biases: Biases) -> tuple[Tensor, ...]:
@@ -249,16 +252,10 @@ def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Param
 
 def sum_replicated_gradients(parameters: list[nn.Parameter]) -> None:
     """Add up over tp the gradients of parameters that every rank holds whole: one flat all-reduce."""
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    if not gradients:
-        return
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         some = [g for g in gradients if g.dtype == dtype]
         flat = torch.cat([g.reshape(-1) for g in some])
         collectives.sum_in_place(flat, "tp")
         for gradient, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
