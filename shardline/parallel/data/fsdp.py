@@ -53,7 +53,9 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     on_gpu = dp.device_type == "cuda"
     # Copies between page-locked memory and the GPU run beside the computation; it exists only where there is a GPU.
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.training.enable_cpu_offload else OffloadPolicy()
-    reshard = _reshard_after_forward(config)
+    freed = config.parallelism.fsdp_reshard_after_forward
+    one_stage = config.parallelism.pipeline_parallel_degree == 1  # in a pipeline every micro-batch needs the weights
+    reshard = one_stage if freed == "default" else freed == "always"
     options: dict[str, Any] = {"mesh": dp, "mp_policy": policy, "offload_policy": offload}
     for block in model.blocks():
         fully_shard(block, reshard_after_forward=reshard, **options)
@@ -97,14 +99,6 @@ def _prefetch(model: Decoder, depth: int) -> None:
             is_root = module is chain[0] and len(model.stages) == 1
             before = chain[1:] if is_root else chain[len(chain) - len(blocks) : index]  # backward begins with the root
             module.set_modules_to_backward_prefetch(before[::-1][:depth])
-
-
-def _reshard_after_forward(config: Config) -> bool:
-    """`default` frees gathered weights after forward, except in a pipeline: every micro-batch needs them."""
-    choice = config.parallelism.fsdp_reshard_after_forward
-    if choice == "default":
-        return config.parallelism.pipeline_parallel_degree == 1
-    return choice == "always"
 
 
 class _Allocate:
