@@ -6,8 +6,9 @@ rank 1   .   1F0 1B0 1B0 1F1 ...              a dot: idle, which a schedule is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from shardline.errors import ConfigError
@@ -145,11 +146,5 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
     A forward pass adds one; a backward pass, or the weight gradient where backward is split, frees it.
     """
-    return tuple(max(_held(order), default=0) for order in schedule.orders)
-
-
-def _held(order: Sequence[Action]) -> Iterator[int]:
-    held = 0
-    for action in order:
-        held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-        yield held
+    change = {"F": 1, "I": 0, "B": -1, "W": -1}
+    return tuple(max(accumulate(change[action.kind] for action in order), default=0) for order in schedule.orders)
