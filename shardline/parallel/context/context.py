@@ -25,7 +25,7 @@ from shardline.models.partial_attention import fastest_kernel
 from shardline.parallel.context.ring import shared_attention
 from shardline.parallel.context.slices import CAUSAL, FULL, MASKED, SKIP, Slices, causal_table
 from shardline.parallel.context.ulysses import ulysses_attention
-from shardline.parallel.tensor.tensor import nearest_lengths, read_sections
+from shardline.parallel.tensor.tensor import batch_shapes, nearest_lengths
 
 Batch = TypeVar("Batch", bound=Any)
 
@@ -40,9 +40,7 @@ class ContextParallel:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Where in sequences of `length` tokens this rank's are: (length / cp,)."""
-        each = length // self.slices.total
-        parts = [torch.arange(i * each, (i + 1) * each, device=device) for i in self.slices.of(self.rank)]
-        return torch.cat(parts)
+        return self._own(torch.arange(length, device=device)[None])[0]
 
     def cut(self, batch: Batch) -> Batch:
         """This rank's tokens and labels of a batch; documents stay whole, to know what lies on other ranks."""
@@ -104,8 +102,8 @@ def context_plan(config: Config, ranks: int, rank: int) -> ContextParallel:
 def check_context_parallel(plan: ContextParallel, config: Config, arch: Architecture, tp: int) -> None:
     """Raise for lengths and heads that cannot be cut; the message names those that can."""
     shared_by = tp if config.parallelism.enable_sequence_parallel else 1
-    for name, section in read_sections(config):
-        _check_length(f"{name}.seq_len", section.seq_len, plan.slices, shared_by)
+    for name, _, length in batch_shapes(config):
+        _check_length(f"{name}.seq_len", length, plan.slices, shared_by)
     if plan.method == "ulysses":
         _check_heads(plan.slices.ranks, arch, tp)
     elif arch.attn_backend in ("flex", "varlen"):

@@ -25,7 +25,7 @@ from torch import Tensor
 from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.transfers import Exchange, Transfer, distances
-from shardline.models.attention import AttentionMask
+from shardline.models.attention import AttentionMask, allowed_pairs
 from shardline.models.partial_attention import merge_, part, part_backward
 from shardline.parallel.context.slices import CAUSAL, MASKED, AttentionPlan, Call, Slices, causal_plan, make_plan
 
@@ -48,15 +48,8 @@ class PairMask(NamedTuple):
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """(B or 1, 1, length, length) of bool for two slices, by their numbers in the sequence."""
         places = torch.arange(self.length, device=device)
-        distance = (queries - keys) * self.length + places[:, None] - places[None, :]
-        allowed = distance >= 0
-        if self.window:
-            allowed = allowed & (distance < self.window)
-        if self.documents is None:
-            return allowed[None, None]
-        parts = self.documents.unflatten(1, (-1, self.length))
-        same = parts[:, queries, :, None] == parts[:, keys, None, :]
-        return (allowed & same)[:, None]
+        first, second = (number * self.length + places for number in (queries, keys))
+        return allowed_pairs(first, second, self.window, self.documents)
 
 
 # Blocks: slices of keys and values as they travel, (slices, 2, B, length, KV, D)
@@ -152,7 +145,7 @@ class BlockRing:
         self.block, self.plan = block, plan
         # With packed documents some ranks may have nothing to send.
         collectives.join_on_device(AXIS, block.device)
-        self.exchange = Exchange(AXIS, "ring", block, plan.sent(backward) * block[0].numel() * block.element_size())
+        self.exchange = Exchange(AXIS, "ring", block, plan.sent(backward) * block[0].nbytes)
         self.outgoing = self.exchange.staged(block)
         self.returning: list[tuple[range, Tensor, Transfer]] = []
 
@@ -308,7 +301,7 @@ def _announce(backward: bool, q: Tensor, k: Tensor, window: int, each: int, meth
     if not isinstance(q.shape[1], int):
         return  # a compiler's symbol
     plan, _ = _prepared(q, None, None, window, each)
-    block = 2 * k.numel() * k.element_size()
+    block = 2 * k.nbytes
     if method == "ring":
         job.traffic.planned(AXIS, "ring", plan.sent(backward) * block // each)
         return

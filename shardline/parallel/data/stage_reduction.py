@@ -37,7 +37,7 @@ class StageSums:
 
     def __init__(self, model: Decoder, section: Parallelism, stages: Mapping[int, Stage], replicas: Replicas | None):
         self.model, self.section, self.replicas = model, section, replicas
-        self.summing = self.last = False
+        self.last = False
         self.left: set[int] = set()
         self.all = set(stages)
         users = stage_users(model, stages)
@@ -58,8 +58,7 @@ class StageSums:
     def begin(self, last: bool) -> None:
         """Call before a run of the schedule; `last` says whether it is the last one of the step."""
         self.last, self.left = last, set(self.all)
-        self.summing = last or accumulation_sync(self.section) != "step"
-        self.waiting = list(self.units) if self.summing else []
+        self.waiting = list(self.units) if last or accumulation_sync(self.section) != "step" else []
         if isinstance(self.model, FSDPModule):
             exposed.last_backward = False
             self.model.set_requires_gradient_sync(False)

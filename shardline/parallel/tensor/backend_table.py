@@ -62,12 +62,10 @@ class Choices:
 
     def find(self, product: Product) -> Choice:
         found = self.chosen.get(product)
-        if found is None:
-            if product not in self.reported:
-                self.reported.add(product)
-                self.unmeasured.add(product)
-            return self.otherwise
-        return found
+        if found is None and product not in self.reported:
+            self.reported.add(product)
+            self.unmeasured.add(product)
+        return found or self.otherwise
 
     @contextlib.contextmanager
     def forced(self, choice: Choice) -> Iterator[None]:

@@ -120,19 +120,17 @@ class Ring(Serial):
     ) -> tuple[Tensor | None, list[Tensor] | None]:
         if not needs.x:
             return None, weight_gradients(gradients, full) if needs.weights else None
-
-        def compute(rows: slice, out: Tensor) -> None:
-            input_gradient(gradients, weights, rows, out)
-
-        scattering = Scattering(compute, full.shape[0], full.shape[1], gradients[0], axis, chunks)
+        (total, width), like = full.shape, gradients[0]
+        scattering = Scattering(
+            lambda rows, out: input_gradient(gradients, weights, rows, out), total, width, like, axis, chunks
+        )
         dw = weight_gradients(gradients, full) if needs.weights else None
         return scattering.result(), dw
 
     def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        def compute(rows: slice, out: Tensor) -> None:
-            torch.mm(x[rows], weight.t(), out=out)
-
-        return Scattering(compute, x.shape[0], weight.shape[0], x, axis, chunks).result()
+        return Scattering(
+            lambda rows, out: torch.mm(x[rows], weight.t(), out=out), x.shape[0], weight.shape[0], x, axis, chunks
+        ).result()
 
     def linear_scatter_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs

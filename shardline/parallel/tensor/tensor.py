@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
-from shardline.config.schema import Config, Training, Validation
+from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
@@ -95,10 +95,7 @@ def check_rows(config: Config, plan: TensorParallel) -> None:
     """Raise if sequence parallelism cannot cut the rows of a micro-batch evenly; the message names near lengths."""
     if not plan.sequence_parallel:
         return
-    for name, section in read_sections(config):
-        length, batch = section.seq_len, section.local_batch_size
-        if name == "training" and config.parallelism.pipeline_parallel_degree > 1:
-            batch = config.parallelism.pipeline_parallel_microbatch_size
+    for name, batch, length in batch_shapes(config):
         if length * batch % plan.degree:
             near = " and ".join(map(str, nearest_lengths(length, batch, plan.degree)))
             raise ConfigError(
@@ -108,10 +105,13 @@ def check_rows(config: Config, plan: TensorParallel) -> None:
             )
 
 
-def read_sections(config: Config) -> list[tuple[str, Training | Validation]]:
-    """The sections of the config from which batches are read, by name."""
-    sections: list[tuple[str, Training | Validation]] = [("training", config.training)]
-    return [*sections, ("validation", config.validation)] if config.validation.enable else sections
+def batch_shapes(config: Config) -> list[tuple[str, int, int]]:
+    """(section of the config, sequences that go through the model at a time, their length)."""
+    training, validation, section = config.training, config.validation, config.parallelism
+    staged = section.pipeline_parallel_degree > 1
+    batch = section.pipeline_parallel_microbatch_size if staged else training.local_batch_size
+    shapes = [("training", batch, training.seq_len)]
+    return [*shapes, ("validation", validation.local_batch_size, validation.seq_len)] if validation.enable else shapes
 
 
 def nearest_lengths(length: int, batch: int, degree: int) -> list[int]:
@@ -139,7 +139,7 @@ def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> N
             parameter.detach(), tp, [placement(name, plan, arch.tie_word_embeddings)], src_data_rank=None
         )
         replace_parameter(model, name, cut)
-    products = PRODUCTS[plan.sequence_parallel, plan.overlapped]
+    products = parallel_products(plan)
     kv_heads = None
     if needs_split_kv(arch, plan.degree):
         kv_heads = (rank * arch.n_kv_heads // plan.degree, 1)
@@ -163,56 +163,34 @@ def vocabulary_rows(vocab_size: int, degree: int, rank: int) -> range:
     return range(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
 
 
-# Products with their collectives
+def parallel_products(plan: TensorParallel) -> Products:
+    """How blocks multiply: with a collective before or after the product, or inside it."""
+    if plan.overlapped:
+        gather = overlap.all_gather_linear if plan.sequence_parallel else overlap.copy_linear
+        scatter = overlap.linear_reduce_scatter if plan.sequence_parallel else overlap.linear_all_reduce
+
+        def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+            products = zip(gather(x, weights, "tp"), biases, strict=True)
+            return tuple(_with_bias(product, bias) for product, bias in products)
+
+        def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _with_bias(scatter(x, (weight,), "tp")[0], bias)
+
+    else:
+        before = collectives.all_gather if plan.sequence_parallel else collectives.copy
+        after = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
+
+        def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+            return columns(before(x, "tp"), weights, biases)  # one gather for all the weights that read x
+
+        def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _with_bias(after(linear(x, weight, None), "tp"), bias)
+
+    return Products(column, row)
 
 
-def gather_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-    """One gather for all the weights that read x."""
-    return columns(collectives.all_gather(x, "tp"), weights, biases)
-
-
-def row_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _with_biases((collectives.reduce_scatter(linear(x, weight, None), "tp"),), (bias,))[0]
-
-
-def copy_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-    return columns(collectives.copy(x, "tp"), weights, biases)
-
-
-def row_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _with_biases((collectives.all_reduce(linear(x, weight, None), "tp"),), (bias,))[0]
-
-
-# Products with the collective inside
-
-
-def overlapped_gather(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-    return _with_biases(overlap.all_gather_linear(x, weights, "tp"), biases)
-
-
-def overlapped_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _with_biases(overlap.linear_reduce_scatter(x, (weight,), "tp"), (bias,))[0]
-
-
-def overlapped_copy(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-    return _with_biases(overlap.copy_linear(x, weights, "tp"), biases)
-
-
-def overlapped_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _with_biases(overlap.linear_all_reduce(x, (weight,), "tp"), (bias,))[0]
-
-
-def _with_biases(products: tuple[Tensor, ...], biases: Biases) -> tuple[Tensor, ...]:
-    return tuple(y if bias is None else y + bias.to(y.dtype) for y, bias in zip(products, biases, strict=True))
-
-
-# (sequence parallel, overlapped) -> how a block multiplies
-PRODUCTS = {
-    (True, False): Products(gather_columns, row_scatter),
-    (False, False): Products(copy_columns, row_sum),
-    (True, True): Products(overlapped_gather, overlapped_scatter),
-    (False, True): Products(overlapped_copy, overlapped_sum),
-}
+def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias.to(product.dtype)
 
 
 class ParallelEmbedding(NamedTuple):
