@@ -111,7 +111,7 @@ class Channel:
 
     def send(self, x: Tensor, what: object) -> PendingMessage:
         x = x.detach().contiguous()
-        call = self._issue(what, x.shape, x.dtype, x.numel() * x.element_size())
+        call = self._issue(what, x.shape, x.dtype, x.nbytes)
         x = x.to("cpu") if self.staged else x
         return PendingMessage(self, self._isend(x), x, call)
 
