@@ -87,9 +87,10 @@ def use_torch_pass(fused: list[str]) -> None:
         full = functional.all_gather_tensor_autograd(x, 0, collectives.axis(axis).group)
         return tuple(full @ weight.to(x.dtype).t() for weight in weights)
 
-    def scatter(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-        product = x @ weight.to(x.dtype).t()
-        return functional.reduce_scatter_tensor_autograd(product, "sum", 0, collectives.axis(axis).group)
+    def scatter(x: Tensor, weights: Any, axis: str) -> tuple[Tensor, ...]:
+        products = [x @ weight.to(x.dtype).t() for weight in weights]
+        group = collectives.axis(axis).group
+        return tuple(functional.reduce_scatter_tensor_autograd(one, "sum", 0, group) for one in products)
 
     plain = post_grad.micro_pipeline_tp_pass
 

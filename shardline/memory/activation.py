@@ -47,7 +47,9 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *
         kept = f"the compiler keeps {section.memory_budget:.0%} of activations"
         log.info("activation checkpointing (memory_budget): %s", kept)
         return
-    every, per_op = _selection(section)
+    selective = section.selective_ac_option if section.mode == "selective" else "1"
+    per_op = selective == "op"
+    every = 1 if per_op else int(selective)
     recompute_shapes = _forced_recompute(model, section) if per_op else frozenset()
     context = functools.partial(_per_op_contexts, recompute_shapes) if per_op else None
     wrapped: dict[Function, Function] = {}  # one wrapper per function, so that equal blocks share one compiled graph
@@ -59,14 +61,6 @@ def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *
     kept = "attention and every other matrix product kept" if per_op else "block inputs kept"
     blocks = f"{len(chosen)} of {len(model.layers)} blocks"
     log.info("activation checkpointing (%s): %s, %s", section.mode, blocks, kept)
-
-
-def _selection(section: ActivationCheckpoint) -> tuple[int, bool]:
-    """(wrap every n-th block, choose per operation)."""
-    if section.mode == "full":
-        return 1, False
-    option = section.selective_ac_option
-    return (1, True) if option == "op" else (int(option), False)
 
 
 def _checkpointed(

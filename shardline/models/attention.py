@@ -131,7 +131,7 @@ def make_mask(
     if kernel not in ("sdpa", "math"):
         raise ValueError(f"the {kernel} kernel supports neither documents nor a window")
     places = torch.arange(length, device=device)
-    return AttentionMask(kernel, window, allowed=_allowed(places, places, window, documents))
+    return AttentionMask(kernel, window, allowed=allowed_pairs(places, places, window, documents))
 
 
 def check_attention(arch: Architecture, device: torch.device, dtype: torch.dtype, length: int = CUDNN_TILE) -> str:
@@ -146,11 +146,11 @@ def _cached_mask(tokens: Tensor, window: int, cache: KVCache) -> AttentionMask:
     if cache.used == 0 and not 0 < window < end:
         return AttentionMask("sdpa")
     places = torch.arange(end, device=tokens.device)
-    return AttentionMask("sdpa", window, allowed=_allowed(places[cache.used :], places, window, None))
+    return AttentionMask("sdpa", window, allowed=allowed_pairs(places[cache.used :], places, window, None))
 
 
-def _allowed(queries: Tensor, keys: Tensor, window: int, documents: Tensor | None) -> Tensor:
-    """True where a query may see a key: (1 or B, 1, queries, keys)."""
+def allowed_pairs(queries: Tensor, keys: Tensor, window: int, documents: Tensor | None) -> Tensor:
+    """True where a query may see a key, by their places in the sequence: (1 or B, 1, queries, keys)."""
     distance = queries[:, None] - keys[None, :]
     allowed = distance >= 0
     if window:
@@ -158,7 +158,7 @@ def _allowed(queries: Tensor, keys: Tensor, window: int, documents: Tensor | Non
     if documents is None:
         return allowed[None, None]
     documents = documents.to(allowed.device)
-    return (allowed & (documents[:, :, None] == documents[:, None, :]))[:, None]
+    return (allowed & (documents[:, queries, None] == documents[:, None, keys]))[:, None]
 
 
 def _boundaries(tokens: Tensor, documents: Tensor | None) -> Tensor:

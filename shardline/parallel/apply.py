@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -117,12 +115,7 @@ def _compile_blocks(model: Decoder, backend: str) -> None:
             f"compile.backend: expected one of {', '.join(known)}, got {backend!r}{nearest(backend, known)}"
         )
     torch._dynamo.reset()  # graphs of an earlier run in this process count against the limit of recompilations
-    compile_once = functools.cache(functools.partial(_compile, backend=backend))
+    compile_once = functools.cache(functools.partial(torch.compile, backend=backend, fullgraph=True))
     for block in model.blocks():
         block.function = compile_once(block.function)
     log.info("compiling %d blocks with %s (the first step takes longer)", len(model.layers), backend)
-
-
-def _compile(function: Callable[..., Any], *, backend: str) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True)
-    return compiled

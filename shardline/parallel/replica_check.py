@@ -40,8 +40,12 @@ def check_replicas(model: Decoder, step: int) -> None:
     differs = torch.zeros(1, dtype=torch.int64, device=local(next(model.parameters())).device)
     for axis, names in shared.items():
         if names:
-            differs |= _differ(torch.stack([hashes[name] for name in names]), axis)
-    between_stages = _tied_differ(hashes.get(TIED), differs) if tied else torch.zeros_like(differs)
+            mine = torch.stack([hashes[name] for name in names])
+            differs |= _differ(torch.stack([mine, ~mine]), axis)
+    between_stages = torch.zeros_like(differs)
+    if tied:  # pipeline ranks without the embedding have no say
+        nothing = torch.full((2,), torch.iinfo(torch.int64).min, dtype=torch.int64, device=differs.device)
+        between_stages |= _differ(torch.stack([hashes[TIED], ~hashes[TIED]]) if TIED in hashes else nothing, "pp")
     differs |= between_stages
     collectives.max_in_place(differs, "world")
     if differs.item():
@@ -70,18 +74,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
-def _differ(hashes: Tensor, axis: str) -> Tensor:
-    """1 if ranks of the axis have different hashes; one all-reduce gives the largest and the smallest."""
-    extremes = collectives.max_in_place(torch.stack([hashes, ~hashes]), axis)
+def _differ(extremes: Tensor, axis: str) -> Tensor:
+    """1 if ranks of the axis have different hashes, from each rank's hashes and their complements.
+
+    One all-reduce gives the largest and the smallest.
+    """
+    collectives.max_in_place(extremes, axis)
     return (extremes[0] != ~extremes[1]).any().to(torch.int64)
-
-
-def _tied_differ(own: Tensor | None, like: Tensor) -> Tensor:
-    """1 if the pipeline ranks with the first and the last stage hold different embeddings; others have no say."""
-    smallest = torch.full((), torch.iinfo(torch.int64).min, dtype=torch.int64, device=like.device)
-    extremes = torch.stack([smallest, smallest] if own is None else [own, ~own])
-    collectives.max_in_place(extremes, "pp")
-    return (extremes[0] != ~extremes[1]).to(torch.int64).reshape(1)
 
 
 def _report(hashes: dict[str, Tensor], shared: dict[str, list[str]], step: int, between_stages: bool) -> str:

@@ -32,9 +32,8 @@ def choose_precision(config: Config, device: torch.device, has_bfloat16: bool) -
     notes = []
     if not config.is_set("training.mixed_precision_param") and device.type == "cpu" and compute != storage:
         compute = storage
-        notes.append(
-            f"computing in {_name(storage)} on CPU; --training.mixed_precision_param=bfloat16 changes that (slower)"
-        )
+        in_type = f"computing in {config.training.dtype} on CPU"
+        notes.append(f"{in_type}; --training.mixed_precision_param=bfloat16 changes that (slower)")
     if not has_bfloat16 and torch.bfloat16 in (storage, compute):
         storage = compute = torch.float32
         notes.append(f"{device} has no bfloat16: storing and computing in float32 instead")
@@ -45,7 +44,3 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
     """Store parameters in `storage`; blocks compute in the type of the embedding's output, which is `compute`."""
     model.to(dtype=precision.storage)
     model.compute_dtype = precision.compute  # type: ignore[assignment]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -81,11 +81,9 @@ def computed(operation: str, deferred: bool = False) -> list[Tensor]:
     rows = ROWS if operation == "all_gather_linear" else ROWS * ranks
     x = drawn(rows, K, seed=0 if operation == "copy_linear" else rank).requires_grad_()
     weights = [drawn(N, K, seed=100 + rank).requires_grad_(), drawn(N + 2, K, seed=200 + rank).requires_grad_()]
-    if operation in ("all_gather_linear", "copy_linear"):
-        outs = list(getattr(overlap, operation)(x, weights, "tp"))
-    else:
+    if operation not in ("all_gather_linear", "copy_linear"):
         weights = weights[:1]
-        outs = [getattr(overlap, operation)(x, weights[0], "tp")]
+    outs = list(getattr(overlap, operation)(x, weights, "tp"))
     same = operation == "linear_all_reduce"
     loss = sum((out * probe(out, 0 if same else rank)).sum() for out in outs)
     if deferred:
@@ -160,7 +158,7 @@ def frozen() -> None:
             assert weight.grad is not None
             x, weight = drawn(ROWS, K, seed=rank).requires_grad_(), drawn(N, K, seed=100)
             (out,) = overlap.all_gather_linear(x, (weight,), "tp")
-            overlap.linear_reduce_scatter(out, drawn(K, N, seed=5), "tp").sum().backward()
+            overlap.linear_reduce_scatter(out, (drawn(K, N, seed=5),), "tp")[0].sum().backward()
             assert x.grad is not None
             assert weight.grad is None
 
@@ -191,7 +189,7 @@ def partial() -> None:
     x, weight = drawn(ROWS * ranks, K, seed=rank), drawn(N, K, seed=100).requires_grad_()
     with patch.dict(backends, generous=Generous()), patch.object(choices, "visible", True):
         with choices.forced(Choice("generous")):
-            overlap.linear_reduce_scatter(x, weight, "tp").sum().backward()
+            overlap.linear_reduce_scatter(x, (weight,), "tp")[0].sum().backward()
     wanted = torch.ones(ROWS * ranks, N, dtype=x.dtype).t() @ x
     torch.testing.assert_close(weight.grad, wanted, rtol=1e-12, atol=1e-12)
 

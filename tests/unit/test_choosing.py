@@ -308,9 +308,7 @@ def ran(degree, rank, sequence_parallel, training, **sizes):
 def test_shapes_are_those_of_the_products_that_run(degree, sizes, sequence_parallel):
     for rank, training in ((0, True), (degree - 1, False)):
         arch, seen = ran(degree, rank, sequence_parallel, training, **sizes)
-        shapes = block_shapes(
-            arch, degree, 32, torch.float32, sequence_parallel=sequence_parallel, training=training, axis="tp"
-        )
+        shapes = block_shapes(arch, degree, 32, torch.float32, sequence_parallel=sequence_parallel, training=training)
         assert {shape.product: shape.widths for shape in shapes if _runs(shape.product)} == {
             product: widths for product, widths in seen.items() if _runs(product)
         }

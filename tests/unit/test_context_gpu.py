@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from shardline.models.partial_attention import _agrees, fastest_kernel
 from shardline.parallel.context.context import ContextParallel, document_table
 from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together
-from shardline.parallel.context.slices import AttentionPlan, SliceRange, Slices, causal_plan, make_plan
+from shardline.parallel.context.slices import AttentionPlan, Slices, causal_plan, make_plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,11 +69,11 @@ def test_ranks_together_compute_what_one_computes(window: int, packed: bool, dty
         plan = plan_of(slices, rank, length, window, documents)
         attending = Attending(q[:, places], plan, seen)
         for other in range(RANKS):
-            attending.add(other, SliceRange(0, 2), blocks[other])
+            attending.add(other, range(2), blocks[other])
         out, lse = attending.result(dtype)
         differentiating = Differentiating(gradient[:, places], q[:, places], out, lse, plan, seen)
         for other in range(RANKS):
-            added[other] += differentiating.add(other, SliceRange(0, 2), blocks[other], plan.calls[other])
+            added[other] += differentiating.add(other, range(2), blocks[other], plan.calls[other])
         found[0][:, places] = out.float()
         found[1][:, places] = differentiating.dq.transpose(1, 2)
     for rank, places in enumerate(where):

@@ -22,7 +22,7 @@ from shardline.parallel.pipeline.schedules import (
     validate,
     warnings,
 )
-from shardline.parallel.pipeline.timeline import Action, Schedule, in_flight, simulate
+from shardline.parallel.pipeline.timeline import COSTS, Action, Schedule, in_flight, simulate
 from tests.examples import examples
 
 ALL = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -80,7 +80,7 @@ def test_each_pass_runs_once_where_its_stage_is(schedule):
 @given(built(), st.sampled_from([0.0, 0.25, 1.5]))
 def test_simulation_keeps_to_the_order_and_waits_for_inputs(schedule, transfer):
     costs = {"F": 1.0, "B": 2.5, "I": 1.25, "W": 0.75}
-    timeline = simulate(schedule, 1.0, 2.5, 1.25, 0.75, transfer)
+    timeline = simulate(schedule, costs, transfer)
     ends = {(s.action.kind.replace("I", "B"), *s.action[1:]): s.end for row in timeline.spans for s in row}
     for rank, row in enumerate(timeline.spans):
         assert tuple(span.action for span in row) == schedule.orders[rank]
@@ -163,11 +163,11 @@ def test_orders_by_hand():
 
 
 def test_times_by_hand():
-    timeline = simulate(build_schedule("1F1B", 2, 1), transfer=0.5, stage_cost=[1.0, 3.0])
+    timeline = simulate(build_schedule("1F1B", 2, 1), transfer=0.5)
     times = [[(str(span.action), span.start, span.end) for span in row] for row in timeline.spans]
-    assert times == [[("0F0", 0, 1), ("0B0", 11, 13)], [("1F0", 1.5, 4.5), ("1B0", 4.5, 10.5)]]
-    assert timeline.total == 13
-    assert timeline.idle == (1 - 3 / 13, 1 - 9 / 13)
+    assert times == [[("0F0", 0, 1), ("0B0", 5, 7)], [("1F0", 1.5, 2.5), ("1B0", 2.5, 4.5)]]
+    assert timeline.total == 7
+    assert timeline.idle == (1 - 3 / 7, 1 - 3 / 7)
 
 
 def test_in_flight():
@@ -234,10 +234,10 @@ def test_never_worse_than_torch(name):
                 validate(theirs)
                 compared += 1
                 assert all(a <= b for a, b in zip(in_flight(ours), in_flight(theirs), strict=True))
-                for costs in ({}, {"forward": 1.0, "backward": 2.2, "input_gradient": 1.4, "weight_gradient": 0.8}):
+                for costs in (COSTS, {"F": 1.0, "B": 2.2, "I": 1.4, "W": 0.8}):
                     for transfer in (0.0, 0.3):
-                        ours_takes = simulate(ours, transfer=transfer, **costs).total
-                        assert ours_takes <= simulate(theirs, transfer=transfer, **costs).total + 1e-9
+                        ours_takes = simulate(ours, costs, transfer).total
+                        assert ours_takes <= simulate(theirs, costs, transfer).total + 1e-9
     assert compared >= 35
     assert False not in refusals
 

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from shardline.config.architecture import Architecture
-from shardline.config.schema import Config, Training, Validation
+from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.models.attention import AttentionMask, make_masks, windows
 from shardline.models.partial_attention import fastest_kernel
 from shardline.parallel.context.ring import shared_attention
 from shardline.parallel.context.slices import CAUSAL, FULL, MASKED, SKIP, Slices, causal_table
 from shardline.parallel.context.ulysses import ulysses_attention
+from shardline.parallel.tensor.tensor import batch_shapes, nearest_lengths
 
 Batch = TypeVar("Batch", bound=Any)
 
@@ -39,9 +40,7 @@ class ContextParallel:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Where in sequences of `length` tokens this rank's are: (length / cp,)."""
-        each = length // self.slices.total
-        parts = [torch.arange(i * each, (i + 1) * each, device=device) for i in self.slices.of(self.rank)]
-        return torch.cat(parts)
+        return self._own(torch.arange(length, device=device)[None])[0]
 
     def cut(self, batch: Batch) -> Batch:
         """This rank's tokens and labels of a batch; documents stay whole, to know what lies on other ranks."""
@@ -103,11 +102,8 @@ def context_plan(config: Config, ranks: int, rank: int) -> ContextParallel:
 def check_context_parallel(plan: ContextParallel, config: Config, arch: Architecture, tp: int) -> None:
     """Raise for lengths and heads that cannot be cut; the message names those that can."""
     shared_by = tp if config.parallelism.enable_sequence_parallel else 1
-    sections: list[tuple[str, Training | Validation]] = [("training", config.training)]
-    if config.validation.enable:
-        sections.append(("validation", config.validation))
-    for name, section in sections:
-        _check_length(f"{name}.seq_len", section.seq_len, plan.slices, shared_by)
+    for name, _, length in batch_shapes(config):
+        _check_length(f"{name}.seq_len", length, plan.slices, shared_by)
     if plan.method == "ulysses":
         _check_heads(plan.slices.ranks, arch, tp)
     elif arch.attn_backend in ("flex", "varlen"):
@@ -122,8 +118,7 @@ def _check_length(key: str, length: int, slices: Slices, tp: int) -> None:
     step = slices.total * tp
     if length % step == 0:
         return
-    below = length - length % step
-    near = " and ".join(str(good) for good in (below, below + step) if good > 0)
+    near = " and ".join(map(str, nearest_lengths(length, 1, step)))
     factors = [str(slices.each)] if slices.each > 1 else []
     factors += [f"context_parallel_degree {slices.ranks}"] + ([f"tensor_parallel_degree {tp}"] if tp > 1 else [])
     product = f"{' x '.join(factors)} = {step}" if len(factors) > 1 else factors[0]
@@ -162,9 +157,9 @@ def attention_words(
     section = config.parallelism
     if section.context_parallel_degree == 1 or section.context_parallel_rotate_method == "ulysses":
         return otherwise
-    names = [fastest_kernel(device, dtype, arch.head_dim, masked=False, deterministic=config.debug.deterministic)]
-    if arch.attn_mask_type == "block_causal" or any(windows(arch)):
-        names.append(fastest_kernel(device, dtype, arch.head_dim, True, config.debug.deterministic))
+    masked = arch.attn_mask_type == "block_causal" or any(windows(arch))
+    kinds = (False, True) if masked else (False,)
+    names = [fastest_kernel(device, dtype, arch.head_dim, kind, config.debug.deterministic) for kind in kinds]
     return f"{' and '.join(dict.fromkeys(names))}, in parts"
 
 

@@ -16,7 +16,7 @@ attention, not its parts, and a compiled graph keeps it whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,18 +25,9 @@ from torch import Tensor
 from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.transfers import Exchange, Transfer, distances
-from shardline.models.attention import AttentionMask
+from shardline.models.attention import AttentionMask, allowed_pairs
 from shardline.models.partial_attention import merge_, part, part_backward
-from shardline.parallel.context.slices import (
-    CAUSAL,
-    MASKED,
-    AttentionPlan,
-    Call,
-    SliceRange,
-    Slices,
-    causal_plan,
-    make_plan,
-)
+from shardline.parallel.context.slices import CAUSAL, MASKED, AttentionPlan, Call, Slices, causal_plan, make_plan
 
 AXIS = "cp"
 
@@ -57,15 +48,8 @@ class PairMask(NamedTuple):
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """(B or 1, 1, length, length) of bool for two slices, by their numbers in the sequence."""
         places = torch.arange(self.length, device=device)
-        distance = (queries - keys) * self.length + places[:, None] - places[None, :]
-        allowed = distance >= 0
-        if self.window:
-            allowed = allowed & (distance < self.window)
-        if self.documents is None:
-            return allowed[None, None]
-        parts = self.documents.unflatten(1, (-1, self.length))
-        same = parts[:, queries, :, None] == parts[:, keys, None, :]
-        return (allowed & same)[:, None]
+        first, second = (number * self.length + places for number in (queries, keys))
+        return allowed_pairs(first, second, self.window, self.documents)
 
 
 # Blocks: slices of keys and values as they travel, (slices, 2, B, length, KV, D)
@@ -81,22 +65,45 @@ def together(block: Tensor) -> Tensor:
     return block.movedim(0, 2).flatten(2, 3)
 
 
-class Attending:
-    """Attention of one rank's queries over blocks that arrive one after the other."""
+class OwnQueries:
+    """One rank's queries, and what they see of blocks that arrive one after the other."""
 
     def __init__(self, q: Tensor, plan: AttentionPlan, seen: PairMask) -> None:
         self.q, self.plan, self.seen = q.transpose(1, 2), plan, seen  # (B, H, T, D)
         self.wide = torch.promote_types(q.dtype, torch.float32)
+
+    def parts(
+        self, calls: Sequence[Call], source: int, span: range, block: Tensor
+    ) -> Iterator[tuple[slice, slice, Tensor, Tensor, tuple[bool, Tensor | None]]]:
+        """For each call: the rows of the queries, the slices in the block, keys, values, and the kernel's mask."""
+        length = self.plan.length
+        for call in calls:
+            rows = slice(call.queries.start * length, call.queries.stop * length)
+            among = slice(call.keys.start - span.start, call.keys.stop - span.start)
+            k, v = together(block[among]).transpose(2, 3).unbind(0)
+            yield rows, among, k, v, self._mask(call, source)
+
+    def _mask(self, call: Call, source: int) -> tuple[bool, Tensor | None]:
+        """(causal, allowed)."""
+        if call.kind != MASKED:
+            return call.kind == CAUSAL, None
+        mine, theirs = self.plan.slices.of(self.plan.rank), self.plan.slices.of(source)
+        return False, self.seen.allowed(mine[call.queries.start], theirs[call.keys.start], self.q.device)
+
+
+class Attending(OwnQueries):
+    """Attention of one rank's queries."""
+
+    def __init__(self, q: Tensor, plan: AttentionPlan, seen: PairMask) -> None:
+        super().__init__(q, plan, seen)
         self.out = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
         self.lse = torch.full(self.q.shape[:3], float("-inf"), dtype=self.wide, device=q.device)
         self.begun = False
 
-    def add(self, source: int, span: SliceRange, block: Tensor) -> None:
-        for call in self.plan.calls[source]:
-            rows = _rows(call.queries, self.plan.length)
-            k, v = _keys(call, span, block)
-            out, lse = part(self.q[:, :, rows], k, v, *_mask(call, source, self.plan, self.seen, self.q.device))
-            if self.begun or call.queries.size < self.plan.slices.each:
+    def add(self, source: int, span: range, block: Tensor) -> None:
+        for rows, _, k, v, mask in self.parts(self.plan.calls[source], source, span, block):
+            out, lse = part(self.q[:, :, rows], k, v, *mask)
+            if self.begun or out.shape[2] < self.q.shape[2]:
                 merge_(self.out[:, :, rows], self.lse[:, :, rows], out, lse)
             else:  # nothing to merge with yet
                 self.out.copy_(out)
@@ -108,51 +115,24 @@ class Attending:
         return self.out.transpose(1, 2).to(dtype).contiguous(), self.lse
 
 
-class Differentiating:
+class Differentiating(OwnQueries):
     """The backward of `Attending`: `add` returns what this rank's queries add to the gradients of a block."""
 
     def __init__(
         self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: AttentionPlan, seen: PairMask
     ) -> None:
-        self.gradient, self.q, self.out = (tensor.transpose(1, 2) for tensor in (gradient, q, out))
-        self.lse, self.plan, self.seen = lse, plan, seen
-        self.wide = torch.promote_types(q.dtype, torch.float32)
+        super().__init__(q, plan, seen)
+        self.gradient, self.out, self.lse = gradient.transpose(1, 2), out.transpose(1, 2), lse
         self.dq = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
 
-    def add(self, source: int, span: SliceRange, block: Tensor, calls: tuple[Call, ...]) -> Tensor:
+    def add(self, source: int, span: range, block: Tensor, calls: Sequence[Call]) -> Tensor:
         added = torch.zeros(block.shape, dtype=self.wide, device=block.device)
-        for call in calls:
-            rows = _rows(call.queries, self.plan.length)
-            k, v = _keys(call, span, block)
-            mask = _mask(call, source, self.plan, self.seen, self.q.device)
+        for rows, among, k, v, mask in self.parts(calls, source, span, block):
             kept = (self.gradient[:, :, rows], self.q[:, :, rows], k, v, self.out[:, :, rows], self.lse[:, :, rows])
             dq, dk, dv = part_backward(*kept, *mask)
             self.dq[:, :, rows] += dq
-            added[_among(call.keys, span)] += pack(dk.transpose(1, 2), dv.transpose(1, 2), call.keys.size)
+            added[among] += pack(dk.transpose(1, 2), dv.transpose(1, 2), among.stop - among.start)
         return added
-
-
-def _rows(span: SliceRange, length: int) -> slice:
-    return slice(span.first * length, span.end * length)
-
-
-def _among(keys: SliceRange, span: SliceRange) -> slice:
-    return slice(keys.first - span.first, keys.end - span.first)
-
-
-def _keys(call: Call, span: SliceRange, block: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = together(block[_among(call.keys, span)]).transpose(2, 3).unbind(0)
-    return k, v
-
-
-def _mask(
-    call: Call, source: int, plan: AttentionPlan, seen: PairMask, device: torch.device
-) -> tuple[bool, Tensor | None]:
-    """(causal, allowed) for a kernel."""
-    if call.kind != MASKED:
-        return call.kind == CAUSAL, None
-    queries, keys = plan.slices.of(plan.rank)[call.queries.first], plan.slices.of(source)[call.keys.first]
-    return False, seen.allowed(queries, keys, device)
 
 
 # How blocks travel
@@ -165,29 +145,27 @@ class BlockRing:
         self.block, self.plan = block, plan
         # With packed documents some ranks may have nothing to send.
         collectives.join_on_device(AXIS, block.device)
-        slices = plan.sent + (plan.received if backward else 0)
-        self.exchange = Exchange(AXIS, "ring", block, slices * block[0].numel() * block.element_size())
+        self.exchange = Exchange(AXIS, "ring", block, plan.sent(backward) * block[0].nbytes)
         self.outgoing = self.exchange.staged(block)
-        self.steps = distances(plan.slices.ranks)
-        self.returning: list[tuple[SliceRange, Tensor, Transfer]] = []
+        self.returning: list[tuple[range, Tensor, Transfer]] = []
 
-    def blocks(self) -> Iterator[tuple[int, SliceRange | None, Tensor]]:
+    def blocks(self) -> Iterator[tuple[int, range | None, Tensor]]:
         """(owner, which of its slices, the block), own ones first; None in place of slices that are not needed."""
-        coming = self._start(0)
-        yield self.plan.rank, SliceRange(0, self.plan.slices.each), self.block
-        for step in range(len(self.steps)):
+        started = map(self._start, distances(self.plan.slices.ranks))
+        coming = next(started, None)
+        yield self.plan.rank, range(self.plan.slices.each), self.block
+        while coming is not None:
             source, span, block, transfer = coming
-            if step + 1 < len(self.steps):
-                coming = self._start(step + 1)
+            coming = next(started, None)
             transfer.wait()
             yield source, span, block
 
-    def _start(self, step: int) -> tuple[int, SliceRange | None, Tensor, Transfer]:
-        plan, distance = self.plan, self.steps[step]
-        to, source = self._at(distance), self._at(-distance)
-        span = plan.wanted[source]
+    def _start(self, distance: int) -> tuple[int, range | None, Tensor, Transfer]:
+        source = self._at(-distance)
+        span, given = self.plan.wanted[source], self.plan.given[self._at(distance)]
         into = self._empty(span)
-        transfer = self.exchange.swap(self._cut(plan.given[to]), into, distance)
+        out = None if given is None else self.outgoing[given.start : given.stop]
+        transfer = self.exchange.swap(out, into, distance)
         return source, span, self.block if into is None else into, transfer
 
     def give_back(self, source: int, added: Tensor | None, own: Tensor) -> None:
@@ -212,17 +190,14 @@ class BlockRing:
     def _add_up(self, own: Tensor) -> None:
         for span, into, transfer in self.returning:
             transfer.wait()
-            own[span.first : span.end] += into
+            own[span.start : span.stop] += into
         self.returning.clear()
 
     def _at(self, distance: int) -> int:
         return (self.plan.rank + distance) % self.plan.slices.ranks
 
-    def _cut(self, span: SliceRange | None) -> Tensor | None:
-        return None if span is None else self.outgoing[span.first : span.end]
-
-    def _empty(self, span: SliceRange | None) -> Tensor | None:
-        return None if span is None else self.block.new_empty(span.size, *self.block.shape[1:])
+    def _empty(self, span: range | None) -> Tensor | None:
+        return None if span is None else self.block.new_empty(len(span), *self.block.shape[1:])
 
 
 def ring(attending: Attending, block: Tensor, plan: AttentionPlan) -> None:
@@ -255,7 +230,7 @@ def _gathered(block: Tensor, plan: AttentionPlan) -> Tensor:
 def allgather(attending: Attending, block: Tensor, plan: AttentionPlan) -> None:
     blocks = _gathered(block, plan)
     for source in range(plan.slices.ranks):
-        attending.add(source, SliceRange(0, plan.slices.each), blocks[source])
+        attending.add(source, range(plan.slices.each), blocks[source])
 
 
 def allgather_backward(differentiating: Differentiating, block: Tensor, plan: AttentionPlan) -> Tensor:
@@ -263,7 +238,7 @@ def allgather_backward(differentiating: Differentiating, block: Tensor, plan: At
     blocks = _gathered(block, plan)
     added = torch.empty_like(blocks)
     for source in range(plan.slices.ranks):
-        added[source] = differentiating.add(source, SliceRange(0, plan.slices.each), blocks[source], plan.calls[source])
+        added[source] = differentiating.add(source, range(plan.slices.each), blocks[source], plan.calls[source])
     return collectives.exchange_blocks(added, AXIS).sum(dim=0, dtype=differentiating.wide)
 
 
@@ -282,48 +257,36 @@ def _prepared(
     return plan, PairMask(documents, window, length)
 
 
-@torch.library.custom_op("shardline::shared_attention", mutates_args=())
-def shared_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    documents: Tensor | None,
-    window: int,
-    each: int,
-    method: str,
-) -> tuple[Tensor, Tensor]:
-    plan, seen = _prepared(q, table, documents, window, each)
+MASK = "Tensor? table, Tensor? documents, int window, int each"  # the arguments of `_prepared`
+SCHEMA = f"(Tensor q, Tensor k, Tensor v, {MASK}, str method) -> (Tensor, Tensor)"
+GRADIENT = f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {MASK}, str method) -> (Tensor, Tensor)"
+
+
+@torch.library.custom_op("shardline::shared_attention", mutates_args=(), schema=SCHEMA)
+def shared_attention_op(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    *mask, method = options
+    plan, seen = _prepared(q, *mask)
     attending = Attending(q, plan, seen)
-    (ring if method == "ring" else allgather)(attending, pack(k, v, each), plan)
+    (ring if method == "ring" else allgather)(attending, pack(k, v, plan.slices.each), plan)
     return attending.result(q.dtype)
 
 
 @shared_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, table: Any, documents: Any, *options: Any) -> tuple[Tensor, Tensor]:
-    _announce(False, q, k, *options)
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    _announce(False, q, k, *options[-3:])
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
 
 
-@torch.library.custom_op("shardline::shared_attention_backward", mutates_args=())
+@torch.library.custom_op("shardline::shared_attention_backward", mutates_args=(), schema=GRADIENT)
 def _shared_attention_backward_op(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    table: Tensor | None,
-    documents: Tensor | None,
-    window: int,
-    each: int,
-    method: str,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor]:
-    plan, seen = _prepared(q, table, documents, window, each)
+    *mask, method = options
+    plan, seen = _prepared(q, *mask)
     differentiating = Differentiating(gradient, q, out, lse, plan, seen)
     travel = ring_backward if method == "ring" else allgather_backward
-    own = travel(differentiating, pack(k, v, each), plan).to(k.dtype)
+    own = travel(differentiating, pack(k, v, plan.slices.each), plan).to(k.dtype)
     return differentiating.dq.transpose(1, 2).to(q.dtype).contiguous(), together(own).contiguous()
 
 
@@ -338,10 +301,9 @@ def _announce(backward: bool, q: Tensor, k: Tensor, window: int, each: int, meth
     if not isinstance(q.shape[1], int):
         return  # a compiler's symbol
     plan, _ = _prepared(q, None, None, window, each)
-    block = 2 * k.numel() * k.element_size()
+    block = 2 * k.nbytes
     if method == "ring":
-        slices = plan.sent + (plan.received if backward else 0)
-        job.traffic.planned(AXIS, "ring", slices * block // each)
+        job.traffic.planned(AXIS, "ring", plan.sent(backward) * block // each)
         return
     others = (plan.slices.ranks - 1) * block
     job.traffic.planned(AXIS, "all-gather", others)

@@ -41,22 +41,11 @@ class Slices(NamedTuple):
         return (rank, self.total - 1 - rank) if self.each == 2 else (rank,)
 
 
-class SliceRange(NamedTuple):
-    """Some of a rank's slices, counted from 0 among its own."""
-
-    first: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        return self.end - self.first
-
-
 class Call(NamedTuple):
-    """One run of a kernel: own slices of queries over slices of the source's keys."""
+    """One run of a kernel: own slices of queries over slices of the source's keys, each counted from 0 on its rank."""
 
-    queries: SliceRange
-    keys: SliceRange
+    queries: range
+    keys: range
     kind: int
 
 
@@ -85,8 +74,8 @@ class AttentionPlan:
     rank: int
     length: int  # tokens of a slice
     calls: tuple[tuple[Call, ...], ...]  # by source
-    wanted: tuple[SliceRange | None, ...]  # by source: its slices that this rank needs
-    given: tuple[SliceRange | None, ...]  # by rank: own slices that it needs
+    wanted: tuple[range | None, ...]  # by source: its slices that this rank needs
+    given: tuple[range | None, ...]  # by rank: own slices that it needs
 
     def own_in_two(self) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
         """The calls with own keys, cut into those computed first and last: in between, the rank waits for others.
@@ -97,28 +86,15 @@ class AttentionPlan:
             tail   # \\    first, last
         """
         own = self.calls[self.rank]
-        head, tail, both = SliceRange(0, 1), SliceRange(1, 2), SliceRange(0, 2)
+        head, tail, both = range(1), range(1, 2), range(2)
         if own == (Call(both, both, CAUSAL),):
             return (Call(tail, head, FULL),), (Call(head, head, CAUSAL), Call(tail, tail, CAUSAL))
         return own[: (len(own) + 1) // 2], own[(len(own) + 1) // 2 :]
 
-    @property
-    def work(self) -> int:
-        """The number of pairs of a query and a key that are computed."""
-        return sum(self._pairs(call) for calls in self.calls for call in calls)
-
-    def _pairs(self, call: Call) -> int:
-        queries, keys = call.queries.size * self.length, call.keys.size * self.length
-        return queries * (queries + 1) // 2 if call.kind == CAUSAL else queries * keys
-
-    @property
-    def sent(self) -> int:
-        """The number of slices that this rank sends, each to one rank."""
-        return sum(span.size for to, span in enumerate(self.given) if span is not None and to != self.rank)
-
-    @property
-    def received(self) -> int:
-        return sum(span.size for source, span in enumerate(self.wanted) if span is not None and source != self.rank)
+    def sent(self, backward: bool) -> int:
+        """The number of slices that this rank sends, each to one rank; backward sends gradients of what came in too."""
+        travelling = (self.given, self.wanted) if backward else (self.given,)
+        return sum(len(span or ()) for spans in travelling for to, span in enumerate(spans) if to != self.rank)
 
 
 def make_plan(table: Table, slices: Slices, rank: int, length: int) -> AttentionPlan:
@@ -139,25 +115,19 @@ def causal_plan(slices: Slices, rank: int, length: int, window: int) -> Attentio
     return make_plan(causal_table(slices.total, length, window), slices, rank, length)
 
 
-def _needed(kinds: list[list[int]]) -> SliceRange | None:
+def _needed(kinds: list[list[int]]) -> range | None:
     """From the first to the last slice of keys that some queries see; kinds are [slice of keys][slice of queries]."""
     used = [at for at, row in enumerate(kinds) if any(kind != SKIP for kind in row)]
-    return SliceRange(used[0], used[-1] + 1) if used else None
+    return range(used[0], used[-1] + 1) if used else None
 
 
 def _calls(seen: list[list[int]], own: bool) -> list[Call]:
     """Rectangles of one kind; seen is [own slice of queries][the source's slice of keys]."""
     several = range(len(seen))
-    whole = SliceRange(0, len(seen))
     if own and all(seen[i][j] == _kind(i - j, 1, 0) for i in several for j in several):
-        return [Call(whole, whole, CAUSAL)]  # own slices are in the order of the sequence
+        return [Call(several, several, CAUSAL)]  # own slices are in the order of the sequence
     rows = [i for i in several if any(kind != SKIP for kind in seen[i])]
     columns = [j for j in several if any(seen[i][j] != SKIP for i in several)]
     if rows and all(seen[i][j] == FULL for i in rows for j in columns):
-        return [Call(SliceRange(rows[0], rows[-1] + 1), SliceRange(columns[0], columns[-1] + 1), FULL)]
-    return [
-        Call(SliceRange(i, i + 1), SliceRange(j, j + 1), seen[i][j])
-        for i in several
-        for j in several
-        if seen[i][j] != SKIP
-    ]
+        return [Call(range(rows[0], rows[-1] + 1), range(columns[0], columns[-1] + 1), FULL)]
+    return [Call(range(i, i + 1), range(j, j + 1), seen[i][j]) for i in several for j in several if seen[i][j] != SKIP]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,59 +23,69 @@ from shardline.comm import collectives
 from shardline.comm.exposed_time import exposed
 
 
-class GradientExchange(Protocol):
+class GradientExchange:
     """Sums one bucket's gradients over an axis. A missing gradient counts as zero.
 
     All ranks call these methods in the same order, since each may issue a collective.
     """
 
-    def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None: ...
+    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, axis: str) -> None:
+        self.shapes, self.dtype, self.axis = list(shapes), dtype, axis
+        self._sending: tuple[Tensor, collectives.Started] | None = None
+
+    def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None:
+        raise NotImplementedError
 
     def advance(self) -> None:
         """Issue the next collective, if the result needs one more."""
 
     def finish(self) -> list[Tensor]:
         """Wait, and return the sums in the shapes of the gradients; the caller owns them."""
+        raise NotImplementedError
+
+    def _send(
+        self, tensors: Sequence[Tensor | None], shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        flat = flatten(tensors, shapes, dtype, device)
+        self._sending = flat, collectives.start_sum(flat, self.axis)
+
+    def _sums(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
+        """Wait for what was sent; this is the part of the communication that nothing hides."""
+        assert self._sending is not None
+        (flat, work), self._sending = self._sending, None
+        with exposed.waiting(flat.device):
+            work.wait()
+        return unflatten(flat.to(dtype), shapes)
 
 
-class WholeExchange:
+class WholeExchange(GradientExchange):
     """Sums the gradients themselves, sent (and therefore added) in the type `sent`; the result has the type `dtype`."""
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, axis: str, sent: torch.dtype) -> None:
-        self.shapes, self.dtype, self.axis, self.sent = list(shapes), dtype, axis, sent
-        self.flat: Tensor | None = None
-        self.work: collectives.Started | None = None
+        super().__init__(shapes, dtype, axis)
+        self.sent = sent
 
     def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None:
-        self.flat = flatten(gradients, self.shapes, self.sent, device)
-        self.work = collectives.start_sum(self.flat, self.axis)
-
-    def advance(self) -> None:
-        return
+        self._send(gradients, self.shapes, self.sent, device)
 
     def finish(self) -> list[Tensor]:
-        assert self.flat is not None
-        wait(self.work, self.flat)
-        parts = unflatten(self.flat.to(self.dtype), self.shapes)
-        self.flat = self.work = None
-        return parts
+        return self._sums(self.shapes, self.dtype)
 
 
-class LowRankExchange:
+class LowRankExchange(GradientExchange):
     """PowerSGD for the matrices that it makes smaller; other gradients travel whole, together with the P."""
 
     def __init__(
         self, names: Sequence[str], shapes: Sequence[torch.Size], rank: int, dtype: torch.dtype, axis: str
     ) -> None:
-        self.names, self.shapes, self.rank, self.dtype, self.axis = list(names), list(shapes), rank, dtype, axis
+        super().__init__(shapes, dtype, axis)
+        self.names, self.rank = list(names), rank
         self.matrices = [index for index, shape in enumerate(shapes) if is_worthwhile(shape, rank)]
         self.rest = [index for index in range(len(shapes)) if index not in self.matrices]
         self.errors: dict[int, Tensor] = {}  # during an exchange: M
         self.q: dict[int, Tensor] = {}
         self.p: dict[int, Tensor] = {}
         self.summed_rest: list[Tensor] = []
-        self.flat: Tensor | None = None
-        self.work: collectives.Started | None = None
 
     def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None:
         products: list[Tensor | None] = []
@@ -87,15 +96,13 @@ class LowRankExchange:
                 error.add_(gradient)
             products.append(error @ q)
         parts = [*products, *(gradients[index] for index in self.rest)]
-        self.flat = flatten(parts, self._first_shapes(), self.dtype, device)
-        self.work = collectives.start_sum(self.flat, self.axis)
+        self._send(parts, self._first_shapes(), self.dtype, device)
 
     def advance(self) -> None:
         """Project this rank's matrices onto the summed P, and start the sum of the Q."""
-        if self.p or self.flat is None or not self.matrices:
+        if self.p or self._sending is None or not self.matrices:
             return
-        wait(self.work, self.flat)
-        parts = unflatten(self.flat, self._first_shapes())
+        parts = self._sums(self._first_shapes(), self.dtype)
         self.summed_rest = parts[len(self.matrices) :]
         for index, product in zip(self.matrices, parts, strict=False):
             self.p[index] = torch.linalg.qr(product.float()).Q
@@ -103,21 +110,18 @@ class LowRankExchange:
             self.errors[index].addmm_(self.p[index], self.q[index].T, alpha=-1)
             self.errors[index].nan_to_num_(0.0, 0.0, 0.0)  # a gradient that was not finite must not stay forever
         qs = [self.q[index] for index in self.matrices]
-        self.flat = flatten(qs, [q.shape for q in qs], torch.float32, qs[0].device)
-        self.work = collectives.start_sum(self.flat, self.axis)
+        self._send(qs, [q.shape for q in qs], torch.float32, qs[0].device)
 
     def finish(self) -> list[Tensor]:
         self.advance()
-        assert self.flat is not None
-        wait(self.work, self.flat)
         if not self.matrices:
-            self.summed_rest = unflatten(self.flat, self._first_shapes())
+            return self._sums(self.shapes, self.dtype)
         results = dict(zip(self.rest, self.summed_rest, strict=True))
-        q_shapes = [self.q[index].shape for index in self.matrices]
-        for index, q in zip(self.matrices, unflatten(self.flat, q_shapes) if q_shapes else [], strict=True):
+        sums = self._sums([self.q[index].shape for index in self.matrices], torch.float32)
+        for index, q in zip(self.matrices, sums, strict=True):
             results[index] = self.p[index] @ q.T
             self.q[index] = q.nan_to_num(0.0, 0.0, 0.0)
-        self.p, self.summed_rest, self.flat, self.work = {}, [], None, None
+        self.p, self.summed_rest = {}, []
         return [results[index] for index in range(len(self.shapes))]
 
     def _first_shapes(self) -> list[torch.Size]:
@@ -132,13 +136,6 @@ class LowRankExchange:
             self.q[index] = torch.randn(columns, self.rank, generator=generator).to(device)
             self.errors[index] = torch.zeros(rows, columns, device=device)
         return self.errors[index], self.q[index]
-
-
-def wait(work: collectives.Started | None, flat: Tensor) -> None:
-    """Wait until `flat` holds the sum; this is the part of the communication that nothing hides."""
-    assert work is not None
-    with exposed.waiting(flat.device):
-        work.wait()
 
 
 def is_worthwhile(shape: torch.Size, rank: int) -> bool:

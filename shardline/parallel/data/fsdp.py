@@ -53,7 +53,9 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     on_gpu = dp.device_type == "cuda"
     # Copies between page-locked memory and the GPU run beside the computation; it exists only where there is a GPU.
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.training.enable_cpu_offload else OffloadPolicy()
-    reshard = _reshard_after_forward(config)
+    freed = config.parallelism.fsdp_reshard_after_forward
+    one_stage = config.parallelism.pipeline_parallel_degree == 1  # in a pipeline every micro-batch needs the weights
+    reshard = one_stage if freed == "default" else freed == "always"
     options: dict[str, Any] = {"mesh": dp, "mp_policy": policy, "offload_policy": offload}
     for block in model.blocks():
         fully_shard(block, reshard_after_forward=reshard, **options)
@@ -99,14 +101,6 @@ def _prefetch(model: Decoder, depth: int) -> None:
             module.set_modules_to_backward_prefetch(before[::-1][:depth])
 
 
-def _reshard_after_forward(config: Config) -> bool:
-    """`default` frees gathered weights after forward, except in a pipeline: every micro-batch needs them."""
-    choice = config.parallelism.fsdp_reshard_after_forward
-    if choice == "default":
-        return config.parallelism.pipeline_parallel_degree == 1
-    return choice == "always"
-
-
 class _Allocate:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -122,7 +116,7 @@ class CountedGather(_Allocate):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         on_cpu = input_tensor.device.type == "cpu"
-        call, start = _observed("all_gather", input_tensor, _bytes(input_tensor), group, background=on_cpu), now()
+        call, start = _observed("all_gather", input_tensor, input_tensor.nbytes, group, background=on_cpu), now()
         with contextlib.nullcontext() if on_cpu else call:
             work = collectives._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
         if self.waits is not None:
@@ -145,7 +139,7 @@ class CountedScatter(_Allocate):
     ) -> dist.Work | None:
         started = now() if self.waits is None else mark()
         work = None
-        with _observed("reduce_scatter", input_tensor, _bytes(output_tensor), group):
+        with _observed("reduce_scatter", input_tensor, output_tensor.nbytes, group):
             by_sum = op == dist.ReduceOp.SUM and not async_op
             if not (by_sum and collectives.scattered_by_host(output_tensor, input_tensor, "fsdp")):
                 work = collectives._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
@@ -167,7 +161,7 @@ class CountedScatter(_Allocate):
     def all_reduced(self, reduced: Tensor) -> None:
         """Called when HSDP has summed a scattered gradient between replicas, right after scattering it."""
         size = collectives.axis("dp_replicate").size
-        job.traffic.add("dp_replicate", 2 * (size - 1) / size * _bytes(reduced))
+        job.traffic.add("dp_replicate", 2 * (size - 1) / size * reduced.nbytes)
         if self.waits is None:
             _waited(self.ended)
             if job.spans.enabled and reduced.device.type == "cpu":
@@ -199,10 +193,6 @@ class TimedWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         with exposed.waiting(torch.device("cpu")):
             return self.started.wait(timeout)
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> None:

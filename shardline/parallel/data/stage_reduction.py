@@ -29,15 +29,15 @@ class Unit(NamedTuple):
 
 
 class StageSums:
-    """Sums the gradients of pipeline stages over data ranks, each stage's as soon as it has its last one.
+    """Sums the gradients of pipeline stages over data ranks.
 
-    While a schedule runs nothing else sums gradients. Parameters that several stages use (a tied embedding, the modules
-    outside of blocks, which FSDP treats as one) are summed with the last of these stages.
+    Parameters that several stages use (a tied embedding, the modules outside of blocks, which FSDP treats as one) are
+    summed with the last of these stages.
     """
 
     def __init__(self, model: Decoder, section: Parallelism, stages: Mapping[int, Stage], replicas: Replicas | None):
         self.model, self.section, self.replicas = model, section, replicas
-        self.summing = self.last = False
+        self.last = False
         self.left: set[int] = set()
         self.all = set(stages)
         users = stage_users(model, stages)
@@ -58,8 +58,7 @@ class StageSums:
     def begin(self, last: bool) -> None:
         """Call before a run of the schedule; `last` says whether it is the last one of the step."""
         self.last, self.left = last, set(self.all)
-        self.summing = last or accumulation_sync(self.section) != "step"
-        self.waiting = list(self.units) if self.summing else []
+        self.waiting = list(self.units) if last or accumulation_sync(self.section) != "step" else []
         if isinstance(self.model, FSDPModule):
             exposed.last_backward = False
             self.model.set_requires_gradient_sync(False)
@@ -75,7 +74,8 @@ class StageSums:
             unit.start()
         if not self.left and self.last and isinstance(self.model, FSDPModule):
             self.model.set_is_last_backward(True)
-            end_of_backward(self.model)
+            # What FSDP does after the last backward: wait for the sums, forget the order of this step.
+            self.model._get_fsdp_state()._root_post_backward_final_callback()
 
     def _reduce(self, module: nn.Module) -> None:
         assert isinstance(module, FSDPModule)
@@ -105,11 +105,6 @@ def stage_users(model: Decoder, stages: Mapping[int, Stage]) -> dict[nn.Paramete
 
 def reduce_now(module: FSDPModule) -> None:
     """Do what FSDP does after the backward of a module; a schedule may compute weight gradients later than that."""
-    group = module._get_fsdp_state()._fsdp_param_group  # private to torch, as below, and used only in this file
+    group = module._get_fsdp_state()._fsdp_param_group  # private to torch, as above, and used only in this file
     if group is not None:
         group.post_backward()
-
-
-def end_of_backward(model: FSDPModule) -> None:
-    """Do what FSDP does after the last backward: wait for the sums, forget the order of this step."""
-    model._get_fsdp_state()._root_post_backward_final_callback()

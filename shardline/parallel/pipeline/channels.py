@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,17 +58,23 @@ class Message(NamedTuple):
 
 def messages_of(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> list[Message]:
     """All messages between ranks, those of each rank in its order; what stays on a rank is not a message."""
-    places = {action: place for order in orders for place, action in enumerate(order)}
+    stages = len(placement)
+    used = {needed_by(action, stages): place for order in orders for place, action in enumerate(order)}
     found = []
     for rank, order in enumerate(orders):
         for made, action in enumerate(order):
-            key = sent_by(action, len(placement))
-            if key is None or placement[key.stage] == rank:
-                continue
-            users = "F" if key.what == "activation" else "BI"
-            used = next(place for kind in users if (place := places.get(Action(kind, *key[1:]))) is not None)
-            found.append(Message(key, rank, placement[key.stage], made, used))
+            key = sent_by(action, stages)
+            if key is not None and placement[key.stage] != rank:
+                found.append(Message(key, rank, placement[key.stage], made, used[key]))
     return found
+
+
+def needed_by(action: Action, stages: int) -> Key | None:
+    """The key of what an action needs from another stage, None if it needs nothing from one."""
+    if action.kind == "F":
+        return Key("activation", action.stage, action.microbatch) if action.stage > 0 else None
+    ends = action.kind == "W" or action.stage + 1 == stages
+    return None if ends else Key("gradient", action.stage, action.microbatch)
 
 
 def sent_by(action: Action, stages: int) -> Key | None:
@@ -105,7 +111,7 @@ class Channel:
 
     def send(self, x: Tensor, what: object) -> PendingMessage:
         x = x.detach().contiguous()
-        call = self._issue(what, x.shape, x.dtype, x.numel() * x.element_size())
+        call = self._issue(what, x.shape, x.dtype, x.nbytes)
         x = x.to("cpu") if self.staged else x
         return PendingMessage(self, self._isend(x), x, call)
 
@@ -177,16 +183,16 @@ class Channels:
 class Transfers:
     """The messages that one rank sends and receives in one run of a schedule.
 
-    `describe` gives the shape and type of a micro-batch's activation, which are also those of its gradient.
+    `shapes` has the shape and type of each micro-batch's activation, which are also those of its gradient.
     """
 
     def __init__(
         self,
         channels: Channels,
         messages: Sequence[Message],
-        describe: Callable[[int], tuple[Sequence[int], torch.dtype]],
+        shapes: Sequence[tuple[Sequence[int], torch.dtype]],
     ) -> None:
-        self.channels, self.describe = channels, describe
+        self.channels, self.shapes = channels, shapes
         rank = channels.rank
         self.outgoing = {message.key: message for message in messages if message.source == rank}
         self.incoming = {message.key: message for message in messages if message.target == rank}
@@ -222,7 +228,7 @@ class Transfers:
     def _post(self, source: int) -> None:
         message = self.to_post[source].popleft()
         channel = self.channels.by_pair[message.source, message.target]
-        self.posted[source][message.key] = channel.receive(message.key, *self.describe(message.key.microbatch))
+        self.posted[source][message.key] = channel.receive(message.key, *self.shapes[message.key.microbatch])
 
     def _post_ahead(self, source: int) -> None:
         ahead = AHEAD_ON_HOST if self.channels.by_pair[source, self.channels.rank].on_host else AHEAD_ON_DEVICE

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shardline.comm import collectives
+from shardline.comm.exposed_time import mark
 from shardline.models.decoder import Stage
 from shardline.models.linear import Waiting, accumulate, weight_queue
-from shardline.parallel.pipeline.channels import Channels, Key, Transfers, messages_of, sent_by
+from shardline.parallel.pipeline.channels import Channels, Key, Message, Transfers, messages_of, needed_by, sent_by
 from shardline.parallel.pipeline.stages import PipelinePlan
 from shardline.parallel.pipeline.timeline import Action
 
@@ -48,11 +49,7 @@ class SavedForward(NamedTuple):
     output: Any  # an edge of the graph; the loss itself from the last stage
 
 
-class Made(NamedTuple):
-    """What an action made for another stage."""
-
-    key: Key
-    x: Tensor
+Made = tuple[Key, Tensor]  # what an action made for another stage
 
 
 class Pipeline:
@@ -88,7 +85,7 @@ class Pipeline:
         order = self.schedule.orders[self.rank]
         left = Counter(action.stage for action in order if action.kind != "F")
         with self._walk("training"), weight_queue.offering() if self.schedule.splits else contextlib.nullcontext():
-            run = _Run(self, batches, forward, self._transfers(batches, self.messages))
+            run = _Run(self, batches, forward, self.messages)
             for action in order:
                 run.receive(action)
                 with self.clock.around():
@@ -107,13 +104,12 @@ class Pipeline:
     @torch.no_grad()
     def losses(self, batches: Sequence[MicroBatch], forward: Forward) -> Tensor:
         """Forward of all micro-batches; returns the sum of the losses, 0 on ranks without the last stage."""
-        placement, count = self.schedule.placement, len(batches)
         orders = [
-            [Action("F", stage, number) for stage in self.schedule.stages_of(rank) for number in range(count)]
+            [Action("F", stage, number) for stage in self.schedule.stages_of(rank) for number in range(len(batches))]
             for rank in range(self.schedule.ranks)
         ]
         with self._walk("validation"):
-            run = _Run(self, batches, forward, self._transfers(batches, messages_of(orders, placement)), trains=False)
+            run = _Run(self, batches, forward, messages_of(orders, self.schedule.placement), trains=False)
             for action in orders[self.rank]:
                 run.receive(action)
                 run.send(run.compute(action))
@@ -126,10 +122,6 @@ class Pipeline:
         self._walked.add(kind)
         return self.channels.through_host() if first else contextlib.nullcontext()
 
-    def _transfers(self, batches: Sequence[MicroBatch], messages: Sequence[Any]) -> Transfers:
-        shapes = [self.describe(batch.tokens) for batch in batches]
-        return Transfers(self.channels, messages, shapes.__getitem__)
-
 
 class _Run:
     """One walk of this rank through its actions."""
@@ -139,12 +131,13 @@ class _Run:
         pipeline: Pipeline,
         batches: Sequence[MicroBatch],
         forward: Forward,
-        transfers: Transfers,
+        messages: Sequence[Message],
         trains: bool = True,
     ) -> None:
         self.stages, self.placement = pipeline.plan.stages, pipeline.schedule.placement
-        self.rank, self.batches, self.forward, self.transfers = pipeline.rank, batches, forward, transfers
-        self.trains = trains
+        self.rank, self.batches, self.forward, self.trains = pipeline.rank, batches, forward, trains
+        shapes = [pipeline.describe(batch.tokens) for batch in batches]
+        self.transfers = Transfers(pipeline.channels, messages, shapes)
         self.saved: dict[tuple[int, int], SavedForward] = {}
         self.waiting: dict[tuple[int, int], list[Waiting]] = {}
         self.here: dict[Key, Tensor] = {}  # what came from another rank, or from another stage of this rank
@@ -152,15 +145,9 @@ class _Run:
 
     def receive(self, action: Action) -> None:
         """Wait for the input of an action, if it comes from another rank."""
-        key = self._needs(action)
+        key = needed_by(action, len(self.stages))
         if key is not None and key not in self.here:
             self.here[key] = self.transfers.receive(key)
-
-    def _needs(self, action: Action) -> Key | None:
-        stage = self.stages[action.stage]
-        if action.kind == "F":
-            return None if stage.first else Key("activation", action.stage, action.microbatch)
-        return None if stage.last or action.kind == "W" else Key("gradient", action.stage, action.microbatch)
 
     def send(self, made: Made | None) -> None:
         """Pass what an action made to another rank, or to another stage of this one."""
@@ -188,7 +175,7 @@ class _Run:
         return None
 
     def _forward(self, action: Action) -> Made | None:
-        stage, key = self.stages[action.stage], self._needs(action)
+        stage, key = self.stages[action.stage], needed_by(action, len(self.stages))
         x = None if key is None else self.here.pop(key).detach().requires_grad_(self.trains)
         out = self.forward(self.batches[action.microbatch], x, stage)
         if stage.last:
@@ -197,17 +184,17 @@ class _Run:
             # The edge alone: the output's memory is free once it is sent.
             self.saved[action.stage, action.microbatch] = SavedForward(x, out if stage.last else get_gradient_edge(out))
         key = sent_by(action, len(self.stages))
-        return None if key is None else Made(key, out.detach())
+        return None if key is None else (key, out.detach())
 
     def _backward(self, action: Action) -> Made | None:
-        saved, key = self.saved.pop((action.stage, action.microbatch)), self._needs(action)
+        saved, key = self.saved.pop((action.stage, action.microbatch)), needed_by(action, len(self.stages))
         torch.autograd.backward([saved.output], None if key is None else [self.here.pop(key)])
         if saved.x is None:
             return None
         key = sent_by(action, len(self.stages))
         assert key is not None
         assert saved.x.grad is not None
-        return Made(key, saved.x.grad)
+        return key, saved.x.grad
 
 
 # ---- the bubble ------------------------------------------------------------------------------------------------------
@@ -243,19 +230,16 @@ class ActionClock:
         self._marks.append((start, self._now()))
 
     def _now(self) -> Any:
-        if not self.on_device:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return mark() if self.on_device else time.perf_counter()
+
+    def _seconds(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) / 1e3 if self.on_device else end - start
 
     def take(self) -> tuple[float, float]:
         """(seconds in actions, seconds from the first one's start to the last one's end) since the last call."""
         marks, self._marks = self._marks, []
         if not marks:
             return 0.0, 0.0
-        if not self.on_device:
-            return sum(end - start for start, end in marks), marks[-1][1] - marks[0][0]
-        marks[-1][1].synchronize()
-        busy = sum(start.elapsed_time(end) for start, end in marks)
-        return busy / 1e3, marks[0][0].elapsed_time(marks[-1][1]) / 1e3
+        if self.on_device:
+            marks[-1][1].synchronize()
+        return sum(self._seconds(*action) for action in marks), self._seconds(marks[0][0], marks[-1][1])

@@ -10,7 +10,7 @@ Stages lie on ranks in loops (rank r has stages r, r + ranks, ...) or in a V (ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 from shardline.parallel.pipeline.timeline import Action
@@ -41,14 +41,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
 
 def one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Orders:
     """One forward pass for each later rank, then one forward and one backward pass in turn."""
-    return [
-        _in_turn(
-            [Action("F", rank, i) for i in range(microbatches)],
-            [Action("B", rank, i) for i in range(microbatches)],
-            ranks - 1 - rank,
-        )
-        for rank in range(ranks)
-    ]
+    return [_depth_first(rank, ranks, microbatches, stages_per_rank, "B", 1) for rank in range(ranks)]
 
 
 def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
@@ -172,10 +165,7 @@ def dual_pipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orde
 
 def _spelled(phases: Sequence[tuple[int, str]], stages: tuple[int, int], microbatches: int) -> list[Action]:
     """The actions of phases, without those of micro-batches beyond the last."""
-    return [action for action in _all_of(phases, stages) if action.microbatch < microbatches]
-
-
-def _all_of(phases: Sequence[tuple[int, str]], stages: tuple[int, int]) -> Iterator[Action]:
+    actions = []
     counts = {"F": [0, 0], "B": [0, 0]}  # I and B count the same micro-batches
     owed: list[Action] = []  # weight gradients still to compute; a W without a number is the oldest
     for repeat, words in phases:
@@ -190,4 +180,6 @@ def _all_of(phases: Sequence[tuple[int, str]], stages: tuple[int, int]) -> Itera
                 count[arm] += 1
             if kind == "I":
                 owed.append(action._replace(kind="W"))
-            yield action
+            if action.microbatch < microbatches:
+                actions.append(action)
+    return actions

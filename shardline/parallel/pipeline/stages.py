@@ -16,6 +16,7 @@ which is large and computes much, and the embedding, which is only large, count 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -114,7 +115,7 @@ def cut_stages(config: Config, arch: Architecture, count: int) -> list[Stage]:
     return _stages(balanced_layers(arch, config.training.seq_len, count))
 
 
-def _stages(layers_of: Sequence[range]) -> list[Stage]:
+def _stages(layers_of: Sequence[Sequence[int]]) -> list[Stage]:
     end = len(layers_of) - 1
     return [Stage(tuple(layers), index == 0, index == end) for index, layers in enumerate(layers_of)]
 
@@ -140,11 +141,7 @@ def counted_layers(layers: int, count: int, first: int, last: int) -> list[range
 
 
 def _ranges(sizes: Sequence[int]) -> list[range]:
-    found, start = [], 0
-    for size in sizes:
-        found.append(range(start, start + size))
-        start += size
-    return found
+    return [range(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
 # ---- by weight -------------------------------------------------------------------------------------------------------
@@ -233,24 +230,15 @@ def named_stages(parts: Sequence[Sequence[str]], arch: Architecture, count: int)
         named = [name for name in named if name != "output"]
     if named != expected:
         raise ConfigError(f"{key}: {_difference(named, expected)}")
-    stages = []
+    home = {"tok_embeddings": 0, "norm": count - 1, "output": count - 1}
     for index, part in enumerate(parts):
-        layers = tuple(int(name.removeprefix("layers.")) for name in part if name.startswith("layers."))
-        stages.append(Stage(layers, index == 0, index == count - 1))
-        outside = [name for name in part if not name.startswith("layers.")]
-        _check_ends(key, stages[-1], index, outside)
-    return stages
-
-
-def _check_ends(key: str, stage: Stage, index: int, outside: Sequence[str]) -> None:
-    allowed = {"tok_embeddings"} if stage.first else set[str]()
-    allowed |= {"norm", "output"} if stage.last else set()
-    wrong = [name for name in outside if name not in allowed]
-    if wrong:
-        raise ConfigError(
-            f"{key}: stage {index} has {', '.join(wrong)}; tok_embeddings belongs in the first stage,"
-            " norm and output in the last"
-        )
+        wrong = [name for name in part if home.get(name, index) != index]
+        if wrong:
+            raise ConfigError(
+                f"{key}: stage {index} has {', '.join(wrong)}; tok_embeddings belongs in the first stage,"
+                " norm and output in the last"
+            )
+    return _stages([[int(name.removeprefix("layers.")) for name in part if name not in home] for part in parts])
 
 
 def _difference(named: Sequence[str], expected: Sequence[str]) -> str:

@@ -6,13 +6,15 @@ rank 1   .   1F0 1B0 1B0 1F1 ...              a dot: idle, which a schedule is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 from shardline.errors import ConfigError
 
 ACTION_KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # the time of an action, in forward passes
 
 
 class Action(NamedTuple):
@@ -87,21 +89,11 @@ def needs(action: Action, stages: int, split: bool) -> tuple[Action, ...]:
     return (own,) if stage == stages - 1 else (own, Action("I" if split else "B", stage + 1, microbatch))
 
 
-def simulate(
-    schedule: Schedule,
-    forward: float = 1.0,
-    backward: float = 2.0,
-    input_gradient: float = 1.0,
-    weight_gradient: float = 1.0,
-    transfer: float = 0.0,
-    stage_cost: Sequence[float] | None = None,
-) -> Timeline:
+def simulate(schedule: Schedule, costs: Mapping[str, float] = COSTS, transfer: float = 0.0) -> Timeline:
     """Start every action as early as its rank and its inputs allow. An order that would wait forever is a ConfigError.
 
-    `transfer` is the time that a message takes between two ranks, which go on computing meanwhile; `stage_cost` is a
-    factor for the cost of each stage.
+    `transfer` is the time that a message takes between two ranks, which go on computing meanwhile.
     """
-    costs = {"F": forward, "B": backward, "I": input_gradient, "W": weight_gradient}
     split = {(action.stage, action.microbatch) for order in schedule.orders for action in order if action.kind == "I"}
     ends: dict[Action, float] = {}
     spans: list[list[TimedAction]] = [[] for _ in schedule.orders]
@@ -120,9 +112,8 @@ def simulate(
                 break
             arrivals = (ends[one] + transfer * (schedule.placement[one.stage] != rank) for one in inputs)
             start = max([clocks[rank], *arrivals])
-            cost = costs[action.kind] * (1.0 if stage_cost is None else stage_cost[action.stage])
-            ends[action] = clocks[rank] = start + cost
-            spans[rank].append(TimedAction(action, start, start + cost))
+            ends[action] = clocks[rank] = start + costs[action.kind]
+            spans[rank].append(TimedAction(action, start, ends[action]))
             ready += waiting.pop(action, [])
     stuck = [(needed, rank) for needed, found in waiting.items() for rank in found]
     if stuck:
@@ -145,11 +136,5 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
     A forward pass adds one; a backward pass, or the weight gradient where backward is split, frees it.
     """
-    return tuple(max(_held(order), default=0) for order in schedule.orders)
-
-
-def _held(order: Sequence[Action]) -> Iterator[int]:
-    held = 0
-    for action in order:
-        held += {"F": 1, "I": 0, "B": -1, "W": -1}[action.kind]
-        yield held
+    change = {"F": 1, "I": 0, "B": -1, "W": -1}
+    return tuple(max(accumulate(change[action.kind] for action in order), default=0) for order in schedule.orders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from shardline.comm.mesh import Mesh
 from shardline.comm.observe import runs_on_host
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
+from shardline.errors import UserError
 from shardline.parallel.tensor import fused, symmetric
 from shardline.parallel.tensor.autotune import (
     Measured,
@@ -30,8 +32,9 @@ from shardline.parallel.tensor.autotune import (
     remembered_file,
     topology,
 )
-from shardline.parallel.tensor.backend_table import backends, choices
-from shardline.parallel.tensor.tensor import TensorParallel
+from shardline.parallel.tensor.backend_table import Product, backends, choices
+from shardline.parallel.tensor.tensor import TensorParallel, batch_shapes
+from shardline.storage.atomic import write_atomically
 
 FILE = "async_tp.json"  # in the run's folder
 ENOUGH_COMPUTE = 2.0  # products should take this many times as long as their communication
@@ -100,16 +103,13 @@ def prepare(
 
 def run_shapes(config: Config, arch: Architecture, plan: TensorParallel, dtype: torch.dtype) -> list[Shape]:
     """The products of training, and those of validation where sizes differ, for a rank's part of each sequence."""
-    section = config.parallelism
-    cp = section.context_parallel_degree
-    staged = section.pipeline_parallel_degree > 1
-    batch = section.pipeline_parallel_microbatch_size if staged else config.training.local_batch_size
-    training = batch * config.training.seq_len // cp
-    shapes = block_shapes(arch, plan.degree, training, dtype, sequence_parallel=plan.sequence_parallel)
-    if config.validation.enable:
-        rows = config.validation.local_batch_size * config.validation.seq_len // cp
-        shapes += block_shapes(arch, plan.degree, rows, dtype, sequence_parallel=plan.sequence_parallel, training=False)
-    return list({shape.product: shape for shape in shapes}.values())
+    found: dict[Product, Shape] = {}
+    for name, batch, length in batch_shapes(config):
+        rows = batch * length // config.parallelism.context_parallel_degree
+        sizes = (arch, plan.degree, rows, dtype)
+        shapes = block_shapes(*sizes, sequence_parallel=plan.sequence_parallel, training=name == "training")
+        found |= {shape.product: shape for shape in shapes}
+    return list(found.values())
 
 
 def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[str]:
@@ -181,10 +181,5 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, products: dict[str, Any], place: dict[str, Any]) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{collectives.axis('world').rank}.new")
-        new.write_text(json.dumps({"place": place, "products": products}, indent=1))
-        new.replace(file)
-    except OSError:
-        pass  # measured again next time
+    with contextlib.suppress(UserError):  # measured again next time
+        write_atomically(file, json.dumps({"place": place, "products": products}, indent=1))

@@ -7,6 +7,7 @@ candidate. Choices are kept in a file for the next run with the same device, ver
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,12 +91,11 @@ class Measured:
         )
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A product and the widths of its weights."""
 
     product: Product
-    widths: tuple[int, ...] = field(default=())
+    widths: tuple[int, ...] = ()
 
 
 def block_shapes(
@@ -106,7 +106,6 @@ def block_shapes(
     *,
     sequence_parallel: bool = True,
     training: bool = True,
-    axis: str = "tp",
 ) -> list[Shape]:
     """The products of a block with `rows` tokens, for one of `degree` ranks."""
     heads = arch.n_heads * arch.head_dim // degree
@@ -121,7 +120,7 @@ def block_shapes(
     ]
     silent = {("copy_linear", "forward"), ("linear_all_reduce", "backward")}
     return [
-        Shape(Product(operation, direction, rows, depth, sum(widths), dtype, axis), widths)
+        Shape(Product(operation, direction, rows, depth, sum(widths), dtype, "tp"), widths)
         for direction in ("forward", "backward")[: 2 if training else 1]
         for operation, depth, widths in weights
         if (operation, direction) not in silent
@@ -167,18 +166,16 @@ class Trial:
             tensor.neg_()
 
     def run(self, choice: Choice) -> Any:
-        p, backend = self.product, backends[choice.backend]
+        p, backend, how = self.product, backends[choice.backend], (self.product.axis, choice.chunks)
         if p.direction == "forward":
             if p.operation == COLUMN:
-                return backend.gather_linear(self.x, self.weights, p.axis, choice.chunks)
+                return backend.gather_linear(self.x, self.weights, *how)
             method = backend.linear_scatter if p.operation == ROW else backend.linear_sum
-            return method(self.x, self.weights[0], p.axis, choice.chunks)
+            return method(self.x, self.weights[0], *how)
         if p.operation == ROW:
-            return backend.linear_scatter_backward(
-                self.gradients[0], self.x, self.weights[0], p.axis, choice.chunks, Needs()
-            )
-        method = backend.gather_linear_backward if p.operation == COLUMN else backend.linear_copy_backward
-        return method(self.gradients, self.x, self.weights, p.axis, choice.chunks, Needs())
+            return backend.linear_scatter_backward(self.gradients[0], self.x, self.weights[0], *how, Needs())
+        backward = backend.gather_linear_backward if p.operation == COLUMN else backend.linear_copy_backward
+        return backward(self.gradients, self.x, self.weights, *how, Needs())
 
     def multiply(self) -> Any:
         """The matrix products alone, not cut into chunks."""
@@ -210,33 +207,32 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
     after one that is not timed, since in training the host runs ahead.
     """
     trial = Trial(shape, device)
-    runs: list[Callable[[], Any]] = [trial.multiply, trial.communicate]
+    parts: dict[Any, Callable[[], Any]] = {"matmul": trial.multiply, "comm": trial.communicate}
     if _tells_pace(trial):
-        runs.append(trial.differentiate)
-    parts = len(runs)
-    runs += [lambda choice=choice: trial.run(choice) for choice in tried]  # type: ignore[misc]
+        parts["weights"] = trial.differentiate
+    runs = parts | {choice: functools.partial(trial.run, choice) for choice in tried}
     in_a_row = IN_A_ROW if device.type == "cuda" else 1
     with job.traffic.uncounted():
         wanted = _tensors(trial.run(SERIAL))
-        failures = [_failure(run, device, *((trial, wanted) if at >= parts else ())) for at, run in enumerate(runs)]
+        failures = {who: _failure(run, device, *(() if who in parts else (trial, wanted))) for who, run in runs.items()}
         del wanted
-        refused = {choice.backend: why for choice, why in zip(tried, failures[parts:], strict=True) if why}
-        works = [*range(parts), *(at for at, one in enumerate(tried, parts) if one.backend not in refused)]
-        timed = _agreed([_timed(runs[at], device, in_a_row) for at in works], device)
+        refused = {choice.backend: failures[choice] for choice in tried if failures[choice]}
+        works = [who for who in runs if who in parts or who.backend not in refused]
+        timed = _agreed([_timed(runs[who], device, in_a_row) for who in works], device)
         first = dict(zip(works, timed, strict=True))
-        enough = HOPELESS * min(first[at] for at in works if at >= parts)
-        kept = [at for at in works if at < parts or first[at] < enough or tried[at - parts] == SERIAL]
-        slowest = max(first[at] for at in kept) * in_a_row
+        enough = HOPELESS * min(first[who] for who in works if who not in parts)
+        kept = [who for who in works if who in parts or first[who] < enough or who == SERIAL]
+        slowest = max(first[who] for who in kept) * in_a_row
         count = rounds or min(max(int(MOMENT / slowest), LEAST_ROUNDS), MOST_ROUNDS)
         medians = first | _medians(runs, kept, count, device, in_a_row)
-        best = min(medians[at] for at in kept if at >= parts)
-        near = [at for at in kept if at >= parts and medians[at] < NEAR * best]
+        best = min(medians[who] for who in kept if who not in parts)
+        near = [who for who in kept if who not in parts and medians[who] < NEAR * best]
         more = min(int(RUN_OFF / (best * in_a_row * len(near))), MOST_ROUNDS)
         if rounds is None and len(near) > 1 and more > count:
             medians |= _medians(runs, near, more, device, in_a_row)
-    times = {choice: medians[at] for at, choice in enumerate(tried, parts) if at in medians}
-    weights = medians[2] if parts > 2 else 0.0
-    return Measured(shape.product, medians[0], medians[1], times, fastest(times), refused=refused, weights=weights)
+    times = {choice: medians[choice] for choice in tried if choice in medians}
+    alone = {part: medians[part] for part in parts}
+    return Measured(shape.product, times=times, chosen=fastest(times), refused=refused, **alone)
 
 
 def _tells_pace(trial: Trial) -> bool:
@@ -245,16 +241,16 @@ def _tells_pace(trial: Trial) -> bool:
 
 
 def _medians(
-    runs: Sequence[Callable[[], Any]], who: Sequence[int], rounds: int, device: torch.device, in_a_row: int
-) -> dict[int, float]:
+    runs: dict[Any, Callable[[], Any]], some: Sequence[Any], rounds: int, device: torch.device, in_a_row: int
+) -> dict[Any, float]:
     """Median seconds of some of the runs, which take turns; none always follows the same other one."""
-    samples: dict[int, list[float]] = {at: [] for at in who}
+    samples: dict[Any, list[float]] = {who: [] for who in some}
     for turn in range(rounds):
-        first = turn % len(who)
-        for at in (*who[first:], *who[:first]):
-            samples[at].append(_timed(runs[at], device, in_a_row))
-    agreed = _agreed([seconds for at in who for seconds in samples[at]], device)
-    return {at: statistics.median(agreed[place * rounds : (place + 1) * rounds]) for place, at in enumerate(who)}
+        first = turn % len(some)
+        for who in (*some[first:], *some[:first]):
+            samples[who].append(_timed(runs[who], device, in_a_row))
+    agreed = _agreed([seconds for who in some for seconds in samples[who]], device)
+    return {who: statistics.median(agreed[place * rounds : (place + 1) * rounds]) for place, who in enumerate(some)}
 
 
 def fastest(times: dict[Choice, float]) -> Choice:

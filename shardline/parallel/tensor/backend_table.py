@@ -43,7 +43,7 @@ class Product(NamedTuple):
 
 SERIAL = Choice("serial")
 EVERYTHING = Needs()
-backends: dict[str, Any] = {"serial": Serial(), "ring": Ring()}
+backends: dict[str, Serial] = {"serial": Serial(), "ring": Ring()}
 
 
 class Choices:
@@ -62,12 +62,10 @@ class Choices:
 
     def find(self, product: Product) -> Choice:
         found = self.chosen.get(product)
-        if found is None:
-            if product not in self.reported:
-                self.reported.add(product)
-                self.unmeasured.add(product)
-            return self.otherwise
-        return found
+        if found is None and product not in self.reported:
+            self.reported.add(product)
+            self.unmeasured.add(product)
+        return found or self.otherwise
 
     @contextlib.contextmanager
     def forced(self, choice: Choice) -> Iterator[None]:
@@ -86,7 +84,7 @@ choices = Choices()
 @contextlib.contextmanager
 def chosen_backend(
     operation: str, direction: str, rows: int, weights: Sequence[Tensor], axis: str, needs: Needs = EVERYTHING
-) -> Iterator[tuple[Any, int]]:
+) -> Iterator[tuple[Serial, int]]:
     """The backend and the number of chunks for a product; a sampled step times what runs inside."""
     product = product_of(operation, direction, rows, weights, axis)
     choice = choices.find(product)

@@ -19,7 +19,7 @@ from torch import Tensor
 from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.symmetric_memory import Space, agreed_reason, inside_product, pull, share_a_gpu, space, write_word
-from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Serial, joined, separate_weight_gradients
+from shardline.parallel.tensor.serial_and_ring import GatherScatter, Tensors
 
 PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 FLAG_BYTES = 4
@@ -58,19 +58,12 @@ SHARED_BESIDES = 1024  # bytes of shared memory that a program takes beyond its 
 
 def _kernels() -> Any:
     """The kernels. Sets the allocator for their descriptors, in every thread, since backward runs in one of its own."""
-    triton, kernels = _modules()
-    triton.set_allocator(_scratch)
-    return kernels
-
-
-@functools.cache
-def _modules() -> tuple[Any, Any]:
-    """Triton, which does not come with a CPU build of torch, and the kernels."""
-    import triton
+    import triton  # which does not come with a CPU build of torch
 
     from shardline.parallel.tensor import fused_kernels
 
-    return triton, fused_kernels
+    triton.set_allocator(_scratch)
+    return fused_kernels
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -88,35 +81,15 @@ class Right(NamedTuple):
         return self.tensor.shape[0 if self.by_rows else 1]
 
 
-class Fused(Serial):
+class Fused(GatherScatter):
     name = "fused"
     regions = ("gather", "parts", "flags")
 
-    def counts(self, operation: str, direction: str) -> tuple[int, ...]:
-        return (1,) if operation in (COLUMN, ROW) else ()
+    def gather(self, x: Tensor, weights: Tensors, by_rows: bool, axis: str) -> tuple[list[Tensor], Tensor]:
+        return _gather(x, [Right(weight.contiguous(), by_rows) for weight in weights], axis)
 
-    def gather_linear(
-        self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int
-    ) -> tuple[list[Tensor], Tensor]:
-        return _gather(x, [Right(weight.contiguous(), True) for weight in weights], axis)
-
-    def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        return _scatter(x, Right(weight.contiguous(), True), axis)
-
-    def gather_linear_backward(
-        self, gradients: Sequence[Tensor], full: Tensor, weights: Sequence[Tensor], axis: str, chunks: int, needs: Needs
-    ) -> tuple[Tensor | None, list[Tensor] | None]:
-        dx = None
-        if needs.x:
-            gradient, weight = joined(gradients, weights)
-            dx = _scatter(gradient, Right(weight.contiguous(), False), axis)
-        return dx, separate_weight_gradients(gradients, full) if needs.weights else None
-
-    def linear_scatter_backward(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
-    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        (dx,), full = _gather(gradient, [Right(weight.contiguous(), False)], axis)
-        return dx, separate_weight_gradients([full], x)[0] if needs.weights else None, full
+    def scatter(self, x: Tensor, weight: Tensor, by_rows: bool, axis: str, chunks: int) -> Tensor:
+        return _scatter(x, Right(weight.contiguous(), by_rows), axis)
 
 
 def _gather(x: Tensor, rights: Sequence[Right], axis: str, tiles: Sequence[Tiles] = ()) -> tuple[list[Tensor], Tensor]:

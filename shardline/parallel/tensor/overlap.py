@@ -1,9 +1,9 @@
 """Tensor-parallel products whose communication hides inside them, forward and backward, in eager code and compiled.
 
-    all_gather_linear(x (t, K), weights (N, K)..., axis)    products (n t, N)... of the rows of all ranks
-    linear_reduce_scatter(x (n t, K), weight (N, K), axis)  this rank's rows (t, N) of the product summed over ranks
-    linear_all_reduce(x, weight, axis)                      the sum on every rank
-    copy_linear(x, weights, axis)                           plain products; backward sums the input's gradient
+    all_gather_linear(x (t, K), weights (N, K)..., axis)       products (n t, N)... of the rows of all ranks
+    linear_reduce_scatter(x (n t, K), (weight (N, K),), axis)  this rank's rows (t, N) of the product summed over ranks
+    linear_all_reduce(x, (weight,), axis)                      the sum on every rank
+    copy_linear(x, weights, axis)                              plain products; backward sums the input's gradient
 
 The backend that carries out a product is looked up when it runs (`backend_table`): a compiled graph holds the operation
 alone. Biases are added outside, where they are an ordinary addition.
@@ -21,22 +21,6 @@ from shardline.comm import collectives
 from shardline.models.linear import weight_queue
 from shardline.parallel.tensor.backend_table import choices, chosen_backend
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Tensors, multiply, weight_gradients
-
-
-def all_gather_linear(x: Tensor, weights: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
-    return GATHER(x, weights, axis)
-
-
-def linear_reduce_scatter(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-    return SCATTER(x, (weight,), axis)[0]
-
-
-def linear_all_reduce(x: Tensor, weight: Tensor, axis: str) -> Tensor:
-    return SUM(x, (weight,), axis)[0]
-
-
-def copy_linear(x: Tensor, weights: Sequence[Tensor], axis: str) -> tuple[Tensor, ...]:
-    return COPY(x, weights, axis)
 
 
 class Gradients(NamedTuple):
@@ -193,8 +177,7 @@ def _differentiate(
 def gather(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
     rows = x.shape[0] * collectives.axis_size(axis)
     with chosen_backend(COLUMN, "forward", rows, weights, axis) as (backend, chunks):
-        found: tuple[list[Tensor], Tensor] = backend.gather_linear(x, weights, axis, chunks)
-    return found
+        return backend.gather_linear(x, weights, axis, chunks)
 
 
 def gather_backward(gradients: Tensors, full: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
@@ -240,7 +223,7 @@ def _dense(gradients: Tensors) -> list[Tensor]:
     return [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in gradients]
 
 
-GATHER = Operation("all_gather_linear", gather, gather_backward, gathers=True)
-SCATTER = Operation("linear_reduce_scatter", scatter, scatter_backward, scatters=True)
-SUM = Operation("linear_all_reduce", sum_products, sum_backward, local=True)
-COPY = Operation("copy_linear", copy, copy_backward)
+all_gather_linear = Operation("all_gather_linear", gather, gather_backward, gathers=True)
+linear_reduce_scatter = Operation("linear_reduce_scatter", scatter, scatter_backward, scatters=True)
+linear_all_reduce = Operation("linear_all_reduce", sum_products, sum_backward, local=True)
+copy_linear = Operation("copy_linear", copy, copy_backward)

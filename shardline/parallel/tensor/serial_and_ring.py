@@ -14,7 +14,7 @@ linear_scatter also gives the gathered gradient (T, N), from which the weight's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,21 +55,8 @@ def input_gradient(gradients: Tensors, weights: Tensors, rows: slice = EVERY, ou
     return total
 
 
-def joined(gradients: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
-    """Gradients side by side and weights below each other: one product is the sum of their products."""
-    if len(weights) == 1:
-        return gradients[0], weights[0]
-    return torch.cat(list(gradients), 1), torch.cat(list(weights))
-
-
 def weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
     return [gradient.t() @ x for gradient in gradients]
-
-
-def separate_weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
-    """Weight gradients while nothing travels: their time shows the pace of a step."""
-    with job.clock.weight_gradients():
-        return weight_gradients(gradients, x)
 
 
 class Serial:
@@ -133,19 +120,17 @@ class Ring(Serial):
     ) -> tuple[Tensor | None, list[Tensor] | None]:
         if not needs.x:
             return None, weight_gradients(gradients, full) if needs.weights else None
-
-        def compute(rows: slice, out: Tensor) -> None:
-            input_gradient(gradients, weights, rows, out)
-
-        scattering = Scattering(compute, full.shape[0], full.shape[1], gradients[0], axis, chunks)
+        (total, width), like = full.shape, gradients[0]
+        scattering = Scattering(
+            lambda rows, out: input_gradient(gradients, weights, rows, out), total, width, like, axis, chunks
+        )
         dw = weight_gradients(gradients, full) if needs.weights else None
         return scattering.result(), dw
 
     def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        def compute(rows: slice, out: Tensor) -> None:
-            torch.mm(x[rows], weight.t(), out=out)
-
-        return Scattering(compute, x.shape[0], weight.shape[0], x, axis, chunks).result()
+        return Scattering(
+            lambda rows, out: torch.mm(x[rows], weight.t(), out=out), x.shape[0], weight.shape[0], x, axis, chunks
+        ).result()
 
     def linear_scatter_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
@@ -166,42 +151,76 @@ class Ring(Serial):
         return dx, dw, full
 
     def linear_sum(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        def compute(rows: slice, out: Tensor) -> None:
-            torch.mm(x[rows], weight.t(), out=out)
-
-        return _sum_by_pieces(compute, x.new_empty(x.shape[0], weight.shape[0]), axis, chunks)
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        for started in _start_sums(lambda rows: torch.mm(x[rows], weight.t(), out=out[rows]), out, axis, chunks):
+            started.wait()
+        return out
 
     def linear_copy_backward(
         self, gradients: Tensors, x: Tensor, weights: Tensors, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
-        dw: list[Tensor] | None = None
-
-        def compute(rows: slice, out: Tensor) -> None:
-            input_gradient(gradients, weights, rows, out)
-
-        def meanwhile() -> None:
-            nonlocal dw
-            dw = weight_gradients(gradients, x) if needs.weights else None
-
-        if not needs.x:
-            meanwhile()
-            return None, dw
-        return _sum_by_pieces(compute, x.new_empty(x.shape), axis, chunks, meanwhile), dw
+        dx = x.new_empty(x.shape) if needs.x else None
+        sums = []
+        if dx is not None:
+            sums = _start_sums(lambda rows: input_gradient(gradients, weights, rows, dx[rows]), dx, axis, chunks)
+        dw = weight_gradients(gradients, x) if needs.weights else None
+        for started in sums:
+            started.wait()
+        return dx, dw
 
 
-def _sum_by_pieces(
-    compute: Callable[[slice, Tensor], None],
-    out: Tensor,
-    axis: str,
-    chunks: int,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """Fill `out` piece by piece, each summed over ranks while the next is computed."""
+def _start_sums(compute: Callable[[slice], Any], out: Tensor, axis: str, chunks: int) -> list[collectives.Started]:
+    """Fill `out` piece by piece with `compute`; each is summed over ranks while the next is computed."""
     started = []
     for rows in pieces(out.shape[0], chunks):
-        compute(rows, out[rows])
+        compute(rows)
         started.append(collectives.start_sum(out[rows], axis))
-    meanwhile()
-    for sum_ in started:
-        sum_.wait()
-    return out
+    return started
+
+
+class GatherScatter(Serial):
+    """A base for backends of sequence parallelism that have one way to gather and one to scatter.
+
+    `gather` gives the products of all ranks' rows, and these rows; `scatter` this rank's rows of the summed product.
+    With `by_rows` weights are (N, K), otherwise (K, N).
+    """
+
+    def counts(self, operation: str, direction: str) -> tuple[int, ...]:
+        return (1,) if operation in (COLUMN, ROW) else ()
+
+    def gather(self, x: Tensor, weights: Tensors, by_rows: bool, axis: str) -> tuple[list[Tensor], Tensor]:
+        raise NotImplementedError
+
+    def scatter(self, x: Tensor, weight: Tensor, by_rows: bool, axis: str, chunks: int) -> Tensor:
+        raise NotImplementedError
+
+    def gather_linear(self, x: Tensor, weights: Tensors, axis: str, chunks: int) -> tuple[list[Tensor], Tensor]:
+        return self.gather(x, weights, True, axis)
+
+    def gather_linear_backward(
+        self, gradients: Tensors, full: Tensor, weights: Tensors, axis: str, chunks: int, needs: Needs
+    ) -> tuple[Tensor | None, list[Tensor] | None]:
+        dx = self.scatter(*_joined(gradients, weights), False, axis, chunks) if needs.x else None
+        return dx, _timed_weight_gradients(gradients, full) if needs.weights else None
+
+    def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
+        return self.scatter(x, weight, True, axis, chunks)
+
+    def linear_scatter_backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
+    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        (dx,), full = self.gather(gradient, [weight], False, axis)
+        return dx, _timed_weight_gradients([full], x)[0] if needs.weights else None, full
+
+
+def _joined(gradients: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
+    """Gradients side by side and weights below each other: one product is the sum of their products."""
+    if len(weights) == 1:
+        return gradients[0], weights[0]
+    return torch.cat(list(gradients), 1), torch.cat(list(weights))
+
+
+def _timed_weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
+    """Weight gradients while nothing travels: their time shows the pace of a step."""
+    with job.clock.weight_gradients():
+        return weight_gradients(gradients, x)

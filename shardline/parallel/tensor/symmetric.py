@@ -10,57 +10,32 @@ The products are cuBLAS's, one for each rank's rows. When scattering, those of o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from shardline.comm import collectives
 from shardline.comm.symmetric_memory import READ, READY, Space, add_up, inside_product, pull, space
 from shardline.comm.transfers import pieces
-from shardline.parallel.tensor.serial_and_ring import (
-    CHUNKS,
-    COLUMN,
-    ROW,
-    Needs,
-    Serial,
-    joined,
-    separate_weight_gradients,
-)
+from shardline.parallel.tensor.serial_and_ring import CHUNKS, COLUMN, ROW, GatherScatter, Tensors
 from shardline.parallel.tensor.tile_order import gathering_shard, scattering_shard
 
 
-class Symmetric(Serial):
+class Symmetric(GatherScatter):
     name = "symmetric"
     regions = ("gather", "scatter")
 
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
-        if operation not in (COLUMN, ROW):
-            return ()
-        return CHUNKS if (operation == ROW) == (direction == "forward") else (1,)  # only scattered rows are cut
+        scatters = (operation, direction) in ((ROW, "forward"), (COLUMN, "backward"))  # only scattered rows are cut
+        return CHUNKS if scatters else super().counts(operation, direction)
 
-    def gather_linear(
-        self, x: Tensor, weights: Sequence[Tensor], axis: str, chunks: int
-    ) -> tuple[list[Tensor], Tensor]:
-        return _gather(x, [weight.t() for weight in weights], axis)
+    def gather(self, x: Tensor, weights: Tensors, by_rows: bool, axis: str) -> tuple[list[Tensor], Tensor]:
+        return _gather(x, [weight.t() if by_rows else weight for weight in weights], axis)
 
-    def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        return _scatter(x, weight.t(), axis, chunks)
-
-    def gather_linear_backward(
-        self, gradients: Sequence[Tensor], full: Tensor, weights: Sequence[Tensor], axis: str, chunks: int, needs: Needs
-    ) -> tuple[Tensor | None, list[Tensor] | None]:
-        dx = _scatter(*joined(gradients, weights), axis, chunks) if needs.x else None
-        return dx, separate_weight_gradients(gradients, full) if needs.weights else None
-
-    def linear_scatter_backward(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
-    ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        (dx,), full = _gather(gradient, [weight], axis)
-        return dx, separate_weight_gradients([full], x)[0] if needs.weights else None, full
+    def scatter(self, x: Tensor, weight: Tensor, by_rows: bool, axis: str, chunks: int) -> Tensor:
+        return _scatter(x, weight.t() if by_rows else weight, axis, chunks)
 
 
-def _gather(x: Tensor, columns: Sequence[Tensor], axis: str) -> tuple[list[Tensor], Tensor]:
+def _gather(x: Tensor, columns: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
     """The rows of all ranks times each of `columns` (K, N), and those rows."""
     x, over, ranks = x.contiguous(), space(axis, x.device), collectives.axis_size(axis)
     own, t = collectives.axis(axis).rank, x.shape[0]

@@ -22,16 +22,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
-from shardline.config.schema import Config, Training, Validation
+from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
+from shardline.models.dtensor import local
 from shardline.models.feed_forward import Biases, Products, Weights, columns
 from shardline.models.fused_weights import gate_block
 from shardline.models.linear import linear
@@ -68,7 +69,15 @@ def needs_split_kv(arch: Architecture, degree: int) -> bool:
 
 def check_tensor_parallel(arch: Architecture, degree: int) -> None:
     """Raise for sizes that cannot be cut into `degree` parts; the message names degrees that fit."""
-    key = f"parallelism.tensor_parallel_degree = {degree}"
+    problems = _problems(arch, degree)
+    if problems:
+        good = ", ".join(str(other) for other in range(1, 65) if not _problems(arch, other))
+        raise ConfigError(
+            f"parallelism.tensor_parallel_degree = {degree}: {'; '.join(problems)}. Degrees that fit: {good}"
+        )
+
+
+def _problems(arch: Architecture, degree: int) -> list[str]:
     problems = []
     if arch.n_heads % degree:
         problems.append(f"{arch.n_heads} heads cannot be shared by {degree} ranks")
@@ -79,27 +88,14 @@ def check_tensor_parallel(arch: Architecture, degree: int) -> None:
         problems.append(f"a vocabulary of {arch.vocab_size} leaves ranks without a row")
     if arch.ffn_dim % (degree * block):
         problems.append(f"ffn_dim {arch.ffn_dim} is not a multiple of {degree} x {block}")
-    if problems:
-        good = [d for d in range(1, 65) if _fits(arch, d)]
-        raise ConfigError(f"{key}: {'; '.join(problems)}. Degrees that fit: {', '.join(map(str, good))}")
-
-
-def _fits(arch: Architecture, degree: int) -> bool:
-    heads = arch.n_heads % degree == 0 and max(degree, arch.n_kv_heads) % min(degree, arch.n_kv_heads) == 0
-    return heads and arch.ffn_dim % (degree * gate_block(arch)) == 0
+    return problems
 
 
 def check_rows(config: Config, plan: TensorParallel) -> None:
     """Raise if sequence parallelism cannot cut the rows of a micro-batch evenly; the message names near lengths."""
     if not plan.sequence_parallel:
         return
-    sections: list[tuple[str, Training | Validation]] = [("training", config.training)]
-    if config.validation.enable:
-        sections.append(("validation", config.validation))
-    for name, section in sections:
-        length, batch = section.seq_len, section.local_batch_size
-        if name == "training" and config.parallelism.pipeline_parallel_degree > 1:
-            batch = config.parallelism.pipeline_parallel_microbatch_size
+    for name, batch, length in batch_shapes(config):
         if length * batch % plan.degree:
             near = " and ".join(map(str, nearest_lengths(length, batch, plan.degree)))
             raise ConfigError(
@@ -107,6 +103,15 @@ def check_rows(config: Config, plan: TensorParallel) -> None:
                 f" {plan.degree} tensor-parallel ranks; nearest lengths: {near}"
                 " (or set parallelism.enable_sequence_parallel = false)"
             )
+
+
+def batch_shapes(config: Config) -> list[tuple[str, int, int]]:
+    """(section of the config, sequences that go through the model at a time, their length)."""
+    training, validation, section = config.training, config.validation, config.parallelism
+    staged = section.pipeline_parallel_degree > 1
+    batch = section.pipeline_parallel_microbatch_size if staged else training.local_batch_size
+    shapes = [("training", batch, training.seq_len)]
+    return [*shapes, ("validation", validation.local_batch_size, validation.seq_len)] if validation.enable else shapes
 
 
 def nearest_lengths(length: int, batch: int, degree: int) -> list[int]:
@@ -134,7 +139,7 @@ def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> N
             parameter.detach(), tp, [placement(name, plan, arch.tie_word_embeddings)], src_data_rank=None
         )
         replace_parameter(model, name, cut)
-    products = PRODUCTS[plan.sequence_parallel, plan.overlapped]
+    products = parallel_products(plan)
     kv_heads = None
     if needs_split_kv(arch, plan.degree):
         kv_heads = (rank * arch.n_kv_heads // plan.degree, 1)
@@ -158,58 +163,34 @@ def vocabulary_rows(vocab_size: int, degree: int, rank: int) -> range:
     return range(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
 
 
-# Products with their collectives
+def parallel_products(plan: TensorParallel) -> Products:
+    """How blocks multiply: with a collective before or after the product, or inside it."""
+    if plan.overlapped:
+        gather = overlap.all_gather_linear if plan.sequence_parallel else overlap.copy_linear
+        scatter = overlap.linear_reduce_scatter if plan.sequence_parallel else overlap.linear_all_reduce
+
+        def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+            products = zip(gather(x, weights, "tp"), biases, strict=True)
+            return tuple(_with_bias(product, bias) for product, bias in products)
+
+        def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _with_bias(scatter(x, (weight,), "tp")[0], bias)
+
+    else:
+        before = collectives.all_gather if plan.sequence_parallel else collectives.copy
+        after = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
+
+        def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+            return columns(before(x, "tp"), weights, biases)  # one gather for all the weights that read x
+
+        def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return _with_bias(after(linear(x, weight, None), "tp"), bias)
+
+    return Products(column, row)
 
 
-def gather_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-    """One gather for all the weights that read x."""
-    return columns(collectives.all_gather(x, "tp"), weights, biases)
-
-
-def row_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = collectives.reduce_scatter(linear(x, weight, None), "tp")
-    return out if bias is None else out + bias.to(out.dtype)
-
-
-def copy_columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-    return columns(collectives.copy(x, "tp"), weights, biases)
-
-
-def row_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = collectives.all_reduce(linear(x, weight, None), "tp")
-    return out if bias is None else out + bias.to(out.dtype)
-
-
-# Products with the collective inside
-
-
-def overlapped_gather(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-    return _with_biases(overlap.all_gather_linear(x, weights, "tp"), biases)
-
-
-def overlapped_scatter(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _with_biases((overlap.linear_reduce_scatter(x, weight, "tp"),), (bias,))[0]
-
-
-def overlapped_copy(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-    return _with_biases(overlap.copy_linear(x, weights, "tp"), biases)
-
-
-def overlapped_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _with_biases((overlap.linear_all_reduce(x, weight, "tp"),), (bias,))[0]
-
-
-def _with_biases(products: tuple[Tensor, ...], biases: Biases) -> tuple[Tensor, ...]:
-    return tuple(y if bias is None else y + bias.to(y.dtype) for y, bias in zip(products, biases, strict=True))
-
-
-# (sequence parallel, overlapped) -> how a block multiplies
-PRODUCTS = {
-    (True, False): Products(gather_columns, row_scatter),
-    (False, False): Products(copy_columns, row_sum),
-    (True, True): Products(overlapped_gather, overlapped_scatter),
-    (False, True): Products(overlapped_copy, overlapped_sum),
-}
+def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias.to(product.dtype)
 
 
 class ParallelEmbedding(NamedTuple):
@@ -249,16 +230,10 @@ def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Param
 
 def sum_replicated_gradients(parameters: list[nn.Parameter]) -> None:
     """Add up over tp the gradients of parameters that every rank holds whole: one flat all-reduce."""
-    gradients = [_local(p.grad) for p in parameters if p.grad is not None]
-    if not gradients:
-        return
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         some = [g for g in gradients if g.dtype == dtype]
         flat = torch.cat([g.reshape(-1) for g in some])
         collectives.sum_in_place(flat, "tp")
         for gradient, part in zip(some, flat.split([g.numel() for g in some]), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
