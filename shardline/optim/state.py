@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardline.errors import UserError
-from shardline.optim.bfloat16_moments import NarrowAdam
+from shardline.optim.bfloat16_moments import NarrowAdam, adam_state
 from shardline.optim.lamb import Lamb, Lars
 from shardline.optim.optimizer import BUILT_IN
 from shardline.words import listed
@@ -55,15 +55,13 @@ def prepare_state(
     for key, (shape, dtype) in saved.items():
         if key not in own:
             kind, name = key.split(".", 1)
-            own[key] = optimizer.state[parameters[name]][kind] = _empty_state(shape, dtype, parameters[name])
+            parameter = parameters[name]
+            if shape == tuple(parameter.shape):  # sharded like the parameter
+                state = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                state = torch.empty(shape, dtype=dtype, device=parameter.device)
+            own[key] = optimizer.state[parameter][kind] = state
     return {key: own[key] for key in saved}
-
-
-def _empty_state(shape: tuple[int, ...], dtype: torch.dtype, parameter: nn.Parameter) -> Tensor:
-    """Memory on the parameter's device, sharded like the parameter where it has the same shape."""
-    if shape != tuple(parameter.shape):
-        return torch.empty(shape, dtype=dtype, device=parameter.device)
-    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def _check_names(own: Mapping[str, Tensor], given: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
@@ -97,9 +95,6 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     if isinstance(optimizer, Lamb | Lars | NarrowAdam):
         state.update(optimizer.initial_state(parameter))
     elif type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
-        # What the first step would make; a fused step counts on the parameter's device.
         on_device = options["fused"] or options["capturable"]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-        state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        state.update(adam_state(parameter, counts_on=parameter.device if on_device else "cpu"))
     return state
