@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.hf import hf_name, shape_problems
+from shardline.models.hf import LazyTensors, hf_name, shape_problems
 from shardline.storage.safetensors import name_of_type
 from shardline.words import listed
 
@@ -53,7 +52,7 @@ class _CachingReader(dcp.FileSystemReader):
         return self.known
 
 
-class DCPTensors(Mapping[str, Tensor]):
+class DCPTensors(LazyTensors):
     """The weights in a folder by our names, each read when asked for; `arch` decides about the order of rows."""
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
@@ -86,15 +85,6 @@ class DCPTensors(Mapping[str, Tensor]):
             causes = [f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()]
             raise UserError(f"{self.folder}: {key} cannot be read ({'; '.join(causes)})") from error
         return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._rows  # Mapping's own would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 def halves_from_pairs(rows: Tensor, head_dim: int) -> Tensor:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardline.errors import UserError
+from shardline.models.state import misfits
 from shardline.optim.bfloat16_moments import NarrowAdam, adam_state
 from shardline.optim.lamb import Lamb, Lars
 from shardline.optim.optimizer import BUILT_IN
-from shardline.words import listed
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -64,9 +64,8 @@ def prepare_state(
     return {key: own[key] for key in saved}
 
 
-def _check_names(own: Mapping[str, Tensor], given: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
+def _check_names(own: Mapping[str, Tensor], given: Collection[str], parameters: Mapping[str, Tensor]) -> None:
     """Refuse state that is missing or of another model; a registered optimizer that has not stepped takes any kind."""
-    given = set(given)
     missing = [key for key in own if key not in given]
     kinds = {key.split(".", 1)[0] for key in own}
     unexpected = []
@@ -74,11 +73,9 @@ def _check_names(own: Mapping[str, Tensor], given: Iterable[str], parameters: Ma
         kind, _, name = key.partition(".")
         if name not in parameters or (kinds and kind not in kinds):
             unexpected.append(key)
-    problems = [
-        f"{word}: {listed(keys, most=4)}" for word, keys in (("missing", missing), ("unexpected", unexpected)) if keys
-    ]
-    if problems:
-        raise UserError(f"the saved optimizer state does not fit this model and optimizer; {'; '.join(problems)}")
+    if missing or unexpected:
+        problems = misfits(missing, unexpected, most=4)
+        raise UserError(f"the saved optimizer state does not fit this model and optimizer; {problems}")
 
 
 def _named(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
