@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from shardline.comm.collectives import sum_over_group
 from shardline.models.dtensor import local, local_slices
@@ -65,9 +64,10 @@ def whole_norms(tensors: Sequence[Tensor], parts: Sequence[Tensor | None] | None
     for mesh in dict.fromkeys(_mesh(tensors[index]) for index in sharded if index not in set(everywhere)):
         of_mesh = [index for index in sharded if _mesh(tensors[index]) == mesh]
         for dimension in range(mesh.ndim):
-            cut = [_is_cut(tensors[index].placements[dimension]) for index in of_mesh]  # type: ignore[attr-defined]
-            if any(cut):
-                scales = [1.0 if is_cut else 1 / mesh.size(dimension) for is_cut in cut]
+            placements = [tensors[index].placements[dimension] for index in of_mesh]  # type: ignore[attr-defined]
+            copied = [placement.is_replicate() for placement in placements]
+            if not all(copied):
+                scales = [1 / mesh.size(dimension) if is_copied else 1.0 for is_copied in copied]
                 _sum_over(mesh.get_group(dimension), mesh, sums, of_mesh, scales)
     return torch.cat(sums).sqrt() if sums else torch.zeros(0)
 
@@ -94,13 +94,6 @@ def _sum_over(
     flat = sum_over_group(flat, group).to(sums[chosen[0]].device)
     for index, values in zip(chosen, flat.split([len(part) for part in scaled]), strict=True):
         sums[index] = values
-
-
-def _is_cut(placement: Placement) -> bool:
-    """Whether the ranks of a mesh dimension hold different parts, rather than copies."""
-    if placement.is_partial():
-        raise ValueError(f"{placement}: a sum that ranks have not added up yet has no norm")
-    return not placement.is_replicate()
 
 
 def _copies(tensor: Tensor) -> int:
