@@ -34,7 +34,7 @@ from shardline.config.layout import Layout
 from shardline.config.load import load_config
 from shardline.models import init
 from shardline.models.decoder import Decoder
-from shardline.models.dtensor import copy_into, local
+from shardline.models.dtensor import local, local_slices
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import fuse, logical_names, logical_shapes
 from shardline.precision.mixed import choose_precision
@@ -64,7 +64,7 @@ def draw_whole(model: Decoder, seed: int) -> None:
     with ThreadPoolExecutor(init.MOST_THREADS) as pool:
         for name, parameter in model.named_parameters():
             parts = {part: drawn(part, pool) for part in logical_names(model.arch, name)}
-            copy_into(parameter, fuse(model.arch, name, parts))
+            local(parameter).copy_(fuse(model.arch, name, parts)[local_slices(parameter)])
 
 
 WAYS: dict[str, Callable[[Decoder, int], None]] = {"held": init.init_weights, "whole": draw_whole}

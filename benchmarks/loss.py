@@ -35,8 +35,8 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def chunked(chunk_tokens: int, compiled: bool) -> Loss:
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        scale = 1 / labels.numel()
-        return chunked_cross_entropy(hidden, weight, labels, scale=scale, chunk_tokens=chunk_tokens, compiled=compiled)
+        scale, backend = 1 / labels.numel(), "inductor" if compiled else None
+        return chunked_cross_entropy(hidden, weight, labels, scale=scale, chunk_tokens=chunk_tokens, backend=backend)
 
     return loss
 

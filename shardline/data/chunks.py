@@ -7,6 +7,7 @@ with the next one later. `opens` and `closes` say whether a chunk's first docume
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import itertools
 import json
@@ -24,53 +25,13 @@ BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Whole lines of a JSONL file; `first` is the number of the first one, counted from 1."""
+class Chunk:
+    """`documents` reads the documents of a chunk from what it carries, and travels to a worker process with it."""
 
-    file: str
-    first: int
-    lines: bytes
-    field: str
-    size: int
-    opens: bool = True
-    closes: bool = True
-
-    def documents(self) -> list[str]:
-        rows = enumerate(self.lines.split(b"\n"), start=self.first)
-        return [_text_of_line(self.file, number, line, self.field) for number, line in rows if line.strip()]
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A text file, which is one document, or some whole lines of a large one."""
-
-    file: str
-    text: bytes
-    size: int
-    opens: bool
-    closes: bool
-
-    def documents(self) -> list[str]:
-        try:
-            return [self.text.decode("utf-8-sig" if self.opens else "utf-8")]
-        except UnicodeDecodeError as error:
-            raise UserError(f"{self.file} is not UTF-8 text: {error}") from error
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Documents that are already in memory."""
-
-    texts: list[str]
+    documents: Callable[[], list[str]]
     size: float
     opens: bool = True
     closes: bool = True
-
-    def documents(self) -> list[str]:
-        return self.texts
-
-
-Chunk = Lines | Passage | Texts
 
 
 def file_chunks(file: Path, field: str) -> Iterator[Chunk]:
@@ -99,7 +60,7 @@ def _line_chunks(file: Path, field: str) -> Iterator[Chunk]:
     with _reading(file) as (stream, taken):
         while piece := stream.read(CHUNK_BYTES):
             piece += stream.readline()  # up to the end of the line
-            yield Lines(str(file), first, piece, field, taken())
+            yield Chunk(functools.partial(_documents_of_lines, str(file), first, piece, field), taken())
             first += piece.count(b"\n")
 
 
@@ -111,7 +72,7 @@ def _text_chunks(file: Path) -> Iterator[Chunk]:
             last = len(piece) < CHUNK_BYTES
             text = rest + piece
             cut = len(text) if last else _cut(text)
-            yield Passage(str(file), text[:cut], taken(), opens, closes=last)
+            yield Chunk(functools.partial(_passage, str(file), text[:cut], opens), taken(), opens, closes=last)
             rest, opens = text[cut:], False
             if last:
                 return
@@ -127,6 +88,20 @@ def _cut(text: bytes) -> int:
     while at > 1 and text[at] & 0xC0 == 0x80:  # inside a character
         at -= 1
     return at
+
+
+def _passage(file: str, text: bytes, opens: bool) -> list[str]:
+    """A text file, which is one document, or some whole lines of a large one."""
+    try:
+        return [text.decode("utf-8-sig" if opens else "utf-8")]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text: {error}") from error
+
+
+def _documents_of_lines(file: str, first: int, lines: bytes, field: str) -> list[str]:
+    """Whole lines of a JSONL file; `first` is the number of the first one, counted from 1."""
+    rows = enumerate(lines.split(b"\n"), start=first)
+    return [_text_of_line(file, number, line, field) for number, line in rows if line.strip()]
 
 
 def _text_of_line(file: str, number: int, line: bytes, field: str) -> str:
@@ -185,10 +160,10 @@ def chunks_of_texts(texts: Iterable[str], cost: float | None = None) -> Iterator
         group.append(text)
         length += len(text)
         if length >= CHUNK_BYTES:
-            yield Texts(group, length if cost is None else cost * len(group))
+            yield Chunk(functools.partial(list, group), length if cost is None else cost * len(group))
             group, length = [], 0
     if group:
-        yield Texts(group, length if cost is None else cost * len(group))
+        yield Chunk(functools.partial(list, group), length if cost is None else cost * len(group))
 
 
 def chunks_of_rows(batches: Iterable[list[Any]], name: str, field: str, cost: float) -> Iterator[Chunk]:

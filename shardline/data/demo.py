@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
 from shardline.data.token_store import TokenStore, join_documents
 from shardline.data.tokenizer import ByteTokenizer, Tokenizer
 
+Choice = TypeVar("Choice")
 # Characters and the seed of each part of the corpus.
 CHARACTERS = {"training": 3_000_000, "validation": 120_000}
 SEEDS = {"training": 1, "validation": 2}
@@ -42,7 +44,7 @@ def documents(section: str) -> list[str]:
     result: list[str] = []
     missing = CHARACTERS[section]
     while missing > 0:
-        result.append(_one(chance, WRITERS)(chance))
+        result.append(_pick(chance, WRITERS)(chance))
         missing -= len(result[-1])
     return result
 
@@ -57,12 +59,8 @@ def demo_store(section: str, tokenizer: Tokenizer) -> TokenStore:
     return TokenStore.from_arrays(*join_documents(arrays, tokenizer), f"demo {section} 1", tokenizer)
 
 
-def _one(chance: random.Random, choices: list[Callable[[random.Random], str]]) -> Callable[[random.Random], str]:
-    return choices[int(chance.random() * len(choices))]
-
-
-def _pick(chance: random.Random, words: list[str]) -> str:
-    return words[int(chance.random() * len(words))]  # three times faster than random.choice
+def _pick(chance: random.Random, choices: list[Choice]) -> Choice:
+    return choices[int(chance.random() * len(choices))]  # three times faster than random.choice
 
 
 def _sentence(chance: random.Random, name: str, animal: str) -> str:

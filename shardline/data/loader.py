@@ -114,13 +114,12 @@ class Loader:
         ranks: int,
         device: torch.device,
         options: Any,
-        start_sample: int = 0,
     ) -> None:
         self.samples = samples
         self.samples_per_epoch = samples.order.samples_per_epoch
         self.local_batch_size, self.global_batch_size = local_batch_size, global_batch_size
         self.rank, self.ranks, self.device = rank, ranks, device
-        self.position = start_sample
+        self.position = 0
         self._sampler = MicroBatchSampler()
         self._reader = _reader(samples, self._sampler, options, device)
         self._stream: Iterator[Batch] | None = None
@@ -200,7 +199,6 @@ def build_loader(
     rank: int = 0,
     ranks: int = 1,
     device: torch.device | str = "cpu",
-    start_sample: int = 0,
 ) -> Loader:
     """The loader of `[training]` or `[validation]`; prepares raw files into the cache the first time."""
     check_vocabulary(tokenizer, arch)
@@ -218,14 +216,12 @@ def build_loader(
         ranks=ranks,
         device=torch.device(device),
         options=settings.dataloader,
-        start_sample=start_sample,
     )
 
 
-def steps_for_epochs(loader: Loader, epochs: float, global_batch_size: int = -1) -> int:
+def steps_for_epochs(loader: Loader, epochs: float) -> int:
     """Optimizer steps that read the data `epochs` times, the last one possibly reaching into the next epoch."""
-    size = global_batch_size if global_batch_size > 0 else loader.global_batch_size
-    return math.ceil(Fraction(str(epochs)) * loader.samples_per_epoch / size)
+    return math.ceil(Fraction(str(epochs)) * loader.samples_per_epoch / loader.global_batch_size)
 
 
 def _reader(samples: Samples, sampler: MicroBatchSampler, options: Any, device: torch.device) -> DataLoader[Any] | None:

@@ -52,6 +52,7 @@ def prepare(
     """Tokenize `source` into the folder `out`; continues an interrupted call, and returns a store that is finished."""
     out = Path(out)
     job = _job(source, tokenizer)
+    workers = workers or len(os.sched_getaffinity(0))
     try:
         _check_folder(out)
         if _done(out, job) and not overwrite:  # needs neither the lock nor write permission
@@ -64,7 +65,7 @@ def prepare(
                 return _finished(out, job)
             first, notes = _start(out, job)
             try:
-                _write_parts(out, source, tokenizer, first, notes, workers or _cores(), progress, part_tokens)
+                _write_parts(out, source, tokenizer, first, notes, workers, progress, part_tokens)
                 _finish(out, job, notes)
             except Exception:
                 if is_store(out) and not any(note["tokens"] for note in notes):  # nothing to continue from
@@ -121,9 +122,8 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
         source = open_source(
             settings.dataset, path, text_field=settings.dataset_text_field, split=settings.dataset_split
         )
-    key = hashlib.sha256(f"{token_store.VERSION} {source.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest()[
-        :20
-    ]
+    marks = f"{token_store.VERSION} {source.fingerprint} {tokenizer.fingerprint}"
+    key = hashlib.sha256(marks.encode()).hexdigest()[:20]
     out = cache_folder(config.training.cache_folder) / "tokens" / key
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -338,7 +338,3 @@ def _lock(out: Path) -> Iterator[None]:
             say(f"another process is preparing {out}; waiting for it")
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield
-
-
-def _cores() -> int:
-    return max(1, len(os.sched_getaffinity(0)))

@@ -65,7 +65,7 @@ def fingerprint_of(*values: Any) -> str:
 def _local(path: str, field: str, split: str) -> Source:
     folder = Path(path)
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return _saved_dataset(folder, field, split)
+        return _dataset_source(path, _datasets(path).load_from_disk(path), field, split)
     if folder.is_dir() and not readable_files(folder):
         return _hub(path, field, split)
     files = find_files(path, split)
@@ -98,11 +98,6 @@ def _checked(name: str, text: Any) -> str:
     if not isinstance(text, str):
         raise UserError(f"the data source {name!r} gave {type(text).__name__}, expected text")
     return text
-
-
-def _saved_dataset(folder: Path, field: str, split: str) -> Source:
-    data = _datasets(str(folder)).load_from_disk(str(folder))
-    return _dataset_source(str(folder), data, field, split)
 
 
 def _hub(name: str, field: str, split: str) -> Source:

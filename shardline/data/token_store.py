@@ -50,7 +50,8 @@ class TokenStore:
         self.manifest = manifest
         self.tokens = sum(part.tokens for part in parts)
         self.documents = sum(part.documents for part in parts)
-        self.block_bytes = int(manifest.get("block_bytes", BLOCK_BYTES))
+        self.source_fingerprint = str(manifest.get("source", {}).get("fingerprint", ""))
+        self.tokenizer_fingerprint = str(manifest.get("tokenizer", {}).get("fingerprint", ""))
         self._firsts = list(np.cumsum([0] + [part.tokens for part in parts])[:-1].tolist())
         self._arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -77,14 +78,6 @@ class TokenStore:
             if problem is not None:
                 raise UserError(f"{problem}: {AGAIN}")
         return store
-
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        return str(self.manifest.get("tokenizer", {}).get("fingerprint", ""))
-
-    @property
-    def source_fingerprint(self) -> str:
-        return str(self.manifest.get("source", {}).get("fingerprint", ""))
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) as int64."""
@@ -117,7 +110,7 @@ class TokenStore:
         assert self.folder is not None, "a store in memory has no files"
         checksums = (row for part in self.parts for row in (part.token_checksums, part.end_checksums))
         for (file, size), crc32 in zip(self._files(), checksums, strict=True):
-            recorded = {"size": size, "block_bytes": self.block_bytes, "crc32": crc32}
+            recorded = {"size": size, "block_bytes": self.manifest["block_bytes"], "crc32": crc32}
             for problem in find_damage(locate(file), recorded):
                 raise UserError(f"{problem}: {AGAIN}")
 

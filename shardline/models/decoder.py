@@ -108,11 +108,6 @@ def project(
     return product.view(*shape, count, group, spec.head_dim), k, v, product.shape[:-1]
 
 
-def embed(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Rows of the embedding for tokens (B, S): the beginning of the residual stream."""
-    return F.embedding(tokens, weight)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
 
@@ -135,7 +130,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
-        self.function: Any = embed  # (tokens, weight) -> rows
+        self.function: Any = F.embedding  # (tokens, weight) -> rows
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.function(tokens, local(self.weight))
@@ -192,24 +187,25 @@ class Block(nn.Module):
         assert queries is not None
         part = local_waiting if weight_queue.offered else local
 
-        def part_or_none(parameter: Tensor | None) -> Tensor | None:
+        def maybe(module: nn.Module | None, name: str) -> Tensor | None:
+            parameter = None if module is None else getattr(module, name)
             return None if parameter is None else part(parameter)
 
         return BlockWeights(
             attention_norm=part(self.attention_norm.weight),
             wqkv=part(queries.weight),
-            wqkv_bias=part_or_none(queries.bias),
-            wkv=None if a.wkv is None else part(a.wkv.weight),
-            wkv_bias=None if a.wkv is None else part_or_none(a.wkv.bias),
-            q_norm=None if a.q_norm is None else part(a.q_norm.weight),
-            k_norm=None if a.k_norm is None else part(a.k_norm.weight),
+            wqkv_bias=maybe(queries, "bias"),
+            wkv=maybe(a.wkv, "weight"),
+            wkv_bias=maybe(a.wkv, "bias"),
+            q_norm=maybe(a.q_norm, "weight"),
+            k_norm=maybe(a.k_norm, "weight"),
             wo=part(a.wo.weight),
-            wo_bias=part_or_none(a.wo.bias),
+            wo_bias=maybe(a.wo, "bias"),
             ffn_norm=part(self.ffn_norm.weight),
             w13=part(f.w13.weight),
-            w13_bias=part_or_none(f.w13.bias),
+            w13_bias=maybe(f.w13, "bias"),
             w2=part(f.w2.weight),
-            w2_bias=part_or_none(f.w2.bias),
+            w2_bias=maybe(f.w2, "bias"),
         )
 
     def forward(
@@ -262,36 +258,29 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         *,
+        stage: Stage | None = None,
+        x: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Hidden states (B, S, dim) of tokens (B, S) after the final norm; ranks that share tokens get their rows.
 
-        `positions` (S,) or (B, S) default to 0, 1, ...; `documents` (B, S) keep packed documents apart.
+        `positions` (S,) or (B, S) default to 0, 1, ...; `documents` (B, S) keep packed documents apart. With `stage`,
+        one of several, `x` is the residual stream before it (None before the first) and the result that after it.
         """
-        (whole,) = self.stages
-        return self._run(whole, None, tokens, positions, documents, cache)
-
-    def stage(self, x: Tensor | None, tokens: Tensor, documents: Tensor | None, stage: Stage) -> Tensor:
-        """One stage of the model over the residual stream x, which is None for the first stage."""
-        return self._run(stage, x, tokens, None, documents, None)
-
-    def _run(
-        self,
-        stage: Stage,
-        x: Tensor | None,
-        tokens: Tensor,
-        positions: Tensor | None,
-        documents: Tensor | None,
-        cache: KVCache | None,
-    ) -> Tensor:
+        if stage is None:
+            (stage,) = self.stages
         if stage.first:
             assert self.tok_embeddings is not None
             x = self.tok_embeddings(tokens)
             x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         assert x is not None
-        cos, sin, masks = self._surroundings(tokens, x.dtype, positions, documents, cache)
+        cos, sin = self._rope(tokens, positions, cache)
+        if self.context is not None and cache is None:
+            masks = self.context.masks(self.arch, tokens, x.dtype, documents)
+        else:
+            masks = make_masks(self.arch, tokens, x.dtype, documents, cache)
         for index in stage.layers:
             block, layer = self.block(index), None if cache is None else cache.layer(index)
             x = block(x, cos, sin, masks[block.window], (tokens.shape[0], tokens.shape[1]), layer)
@@ -302,18 +291,9 @@ class Decoder(nn.Module):
         assert self.norm is not None
         return self.norm(x)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: KVCache | None = None,
-    ) -> Tensor:
-        """Logits (B, S, V)."""
-        return linear(
-            self.hidden(tokens, positions=positions, documents=documents, cache=cache), self.output_weight(), None
-        )
+    def forward(self, tokens: Tensor, **options: Any) -> Tensor:
+        """Logits (B, S, V); `options` are those of `hidden`."""
+        return linear(self.hidden(tokens, **options), self.output_weight(), None)
 
     def blocks(self) -> list[Block]:
         return [block for block in self.layers.values() if isinstance(block, Block)]
@@ -328,20 +308,6 @@ class Decoder(nn.Module):
         module = self.tok_embeddings if self.output is None else self.output
         assert module is not None, "the output is in another stage"
         return local(module.weight)
-
-    def _surroundings(
-        self,
-        tokens: Tensor,
-        dtype: torch.dtype,
-        positions: Tensor | None,
-        documents: Tensor | None,
-        cache: KVCache | None = None,
-    ) -> tuple[Tensor, Tensor, dict[int, AttentionMask]]:
-        """The inputs that all blocks share: cosines, sines, and the mask of every window size."""
-        cos, sin = self._rope(tokens, positions, cache)
-        if self.context is not None and cache is None:
-            return cos, sin, self.context.masks(self.arch, tokens, dtype, documents)
-        return cos, sin, make_masks(self.arch, tokens, dtype, documents, cache)
 
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines that broadcast to (B, S, KV, group, D/2); those of the default positions are cached.

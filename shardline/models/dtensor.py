@@ -1,4 +1,4 @@
-"""A parameter may be a DTensor, of which this rank holds a shard: reading that shard, and filling it."""
+"""A parameter may be a DTensor, of which this rank holds a shard: what that shard is, and where it lies."""
 
 from __future__ import annotations
 
@@ -41,12 +41,6 @@ class _Local(torch.autograd.Function):
 
         mesh, placements, shape, stride = ctx.layout
         return DTensor.from_local(gradient, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def copy_into(parameter: Tensor, values: Tensor) -> None:
-    """Fill a parameter, or the shard of it that this rank holds, from the whole tensor's values."""
-    with torch.no_grad():
-        local(parameter).copy_(values[local_slices(parameter)])
 
 
 def local_slices(parameter: Any) -> tuple[slice, ...]:

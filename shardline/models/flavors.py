@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,36 +15,21 @@ from shardline.errors import ConfigError, blame
 from shardline.models.hf_config import architecture_from_hf
 
 
-def _llama3(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **more: Any) -> Architecture:
-    return Architecture(
-        dim=dim,
-        n_layers=layers,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        ffn_dim=ffn_dim,
-        rope_theta=500000.0,
-        norm_eps=1e-5,
-        family="llama",
-        **{"vocab_size": 128256, **more},
-    )
+def _sized(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **more: Any) -> Architecture:
+    return Architecture(dim=dim, n_layers=layers, n_heads=heads, n_kv_heads=kv_heads, ffn_dim=ffn_dim, **more)
 
 
-def _qwen3(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **more: Any) -> Architecture:
-    return Architecture(
-        dim=dim,
-        n_layers=layers,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        ffn_dim=ffn_dim,
-        head_dim=128,
-        rope_theta=1000000.0,
-        norm_eps=1e-6,
-        qk_norm=True,
-        family="qwen3",
-        **{"vocab_size": 151936, "max_seq_len": 40960, **more},
-    )
-
-
+_llama3 = functools.partial(_sized, family="llama", vocab_size=128256, rope_theta=500000.0, norm_eps=1e-5)
+_qwen3 = functools.partial(
+    _sized,
+    family="qwen3",
+    vocab_size=151936,
+    max_seq_len=40960,
+    head_dim=128,
+    rope_theta=1000000.0,
+    norm_eps=1e-6,
+    qk_norm=True,
+)
 _SCALING = RopeScaling(
     type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )

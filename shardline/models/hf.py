@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,13 +78,13 @@ def hf_name(name: str) -> str:
 
 
 class HFTensors(LazyTensors):
-    """The tensors of a Hugging Face folder by logical name, each read from its file on access."""
+    """The tensors of a Hugging Face folder, mapped from their files: a rank that uses some rows reads only these."""
 
     def __init__(self, arch: Architecture, rows: dict[str, tuple[Path, HeaderRow]]) -> None:
         self.arch, self._rows = arch, rows
 
     def __getitem__(self, name: str) -> Tensor:
-        return _read_tensor(*self._rows[name])
+        return _map_tensor(*self._rows[name])
 
     def dtype(self, name: str) -> torch.dtype:
         return torch_type(self._rows[name][1].dtype)
@@ -169,13 +170,18 @@ def _header(path: Path) -> dict[str, HeaderRow]:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
 
-def _read_tensor(path: Path, row: HeaderRow) -> Tensor:
-    tensor = torch.empty(row.shape, dtype=torch_type(row.dtype))
-    with path.open("rb") as file:
-        file.seek(row.start)
-        if tensor.numel() and file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != tensor.nbytes:
-            raise UserError(f"{path}: it ends within a tensor of {tensor.nbytes} bytes at byte {row.start}")
-    return tensor
+def _map_tensor(path: Path, row: HeaderRow) -> Tensor:
+    """A tensor over the file itself; writing to it changes a copy."""
+    dtype = torch_type(row.dtype)
+    size = row.elements * dtype.itemsize
+    if size == 0:  # nothing can be mapped
+        return torch.empty(row.shape, dtype=dtype)
+    try:
+        raw = np.memmap(path, np.uint8, mode="c", offset=row.start, shape=(size,))
+    except ValueError:
+        raise UserError(f"{path}: it ends within a tensor of {size} bytes at byte {row.start}") from None
+    # Headers are padded to 8 bytes by most writers; elements at other places are copied to where a CPU can load them.
+    return torch.from_numpy(raw if row.start % dtype.itemsize == 0 else np.array(raw)).view(dtype).view(row.shape)
 
 
 def _check_tied(folder: Path, stored: dict[str, tuple[Path, HeaderRow]]) -> None:
@@ -183,7 +189,7 @@ def _check_tied(folder: Path, stored: dict[str, tuple[Path, HeaderRow]]) -> None
     embedding = _OUTSIDE["tok_embeddings.weight"]
     if embedding not in stored:
         return
-    if not torch.equal(_read_tensor(*stored["lm_head.weight"]), _read_tensor(*stored[embedding])):
+    if not torch.equal(_map_tensor(*stored["lm_head.weight"]), _map_tensor(*stored[embedding])):
         raise UserError(
             f"{folder}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
             "set tie_word_embeddings to false in config.json to keep both"
@@ -226,7 +232,7 @@ def write_hf(
         if assets_from is not None:
             copy_assets(assets_from, partial)
         special = _special_tokens(assets_from) or special_tokens or {}
-        type_name = _type_name(dtype or entries[0].dtype)
+        type_name = str(dtype or entries[0].dtype).removeprefix("torch.")
         _write_json(partial / "config.json", hf_config(arch, type_name, **special))
         os.replace(partial, out)
     except BaseException:
@@ -269,10 +275,6 @@ def _special_tokens(folder: Path | str | None) -> dict[str, Any]:
         return {}
     given = read_config(Path(folder))
     return {key: given[key] for key in ("bos_token_id", "eos_token_id") if given.get(key) is not None}
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def copy_assets(source: Path | str, target: Path | str) -> None:

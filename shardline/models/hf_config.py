@@ -7,11 +7,11 @@ ignored here too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardline.config.architecture import Architecture, RopeScaling, build
+from shardline.config.architecture import SCALING_FIELDS, Architecture, RopeScaling, build
 from shardline.errors import ConfigError, UserError
 
 CLASSES = {
@@ -81,7 +81,7 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
             "n_layers": merged["num_hidden_layers"],
             "n_heads": heads,
             "n_kv_heads": merged.get("num_key_value_heads") or heads,
-            "head_dim": _head_dim(family, merged),
+            "head_dim": merged.get("head_dim") or merged["hidden_size"] // heads,  # of every family, Qwen2 too
             "ffn_dim": merged["intermediate_size"],
             "vocab_size": merged["vocab_size"],
             "max_seq_len": merged["max_position_embeddings"],
@@ -98,11 +98,6 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
             "init_std": merged["initializer_range"] or _COMMON["initializer_range"],
         }
     )
-
-
-def _head_dim(family: str, config: Mapping[str, Any]) -> int:
-    """The given head_dim, which Qwen2 honours too although it defines none; all fall back to the same quotient."""
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def _refuse(family: str, config: Mapping[str, Any]) -> None:
@@ -132,49 +127,28 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     kind = rope.pop("rope_type", None) or legacy or "default"
     if kind == "default":
         return theta, None
-    readers: dict[str, Callable[[dict[str, Any], Mapping[str, Any]], RopeScaling]] = {
-        "linear": _linear,
-        "llama3": _llama3,
-        "yarn": _yarn,
-    }
-    if kind not in readers:
-        raise ConfigError(f"rope_type {kind!r} is not supported (supported: default, {', '.join(readers)})")
+    if kind not in SCALING_FIELDS:
+        raise ConfigError(f"rope_type {kind!r} is not supported (supported: default, {', '.join(SCALING_FIELDS)})")
     try:
-        return theta, readers[kind](rope, config)
+        return theta, _scaling(kind, rope, config)
     except KeyError as error:
         raise ConfigError(f"rope_type {kind!r} needs {error.args[0]}") from None
     except ValueError as error:
         raise ConfigError(f"rope_type {kind!r}: {error}") from None
 
 
-def _linear(rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
-    return RopeScaling(type="linear", factor=rope["factor"])
-
-
-def _llama3(rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
-    return RopeScaling(
-        type="llama3",
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_position_embeddings=_original(rope, config),
-    )
-
-
-def _yarn(rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
-    original = _original(rope, config)
-    factor = rope["factor"]
-    return RopeScaling(
-        type="yarn",
-        factor=factor if factor is not None else config["max_position_embeddings"] / original,
-        original_max_position_embeddings=original,
-        attention_factor=rope.get("attention_factor"),
-        beta_fast=rope.get("beta_fast") or 32.0,
-        beta_slow=rope.get("beta_slow") or 1.0,
-        mscale=rope.get("mscale"),
-        mscale_all_dim=rope.get("mscale_all_dim"),
-        truncate=rope.get("truncate", True),
-    )
+def _scaling(kind: Any, rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
+    """Keys that are left out have our defaults; llama3's are needed, as is `factor`, which yarn derives from null."""
+    needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    values = {key: rope[key] for key in needed}
+    values |= {key: rope[key] for key in SCALING_FIELDS[kind] if key in rope}
+    if kind == "yarn":
+        values = {key: value for key, value in values.items() if value or key not in ("beta_fast", "beta_slow")}
+        if values["factor"] is None:
+            values["factor"] = config["max_position_embeddings"] / _original(rope, config)
+    if kind != "linear":
+        values["original_max_position_embeddings"] = _original(rope, config)
+    return RopeScaling(type=kind, **values)
 
 
 def _original(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
@@ -294,17 +268,12 @@ def hf_config(
 
 def _rope_keys(arch: Architecture) -> dict[str, Any]:
     """Both layouts: transformers 5 reads `rope_parameters`, older ones the other two."""
-    if arch.rope_scaling is None:
-        scaling = None
-    else:
-        fields = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
-        yarn = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-        kept = fields.get(arch.rope_scaling.type, yarn)
-        values = {name: getattr(arch.rope_scaling, name) for name in kept}
-        scaling = {"rope_type": arch.rope_scaling.type, **{k: v for k, v in values.items() if v is not None}}
-        if arch.rope_scaling.type != "linear":
-            original = arch.rope_scaling.original_max_position_embeddings or arch.max_seq_len
-            scaling["original_max_position_embeddings"] = original
+    scaling = None
+    if (rope := arch.rope_scaling) is not None:
+        values = {name: getattr(rope, name) for name in ("factor", *SCALING_FIELDS[rope.type])}
+        scaling = {"rope_type": rope.type, **{name: value for name, value in values.items() if value is not None}}
+        if rope.type != "linear":
+            scaling.setdefault("original_max_position_embeddings", arch.max_seq_len)
     parameters = {"rope_theta": arch.rope_theta, **(scaling or {"rope_type": "default"})}
     return {"rope_theta": arch.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -10,29 +10,29 @@ from torch import Tensor
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.models.dtensor import copy_into
-from shardline.models.fused_weights import fuse, logical_names, logical_shapes, unfuse
+from shardline.models.dtensor import local, local_slices
+from shardline.models.fused_weights import logical_names, logical_rows, logical_shapes
 from shardline.words import listed
 
 
 def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
-    """Copy logical tensors into the model, one parameter at a time; `tensors` may read lazily.
+    """Copy logical tensors into the model, one parameter at a time, using only the rows that this rank holds.
 
     With `strict` the names must be exactly those of the model; without it parameters whose tensors are absent keep
     their values, but a fused weight is never filled in part.
     """
-    wanted = {name: logical_names(model.arch, name) for name, _ in model.named_parameters()}
     present = set(tensors)
     if strict:
         check_names(model.arch, present)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            found = [part for part in wanted[name] if part in present]
+            wanted = logical_names(model.arch, name)
+            found = [part for part in wanted if part in present]
             if not found:
                 continue
-            if len(found) < len(wanted[name]):
-                raise UserError(f"{name} needs {', '.join(wanted[name])}; only {', '.join(found)} is there")
-            _copy(model, name, parameter, {part: tensors[part] for part in found})
+            if len(found) < len(wanted):
+                raise UserError(f"{name} needs {', '.join(wanted)}; only {', '.join(found)} is there")
+            _copy(model.arch, name, parameter, tensors)
 
 
 def check_names(arch: Architecture, present: Set[str]) -> None:
@@ -40,19 +40,22 @@ def check_names(arch: Architecture, present: Set[str]) -> None:
     expected = logical_shapes(arch)
     missing = [part for part in expected if part not in present]
     unexpected = sorted(present - expected.keys())
-    problems = [
-        f"{word}: {listed(names, most=8)}"
-        for word, names in (("missing", missing), ("unexpected", unexpected))
-        if names
-    ]
-    if problems:
-        raise UserError(f"the tensors do not fit the model; {'; '.join(problems)}")
+    if missing or unexpected:
+        raise UserError(f"the tensors do not fit the model; {misfits(missing, unexpected, most=8)}")
 
 
-def _copy(model: Decoder, name: str, parameter: Tensor, parts: dict[str, Tensor]) -> None:
-    empty = torch.empty(parameter.shape, device="meta")
-    shapes = {part: tuple(tensor.shape) for part, tensor in unfuse(model.arch, name, empty).items()}
-    for part, tensor in parts.items():
-        if tuple(tensor.shape) != shapes[part]:
-            raise UserError(f"{part} has shape {tuple(tensor.shape)}, but the model needs {shapes[part]}")
-    copy_into(parameter, fuse(model.arch, name, parts))
+def misfits(missing: Sequence[str], unexpected: Sequence[str], most: int) -> str:
+    """`missing: a, b; unexpected: c`, at most so many names of each."""
+    kinds = {"missing": missing, "unexpected": unexpected}
+    return "; ".join(f"{word}: {listed(names, most)}" for word, names in kinds.items() if names)
+
+
+def _copy(arch: Architecture, name: str, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    target = local(parameter)
+    rows, *columns = local_slices(parameter)
+    for part in logical_rows(arch, name, parameter.shape[0], rows):
+        tensor, needed = tensors[part.name], (part.size, *parameter.shape[1:])
+        if tuple(tensor.shape) != needed:
+            raise UserError(f"{part.name} has shape {tuple(tensor.shape)}, but the model needs {needed}")
+        values = tensor[(slice(part.start, part.stop), *columns)]
+        target.index_copy_(0, part.places.to(target.device), values.to(target))

@@ -26,6 +26,17 @@ from shardline.models.dtensor import local
 SCRATCH = {"cuda": 16 << 20, "cpu": 1 << 20}  # elements of each moment that are in float32 at a time
 
 
+def adam_state(
+    parameter: Tensor, dtype: torch.dtype | None = None, counts_on: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """What the first step of any Adam would make; a fused one of torch's counts steps on the parameter's device."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=counts_on),
+        "exp_avg": torch.zeros_like(parameter, dtype=dtype, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, requires_grad=False),
+    }
+
+
 class Segment(NamedTuple):
     """A flat piece of one parameter: views, except of a gradient that is not contiguous."""
 
@@ -49,11 +60,7 @@ class NarrowAdam(torch.optim.Optimizer):
         self._noise: tuple[tuple[int, torch.device], Tensor] | None = None
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device="cpu"),
-            "exp_avg": torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, dtype=torch.bfloat16, requires_grad=False),
-        }
+        return adam_state(parameter, torch.bfloat16)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

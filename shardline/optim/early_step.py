@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,9 @@ from torch import Tensor, nn
 from shardline.models.dtensor import local
 from shardline.optim.norms import squared_sum
 
-Result = TypeVar("Result", bound="Outcome")
-
 
 class EarlyStep:
-    """Uses gradients in hooks: inside `stepping()` it steps `optimizer`, inside `measuring()` it adds up squares.
+    """Uses gradients in hooks, inside `using()`: it adds up their squares, steps `optimizer` with them, and frees them.
 
     `enabled` is False for all micro-batches but the last. Parameters in `late` have no hook: their gradients are
     complete only after backward, and `finish` uses them. `share` is the part of a local squared sum that counts in the
@@ -57,29 +55,16 @@ class EarlyStep:
         self._steps = self._measures = False
         self._scale = 1.0
         waiting = set(late)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self.use)
-            for parameter in self._groups
-            if parameter not in waiting
-        ]
+        for parameter in self._groups:
+            if parameter not in waiting:
+                parameter.register_post_accumulate_grad_hook(self.use)
 
     @contextlib.contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Measure gradients and free them; nothing is stepped."""
-        with self._doing(steps=False, measures=True, scale=1.0):
-            yield
-
-    @contextlib.contextmanager
-    def stepping(self, scale: float | None = None) -> Iterator[None]:
-        """Step with gradients and free them. With a `scale` (of a second pass) they are multiplied, not measured."""
-        with self._doing(steps=True, measures=scale is None, scale=1.0 if scale is None else scale):
-            yield
-
-    @contextlib.contextmanager
-    def _doing(self, *, steps: bool, measures: bool, scale: float) -> Iterator[None]:
-        if measures:
+    def using(self, *, steps: bool, scale: float | None = None) -> Iterator[None]:
+        """Measure gradients, and step with them if `steps`; with a `scale` (of a second pass) multiply, not measure."""
+        self._steps, self._measures, self._scale = steps, scale is None, 1.0 if scale is None else scale
+        if self._measures:
             self._squares.zero_()
-        self._steps, self._measures, self._scale = steps, measures, scale
         try:
             yield
         finally:
@@ -115,10 +100,6 @@ class EarlyStep:
         """0-d: this rank's share of the squared norm of all gradients; the sum over ranks is the whole."""
         return self._squares.sum()
 
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
     def _step(self, parameters: list[Any]) -> None:
         """One step of the optimizer as if it had these parameters only, with the options their groups have now."""
         every = self.optimizer.param_groups
@@ -130,26 +111,17 @@ class EarlyStep:
             self.optimizer.param_groups = every
 
 
-class Outcome(Protocol):
-    """Numbers of the whole job: every rank has the same."""
-
-    @property
-    def loss(self) -> float: ...
-
-    @property
-    def grad_norm(self) -> float: ...
-
-
 def step_early(
-    early: EarlyStep, backward: Callable[[], Tensor], agree: Callable[[Tensor, Tensor], Result], max_norm: float
-) -> tuple[Result, bool]:
+    early: EarlyStep, backward: Callable[[], Tensor], agree: Callable[[Tensor, Tensor], Any], max_norm: float
+) -> tuple[Any, bool]:
     """One optimizer step; returns its outcome, and whether the weights were changed.
 
     `backward` runs forward and backward over all micro-batches and returns the loss: once, or, where `max_norm` (above
-    0) clips, twice. `agree` makes the outcome of all ranks from this rank's loss and its part of the squared norm.
+    0) clips, twice. `agree` makes the outcome of all ranks, which has `loss` and `grad_norm`, from this rank's loss and
+    its part of the squared norm.
     """
     clips = 0 < max_norm < math.inf
-    with early.measuring() if clips else early.stepping():
+    with early.using(steps=not clips):
         loss = backward()
         early.finish()
     result = agree(loss, early.norm_squared())
@@ -157,7 +129,7 @@ def step_early(
         return result, True
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         return result, False
-    with early.stepping(min(1.0, max_norm / (result.grad_norm + 1e-6))):
+    with early.using(steps=True, scale=min(1.0, max_norm / (result.grad_norm + 1e-6))):
         backward()
         early.finish()
     return result, True

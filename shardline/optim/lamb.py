@@ -16,7 +16,6 @@ The gradients are overwritten with the update, so that no second copy of the mod
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,50 +23,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from shardline.comm.collectives import sum_over_group
 from shardline.models.dtensor import local, local_slices
-from shardline.models.fused_weights import logical_names, unfuse
+from shardline.models.fused_weights import logical_rows
+from shardline.optim.bfloat16_moments import adam_state
 from shardline.optim.clip import shards
 from shardline.optim.norms import squared_row_sums, squared_sums
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Which logical weight each local row of a fused one belongs to."""
-
-    member: Tensor  # (parts, local rows) float32: 1 where the row is of the part
-
-    @property
-    def count(self) -> int:
-        return self.member.shape[0]
-
-    def sum(self, rows: Tensor) -> Tensor:
-        """(local rows,) -> (parts,)"""
-        return (self.member * rows).sum(1)
-
-    def spread(self, values: Tensor) -> Tensor:
-        """(parts,) -> (local rows, 1); a product with 0 and 1 has no rounding."""
-        return (self.member * values[:, None]).sum(0)[:, None]
-
-
-def fused_parts(model: nn.Module) -> dict[nn.Parameter, Parts]:
-    """The parts of every fused matrix of a `Decoder`, for the rows this rank holds, however the rows are cut."""
-    found: dict[nn.Parameter, Parts] = {}
+def fused_parts(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """Every fused matrix of a `Decoder`: (parts, local rows) float32, 1 where a row of this rank is of the part."""
+    found: dict[nn.Parameter, Tensor] = {}
     arch: Any = getattr(model, "arch", None)
     for name, parameter in model.named_parameters() if arch is not None else ():
-        if parameter.ndim > 1 and len(logical_names(arch, name)) > 1:
-            rows = local_slices(parameter)[0] if isinstance(parameter, DTensor) else slice(None)
-            pieces = unfuse(arch, name, torch.arange(parameter.shape[0], device="cpu")).values()
-            member = torch.zeros(len(pieces), parameter.shape[0], device="cpu")
-            for index, piece in enumerate(pieces):
-                member[index, piece] = 1
-            found[parameter] = Parts(member[:, rows].to(parameter.device))
+        rows = local_slices(parameter)[0]
+        pieces = logical_rows(arch, name, parameter.shape[0], rows)
+        if parameter.ndim > 1 and len(pieces) > 1:
+            member = torch.zeros(len(pieces), rows.stop - rows.start, device="cpu")
+            for row, piece in zip(member, pieces, strict=True):
+                row[piece.places] = 1
+            found[parameter] = member.to(parameter.device)
     return found
 
 
-def whole_norms(tensors: Sequence[Tensor], parts: Sequence[Parts | None] | None = None) -> Tensor:
+def whole_norms(tensors: Sequence[Tensor], parts: Sequence[Tensor | None] | None = None) -> Tensor:
     """L2 norms of whole tensors, sharded or not, float32: one per tensor, or one per part where `parts` has an entry.
 
     Every rank of a DTensor's mesh calls this with the same list. All tensors whose mesh holds every rank share one
@@ -84,18 +64,19 @@ def whole_norms(tensors: Sequence[Tensor], parts: Sequence[Parts | None] | None 
     for mesh in dict.fromkeys(_mesh(tensors[index]) for index in sharded if index not in set(everywhere)):
         of_mesh = [index for index in sharded if _mesh(tensors[index]) == mesh]
         for dimension in range(mesh.ndim):
-            cut = [_is_cut(tensors[index].placements[dimension]) for index in of_mesh]  # type: ignore[attr-defined]
-            if any(cut):
-                scales = [1.0 if is_cut else 1 / mesh.size(dimension) for is_cut in cut]
+            placements = [tensors[index].placements[dimension] for index in of_mesh]  # type: ignore[attr-defined]
+            copied = [placement.is_replicate() for placement in placements]
+            if not all(copied):
+                scales = [1 / mesh.size(dimension) if is_copied else 1.0 for is_copied in copied]
                 _sum_over(mesh.get_group(dimension), mesh, sums, of_mesh, scales)
     return torch.cat(sums).sqrt() if sums else torch.zeros(0)
 
 
-def _local_squared_sums(tensors: list[Tensor], parts: Sequence[Parts | None]) -> list[Tensor]:
+def _local_squared_sums(tensors: list[Tensor], parts: Sequence[Tensor | None]) -> list[Tensor]:
     """One vector per tensor: (1,), or (parts,) for a fused weight."""
     sums = iter(squared_sums([tensor for tensor, part in zip(tensors, parts, strict=True) if part is None]))
     return [
-        next(sums).reshape(1) if part is None else part.sum(squared_row_sums(tensor.flatten(1)))
+        next(sums).reshape(1) if part is None else (part * squared_row_sums(tensor.flatten(1))).sum(1)
         for tensor, part in zip(tensors, parts, strict=True)
     ]
 
@@ -113,13 +94,6 @@ def _sum_over(
     flat = sum_over_group(flat, group).to(sums[chosen[0]].device)
     for index, values in zip(chosen, flat.split([len(part) for part in scaled]), strict=True):
         sums[index] = values
-
-
-def _is_cut(placement: Placement) -> bool:
-    """Whether the ranks of a mesh dimension hold different parts, rather than copies."""
-    if placement.is_partial():
-        raise ValueError(f"{placement}: a sum that ranks have not added up yet has no norm")
-    return not placement.is_replicate()
 
 
 def _copies(tensor: Tensor) -> int:
@@ -140,7 +114,7 @@ class _Layerwise(torch.optim.Optimizer):
     """What LAMB and LARS share: lists of local tensors per group, and one round of norms for all of them."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], options: dict[str, Any], parts: Mapping[nn.Parameter, Parts]
+        self, groups: list[dict[str, Any]], options: dict[str, Any], parts: Mapping[nn.Parameter, Tensor]
     ) -> None:
         super().__init__(groups, options)
         self.parts = parts
@@ -169,8 +143,11 @@ class _Layerwise(torch.optim.Optimizer):
     def _multiply(self, parameters: list[nn.Parameter], ratios: Tensor) -> None:
         """Multiply each gradient by its ratio, each part of a fused one by its own."""
         parts = [self.parts.get(parameter) for parameter in parameters]
-        pieces = ratios.split([1 if part is None else part.count for part in parts])
-        factors = [piece if part is None else part.spread(piece) for piece, part in zip(pieces, parts, strict=True)]
+        pieces = ratios.split([1 if part is None else len(part) for part in parts])
+        factors = [
+            piece if part is None else (part * piece[:, None]).sum(0)[:, None]  # a product with 0 and 1 does not round
+            for piece, part in zip(pieces, parts, strict=True)
+        ]
         torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factors)
 
 
@@ -178,11 +155,7 @@ class Lamb(_Layerwise):
     """Groups with `adapt` take trust ratios; the others step as Adam does."""
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device="cpu"),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
+        return adam_state(parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

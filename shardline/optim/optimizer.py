@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardline import registry
 from shardline.config.names import LAYERWISE
+from shardline.config.schema import Config
+from shardline.config.schema import Optimizer as Section
 from shardline.errors import ConfigError, UserError
 from shardline.models.dtensor import local
 from shardline.optim.bfloat16_moments import NarrowAdam
 from shardline.optim.lamb import Lamb, Lars, fused_parts
-
-if TYPE_CHECKING:
-    from shardline.config.schema import Config
-    from shardline.config.schema import Optimizer as Section
 
 log = logging.getLogger("shardline")
 
@@ -41,7 +39,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.name` names, built in or registered, over the parameters that are trained."""
     section = config.optimizer
     if section.name in registry.optimizers:
-        built = registry.optimizers[section.name](parameter_groups(section, model), section)
+        built = registry.optimizers[section.name](parameter_groups(section, model, section.decay_norms), section)
         if not isinstance(built, torch.optim.Optimizer):
             kind = type(built).__name__
             raise ConfigError(
@@ -50,7 +48,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return built
     if section.name in LAYERWISE:
         return _build_layerwise(section, model)
-    adam = _build_adam(section, parameter_groups(section, model))
+    adam = _build_adam(section, parameter_groups(section, model, section.decay_norms))
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
     return NarrowAdam(adam) if section.state_dtype == "bfloat16" and wide else adam
 
@@ -63,25 +61,16 @@ def scaled_lr(config: Config, global_batch_size: int) -> float:
     return section.lr * global_batch_size / section.lr_scaling_base_batch
 
 
-def parameter_groups(section: Section, model: nn.Module) -> list[dict[str, Any]]:
-    """One group; two with `decay_norms = false`, where norm weights and biases (1-D) get no weight decay."""
-    if section.decay_norms:
-        return [{"params": _trained(model), "weight_decay": section.weight_decay}]
-    return _two_groups(section, model)
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
+def parameter_groups(section: Section, model: nn.Module, decay_norms: bool) -> list[dict[str, Any]]:
+    """One group; two without `decay_norms`, where norm weights and biases (1-D) get no weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError("the model has no parameter to train: every one is frozen")
     for name, parameter in model.named_parameters():
         if not local(parameter).is_contiguous():  # torch's fused CPU kernel would silently step the wrong elements
             raise ValueError(f"{name} is not contiguous in memory")
-    return trained
-
-
-def _two_groups(section: Section, model: nn.Module) -> list[dict[str, Any]]:
-    trained = _trained(model)
+    if decay_norms:
+        return [{"params": trained, "weight_decay": section.weight_decay}]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": section.weight_decay},
         {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
@@ -91,7 +80,7 @@ def _two_groups(section: Section, model: nn.Module) -> list[dict[str, Any]]:
 
 def _build_layerwise(section: Section, model: nn.Module) -> Lamb | Lars:
     """LAMB or LARS: matrices take trust ratios and decay, norm weights and biases neither."""
-    groups = [{**group, "adapt": group["params"][0].ndim > 1} for group in _two_groups(section, model)]
+    groups = [{**group, "adapt": group["params"][0].ndim > 1} for group in parameter_groups(section, model, False)]
     parts = fused_parts(model)
     if section.name == "LAMB":
         options = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardline.errors import UserError
-from shardline.optim.bfloat16_moments import NarrowAdam
+from shardline.models.state import misfits
+from shardline.optim.bfloat16_moments import NarrowAdam, adam_state
 from shardline.optim.lamb import Lamb, Lars
 from shardline.optim.optimizer import BUILT_IN
-from shardline.words import listed
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -55,20 +55,17 @@ def prepare_state(
     for key, (shape, dtype) in saved.items():
         if key not in own:
             kind, name = key.split(".", 1)
-            own[key] = optimizer.state[parameters[name]][kind] = _empty_state(shape, dtype, parameters[name])
+            parameter = parameters[name]
+            if shape == tuple(parameter.shape):  # sharded like the parameter
+                state = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                state = torch.empty(shape, dtype=dtype, device=parameter.device)
+            own[key] = optimizer.state[parameter][kind] = state
     return {key: own[key] for key in saved}
 
 
-def _empty_state(shape: tuple[int, ...], dtype: torch.dtype, parameter: nn.Parameter) -> Tensor:
-    """Memory on the parameter's device, sharded like the parameter where it has the same shape."""
-    if shape != tuple(parameter.shape):
-        return torch.empty(shape, dtype=dtype, device=parameter.device)
-    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-
-
-def _check_names(own: Mapping[str, Tensor], given: Iterable[str], parameters: Mapping[str, Tensor]) -> None:
+def _check_names(own: Mapping[str, Tensor], given: Collection[str], parameters: Mapping[str, Tensor]) -> None:
     """Refuse state that is missing or of another model; a registered optimizer that has not stepped takes any kind."""
-    given = set(given)
     missing = [key for key in own if key not in given]
     kinds = {key.split(".", 1)[0] for key in own}
     unexpected = []
@@ -76,11 +73,9 @@ def _check_names(own: Mapping[str, Tensor], given: Iterable[str], parameters: Ma
         kind, _, name = key.partition(".")
         if name not in parameters or (kinds and kind not in kinds):
             unexpected.append(key)
-    problems = [
-        f"{word}: {listed(keys, most=4)}" for word, keys in (("missing", missing), ("unexpected", unexpected)) if keys
-    ]
-    if problems:
-        raise UserError(f"the saved optimizer state does not fit this model and optimizer; {'; '.join(problems)}")
+    if missing or unexpected:
+        problems = misfits(missing, unexpected, most=4)
+        raise UserError(f"the saved optimizer state does not fit this model and optimizer; {problems}")
 
 
 def _named(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
@@ -97,9 +92,6 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     if isinstance(optimizer, Lamb | Lars | NarrowAdam):
         state.update(optimizer.initial_state(parameter))
     elif type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
-        # What the first step would make; a fused step counts on the parameter's device.
         on_device = options["fused"] or options["capturable"]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
-        state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-        state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+        state.update(adam_state(parameter, counts_on=parameter.device if on_device else "cpu"))
     return state

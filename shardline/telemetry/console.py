@@ -12,19 +12,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 import rich.console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.run.folder import RunFolder
 from shardline.run.stop import TIME_LIMIT
-
-if TYPE_CHECKING:
-    from shardline.config.schema import Config
 
 log = logging.getLogger("shardline")
 LOGGERS = ("shardline", "py.warnings")  # the second one carries what the warnings module reports
@@ -168,9 +166,7 @@ class RunSummary:
     first: dict[str, Any] | None = None
     last: dict[str, Any] | None = None
     memory: float = 0.0
-    speed: float = (
-        0.0  # mean tokens per second; the first row has start-up costs and counts only as long as there is no other
-    )
+    speed: float = 0.0  # mean tokens per second; the first row, with start-up costs, counts only while it is alone
     counted: int = 0
     tensor: list[tuple[float, float, float]] = field(default_factory=list)  # seconds: step, tp communication, exposed
     bubbles: list[float] = field(default_factory=list)
@@ -201,7 +197,8 @@ class Console:
         theoretical_bubble: float | None = None,
     ) -> None:
         self.folder, self.rank, self.clock = folder, rank, clock
-        self.handler = _console_handler() or ConsoleHandler(make_terminal(not config.metrics.disable_color_printing))
+        there = [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]
+        self.handler = (there or [ConsoleHandler(make_terminal(not config.metrics.disable_color_printing))])[0]
         self.terminal = self.handler.terminal
         self.bar: Progress | None = None
         self.seen = RunSummary(theoretical_bubble=theoretical_bubble)
@@ -230,7 +227,7 @@ class Console:
     def advance(self, step: int) -> None:
         """Move the bar after a step, with or without a row."""
         self.step = step
-        self._mark()
+        self.first_mark = self.first_mark or (step, self.clock())
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step)
             if self.clock() - self.drawn_at > 0.1:
@@ -269,7 +266,10 @@ class Console:
         self.handler.live = self.terminal.is_interactive
         log.info("\n".join(f"{name:<{width}}  {value}" for name, value in lines), extra={"shown_live": True})
         if self.handler.live:
-            self.terminal.print(_table(lines))
+            table = Table(Column(style="bold", no_wrap=True), Column(overflow="fold"), show_header=False)
+            for line in lines:
+                table.add_row(*line)
+            self.terminal.print(table)
         self.handler.live = False
         self.seen = RunSummary()
 
@@ -278,15 +278,9 @@ class Console:
         self.bar.refresh()
         self.drawn_at = self.clock()
 
-    def _mark(self) -> None:
-        if self.first_mark is None:
-            self.first_mark = (self.step, self.clock())
-
     def _eta(self, row: dict[str, Any]) -> float:
         """Seconds to go at the pace since the end of the first step, which is slow (compilation, caches)."""
-        self._mark()
-        assert self.first_mark is not None
-        step, since = self.first_mark
+        step, since = self.first_mark = self.first_mark or (self.step, self.clock())
         pace = (self.clock() - since) / (self.step - step) if self.step > step else row.get("step_seconds") or 0.0
         return max(0.0, pace * (self.total - self.step))
 
@@ -353,16 +347,3 @@ def bubble_summary(bubbles: list[float], theory: float | None) -> str:
     """The idle share of a step, without the first one's start-up costs, beside the schedule's own."""
     measured = statistics.median(bubbles[1:] or bubbles)
     return f"{measured:.1%} of the step" + (f", {theory:.1%} by the schedule" if theory is not None else "")
-
-
-def _table(lines: list[tuple[str, str]]) -> Table:
-    table = Table(show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in lines:
-        table.add_row(name, value)
-    return table
-
-
-def _console_handler() -> ConsoleHandler | None:
-    return next((handler for handler in log.handlers if isinstance(handler, ConsoleHandler)), None)

@@ -10,18 +10,17 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from shardline.config.architecture import Architecture
+from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.run.device import flops_per_token, peak_flops
 from shardline.run.folder import RunFolder
 from shardline.storage.atomic import write_atomically
-
-if TYPE_CHECKING:
-    from shardline.config.architecture import Architecture
-    from shardline.config.schema import Config
 
 log = logging.getLogger("shardline")
 
@@ -121,14 +120,18 @@ class MetricsLog:
 
     def __init__(self, config: Config, run_folder: RunFolder, start_step: int = 0, rank: int = 0) -> None:
         self.path = run_folder.metrics_path
-        self.file = None
+        self.file: Any = None
         if rank == 0:
             if run_folder.resume or run_folder.again:
                 move_rows_after(run_folder, start_step)
-            self.file = _open(self.path)
+            with _writing(self.path):
+                self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
         self.sinks: list[Sink] = []
         if rank == 0 or config.metrics.save_for_all_ranks:
-            self.sinks = _open_sinks(config, run_folder, start_step, rank)
+            if config.metrics.enable_tensorboard:
+                self.sinks.append(TensorBoard(config, run_folder, start_step, rank))
+            if config.metrics.enable_wandb:
+                self.sinks.append(WandB(config, run_folder, rank))
 
     def log(self, row: dict[str, Any]) -> None:
         """Record a logged step. `row` has the keys of KEYS, and may have those of OPTIONAL_KEYS, no others."""
@@ -153,10 +156,8 @@ class MetricsLog:
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.file is not None:
-            try:
+            with _writing(self.path):
                 _append(self.file, to_line(row))
-            except OSError as error:
-                raise UserError(f"cannot write {self.path}: {error.strerror or error}") from error
         scalars = dict(_scalars(row))
         step = scalars.pop("step")
         for sink in list(self.sinks):
@@ -198,13 +199,10 @@ def move_rows_after(run_folder: RunFolder, step: int) -> None:
     moved = [line for line, row in rows if row["step"] > step]
     if moved:
         # First the copy, durably, then the removal: a crash in between repeats rows and loses none.
-        try:
-            with moved_path.open("a", encoding="utf-8") as file:
-                file.writelines(moved)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(f"cannot write {moved_path}: {error.strerror or error}") from error
+        with _writing(moved_path), moved_path.open("a", encoding="utf-8") as file:
+            file.writelines(moved)
+            file.flush()
+            os.fsync(file.fileno())
         log.info("%d metrics rows after step %d moved to %s", len(moved), step, moved_path.name)
     write_atomically(path, "".join(line for line, row in rows if row["step"] <= step))
 
@@ -217,11 +215,12 @@ def _append(file: Any, line: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _open(path: Any) -> Any:
+@contextlib.contextmanager
+def _writing(path: Path, what: str = "") -> Iterator[None]:
     try:
-        return open(path, "ab", buffering=0)
+        yield
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+        raise UserError(f"{what}cannot write {path}: {error.strerror or error}") from error
 
 
 def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -231,15 +230,6 @@ def _scalars(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{key}/{name}", inner) for name, inner in value.items())
         elif value is not None:
             yield key, value
-
-
-def _open_sinks(config: Config, run_folder: RunFolder, start_step: int, rank: int) -> list[Sink]:
-    sinks: list[Sink] = []
-    if config.metrics.enable_tensorboard:
-        sinks.append(TensorBoard(config, run_folder, start_step, rank))
-    if config.metrics.enable_wandb:
-        sinks.append(WandB(config, run_folder, rank))
-    return sinks
 
 
 class TensorBoard:
@@ -257,10 +247,8 @@ class TensorBoard:
             folder = folder / f"rank_{rank}"
         # After a resume TensorBoard hides the old rows of steps that are trained again.
         purge = start_step + 1 if run_folder.resume or run_folder.again else None
-        try:
+        with _writing(folder, "metrics.save_tb_folder: "):
             self.writer = SummaryWriter(str(folder), purge_step=purge)
-        except OSError as error:
-            raise UserError(f"metrics.save_tb_folder: cannot write {folder}: {error.strerror or error}") from error
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():

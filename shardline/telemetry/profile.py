@@ -8,16 +8,14 @@ import re
 import warnings
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
 
 from shardline.comm.job import job
+from shardline.config.schema import Config
 from shardline.telemetry.trace_file import add_spans
-
-if TYPE_CHECKING:
-    from shardline.config.schema import Config
 
 log = logging.getLogger("shardline")
 # Annotations of the profiler itself and, where stacks are recorded, Python's calls: `file.py(12): function`.
@@ -48,8 +46,8 @@ class Profiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, torch.OutOfMemoryError):
-            self.out_of_memory()
+        if self.snapshots and isinstance(error, torch.OutOfMemoryError):  # in the step after `at`
+            self._save_snapshot(f"iteration_{self.at + 1}_out_of_memory")
         self.close()
 
     def writes_next(self) -> bool:
@@ -64,11 +62,6 @@ class Profiler:
         if self.snapshots and self.at % self.options.profile_freq == 0:
             self._save_snapshot(f"iteration_{self.at}")
 
-    def out_of_memory(self) -> None:
-        """Save what the allocator did before memory ran out; the current step is the one that failed."""
-        if self.snapshots:
-            self._save_snapshot(f"iteration_{self.at + 1}_out_of_memory")
-
     def close(self) -> None:
         if self.trace is not None:
             self.trace.stop()
@@ -78,7 +71,7 @@ class Profiler:
                 log.warning("no trace was recorded: the run ended before profile_freq=%d", self.options.profile_freq)
         if self.snapshots:
             self.snapshots = False
-            record_memory_history(False)
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     # ---- traces ------------------------------------------------------------------------------------------------------
 
@@ -100,21 +93,20 @@ class Profiler:
         trace.start()
         return trace
 
-    def _recorded(self) -> bool:
-        """Whether the cycle in progress, or the one that just ended, has recorded a whole step."""
-        in_cycle = (self.at - self.since - 1) % self.options.profile_freq + 1
-        return self.at > self.since and in_cycle > self.options.profile_freq - self.options.profiler_active
+    def _records(self, step: int) -> bool:
+        """Whether this is a step that the trace records, the last ones of a cycle."""
+        in_cycle = (step - self.since - 1) % self.options.profile_freq + 1
+        return step > self.since and in_cycle > self.options.profile_freq - self.options.profiler_active
 
     def _record_spans(self) -> None:
         """Record communication spans in the steps that the trace records."""
-        next_in_cycle = (self.at - self.since) % self.options.profile_freq + 1
-        if self.trace is not None and next_in_cycle > self.options.profile_freq - self.options.profiler_active:
+        if self.trace is not None and self._records(self.at + 1):
             job.spans.record("trace")
         else:
             job.spans.stop("trace")
 
     def _save_trace(self, trace: torch.profiler.profile) -> None:
-        if not self._recorded():  # the run ended when recording had just begun
+        if not self._records(self.at):  # the run ended when recording had just begun
             return
         self.traces += 1
         folder = self.folder / self.options.save_traces_folder / f"iteration_{self.at}"
@@ -141,35 +133,19 @@ class Profiler:
         if self.device.type != "cuda":
             log.warning("profiling.enable_memory_snapshot has no effect: memory snapshots need CUDA")
             return False
-        return record_memory_history(True)
+        torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)  # a private API of torch
+        return True
 
     def _save_snapshot(self, name: str) -> None:
+        """Write torch's own snapshot format, for https://pytorch.org/memory_viz."""
         folder = self.folder / self.options.save_memory_snapshot_folder / name
         path = folder / f"rank{self.rank}_memory_snapshot.pickle"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            dump_memory_snapshot(path)
+            torch.cuda.memory._dump_snapshot(str(path))
             log.info("memory snapshot of step %d: %s", self.at, path)
         except (OSError, RuntimeError) as error:
             log.warning("the memory snapshot of step %d was not saved: %s", self.at, error)
-
-
-def record_memory_history(on: bool) -> bool:
-    """Turn the CUDA allocator's history on or off; False where this torch has none. A private API of torch."""
-    record = getattr(torch.cuda.memory, "_record_memory_history", None)
-    if record is None:
-        log.warning("profiling.enable_memory_snapshot has no effect: torch %s cannot record it", torch.__version__)
-        return False
-    if on:
-        record(max_entries=SNAPSHOT_ENTRIES)
-    else:
-        record(enabled=None)
-    return True
-
-
-def dump_memory_snapshot(path: Path) -> None:
-    """Write torch's own snapshot format, for https://pytorch.org/memory_viz. A private API of torch."""
-    torch.cuda.memory._dump_snapshot(str(path))
 
 
 # ---- the table of ops ------------------------------------------------------------------------------------------------

@@ -37,8 +37,6 @@ def _line(metrics: Any, step: int) -> str:
 
 def _compilations() -> list[Any]:
     """The latest compilations of this process, oldest first; the compiler remembers 64 of them."""
-    try:
-        from torch._dynamo.utils import get_compilation_metrics
-    except ImportError:
-        return []
+    from torch._dynamo.utils import get_compilation_metrics
+
     return list(get_compilation_metrics())

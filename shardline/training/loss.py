@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 
 from shardline.comm import collectives
+from shardline.data.loader import IGNORE
 from shardline.models.decoder import Decoder
 from shardline.parallel.tensor.tensor import TensorParallel, vocabulary_rows
-
-IGNORE = -100
 
 # Logits of one chunk. Larger chunks read and write grad_weight less often, smaller ones hold less memory.
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 32 * 2**20}
@@ -52,8 +51,7 @@ class Head:
 
     tensor: TensorParallel | None
     chunk_tokens: int
-    compiled: bool
-    backend: str
+    backend: str | None  # of the compiler; None: eager
 
     @property
     def share(self) -> float:
@@ -71,18 +69,11 @@ class Head:
             largest = len(vocabulary_rows(model.arch.vocab_size, plan.degree, 0))  # ranks add up the same chunks
             chunk_tokens = chunk_tokens or choose_chunk_tokens(hidden, largest)
             first = vocabulary_rows(model.arch.vocab_size, plan.degree, collectives.axis("tp").rank).start
-            losses = _shared_losses(first, self.backend if self.compiled else None)
+            losses = _fused_losses(self.backend, first)
         elif plan is not None and plan.sequence_parallel:
             labels = labels.chunk(plan.degree)[collectives.axis("tp").rank]
         return chunked_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            scale=scale,
-            chunk_tokens=chunk_tokens,
-            compiled=self.compiled,
-            backend=self.backend,
-            losses=losses,
+            hidden, weight, labels, scale=scale, chunk_tokens=chunk_tokens, backend=self.backend, losses=losses
         )
 
 
@@ -93,14 +84,13 @@ def chunked_cross_entropy(
     *,
     scale: Tensor | float,
     chunk_tokens: int = 0,
-    compiled: bool = False,
-    backend: str = "inductor",
+    backend: str | None = None,
     losses: Losses | None = None,
 ) -> Tensor:
     """scale * sum of -log p(label) over the targets: hidden (B, S, dim), weight (V, dim), labels (B, S), IGNORE = none.
 
     Products run in hidden's dtype, the softmax and the sum of the weight's gradient over the chunks in float32.
-    `chunk_tokens` 0 is chosen from V. `losses` replaces the softmax over all of V.
+    `chunk_tokens` 0 is chosen from V. `backend` compiles the softmax; `losses` replaces the softmax over all of V.
     """
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels = labels.reshape(-1)
@@ -109,7 +99,7 @@ def chunked_cross_entropy(
     if hidden.shape[0] == 0:
         raise ValueError("there are no tokens to compute a loss over")
     size = chunk_tokens or choose_chunk_tokens(hidden, weight.shape[0])
-    losses = losses or (_compiled_losses(backend) if compiled else _chunk_losses)
+    losses = losses or (_chunk_losses if backend is None else _fused_losses(backend))
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _CrossEntropy.apply(hidden, weight, labels, scale, size, losses)
     total, _, _ = _walk(hidden, weight, labels, scale, size, losses, for_hidden=False, for_weight=False)
@@ -225,35 +215,26 @@ def _write_gradient(logits: Tensor, target: Tensor, peak: Tensor, log_sum: Tenso
 
 
 @functools.cache
-def _compiled_losses(backend: str) -> Losses:
-    """The compiled form, in two functions: as one, the compiler writes dlogits elsewhere and copies them back."""
-    statistics = torch.compile(_statistics, backend=backend)
-    write_gradient = torch.compile(_write_gradient, backend=backend)
+def _fused_losses(backend: str | None, first: int | None = None) -> Losses:
+    """The compiled form, in two functions: as one, the compiler writes dlogits elsewhere and copies them back.
 
-    def losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:
-        peak, log_sum, loss = statistics(logits, target)
-        if scale is not None:
-            scale = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
-            write_gradient(logits, target, peak, log_sum, loss, scale)
-        return loss.squeeze(1)
-
-    return losses
-
-
-@functools.cache
-def _shared_losses(first: int, backend: str | None) -> Losses:
-    """Losses from the logits of this rank's rows of the vocabulary, from `first` on: two small all-reduces a chunk."""
-    sums, write_gradient = _sums, _write_gradient
+    With `first`, logits are those of this rank's rows of the vocabulary from there on: two small all-reduces a chunk.
+    """
+    functions: list[Any] = [_statistics, _sums, _write_gradient]
     if backend is not None:
-        sums, write_gradient = torch.compile(sums, backend=backend), torch.compile(write_gradient, backend=backend)
+        functions = [torch.compile(function, backend=backend) for function in functions]
+    statistics, sums, write_gradient = functions
 
     def losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:
-        held = (target >= first) & (target < first + logits.shape[1])
-        target = torch.where(held, target - first, -1)
-        peak = collectives.max_in_place(logits.amax(1, keepdim=True).float(), "tp")
-        both = collectives.sum_in_place(sums(logits, target, peak), "tp")  # (C, 2)
-        log_sum = both[:, :1].log()
-        loss = log_sum - both[:, 1:]
+        if first is None:
+            peak, log_sum, loss = statistics(logits, target)
+        else:
+            held = (target >= first) & (target < first + logits.shape[1])
+            target = torch.where(held, target - first, -1)
+            peak = collectives.max_in_place(logits.amax(1, keepdim=True).float(), "tp")
+            both = collectives.sum_in_place(sums(logits, target, peak), "tp")  # (C, 2)
+            log_sum = both[:, :1].log()
+            loss = log_sum - both[:, 1:]
         if scale is not None:
             scale = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
             write_gradient(logits, target, peak, log_sum, loss, scale)
@@ -283,9 +264,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) -> None
 
 
 def _graph_is_kept() -> bool:
-    """Whether the current backward was called with retain_graph; False if torch lacks this private query."""
-    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return query is not None and query()
+    """Whether the current backward was called with retain_graph: a private query of torch."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _chunks(length: int, size: int) -> Iterator[slice]:

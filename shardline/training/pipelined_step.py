@@ -68,7 +68,7 @@ class PipelinedModel:
         ]
 
     def _forward(self, batch: MicroBatch, x: Tensor | None, stage: Stage, scale: Tensor | float) -> Tensor:
-        out = self.model.stage(x, batch.tokens, batch.documents, stage)
+        out = self.model.hidden(batch.tokens, stage=stage, x=x, documents=batch.documents)
         return self.head.loss(self.model, out, batch.labels, scale) if stage.last else out
 
     # ---- tied embeddings ---------------------------------------------------------------------------------------------

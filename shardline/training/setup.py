@@ -135,7 +135,7 @@ class Setup:
         self.validation = self._loader("validation") if config.validation.enable else None
         self.total_steps = config.training.steps
         if config.training.epochs is not None:
-            self.total_steps = steps_for_epochs(self.loader, config.training.epochs, self.loader.global_batch_size)
+            self.total_steps = steps_for_epochs(self.loader, config.training.epochs)
 
     def _loader(self, section: Literal["training", "validation"]) -> Loader:
         """This rank's share; tensor-parallel ranks read the same samples."""

@@ -99,7 +99,7 @@ class Stepper:
         self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
         tensor = applied.tensor
         compiled = config.compile.enable and "loss" in config.compile.components
-        self.head = Head(tensor, config.training.loss_chunk_tokens, compiled, config.compile.backend)
+        self.head = Head(tensor, config.training.loss_chunk_tokens, config.compile.backend if compiled else None)
         self.passes: WholeModel | PipelinedModel
         if applied.pipeline is None:
             self.passes = WholeModel(config, model, mesh, self.head)

@@ -39,7 +39,7 @@ class Result:
 
 
 class Trainer:
-    """One training run: built from a config, run by `train()`."""
+    """One training run: built from a config, run by `train()`. Hooks of a user's module read its public attributes."""
 
     def __init__(self, config: Config, options: TrainOptions | None = None) -> None:
         self._closing = contextlib.ExitStack()
@@ -51,7 +51,9 @@ class Trainer:
             raise
         self.config, self.arch, self.device, self.mesh = run.config, run.arch, run.device, run.mesh
         self.model, self.optimizer, self.base_lr = run.model, run.optimizer, run.base_lr
-        self.loader, self.folder, self.requests = run.loader, run.folder, run.requests
+        self.layout, self.precision, self.tokenizer = run.layout, run.precision, run.tokenizer
+        self.loader, self.validation = run.loader, run.validation  # `validation` is None without a validation set
+        self.folder, self.requests = run.folder, run.requests
         self.stepper, self.saver, self.telemetry = run.stepper, run.saver, run.telemetry
         self.async_tensor = run.async_tensor
         self.progress, self.total_steps, self.finished = run.progress, run.total_steps, run.finished

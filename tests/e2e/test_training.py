@@ -220,3 +220,18 @@ def test_the_example_module_registers_everything(tmp_path, monkeypatch):
     del sys.modules["shardline_custom_custom_module"]
     assert len(written) == 6
     assert all(registry.hooks[event] for event in ("before_build", "after_build", "after_step"))
+
+
+def test_a_hook_reads_what_the_run_is_made_of(tmp_path, monkeypatch):
+    seen = []
+
+    def hook(trainer, row):
+        text = trainer.tokenizer.decode(trainer.tokenizer.encode("abc"))
+        tokens = next(trainer.validation.epoch(1)).tokens.shape[1]
+        seen.append((row["step"], trainer.layout.world_size, trainer.precision.compute, text, tokens))
+
+    monkeypatch.setitem(registry.hooks, "after_step", [hook])
+    written = run(tmp_path / "run", validation__enable=True, validation__seq_len=16, validation__steps=1)
+    assert [step for step, *_ in seen] == list(range(1, seen[-1][0] + 1))
+    assert seen[0][1:] == (1, torch.float32, "abc", 16)
+    assert written

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardline.models.dtensor import copy_into
+from shardline.models.dtensor import local, local_slices
 from shardline.optim.state import SavedState, prepare_state
 
 
@@ -20,4 +20,4 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
         if isinstance(tensors[key], DTensor):
             state.copy_(tensors[key])
         else:
-            copy_into(state, tensors[key])
+            local(state).copy_(tensors[key][local_slices(state)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import pytest
 
 from shardline.config.load import load_config
 from shardline.data import chunks
-from shardline.data.chunks import Texts
+from shardline.data.chunks import Chunk, chunks_of_texts
 from shardline.data.prepare import command, prepare, store_for
 from shardline.data.sources import Source, open_source
 from shardline.data.token_store import TokenStore, is_store
@@ -126,11 +127,8 @@ def test_an_error_in_the_source_leaves_no_store_and_no_process(tmp_path: Path) -
 
 
 def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
-    class Deadly(Texts):
-        def __reduce__(self) -> tuple[Any, ...]:
-            return (os._exit, (3,))  # runs where the chunk is unpacked
-
-    source = Source("deadly", "x", None, lambda: [Texts(["fine"], 1), Deadly(["bad"], 1)])
+    deadly = Chunk(functools.partial(os._exit, 3), 1)
+    source = Source("deadly", "x", None, lambda: [*chunks_of_texts(["fine"]), deadly])
     with pytest.raises(RuntimeError, match=r"exit code 3"):
         prepare(source, BYTES, tmp_path / "out", workers=1)
     assert not is_store(tmp_path / "out")
@@ -153,7 +151,6 @@ def children() -> list[psutil.Process]:
 # What the processes below run: every chunk of 20 documents is a part; `stop` chunks come, then the source hangs.
 SCRIPT = """
 import sys, time, logging, resource
-from shardline.data.chunks import Texts
 from shardline.data.prepare import prepare
 from shardline.data.sources import Source
 from shardline.data.tokenizer import ByteTokenizer
@@ -176,8 +173,8 @@ except UserError as error:
 """
 
 
-def grouped() -> Iterator[Texts]:
-    return (Texts(DOCUMENTS[first : first + 20], 20) for first in range(0, len(DOCUMENTS), 20))
+def grouped() -> Iterator[Chunk]:
+    return (Chunk(functools.partial(list, DOCUMENTS[first : first + 20]), 20) for first in range(0, len(DOCUMENTS), 20))
 
 
 def start(

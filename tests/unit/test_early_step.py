@@ -159,14 +159,13 @@ def live_gradient_bytes(model: nn.Module) -> int:
 @pytest.mark.parametrize(("micro_batches", "freed"), [(1, True), (2, False)])
 def test_gradients_are_freed_as_they_are_used(micro_batches, freed):
     """Most bytes of gradients alive at once: a layer's or two; with accumulation they wait for the last micro-batch."""
-    _, model, _, optimizer, early_step = pair()
+    _, model, _, optimizer, _ = pair()
     peak = 0
 
     def look(parameter):
         nonlocal peak
         peak = max(peak, live_gradient_bytes(model))
 
-    early_step.close()
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(look)
     early_step = EarlyStep(optimizer)  # its hooks run after those that look
@@ -201,24 +200,20 @@ def test_late_parameters_wait_for_the_end_of_backward():
 
 
 def test_shares_weigh_the_squares_of_what_several_ranks_hold():
-    _, model, _, optimizer, early_step = pair()
-    early_step.close()
+    _, model, _, optimizer, _ = pair()
     halved = EarlyStep(optimizer, share=lambda parameter: 0.5)
-    with halved.measuring():
+    with halved.using(steps=False):
         loss_of(model, 0).backward()
     loss_of(model, 0).backward()
     whole = sum(parameter.grad.square().sum() for parameter in model.parameters())
     torch.testing.assert_close(halved.norm_squared(), whole / 2)
 
 
-def test_outside_of_a_step_and_after_close_gradients_are_left_alone():
+def test_outside_of_a_step_gradients_are_left_alone():
     _, model, _, _, early_step = pair()
+    with early_step.using(steps=True):
+        pass
     loss_of(model, 0).backward()
-    assert live_gradient_bytes(model) > 0
-    model.zero_grad()
-    early_step.close()
-    with early_step.stepping():
-        loss_of(model, 0).backward()
     assert live_gradient_bytes(model) > 0
 
 

@@ -10,14 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.models.hf import INDEX, hf_name, read_hf, write_hf
+from shardline.models.hf import INDEX, HFTensors, hf_name, read_hf, write_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
 from shardline.storage.safetensors import Entry
+from shardline.tools.dry_run.fake import fake_group
 from tests.model_state import logical_state
 
 ARCH = Architecture(
@@ -229,3 +233,48 @@ def test_values_that_float16_cannot_hold_are_told(tmp_path: Path, caplog: pytest
     (said,) = caplog.messages
     assert said.startswith(f"1 of {len(tensors)} tensors have values beyond float16's largest")
     assert "norm.weight" in said
+
+
+class Reads(TorchDispatchMode):
+    """Counts the bytes that operations take from tensors of a folder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: set[int] = set()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in () if func.is_view else args:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self.places:
+                self.bytes += tensor.nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_rank_reads_only_the_rows_that_it_holds(tmp_path: Path) -> None:
+    arch = Architecture(dim=64, n_layers=1, n_heads=8, n_kv_heads=8, ffn_dim=128, vocab_size=256)
+    tensors = state(arch)
+    file = write(tensors, tmp_path / "model", arch) / "model.safetensors"
+    ranks, rank = 8, 3
+    whole, model, reads = Decoder(arch), Decoder(arch), Reads()
+    load_logical_state(whole, tensors)
+
+    class Watched(HFTensors):
+        def __getitem__(self, name: str) -> Tensor:
+            tensor = super().__getitem__(name)
+            reads.places.add(tensor.untyped_storage().data_ptr())
+            assert str(file) in Path("/proc/self/maps").read_text()
+            return tensor
+
+    with fake_group(rank, ranks):
+        mesh = init_device_mesh("cpu", (ranks,))
+        for name, parameter in list(model.named_parameters()):
+            part = torch.zeros_like(parameter.chunk(ranks)[rank])
+            sharded = torch.nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False))
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, sharded)
+        found = read_hf(file.parent)
+        with reads:
+            load_logical_state(model, Watched(found.arch, found._rows))
+        assert reads.bytes == sum(parameter.to_local().nbytes for parameter in model.parameters())
+        for (name, expected), parameter in zip(whole.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(parameter.to_local(), expected.chunk(ranks)[rank]), name

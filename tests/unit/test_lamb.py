@@ -12,7 +12,7 @@ from shardline.config.load import load_config
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.optim.lamb import Parts, fused_parts, whole_norms
+from shardline.optim.lamb import fused_parts, whole_norms
 from shardline.optim.optimizer import build_optimizer
 from shardline.optim.state import optimizer_state
 from tests.model_state import logical_state
@@ -120,7 +120,7 @@ def test_parts_of_a_fused_weight_have_ratios_of_their_own():
         before = {key: tensor.clone() for key, tensor in logical_state(model).items()}
         set_gradients(model, 1)
         weight = model.layers["0"].attention.wqkv.weight
-        rows = fused_parts(model)[weight].member[1].bool()
+        rows = fused_parts(model)[weight][1].bool()
         weight.grad[rows] *= scale
         optimizer.step()
         moved.append({key: tensor - before[key] for key, tensor in logical_state(model).items()})
@@ -173,7 +173,7 @@ def test_parameters_without_a_gradient_are_left_alone():
 
 def test_norms_of_plain_tensors_and_parts():
     tensors = [torch.randn(3, 4), torch.randn(0, 4), torch.randn(4, 5).bfloat16()]
-    parts = [None, None, Parts(torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0]]))]
+    parts = [None, None, torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0]])]
     found = whole_norms(tensors, parts).tolist()
     fused = tensors[2].float()
     expected = [norm(tensors[0]), 0.0, norm(fused[[0, 3]]), norm(fused[[1, 2]])]

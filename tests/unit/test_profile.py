@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from shardline.config.schema import Config
-from shardline.telemetry import profile
 from shardline.telemetry.profile import Profiler
 
 CPU = torch.device("cpu")
@@ -138,8 +137,9 @@ def test_snapshots_on_cpu_say_that_they_need_cuda(tmp_path, caplog):
 
 def test_snapshots_per_freq_and_at_out_of_memory(tmp_path, monkeypatch):
     switched = []
-    monkeypatch.setattr(profile, "record_memory_history", lambda on: switched.append(on) or True)
-    monkeypatch.setattr(profile, "dump_memory_snapshot", lambda path: path.write_text("x"))
+    memory = torch.cuda.memory
+    monkeypatch.setattr(memory, "_record_memory_history", lambda enabled="all", **options: switched.append(enabled))
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("x"))
 
     def train():
         with Profiler(snapshot_config(), tmp_path, 0, torch.device("cuda")) as profiler:
@@ -153,22 +153,15 @@ def test_snapshots_per_freq_and_at_out_of_memory(tmp_path, monkeypatch):
         "memory_snapshot/iteration_2/rank0_memory_snapshot.pickle",
         "memory_snapshot/iteration_4_out_of_memory/rank0_memory_snapshot.pickle",
     }
-    assert switched == [True, False]
+    assert switched == ["all", None]
 
 
 def test_other_errors_leave_no_snapshot(tmp_path, monkeypatch):
-    monkeypatch.setattr(profile, "record_memory_history", lambda on: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: None)
     with pytest.raises(KeyError):
         with Profiler(snapshot_config(), tmp_path, 0, torch.device("cuda")):
             raise KeyError
     assert files_in(tmp_path) == set()
-
-
-def test_torch_that_cannot_record_is_a_logged_line(monkeypatch, caplog):
-    monkeypatch.delattr(torch.cuda.memory, "_record_memory_history")
-    with caplog.at_level(logging.WARNING, "shardline"):
-        assert not profile.record_memory_history(True)
-    assert "cannot record" in caplog.text
 
 
 @pytest.mark.gpu

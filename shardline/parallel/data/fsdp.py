@@ -38,7 +38,7 @@ from shardline.config.schema import Config, Parallelism
 from shardline.models.decoder import Decoder
 from shardline.precision.mixed import Precision
 
-ENTRY_METHODS = ("hidden", "stage")  # methods of the model that start a forward
+ENTRY_METHODS = ("hidden",)  # methods of the model that start a forward
 
 
 def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision) -> None:
