@@ -24,7 +24,7 @@ from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
-from shardline.models.fused_weights import logical_names, logical_rows
+from shardline.models.fused_weights import is_halved, logical_names, logical_rows
 from shardline.optim.state import optimizer_state
 
 
@@ -64,11 +64,16 @@ class TensorPiece(NamedTuple):
     shape: tuple[int, ...]
     place: Place
     rows: Tensor | None
+    half: int | None = None  # of a fused weight of experts: the index in the second dimension of the held tensor
 
     @property
     def key(self) -> str:
         """The name in a file: `name` for the whole tensor, else with its place, as in `name[512:1024,0:64]`."""
         return place_key(self.name, self.shape, self.place)
+
+    def within(self, held: Tensor) -> Tensor:
+        """The part of the held tensor that has this piece's dimensions."""
+        return held if self.half is None else held[:, self.half]
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,10 @@ def whole_place(shape: Sequence[int]) -> Place:
 def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> list[TensorPiece]:
     """The pieces of a parameter of whole shape `shape` of which `place` is held, without empty ones."""
     names = logical_names(arch, name)
-    if names == [name]:
+    if is_halved(name):
+        held = Place((place.start[0], *place.start[2:]), (place.size[0], *place.size[2:]))
+        pieces = [TensorPiece(half, (shape[0], *shape[2:]), held, None, n) for n, half in enumerate(names)]
+    elif names == [name]:
         pieces = [TensorPiece(name, tuple(shape), place, None)]
     else:
         pieces = []
@@ -181,10 +189,10 @@ class Scratch:
 
 def take(held: HeldTensor, piece: TensorPiece, scratch: Scratch) -> Iterator[Tensor]:
     """Copy a piece to the host, some rows at a time; the next rows may overwrite the last."""
-    tensor, order = held.tensor, piece.rows
+    tensor, order = piece.within(held.tensor), piece.rows
     if not tensor.ndim:
         yield tensor.to("cpu")
-    elif order is None and not tensor.is_cuda:
+    elif order is None and not tensor.is_cuda and tensor.is_contiguous():
         yield tensor
     else:
         step = max(1, scratch.size * piece.place.size[0] // max(1, piece.place.elements * tensor.element_size()))
@@ -202,7 +210,7 @@ def take(held: HeldTensor, piece: TensorPiece, scratch: Scratch) -> Iterator[Ten
 
 def put(tensor: Tensor, piece: TensorPiece, place: Place, block: Tensor) -> None:
     """Copy `block`, which is `place` of the piece's logical tensor, into the held tensor."""
-    here = place.within(piece.place).slices
+    here, tensor = place.within(piece.place).slices, piece.within(tensor)
     with torch.no_grad():
         if piece.rows is None:
             tensor[here].copy_(block)

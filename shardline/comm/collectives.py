@@ -180,6 +180,12 @@ def scatter_rows(x: Tensor, name: str) -> Tensor:
     return out
 
 
+def own_rows(x: Tensor, name: str) -> Tensor:
+    """(n t, ...) -> (t, ...): the rows of this rank, of a tensor that every rank has whole."""
+    over = job.axes[name]
+    return x.chunk(over.size)[over.rank]
+
+
 def _sum_rows(x: Tensor, name: str) -> Tensor:
     return sum_in_place(x.clone(memory_format=torch.contiguous_format), name)
 
@@ -210,9 +216,15 @@ all_reduce = RowOp("all_reduce", _sum_rows, _same_shape)
 copy = RowOp("copy", lambda x, name: x.view_as(x), lambda x, name: torch.empty_like(x), compiled=_clone)
 # x (n, ...) has a block for every rank; the result the blocks they had for this one. Backward: the same.
 all_to_all = RowOp("all_to_all", exchange_blocks, _same_shape)
+# (n t, ...), which every rank has whole -> (t, ...): this rank's rows. Backward: the rows of all ranks.
+split = RowOp("split", lambda x, name: own_rows(x, name).clone(), _scattered)
+# (t, ...) -> (n t, ...): the rows of all ranks, with which all do the same. Backward: this rank's rows.
+join = RowOp("join", gather_rows, _gathered)
 
 all_gather.differentiate(scatter_rows, reduce_scatter.op)
 reduce_scatter.differentiate(gather_rows, all_gather.op)
 all_reduce.differentiate(lambda gradient, name: gradient, _clone)
 copy.differentiate(_sum_rows, all_reduce.op)
 all_to_all.differentiate(exchange_blocks, all_to_all.op)
+split.differentiate(gather_rows, join.op)
+join.differentiate(own_rows, split.op)

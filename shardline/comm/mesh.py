@@ -49,7 +49,8 @@ class Mesh:
 
     def _build(self, device_type: str, offload: bool) -> None:
         degrees = dict(zip(AXES, self.layout.degrees, strict=True))
-        used = tuple(axis for axis in AXES if degrees[axis] > 1 or (offload and axis == "dp_shard"))
+        shards = offload or (self.layout.ep > 1 and self.layout.expert_shard > 1)  # FSDP, perhaps of experts alone
+        used = tuple(axis for axis in AXES if degrees[axis] > 1 or (shards and axis == "dp_shard"))
         self.root = init_device_mesh(device_type, tuple(degrees[axis] for axis in used), mesh_dim_names=used)
         self._meshes = {axis: self.root[axis] for axis in used}
         self._flatten("fsdp", [axis for axis in ("dp_shard", "cp") if axis in used])
@@ -72,7 +73,8 @@ class Mesh:
             return
         outer = (("stages", layout.pp), ("replicas", layout.dp_replicate))
         sizes = {name: size for name, size in outer if size > 1}
-        sizes |= {axis: getattr(layout, axis) for axis in EXPERT_AXES if getattr(layout, axis) > 1}
+        wanted = ("expert_shard",) if "fsdp" in self._meshes else ()  # what is sharded stays so, even on one rank
+        sizes |= {axis: getattr(layout, axis) for axis in EXPERT_AXES if getattr(layout, axis) > 1 or axis in wanted}
         self.experts = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self._meshes |= {axis: self.experts[axis] for axis in EXPERT_AXES if axis in sizes}
 
@@ -98,6 +100,12 @@ class Mesh:
             return self._meshes[present[0]]
         names_there = tuple(str(self._meshes[name].mesh_dim_names[0]) for name in present)  # type: ignore[index]
         return self.root[names_there]
+
+    def of_experts(self, *names: str) -> DeviceMesh:
+        """A mesh of those of the named axes of the experts' mesh that exist, in this order."""
+        assert self.experts is not None
+        present = tuple(name for name in names if name in (self.experts.mesh_dim_names or ()))
+        return self.experts[present if len(present) > 1 else present[0]]
 
     def size(self, name: str) -> int:
         mesh = self._meshes.get(name)

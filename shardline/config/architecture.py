@@ -52,6 +52,66 @@ class RopeScaling(Section):
         return self
 
 
+class LatentAttention(Section):
+    """Multi-head latent attention: keys and values of all heads are products of one narrow latent vector per token.
+
+    A query or key head has `nope_dim` dimensions without and `rope_dim` with rotary positions; the latter are shared by
+    the key heads. `Architecture.head_dim` is their sum.
+    """
+
+    kv_rank: int = Field(ge=1, description="Width of the latent vector of keys and values.")
+    q_rank: int | None = Field(default=None, ge=1, description="Width of the latent vector of queries; unset: none.")
+    nope_dim: int = Field(ge=1, description="Dimensions of a head without rotary positions.")
+    rope_dim: int = Field(ge=2, multiple_of=2, description="Dimensions of a head with rotary positions; even.")
+    v_dim: int = Field(ge=1, description="Width of a value head.")
+
+
+class MixtureOfExperts(Section):
+    """The layers whose feed-forward part is a router and experts, of which each token uses `top_k`."""
+
+    n_experts: int = Field(ge=1, description="Routed experts of a layer.")
+    top_k: int = Field(ge=1, description="Experts that each token uses.")
+    expert_dim: int = Field(ge=1, description="Width inside one expert.")
+    shared_dim: int = Field(default=0, ge=0, description="Width of the shared expert that every token uses; 0: none.")
+    first_dense: int = Field(default=0, ge=0, description="Layers at the beginning without experts.")
+    every: int = Field(default=1, ge=1, description="After them, each n-th layer has experts (layers n-1, 2n-1, ...).")
+    score: Literal["softmax", "sigmoid"] = Field(default="softmax", description="Scores from the router's logits.")
+    normalize: bool = Field(default=False, description="Divide the scores of the chosen experts by their sum.")
+    scale: float = Field(default=1.0, gt=0, description="Factor of the scores of the chosen experts.")
+    scale_input: bool = Field(default=False, description="Scores multiply an expert's input, not its output.")
+    router_bias: bool = Field(default=False, description="Bias on the router's logits.")
+    n_groups: int = Field(default=1, ge=1, description="Groups of experts, of which a token uses some.")
+    top_groups: int = Field(default=1, ge=1, description="Groups that a token uses.")
+    group_score: Literal["max", "top2"] = Field(
+        default="max", description="A group's score: its best expert's, or the sum of its two best."
+    )
+    activation: Literal["silu", "clamped"] = Field(
+        default="silu", description="clamped: gate and up are limited, and up is shifted by one."
+    )
+    balance_coeff: float = Field(
+        default=0.0, ge=0, description="Step of the bias that balances the experts without a loss; 0: there is no bias."
+    )
+    aux_loss_coeff: float = Field(default=0.0, ge=0, description="Weight of the loss that balances each sequence.")
+    z_loss_coeff: float = Field(default=0.0, ge=0, description="Weight of the loss on large router logits.")
+
+    @model_validator(mode="after")
+    def _check(self) -> MixtureOfExperts:
+        if self.top_k > self.n_experts:
+            raise ValueError(f"top_k ({self.top_k}) must not exceed n_experts ({self.n_experts})")
+        if self.n_experts % self.n_groups:
+            raise ValueError(f"n_groups ({self.n_groups}) must divide n_experts ({self.n_experts})")
+        if self.top_groups > self.n_groups:
+            raise ValueError(f"top_groups ({self.top_groups}) must not exceed n_groups ({self.n_groups})")
+        if self.top_k > self.top_groups * (self.n_experts // self.n_groups):
+            held = self.top_groups * (self.n_experts // self.n_groups)
+            raise ValueError(f"top_k ({self.top_k}) must not exceed the {held} experts of {self.top_groups} groups")
+        return self
+
+    def holds(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        return layer >= self.first_dense and (layer + 1) % self.every == 0
+
+
 class Architecture(Section):
     """One decoder. By default, `n_kv_heads` is `n_heads` and `head_dim` is `dim // n_heads`."""
 
@@ -60,11 +120,16 @@ class Architecture(Section):
     n_heads: int = Field(ge=1, description="Query heads.")
     n_kv_heads: int = Field(default=0, ge=1, description="Key and value heads; divides n_heads.")
     head_dim: int = Field(default=0, ge=2, description="Width of one head; even.")
-    ffn_dim: int = Field(ge=1, description="Width inside the feed-forward part.")
+    ffn_dim: int = Field(ge=1, description="Width inside the feed-forward part of layers without experts.")
+    latent: LatentAttention | None = Field(default=None, description="Multi-head latent attention.")
+    moe: MixtureOfExperts | None = Field(default=None, description="Mixture of experts.")
     vocab_size: int = Field(ge=1, description="Rows of the embedding.")
     max_seq_len: int = Field(default=131072, ge=1, description="Longest sequence that the model is meant for.")
     rope_theta: float = Field(default=500000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = Field(default=None, description="Scaling of the rotary frequencies.")
+    rope_pairs: Literal["halves", "neighbors"] = Field(
+        default="halves", description="Dimensions that rotate together: i and i + head_dim/2, or 2i and 2i + 1."
+    )
     norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon of RMSNorm.")
     qkv_bias: bool = Field(default=False, description="Bias on the query, key and value projections.")
     out_bias: bool = Field(default=False, description="Bias on the attention output projection.")

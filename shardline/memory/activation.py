@@ -87,7 +87,7 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
     seen = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, op: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-        if op in _kept_attention_ops():
+        if op in _kept_attention_ops() or _travels(op):
             return CheckpointPolicy.MUST_SAVE
         shape = _product_shape(op, arguments)
         if shape is not None:
@@ -101,13 +101,18 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
+def _travels(op: Any) -> bool:
+    """Whether `op` sends tokens to their experts or back: computing it again would send them again."""
+    return op.name() in ("shardline::expert_send", "shardline::expert_bring_back")
+
+
 def _product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
     """(in, out) of the weight of a matrix product, None where `op` is not one."""
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return tuple(arguments[-1].shape)
     if getattr(op, "namespace", "") == "shardline" and "linear" in op.name() and "backward" not in op.name():
         weight = arguments[1][0] if isinstance(arguments[1], (list, tuple)) else arguments[1]
-        return tuple(weight.t().shape)
+        return tuple(weight.transpose(-2, -1).shape)
     return None
 
 

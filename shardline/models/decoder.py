@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardline.config.architecture import Architecture
+from shardline.config.architecture import Architecture, MixtureOfExperts
 from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
 from shardline.models.dtensor import local, local_waiting
-from shardline.models.feed_forward import Products, feed_forward
+from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward
 from shardline.models.fused_weights import gate_block
 from shardline.models.linear import linear, weight_queue
+from shardline.models.moe import Exchange, ExpertWeights, moe
 from shardline.models.rope import rope_tables, rotate
 
 
@@ -30,6 +31,8 @@ class BlockSpec(NamedTuple):
     gate_block: int
     norm_eps: float
     products: Products = Products()
+    moe: MixtureOfExperts | None = None
+    exchange: Exchange = Exchange()
     kv_heads: tuple[int, int] | None = None  # where every rank holds all of wkv: the first head used here, and how many
 
 
@@ -44,10 +47,8 @@ class BlockWeights(NamedTuple):
     wo: Tensor
     wo_bias: Tensor | None
     ffn_norm: Tensor
-    w13: Tensor
-    w13_bias: Tensor | None
-    w2: Tensor
-    w2_bias: Tensor | None
+    ffn: FeedForwardWeights | None  # of a block with experts: the shared expert
+    experts: ExpertWeights | None
 
 
 def block_function(
@@ -63,8 +64,31 @@ def block_function(
     """One block over the residual stream x (t, dim) of `shape` (B, S) tokens; weights are cast to the type of x."""
     w = weights
     x = x + attention_part(rms_norm(x, w.attention_norm, spec.norm_eps), w, cos, sin, mask, spec, shape, cache)
+    assert w.ffn is not None
+    return x + feed_forward(rms_norm(x, w.ffn_norm, spec.norm_eps), w.ffn, spec.gate_block, spec.products)
+
+
+def expert_block_function(
+    x: Tensor,
+    weights: BlockWeights,
+    cos: Tensor,
+    sin: Tensor,
+    mask: AttentionMask,
+    spec: BlockSpec,
+    shape: tuple[int, int],
+    cache: LayerCache | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One block with experts; also returns how many tokens chose each expert, float32 (experts,)."""
+    w = weights
+    x = x + attention_part(rms_norm(x, w.attention_norm, spec.norm_eps), w, cos, sin, mask, spec, shape, cache)
+    assert w.experts is not None
+    assert spec.moe is not None
     normed = rms_norm(x, w.ffn_norm, spec.norm_eps)
-    return x + feed_forward(normed, w.w13, w.w13_bias, w.w2, w.w2_bias, spec.gate_block, spec.products)
+    routed, load = moe(normed.flatten(0, -2), w.experts, spec.moe, spec.exchange)
+    out = x + routed.view_as(x)
+    if w.ffn is not None:
+        out = out + feed_forward(normed, w.ffn, spec.gate_block, spec.products)
+    return out, load
 
 
 def attention_part(
@@ -163,26 +187,75 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """The feed-forward weights of a block; the arithmetic is `feed_forward`."""
 
-    def __init__(self, arch: Architecture) -> None:
+    def __init__(self, arch: Architecture, width: int) -> None:
         super().__init__()
-        self.w13 = Linear(2 * arch.ffn_dim, arch.dim, arch.mlp_bias)
-        self.w2 = Linear(arch.dim, arch.ffn_dim, arch.mlp_bias)
+        self.w13 = Linear(2 * width, arch.dim, arch.mlp_bias)
+        self.w2 = Linear(arch.dim, width, arch.mlp_bias)
+
+
+class ExpertLinear(nn.Module):
+    """The matrices of all experts, uninitialised, and their biases."""
+
+    def __init__(self, shape: tuple[int, ...], bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape[:-1])) if bias else None
+
+
+class Experts(nn.Module):
+    def __init__(self, arch: Architecture, spec: MixtureOfExperts) -> None:
+        super().__init__()
+        self.w13 = ExpertLinear((spec.n_experts, 2, spec.expert_dim, arch.dim), arch.mlp_bias)
+        self.w2 = ExpertLinear((spec.n_experts, arch.dim, spec.expert_dim), arch.mlp_bias)
+
+
+class Router(nn.Module):
+    """The router's weights; `balance` is moved by `optim`, not by gradients."""
+
+    def __init__(self, arch: Architecture, spec: MixtureOfExperts) -> None:
+        super().__init__()
+        self.gate = Linear(spec.n_experts, arch.dim, spec.router_bias)
+        self.balance = nn.Parameter(torch.empty(spec.n_experts), requires_grad=False) if spec.balance_coeff else None
+
+
+class Moe(nn.Module):
+    """The weights of a block's router, experts and shared expert; the arithmetic is `moe`."""
+
+    def __init__(self, arch: Architecture, spec: MixtureOfExperts) -> None:
+        super().__init__()
+        self.spec = spec
+        self.router = Router(arch, spec)
+        self.experts = Experts(arch, spec)
+        self.shared_experts = FeedForward(arch, spec.shared_dim) if spec.shared_dim else None
 
 
 class Block(nn.Module):
-    def __init__(self, arch: Architecture, window: int, split_kv: bool = False) -> None:
+    def __init__(self, arch: Architecture, layer: int, window: int, split_kv: bool = False) -> None:
         super().__init__()
+        spec = arch.moe if arch.moe is not None and arch.moe.holds(layer) else None
         self.attention_norm = RMSNorm(arch.dim, arch.norm_eps)
         self.attention = Attention(arch, split_kv)
         self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)
-        self.feed_forward = FeedForward(arch)
+        self.feed_forward = FeedForward(arch, arch.ffn_dim) if spec is None else None
+        self.moe = None if spec is None else Moe(arch, spec)
         self.window = window
-        self.spec = BlockSpec(arch.head_dim, arch.n_heads // arch.n_kv_heads, gate_block(arch), arch.norm_eps)
-        self.function: Callable[..., Tensor] = block_function
+        width = arch.ffn_dim if spec is None else spec.shared_dim
+        self.spec = BlockSpec(
+            arch.head_dim, arch.n_heads // arch.n_kv_heads, gate_block(width), arch.norm_eps, moe=spec
+        )
+        self.function: Callable[..., Any] = block_function if spec is None else expert_block_function
+        self.load: Tensor | None = None  # tokens of each expert since it was last reset
+        self.rest: WithoutExperts | None = None
+
+    def without_experts(self) -> WithoutExperts:
+        """Everything in this block but its experts, as a module through which its forward passes."""
+        self.rest = WithoutExperts(self)
+        return self.rest
 
     def weights(self) -> BlockWeights:
         """This rank's shard of each weight, as plain tensors."""
-        a, f = self.attention, self.feed_forward
+        a, m = self.attention, self.moe
+        f = self.feed_forward if m is None else m.shared_experts
         queries = a.wqkv if a.wqkv is not None else a.wq
         assert queries is not None
         part = local_waiting if weight_queue.offered else local
@@ -190,6 +263,9 @@ class Block(nn.Module):
         def maybe(module: nn.Module | None, name: str) -> Tensor | None:
             parameter = None if module is None else getattr(module, name)
             return None if parameter is None else part(parameter)
+
+        def both(module: Linear | ExpertLinear) -> tuple[Tensor, Tensor | None]:
+            return part(module.weight), maybe(module, "bias")
 
         return BlockWeights(
             attention_norm=part(self.attention_norm.weight),
@@ -202,10 +278,15 @@ class Block(nn.Module):
             wo=part(a.wo.weight),
             wo_bias=maybe(a.wo, "bias"),
             ffn_norm=part(self.ffn_norm.weight),
-            w13=part(f.w13.weight),
-            w13_bias=maybe(f.w13, "bias"),
-            w2=part(f.w2.weight),
-            w2_bias=maybe(f.w2, "bias"),
+            ffn=None if f is None else FeedForwardWeights(*both(f.w13), *both(f.w2)),
+            experts=None
+            if m is None
+            else ExpertWeights(
+                *both(m.router.gate),
+                None if m.router.balance is None else local(m.router.balance),
+                *both(m.experts.w13),
+                *both(m.experts.w2),
+            ),
         )
 
     def forward(
@@ -217,9 +298,44 @@ class Block(nn.Module):
         shape: tuple[int, int],
         cache: LayerCache | None = None,
     ) -> Tensor:
+        run = self.run if self.rest is None else self.rest
+        out: Tensor = run(x, cos, sin, mask, shape, cache)
+        return out
+
+    def run(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: AttentionMask,
+        shape: tuple[int, int],
+        cache: LayerCache | None,
+    ) -> Tensor:
         if cache is not None:  # lengths grow with every token, which a compiled function would be recompiled for
-            return block_function(x, self.weights(), cos, sin, mask, self.spec, shape, cache)
-        return self.function(x, self.weights(), cos, sin, mask, self.spec, shape)
+            plain: Callable[..., Any] = block_function if self.moe is None else expert_block_function
+            out = plain(x, self.weights(), cos, sin, mask, self.spec, shape, cache)
+        else:
+            out = self.function(x, self.weights(), cos, sin, mask, self.spec, shape)
+        if self.moe is None:
+            return out
+        x, load = out
+        if torch.is_grad_enabled():  # training; outside the function, which checkpointing may run again
+            self.load = load if self.load is None else self.load + load
+        return x
+
+
+class WithoutExperts(nn.Module):
+    """The modules of a block but its experts: FSDP shards the two over different ranks, and gathers by module."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        assert block.moe is not None
+        self.attention_norm, self.attention, self.ffn_norm = block.attention_norm, block.attention, block.ffn_norm
+        self.router, self.shared_experts = block.moe.router, block.moe.shared_experts
+        self.run = block.run
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.run(*arguments)
 
 
 class Stage(NamedTuple):
@@ -248,7 +364,7 @@ class Decoder(nn.Module):
         tied = arch.tie_word_embeddings
         self.tok_embeddings = Embedding(arch.vocab_size, arch.dim) if first or (last and tied) else None
         here = {layer for stage in self.stages for layer in stage.layers}
-        blocks = {str(i): Block(arch, window, split_kv) for i, window in enumerate(windows(arch)) if i in here}
+        blocks = {str(i): Block(arch, i, window, split_kv) for i, window in enumerate(windows(arch)) if i in here}
         self.layers = nn.ModuleDict(blocks)
         self.norm = RMSNorm(arch.dim, arch.norm_eps) if last else None
         self.output = Linear(arch.vocab_size, arch.dim) if last and not tied else None

@@ -30,16 +30,15 @@ class Products(NamedTuple):
     row: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
 
 
-def feed_forward(
-    x: Tensor,
-    w13: Tensor,
-    w13_bias: Tensor | None,
-    w2: Tensor,
-    w2_bias: Tensor | None,
-    gate_block: int,
-    products: Products,
-) -> Tensor:
+class FeedForwardWeights(NamedTuple):
+    w13: Tensor
+    w13_bias: Tensor | None
+    w2: Tensor
+    w2_bias: Tensor | None
+
+
+def feed_forward(x: Tensor, w: FeedForwardWeights, gate_block: int, products: Products) -> Tensor:
     """down(silu(gate(x)) * up(x)); the rows of w13 alternate: `gate_block` of gate, `gate_block` of up."""
-    (product,) = products.column(x, (w13,), (w13_bias,))
+    (product,) = products.column(x, (w.w13,), (w.w13_bias,))
     gate, up = product.unflatten(-1, (-1, 2, gate_block)).unbind(-2)  # (t, F / block, block) each
-    return products.row((F.silu(gate) * up).flatten(-2), w2, w2_bias)
+    return products.row((F.silu(gate) * up).flatten(-2), w.w2, w.w2_bias)

@@ -3,6 +3,8 @@
     wqkv, rows by KV head        w13, rows in blocks of b = gcd(ffn_dim, 8)
     | q q q q k v | q q q q k v |      | gate b | up b | gate b | up b | ...
 
+    w13 of experts: (experts, 2, width, dim), gate and up each a half of the second dimension
+
 Neither order depends on how many ranks share a weight: cutting the rows into equal parts gives each rank whole heads
 and matching gate and up rows. Biases and optimizer state have the order of their weight.
 """
@@ -16,20 +18,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.config.architecture import Architecture
+from shardline.config.architecture import Architecture, MixtureOfExperts
 
 
-def gate_block(arch: Architecture) -> int:
-    return math.gcd(arch.ffn_dim, 8)
+def gate_block(width: int) -> int:
+    """Rows of gate, then of up, in the fused weight of a feed-forward part of this width."""
+    return math.gcd(width, 8)
 
 
 def logical_names(arch: Architecture, name: str) -> list[str]:
     """The logical names of a parameter: its own, or those of the parts of a fused one."""
-    return list(_runs(arch, name)) or [name]
+    return _halves(name) or list(_runs(arch, name)) or [name]
 
 
 def unfuse(arch: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """The logical tensors of the parameter `name`, or of rows of it that hold whole groups."""
+    if _halves(name):
+        return views(name, tensor)
     runs = _runs(arch, name)
     if not runs:
         return {name: tensor}
@@ -40,11 +45,22 @@ def unfuse(arch: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 def fuse(arch: Architecture, name: str, parts: Mapping[str, Tensor]) -> Tensor:
     """The parameter `name` from its logical tensors: the inverse of `unfuse`."""
+    if _halves(name):
+        return torch.stack([parts[half] for half in _halves(name)], dim=1)
     runs = _runs(arch, name)
     if not runs:
         return parts[name]
     groups = [parts[part].unflatten(0, (-1, rows)) for part, rows in runs.items()]  # (groups, rows of a group, ...)
     return torch.cat(groups, dim=1).flatten(0, 1)
+
+
+def views(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The parameter `name`, or this rank's shard of it, or its state, as views whose rows are rows of logical tensors.
+
+    The fused weight of experts is two of them; any other parameter is one, under its own name.
+    """
+    halves = _halves(name)
+    return dict(zip(halves, tensor.unbind(1), strict=True)) if halves else {name: tensor}
 
 
 class LogicalRows(NamedTuple):
@@ -71,7 +87,7 @@ def logical_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Every logical tensor's shape, in the order of the model; `output.weight` only when it is not tied."""
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (arch.vocab_size, arch.dim)}
     for layer in range(arch.n_layers):
-        for name, shape in _layer_shapes(arch).items():
+        for name, shape in _layer_shapes(arch, layer).items():
             shapes[f"layers.{layer}.{name}"] = shape
     shapes["norm.weight"] = (arch.dim,)
     if not arch.tie_word_embeddings:
@@ -83,17 +99,22 @@ def parameter_count(arch: Architecture) -> int:
     return sum(math.prod(shape) for shape in logical_shapes(arch).values())
 
 
-def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
+def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
     heads, kv = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
-    matrices = (
+    moe = arch.moe if arch.moe is not None and arch.moe.holds(layer) else None
+    ffn, width = ("feed_forward", arch.ffn_dim) if moe is None else ("moe.shared_experts", moe.shared_dim)
+    matrices = [
         ("attention.wq", heads, arch.dim, arch.qkv_bias),
         ("attention.wk", kv, arch.dim, arch.qkv_bias),
         ("attention.wv", kv, arch.dim, arch.qkv_bias),
         ("attention.wo", arch.dim, heads, arch.out_bias),
-        ("feed_forward.w1", arch.ffn_dim, arch.dim, arch.mlp_bias),
-        ("feed_forward.w3", arch.ffn_dim, arch.dim, arch.mlp_bias),
-        ("feed_forward.w2", arch.dim, arch.ffn_dim, arch.mlp_bias),
-    )
+    ]
+    if width:
+        matrices += [
+            (f"{ffn}.w1", width, arch.dim, arch.mlp_bias),
+            (f"{ffn}.w3", width, arch.dim, arch.mlp_bias),
+            (f"{ffn}.w2", arch.dim, width, arch.mlp_bias),
+        ]
     shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": (arch.dim,), "ffn_norm.weight": (arch.dim,)}
     for name, rows, columns, bias in matrices:
         shapes[f"{name}.weight"] = (rows, columns)
@@ -101,16 +122,41 @@ def _layer_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
             shapes[f"{name}.bias"] = (rows,)
     if arch.qk_norm:
         shapes["attention.q_norm.weight"] = shapes["attention.k_norm.weight"] = (arch.head_dim,)
+    return shapes if moe is None else {**shapes, **_expert_shapes(arch, moe)}
+
+
+def _expert_shapes(arch: Architecture, moe: MixtureOfExperts) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"moe.router.gate.weight": (moe.n_experts, arch.dim)}
+    if moe.router_bias:
+        shapes["moe.router.gate.bias"] = (moe.n_experts,)
+    if moe.balance_coeff:
+        shapes["moe.router.balance"] = (moe.n_experts,)
+    into, back = (moe.n_experts, moe.expert_dim, arch.dim), (moe.n_experts, arch.dim, moe.expert_dim)
+    for name, shape in (("w1", into), ("w3", into), ("w2", back)):
+        shapes[f"moe.experts.{name}.weight"] = shape
+        if arch.mlp_bias:
+            shapes[f"moe.experts.{name}.bias"] = shape[:-1]
     return shapes
+
+
+def is_halved(name: str) -> bool:
+    return bool(_halves(name))
+
+
+def _halves(name: str) -> list[str]:
+    """The logical names in the fused weight or bias of experts; empty for any other parameter."""
+    return [name.replace(".w13.", half) for half in (".w1.", ".w3.")] if ".experts.w13." in name else []
 
 
 def _runs(arch: Architecture, name: str) -> dict[str, int]:
     """The logical names in a fused parameter, and how many rows each has in a group; empty for any other parameter."""
-    head, block = arch.head_dim, gate_block(arch)
+    head, block = arch.head_dim, gate_block(arch.ffn_dim)
+    shared = gate_block(0 if arch.moe is None else arch.moe.shared_dim)
     kinds = {
         "attention.wqkv": {"wq": arch.n_heads // arch.n_kv_heads * head, "wk": head, "wv": head},
         "attention.wkv": {"wk": head, "wv": head},  # beside a separate wq, where more ranks than KV heads share them
         "feed_forward.w13": {"w1": block, "w3": block},
+        "shared_experts.w13": {"w1": shared, "w3": shared},
     }
     for kind, runs in kinds.items():
         if f".{kind}." in f".{name}":

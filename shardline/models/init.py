@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardline.config.architecture import Architecture
 from shardline.models.dtensor import local, local_slices
-from shardline.models.fused_weights import logical_rows, logical_shapes
+from shardline.models.fused_weights import logical_rows, logical_shapes, views
 
 BLOCK_ROWS = 256
 MOST_THREADS = 32  # each holds one block: 54 MiB in the largest weight of a 405B model
@@ -32,9 +32,9 @@ MOST_THREADS = 32  # each holds one block: 54 MiB in the largest weight of a 405
 
 def initial_std(arch: Architecture, name: str) -> float | None:
     """The standard deviation of a logical tensor; None for those that start as a constant."""
-    if name.endswith(("norm.weight", ".bias")):
+    if name.endswith(("norm.weight", ".bias", ".balance")):
         return None
-    if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
+    if name.endswith((".wo.weight", ".w2.weight")):
         return arch.init_std / math.sqrt(2 * arch.n_layers)
     return arch.init_std
 
@@ -49,10 +49,16 @@ def init_weights(model: nn.Module, seed: int) -> None:
 
 def draw_block(seed: int, name: str, shape: tuple[int, ...], block: int, std: float) -> Tensor:
     """One block of the logical tensor `name` of this shape: float32 (BLOCK_ROWS, or the rest, ...) on the CPU."""
-    rows = min(BLOCK_ROWS, shape[0] - block * BLOCK_ROWS)
+    each = block_rows(shape)
+    rows = min(each, shape[0] - block * each)
     generator = torch.Generator("cpu").manual_seed(_block_seed(seed, name, block))
     values = torch.empty(rows, *shape[1:], device="cpu", dtype=torch.float32)
     return values.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
+
+
+def block_rows(shape: tuple[int, ...]) -> int:
+    """Rows of a block: 256 of a matrix; of experts, as many as have about 256 rows together, at least one."""
+    return BLOCK_ROWS if len(shape) < 3 else max(1, BLOCK_ROWS // shape[1])
 
 
 class _HeldBlock(NamedTuple):
@@ -74,20 +80,22 @@ class _HeldBlock(NamedTuple):
 def _blocks(arch: Architecture, model: nn.Module) -> Iterator[_HeldBlock]:
     """The blocks that this rank draws; parameters that start as a constant are filled on the way."""
     shapes = logical_shapes(arch)
-    for name, parameter in model.named_parameters():
-        target = local(parameter.detach())
-        rows, *columns = local_slices(parameter)
-        for part in logical_rows(arch, name, parameter.shape[0], rows):
-            std = initial_std(arch, part.name)
-            if std is None:
-                target.fill_(0.0 if name.endswith(".bias") else 1.0)
-                continue
-            for block in range(part.start // BLOCK_ROWS, -(-part.stop // BLOCK_ROWS)):
-                first = block * BLOCK_ROWS
-                start, stop = max(part.start, first), min(part.stop, first + BLOCK_ROWS)
-                held = (slice(start - first, stop - first), *columns)
-                places = part.places[start - part.start : stop - part.start]
-                yield _HeldBlock(part.name, shapes[part.name], block, std, held, target, places)
+    for whole_name, parameter in model.named_parameters():
+        slices = local_slices(parameter)
+        for name, target in views(whole_name, local(parameter.detach())).items():
+            rows, *columns = slices if name == whole_name else (slices[0], *slices[2:])
+            for part in logical_rows(arch, name, parameter.shape[0], rows):
+                std = initial_std(arch, part.name)
+                if std is None:
+                    target.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                    continue
+                each = block_rows(shapes[part.name])
+                for block in range(part.start // each, -(-part.stop // each)):
+                    first = block * each
+                    start, stop = max(part.start, first), min(part.stop, first + each)
+                    held = (slice(start - first, stop - first), *columns)
+                    places = part.places[start - part.start : stop - part.start]
+                    yield _HeldBlock(part.name, shapes[part.name], block, std, held, target, places)
 
 
 def _block_seed(seed: int, name: str, block: int) -> int:

@@ -1,7 +1,7 @@
 """Transforms a model for its layout, in the one order that works.
 
     (stages were cut when the model was made)
-    context parallel -> tensor parallel -> activation checkpointing -> compile -> data parallel
+    context parallel -> expert parallel -> tensor parallel -> activation checkpointing -> compile -> data parallel
 
 Everything happens before the parameters have memory; each step logs a line on what it did.
 """
@@ -23,6 +23,7 @@ from shardline.models.decoder import Decoder
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
 from shardline.parallel.data.ddp import replicate_parameters
 from shardline.parallel.data.fsdp import apply_fsdp
+from shardline.parallel.expert.expert import apply_experts, check_expert_parallel
 from shardline.parallel.pipeline.stages import PipelinePlan, plan_pipeline
 from shardline.parallel.tensor.tensor import (
     TensorParallel,
@@ -83,6 +84,11 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         check_context_parallel(context, config, model.arch, mesh.layout.tp)
         model.context = context
         log.info("%s", describe(context, config.training.seq_len))
+    check_expert_parallel(model.arch, mesh.layout)
+    if model.arch.moe is not None:
+        apply_experts(model, mesh, done.tensor is not None and done.tensor.sequence_parallel)
+        if mesh.layout.ep > 1:
+            log.info("%d experts over %d ranks", model.arch.moe.n_experts, mesh.layout.ep)
     if done.tensor is not None:
         check_tensor_parallel(model.arch, done.tensor.degree)
         if model.context is None:  # check_context_parallel has checked them too

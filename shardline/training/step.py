@@ -22,6 +22,7 @@ from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.apply import Applied
 from shardline.parallel.data.ddp import Replicas
 from shardline.parallel.data.fsdp import set_gradient_sync
+from shardline.parallel.expert.balance import ExpertLoad
 from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicated_gradients
 from shardline.run.device import read
 from shardline.run.stop import Request, no_requests, request_of
@@ -107,6 +108,7 @@ class Stepper:
             self.passes = PipelinedModel(config, model, mesh, applied.pipeline, self.head, device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
+        self.experts = ExpertLoad(model, mesh)
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
@@ -140,7 +142,16 @@ class Stepper:
         """One optimizer step, unless its loss or gradients are not finite."""
         set_lr(self.optimizer, lr)
         if self.early is not None:
-            return self._step_early(self.early, batches, lr, number, requests)
+            result = self._step_early(self.early, batches, lr, number, requests)
+        else:
+            result = self._step_late(batches, lr, number, requests)
+        loads = self.experts.take()
+        if loads is not None and result.finite:
+            self.experts.balance(loads)
+        return result
+
+    def _step_late(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers) -> StepResult:
+        """One step after the whole backward."""
         result = self._agree(self.forward_backward(batches), lr, requests)
         if result.finite:
             clip_(self.parameters, result.grad_norm, self.config.training.max_norm)

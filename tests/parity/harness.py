@@ -200,7 +200,9 @@ def train(settings: dict[str, Any], mutation: Mutation | None) -> Record:
         with contextlib.nullcontext() if mutation is None else mutation(trainer):
             _watch(trainer, record)
             trainer.train()
-        record.parameters, record.parameter_prints = _whole(trainer, lambda parameter: parameter.detach())
+        record.parameters, record.parameter_prints = _whole(
+            trainer, lambda parameter: parameter.detach(), of_trained=False
+        )
         if trainer.mesh.rank % (trainer.mesh.world_size // trainer.mesh.layout.pp):  # the first of each stage has them
             record.gradients, record.parameters = {}, {}
         return record
@@ -264,10 +266,14 @@ def _watch_gradients(trainer: Any, record: Record) -> None:
     trainer.optimizer.step = watched
 
 
-def _whole(trainer: Any, value: Callable[[Any], Tensor | None]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """A tensor of each parameter, gathered from its shards and unfused; every rank must call this."""
+def _whole(
+    trainer: Any, value: Callable[[Any], Tensor | None], of_trained: bool = True
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A tensor of each (trained) parameter, gathered from its shards and unfused; every rank must call this."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in trainer.model.named_parameters():
+        if of_trained and not parameter.requires_grad:
+            continue
         tensor = value(parameter)
         if tensor is None:
             raise AssertionError(f"{name} has no gradient")

@@ -62,7 +62,7 @@ def test_fuse_is_the_inverse_of_unfuse(arch: Architecture) -> None:
 @given(architectures(), st.integers(1, 6))
 def test_a_row_cut_cuts_every_part(arch: Architecture, ranks: int) -> None:
     for name, tensor in fused_tensors(arch):
-        pieces = arch.n_kv_heads if "wqkv" in name else arch.ffn_dim // gate_block(arch)
+        pieces = arch.n_kv_heads if "wqkv" in name else arch.ffn_dim // gate_block(arch.ffn_dim)
         if pieces % ranks:
             continue
         parts = unfuse(arch, name, tensor)

@@ -142,7 +142,8 @@ def replicate_parameters(model: Decoder, mesh: Mesh) -> None:
     """Declare every parameter replicated over dp_replicate (and still cut over tp), before it has memory."""
     for name, parameter in list(model.named_parameters()):
         if isinstance(parameter, DTensor):
-            joined = mesh.joined("dp_replicate", "tp")
+            of_experts = "ep" in (parameter.device_mesh.mesh_dim_names or ())
+            joined = mesh.of_experts("replicas", "ep", "etp") if of_experts else mesh.joined("dp_replicate", "tp")
             placements = [Replicate(), *parameter.placements]
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         else:

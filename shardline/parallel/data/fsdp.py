@@ -12,6 +12,8 @@ Gradients are summed, never averaged: the loss is already divided by the targets
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -27,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import Shard
 
 from shardline.comm import collectives
 from shardline.comm.exposed_time import StreamWaits, can_watch_streams, exposed, mark
@@ -35,7 +38,7 @@ from shardline.comm.mesh import Mesh
 from shardline.comm.observe import Observed, Started, described, runs_on_host
 from shardline.comm.spans import now
 from shardline.config.schema import Config, Parallelism
-from shardline.models.decoder import Decoder
+from shardline.models.decoder import Block, Decoder
 from shardline.precision.mixed import Precision
 
 ENTRY_METHODS = ("hidden",)  # methods of the model that start a forward
@@ -56,11 +59,21 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     freed = config.parallelism.fsdp_reshard_after_forward
     one_stage = config.parallelism.pipeline_parallel_degree == 1  # in a pipeline every micro-batch needs the weights
     reshard = one_stage if freed == "default" else freed == "always"
-    options: dict[str, Any] = {"mesh": dp, "mp_policy": policy, "offload_policy": offload}
+    kept_whole = {p for p in model.parameters() if not p.requires_grad}  # small, and never cast
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "ignored_params": kept_whole}
     for block in model.blocks():
-        fully_shard(block, reshard_after_forward=reshard, **options)
+        if block.moe is not None and mesh.layout.ep > 1:  # the experts are sharded over other ranks than the rest
+            rest = block.without_experts()
+            fully_shard(rest, mesh=dp, reshard_after_forward=reshard, **options)
+            ranks, experts = mesh.of_experts("replicas", "expert_shard"), block.moe.spec.n_experts // mesh.layout.ep
+            cut = functools.partial(_expert_cut, mesh.layout.expert_shard, experts)
+            options["ignored_params"] = kept_whole | set(rest.parameters())
+            fully_shard(block, mesh=ranks, reshard_after_forward=reshard, shard_placement_fn=cut, **options)
+            options["ignored_params"] = kept_whole
+        else:
+            fully_shard(block, mesh=dp, reshard_after_forward=reshard, **options)
     # The modules of the root (embedding, norm, head) are used first and last: freeing them in between gains nothing.
-    fully_shard(model, reshard_after_forward=False, **options)
+    fully_shard(model, mesh=dp, reshard_after_forward=False, **options)
     for name in ENTRY_METHODS:
         register_fsdp_forward_method(model, name)
     waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() else None
@@ -69,14 +82,22 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     _prefetch(model, config.parallelism.fsdp_prefetch)
 
 
+def _expert_cut(ranks: int, experts: int, parameter: nn.Parameter) -> Shard | None:
+    """FSDP cuts whole experts; where a rank has fewer of them than there are ranks, their columns or rows of `dim`."""
+    if experts >= ranks or parameter.ndim < 3:
+        return None
+    return Shard(3 if parameter.ndim == 4 else 1)
+
+
 def use_counted_collectives(model: Decoder, waits: StreamWaits | None, replicated: bool) -> None:
     """Sum instead of average, through collectives that are counted. FSDP has these settings in every module."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # before the factor: only NCCL has other reductions
             module.set_gradient_divide_factor(1.0)
-            scatter = CountedScatter(waits, is_last=module is model)
-            module.set_custom_all_gather(CountedGather(waits, module))  # type: ignore[arg-type]
+            axis = "expert_shard" if getattr(module, "rest", None) is not None else "fsdp"
+            scatter = CountedScatter(waits, is_last=module is model, axis=axis)
+            module.set_custom_all_gather(CountedGather(waits, module, axis))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
             if replicated:
                 module.set_all_reduce_hook(scatter.all_reduced)
@@ -92,16 +113,29 @@ def _prefetch(model: Decoder, depth: int) -> None:
     if depth == 0:
         return
     for stage in model.stages:
-        blocks = [cast(FSDPModule, model.block(layer)) for layer in stage.layers]
-        chain = [cast(FSDPModule, model), *blocks] if len(model.stages) == 1 else blocks
-        for index, module in enumerate(chain):
-            module.set_modules_to_forward_prefetch(chain[index + 1 : index + 1 + depth])
-            is_root = module is chain[0] and len(model.stages) == 1
+        blocks = [sharded_modules(model.block(layer)) for layer in stage.layers]
+        chain = [[cast(FSDPModule, model)], *blocks] if len(model.stages) == 1 else blocks
+        for index, modules in enumerate(chain):
+            is_root = index == 0 and len(model.stages) == 1
             before = chain[1:] if is_root else chain[len(chain) - len(blocks) : index]  # backward begins with the root
-            module.set_modules_to_backward_prefetch(before[::-1][:depth])
+            modules[0].set_modules_to_forward_prefetch(list(itertools.chain(*chain[index + 1 : index + 1 + depth])))
+            modules[0].set_modules_to_backward_prefetch(list(itertools.chain(*before[::-1][:depth])))
+
+
+def sharded_modules(block: Block) -> list[FSDPModule]:
+    """The block, and where its experts are sharded apart, the rest of it."""
+    return [cast(FSDPModule, module) for module in (block, block.rest) if module is not None]
 
 
 class _Allocate:
+    axis: str
+
+    def _observed(self, what: str, x: Tensor, each: int, background: bool = False) -> Observed:
+        """A collective of FSDP, which sends `each` bytes to every other rank."""
+        over, counted = job.axes[self.axis], "dp_shard" if self.axis == "fsdp" else self.axis
+        on_host = runs_on_host(over.group, x.device)
+        return Observed(counted, what, described(what, counted, x), each * (over.size - 1), on_host, background)
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -109,14 +143,14 @@ class _Allocate:
 class CountedGather(_Allocate):
     """FSDP's all-gather; on CPU it always runs in the background until FSDP needs the weights."""
 
-    def __init__(self, waits: StreamWaits | None = None, module: Any = None) -> None:
-        self.waits, self.module = waits, module
+    def __init__(self, waits: StreamWaits | None = None, module: Any = None, axis: str = "fsdp") -> None:
+        self.waits, self.module, self.axis = waits, module, axis
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         on_cpu = input_tensor.device.type == "cpu"
-        call, start = _observed("all_gather", input_tensor, input_tensor.nbytes, group, background=on_cpu), now()
+        call, start = self._observed("all_gather", input_tensor, input_tensor.nbytes, background=on_cpu), now()
         with contextlib.nullcontext() if on_cpu else call:
             work = collectives._all_gather(output_tensor, input_tensor, group=group, async_op=async_op or on_cpu)
         if self.waits is not None:
@@ -130,8 +164,8 @@ class CountedScatter(_Allocate):
     At the end of a backward the step waits for the last gradients, and no computation is left to hide that.
     """
 
-    def __init__(self, waits: StreamWaits | None = None, is_last: bool = False) -> None:
-        self.waits, self.is_last = waits, is_last
+    def __init__(self, waits: StreamWaits | None = None, is_last: bool = False, axis: str = "fsdp") -> None:
+        self.waits, self.is_last, self.axis = waits, is_last, axis
         self.ended: Any = 0  # nanoseconds, or an event
 
     def __call__(
@@ -139,9 +173,9 @@ class CountedScatter(_Allocate):
     ) -> dist.Work | None:
         started = now() if self.waits is None else mark()
         work = None
-        with _observed("reduce_scatter", input_tensor, output_tensor.nbytes, group):
+        with self._observed("reduce_scatter", input_tensor, output_tensor.nbytes):
             by_sum = op == dist.ReduceOp.SUM and not async_op
-            if not (by_sum and collectives.scattered_by_host(output_tensor, input_tensor, "fsdp")):
+            if not (by_sum and collectives.scattered_by_host(output_tensor, input_tensor, self.axis)):
                 work = collectives._reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         self._scattered(started)
         return work
@@ -175,12 +209,6 @@ def _waited(started: int) -> int:
     ended = now()
     exposed.add((ended - started) / 1e9)
     return ended
-
-
-def _observed(what: str, x: Tensor, each: int, group: dist.ProcessGroup, background: bool = False) -> Observed:
-    """A collective of FSDP, which sends `each` bytes to every other rank."""
-    tag, on_host = described(what, "dp_shard", x), runs_on_host(group, x.device)
-    return Observed("dp_shard", what, tag, each * (group.size() - 1), on_host, background)
 
 
 class TimedWork(dist.Work):

@@ -18,7 +18,7 @@ from shardline.comm.exposed_time import exposed
 from shardline.config.schema import Parallelism
 from shardline.models.decoder import Decoder, Stage
 from shardline.parallel.data.ddp import Replicas
-from shardline.parallel.data.fsdp import accumulation_sync
+from shardline.parallel.data.fsdp import accumulation_sync, sharded_modules
 
 
 class Unit(NamedTuple):
@@ -50,7 +50,8 @@ class StageSums:
         elif isinstance(model, FSDPModule):
             for index, stage in stages.items():
                 for layer in reversed(stage.layers):
-                    self.units.append(Unit({index}, functools.partial(self._reduce, model.block(layer))))
+                    for module in sharded_modules(model.block(layer)):
+                        self.units.append(Unit({index}, functools.partial(self._reduce, module)))
             outside = {index for index, stage in stages.items() if stage.first or stage.last}
             self.units.append(Unit(outside or self.all, functools.partial(self._reduce, model)))
         self.waiting: list[Unit] = []
@@ -77,8 +78,7 @@ class StageSums:
             # What FSDP does after the last backward: wait for the sums, forget the order of this step.
             self.model._get_fsdp_state()._root_post_backward_final_callback()
 
-    def _reduce(self, module: nn.Module) -> None:
-        assert isinstance(module, FSDPModule)
+    def _reduce(self, module: FSDPModule) -> None:
         exposed.last_backward = self.last
         module.set_requires_gradient_sync(True, recurse=False)
         module.set_requires_all_reduce(self.last or accumulation_sync(self.section) != "scatter", recurse=False)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
@@ -50,6 +50,12 @@ PLAN: dict[str, Placement] = {
     "feed_forward.w2.weight": Shard(1),
     "tok_embeddings.weight": Shard(0),
     "output.weight": Shard(0),
+    "shared_experts.w13.weight": Shard(0),
+    "shared_experts.w13.bias": Shard(0),
+    "shared_experts.w2.weight": Shard(1),
+    "moe.experts.w13.weight": Shard(2),
+    "moe.experts.w13.bias": Shard(2),
+    "moe.experts.w2.weight": Shard(2),
 }
 
 
@@ -83,12 +89,19 @@ def _problems(arch: Architecture, degree: int) -> list[str]:
         problems.append(f"{arch.n_heads} heads cannot be shared by {degree} ranks")
     if max(degree, arch.n_kv_heads) % min(degree, arch.n_kv_heads):
         problems.append(f"{arch.n_kv_heads} KV heads and {degree} ranks: one must be a multiple of the other")
-    block = gate_block(arch)
     if not all(vocabulary_rows(arch.vocab_size, degree, rank) for rank in range(degree)):
         problems.append(f"a vocabulary of {arch.vocab_size} leaves ranks without a row")
-    if arch.ffn_dim % (degree * block):
-        problems.append(f"ffn_dim {arch.ffn_dim} is not a multiple of {degree} x {block}")
+    for what, width in _widths(arch).items():
+        if width % (degree * gate_block(width)):
+            problems.append(f"{what} {width} is not a multiple of {degree} x {gate_block(width)}")
     return problems
+
+
+def _widths(arch: Architecture) -> dict[str, int]:
+    """The widths of the feed-forward parts that tensor parallelism always cuts."""
+    every = arch.moe is not None and all(arch.moe.holds(layer) for layer in range(arch.n_layers))
+    dense = {} if every else {"ffn_dim": arch.ffn_dim}
+    return {**dense, "shared_dim": arch.moe.shared_dim} if arch.moe is not None and arch.moe.shared_dim else dense
 
 
 def check_rows(config: Config, plan: TensorParallel) -> None:
@@ -135,6 +148,8 @@ def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> N
     assert tp is not None
     arch, rank = model.arch, mesh.coordinates["tp"]
     for name, parameter in list(model.named_parameters()):
+        if isinstance(parameter, DTensor):
+            continue  # expert parallelism has cut it
         cut = distribute_tensor(
             parameter.detach(), tp, [placement(name, plan, arch.tie_word_embeddings)], src_data_rank=None
         )
@@ -218,14 +233,21 @@ class ParallelEmbedding(NamedTuple):
 
 def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Parameter]:
     """Parameters that every tp rank holds whole, but whose gradients there cover only a part of the group's work."""
-    tied, found = model.arch.tie_word_embeddings, []
+    found = []
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or not isinstance(placement(name, plan, tied), Replicate):
+        if not parameter.requires_grad or not _is_whole(parameter):
             continue
-        of_heads = any(part in name for part in (".wkv.", ".q_norm.", ".k_norm."))
-        if plan.sequence_parallel or of_heads:
+        of_some = any(part in name for part in (".wkv.", ".q_norm.", ".k_norm.", ".router.", ".experts.w2.bias"))
+        if plan.sequence_parallel or of_some:
             found.append(parameter)
     return found
+
+
+def _is_whole(parameter: nn.Parameter) -> bool:
+    """Whether the ranks of tp hold a parameter whole; those of experts have `etp` in its place, or none."""
+    assert isinstance(parameter, DTensor)
+    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    return any(axis in ("tp", "etp") and cut == Replicate() for axis, cut in axes)
 
 
 def sum_replicated_gradients(parameters: list[nn.Parameter]) -> None:

@@ -1,0 +1,204 @@
+"""Mixture of experts: a router sends each token to its `top_k` experts, whose outputs are added up.
+
+    x (t, dim) -- router --> scores (t, E) -- the best k --> chosen (t, k), weights (t, k)
+        |
+        +- each token k times, sorted by expert -> (t k, dim)    | tokens of expert 0 | of expert 1 | ...
+        |      `Exchange`: where ranks share the experts, rows travel to the rank of their expert
+        |  w13 -> silu(gate) * up * weight -> w2     one product per expert, as one kernel
+        |      ... and back
+        +- the k rows of each token, added up -> (t, dim)  (+ the shared expert, which every token uses)
+
+No token is dropped and none is padded. The weights multiply the middle, which is narrower than the output: the output
+of the experts is not kept for the backward pass. Sorting is a permutation, and so its gradient is the inverse one: no
+atomic additions, the same sum in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardline.config.architecture import MixtureOfExperts
+from shardline.models.grouped import grouped_linear
+from shardline.models.linear import linear
+
+CLAMP, ALPHA = 7.0, 1.702  # of the clamped activation
+
+
+class ExpertWeights(NamedTuple):
+    """The router's and the experts' weights that this rank holds."""
+
+    router: Tensor  # (E, dim)
+    router_bias: Tensor | None  # (E,)
+    balance: Tensor | None  # (E,) float32: added to the scores when experts are chosen, not in the weights
+    w13: Tensor  # (experts here, 2, width, dim): gate and up
+    w13_bias: Tensor | None  # (experts here, 2, width)
+    w2: Tensor  # (experts here, dim, width)
+    w2_bias: Tensor | None  # (experts here, dim)
+
+
+class Dispatched(NamedTuple):
+    """The rows that the experts of this rank compute, sorted by expert, and how they go back."""
+
+    rows: Tensor  # (n, dim)
+    weights: Tensor  # (n,) float32
+    ends: Tensor  # (experts here,) int32: where the rows of each expert end
+    handle: Any = None
+
+
+def stay(rows: Tensor, weights: Tensor, counts: Tensor) -> Dispatched:
+    """Every expert is on this rank."""
+    return Dispatched(rows, weights, counts.cumsum(0).to(torch.int32))
+
+
+def stayed(rows: Tensor, handle: Any) -> Tensor:
+    return rows
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+class Exchange(NamedTuple):
+    """How tokens reach the experts: expert parallelism puts its collectives here.
+
+    `gather` gives the tokens that this rank routes, `scatter` takes their results back to the residual stream;
+    `dispatch` sends sorted rows to the ranks of their experts, `combine` brings the results back in the same order.
+    """
+
+    gather: Callable[[Tensor], Tensor] = as_it_is
+    scatter: Callable[[Tensor], Tensor] = as_it_is
+    dispatch: Callable[[Tensor, Tensor, Tensor], Dispatched] = stay
+    combine: Callable[[Tensor, Any], Tensor] = stayed
+    bias_share: float = 1.0  # where ranks share an expert, each adds this share of the output's bias
+
+
+class Routing(NamedTuple):
+    chosen: Tensor  # (t, k) experts
+    weights: Tensor  # (t, k) float32
+    counts: Tensor  # (E,) int64: tokens of each expert
+
+
+def moe(
+    x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, exchange: Exchange, forced: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The routed experts over x (t, dim), and the number of its tokens that chose each expert, float32 (E,)."""
+    x = exchange.gather(x)
+    routing = route(x, w, spec, forced)
+    order, inverse = sort_by_expert(routing.chosen)
+    rows = _Spread.apply(x, order, inverse, spec.top_k)
+    weights = _Permute.apply(routing.weights.flatten(), order, inverse)
+    if spec.scale_input:
+        rows, weights = rows * weights[:, None].to(rows.dtype), torch.ones_like(weights)
+    sent = exchange.dispatch(rows, weights, routing.counts)
+    results = exchange.combine(experts(sent, w, spec, exchange.bias_share), sent.handle)
+    return exchange.scatter(_AddUp.apply(results, order, inverse, spec.top_k)), routing.counts.float()
+
+
+def route(x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, forced: bool = False) -> Routing:
+    """Choose experts and their weights, in float32. With `forced` every expert gets the same number of tokens."""
+    logits = linear(x.float(), w.router.float(), None if w.router_bias is None else w.router_bias.float())
+    scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
+    if forced:
+        turns = torch.arange(x.shape[0] * spec.top_k, device=x.device) % spec.n_experts
+        chosen = turns.view(-1, spec.top_k)
+    else:
+        wanted = scores.detach() if w.balance is None else scores.detach() + w.balance
+        chosen = _best_groups(wanted, spec).topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if spec.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    experts = torch.arange(spec.n_experts, device=x.device)
+    counts = (chosen.reshape(-1, 1) == experts).sum(0)
+    return Routing(chosen, weights * spec.scale, counts)
+
+
+def _best_groups(scores: Tensor, spec: MixtureOfExperts) -> Tensor:
+    """The scores with those of experts outside of the best groups at -inf."""
+    if spec.n_groups == spec.top_groups:
+        return scores
+    groups = scores.unflatten(-1, (spec.n_groups, -1))  # (t, groups, experts of a group)
+    best = groups.amax(-1) if spec.group_score == "max" else groups.topk(2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(spec.top_groups, dim=-1).indices, True)
+    return groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
+
+
+def sort_by_expert(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """The order that sorts the choices (t, k), flattened, by expert, and the inverse order."""
+    order = chosen.flatten().argsort(stable=True)
+    places = torch.arange(order.shape[0], device=order.device)
+    return order, torch.empty_like(order).scatter(0, order, places)
+
+
+def experts(sent: Dispatched, w: ExpertWeights, spec: MixtureOfExperts, bias_share: float = 1.0) -> Tensor:
+    """The experts of this rank over their rows, times the rows' weights."""
+    product = grouped_linear(sent.rows, w.w13.flatten(1, 2), sent.ends)
+    own = None
+    if w.w13_bias is not None:
+        own = torch.searchsorted(sent.ends, torch.arange(sent.rows.shape[0], device=product.device), right=True)
+        product = product + w.w13_bias.flatten(1, 2).to(product.dtype)[own]
+    gate, up = product.chunk(2, dim=-1)
+    middle = (activated(gate, up, spec) * sent.weights[:, None]).to(product.dtype)
+    out = grouped_linear(middle, w.w2, sent.ends)
+    if w.w2_bias is not None:
+        out = out + (w.w2_bias[own] * (bias_share * sent.weights[:, None])).to(out.dtype)
+    return out
+
+
+def activated(gate: Tensor, up: Tensor, spec: MixtureOfExperts) -> Tensor:
+    if spec.activation == "silu":
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
+    return gate * torch.sigmoid(gate * ALPHA) * (up + 1)
+
+
+def _spread(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """(t, dim) -> (t k, dim): each token k times, in the given order."""
+    return x.index_select(0, order // k)
+
+
+def _add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
+    """(t k, dim) -> (t, dim): the sum of the k rows of each token."""
+    return rows.index_select(0, inverse).unflatten(0, (-1, k)).sum(1)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return _spread(x, order, k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return _add_up(gradient, inverse, ctx.k), None, None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return _add_up(rows, inverse, k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return _spread(gradient, order, ctx.k), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return gradient.index_select(0, inverse), None, None

@@ -1,0 +1,106 @@
+"""Expert parallelism: ranks hold different experts, and tokens travel to them.
+
+The `dp_shard x cp x tp` ranks of a replica, which hold different tokens, are `expert_shard x ep x etp` for the experts:
+
+    ep             each rank holds experts / ep of them; rows travel over this axis (dispatch.py)
+    etp            1: an expert's matrices are whole; tp: they are cut as tensor parallelism cuts a feed-forward part,
+                   and the ranks of tp route the same tokens
+    expert_shard   FSDP shards what is left
+
+Without expert parallelism, tensor parallelism cuts every expert (etp = tp).
+"""
+
+from __future__ import annotations
+
+import functools
+
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from shardline.comm import collectives
+from shardline.comm.mesh import Mesh
+from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout
+from shardline.errors import ConfigError
+from shardline.models.decoder import Decoder
+from shardline.models.moe import Exchange
+from shardline.parallel.expert.dispatch import combine, dispatch
+from shardline.parallel.tensor.tensor import replace_parameter
+
+# Ending of a parameter's name -> how ranks that share each expert cut it; the other parameters of experts are whole
+PLAN: dict[str, Placement] = {
+    "experts.w13.weight": Shard(2),
+    "experts.w13.bias": Shard(2),
+    "experts.w2.weight": Shard(2),
+}
+
+
+def check_expert_parallel(arch: Architecture, layout: Layout) -> None:
+    """Raise for experts that cannot be shared so; the message names degrees that fit."""
+    if arch.moe is not None and routes_together(layout) and arch.moe.expert_dim % layout.tp:
+        key = "tensor_parallel_degree" if layout.ep == 1 else "expert_tensor_parallel_degree"
+        raise ConfigError(
+            f"parallelism.{key} = {layout.tp}: an expert's width, {arch.moe.expert_dim}, is not a multiple of it; with"
+            " an expert_parallel_degree above 1 and an expert_tensor_parallel_degree of 1 experts stay whole"
+        )
+    if layout.ep == 1:
+        return
+    key = f"parallelism.expert_parallel_degree = {layout.ep}"
+    if arch.moe is None:
+        raise ConfigError(f"{key}: the model has no experts")
+    ranks = layout.dp_shard * layout.cp * layout.tp // layout.etp
+    experts = arch.moe.n_experts
+    if experts % layout.ep:
+        good = [degree for degree in range(1, ranks + 1) if experts % degree == 0 and ranks % degree == 0]
+        raise ConfigError(
+            f"{key}: {experts} experts cannot be shared evenly by {layout.ep} ranks; degrees that fit:"
+            f" {', '.join(map(str, good))}"
+        )
+
+
+def routes_together(layout: Layout) -> bool:
+    """Whether the ranks of tp share each expert, and so route the same tokens."""
+    return layout.tp > 1 and (layout.ep == 1 or layout.etp == layout.tp)
+
+
+def exchange(layout: Layout, sequence_parallel: bool) -> Exchange:
+    """How tokens reach the experts in this layout."""
+    chosen = Exchange()
+    if routes_together(layout):
+        into, back = (
+            (collectives.all_gather, collectives.reduce_scatter)
+            if sequence_parallel
+            else (collectives.copy, collectives.all_reduce)
+        )
+        chosen = chosen._replace(
+            gather=functools.partial(into, axis="tp"),
+            scatter=functools.partial(back, axis="tp"),
+            bias_share=1 / layout.tp,
+        )
+    elif layout.tp > 1 and not sequence_parallel:
+        chosen = chosen._replace(
+            gather=functools.partial(collectives.split, axis="tp"),
+            scatter=functools.partial(collectives.join, axis="tp"),
+        )
+    if layout.ep > 1:
+        chosen = chosen._replace(dispatch=dispatch, combine=combine)
+    return chosen
+
+
+def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool) -> None:
+    """Give this rank its experts (still on the meta device) and the blocks the way of tokens to them."""
+    layout = mesh.layout
+    way = exchange(layout, sequence_parallel)
+    for block in model.blocks():
+        if block.moe is not None:
+            block.spec = block.spec._replace(exchange=way)
+    if layout.ep == 1:
+        return
+    shared, cut = layout.etp > 1, mesh.of_experts("ep", "etp")
+    for name, parameter in list(model.named_parameters()):
+        if ".experts." not in name:
+            continue
+        placements: list[Placement] = [Shard(0)]
+        if shared:
+            placements.append(next((p for ending, p in PLAN.items() if name.endswith(ending)), Replicate()))
+        replace_parameter(model, name, distribute_tensor(parameter.detach(), cut, placements, src_data_rank=None))

@@ -1,0 +1,79 @@
+"""Mixtures of experts under every layout give one process's numbers."""
+
+import pytest
+
+from tests.parity.cases import (
+    COMPILE,
+    DUAL_PIPE,
+    EARLY,
+    INTERLEAVED,
+    NO_SEQUENCE,
+    SMALL_BATCHES,
+    TWO_PASSES,
+    ZBV,
+    Case,
+    case,
+    layers,
+    model,
+)
+from tests.parity.harness import Harness, compare
+
+MIXTRAL = model(moe={"n_experts": 8, "top_k": 2, "expert_dim": 32, "normalize": True})
+FULL = {"activation_checkpoint.mode": "full"}
+OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
+DEEPSEEK = model(
+    moe={
+        "n_experts": 8,
+        "top_k": 3,
+        "expert_dim": 24,
+        "shared_dim": 48,
+        "first_dense": 1,
+        "score": "sigmoid",
+        "normalize": True,
+        "scale": 1.5,
+        "n_groups": 4,
+        "top_groups": 2,
+        "group_score": "top2",
+        "balance_coeff": 0.01,
+    }
+)
+
+
+def ep(degree: int, etp: int = 1) -> dict[str, int]:
+    shared = {"parallelism.expert_tensor_parallel_degree": etp} if etp > 1 else {}
+    return {"parallelism.expert_parallel_degree": degree, **shared}
+
+
+CASES = [
+    case("moe-fsdp2", MIXTRAL, fsdp=2),
+    case("moe-tp2", DEEPSEEK, tp=2),
+    case("moe-tp2-whole", DEEPSEEK, NO_SEQUENCE, tp=2),
+    case("moe-fsdp2-ep2", DEEPSEEK, ep(2), fsdp=2),
+    case("moe-fsdp4-ep2", DEEPSEEK, ep(2), fsdp=4),
+    case("moe-tp2-ep2", DEEPSEEK, ep(2), tp=2),
+    case("moe-tp2-ep2-whole", DEEPSEEK, NO_SEQUENCE, ep(2), tp=2),
+    case("moe-fsdp2-tp2-ep4", DEEPSEEK, ep(4), fsdp=2, tp=2),
+    case("moe-fsdp2-tp2-ep2-etp2", DEEPSEEK, ep(2, 2), fsdp=2, tp=2),
+    case("moe-ddp2-fsdp2-ep2", MIXTRAL, ep(2), ddp=2, fsdp=2),
+    case("moe-cp2-ep2", MIXTRAL, ep(2), cp=2),
+    case("moe-pp2-fsdp2-ep2", DEEPSEEK, ep(2), pp=2, fsdp=2),
+    case("moe-pp2-zbv-fsdp2-ep2", DEEPSEEK, layers(4), ep(2), ZBV, pp=2, fsdp=2),
+    case("moe-pp2-dualpipe-fsdp2-ep2", DEEPSEEK, layers(4), ep(2), DUAL_PIPE, pp=2, fsdp=2),
+    case("moe-pp2-interleaved-tp2-ep2", DEEPSEEK, layers(4), ep(2), INTERLEAVED, pp=2, tp=2),
+    case("moe-fsdp2-ep2-full", DEEPSEEK, ep(2), FULL, fsdp=2),
+    case("moe-fsdp2-ep2-op", DEEPSEEK, ep(2), OP, fsdp=2),
+    case("moe-fsdp2-ep2-compile", DEEPSEEK, ep(2), COMPILE, fsdp=2),
+    case("moe-fsdp2-ep2-early", DEEPSEEK, ep(2), EARLY, TWO_PASSES, fsdp=2),
+    case("moe-fsdp2-ep2-accumulate", DEEPSEEK, ep(2), SMALL_BATCHES, fsdp=2),
+    case("moe-ddp2-tp2-ep2", DEEPSEEK, ep(2), ddp=2, tp=2),
+    case("moe-fsdp4-ep2-many", model(moe={"n_experts": 2, "top_k": 1, "expert_dim": 32}), ep(2), fsdp=4),
+    case("moe-tp4-ep2", MIXTRAL, ep(2), tp=4),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
+)
+def test_layout(harness: Harness, case: Case) -> None:
+    reference = harness.reference(case.overrides, case.timeout)
+    compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)
