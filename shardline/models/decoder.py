@@ -20,6 +20,7 @@ from shardline.models.feed_forward import FeedForwardWeights, Products, feed_for
 from shardline.models.fused_weights import gate_block
 from shardline.models.linear import linear, weight_queue
 from shardline.models.moe import Exchange, ExpertWeights, moe
+from shardline.models.narrow import narrowed
 from shardline.models.rope import rope_tables, rotate
 
 
@@ -258,7 +259,7 @@ class Block(nn.Module):
         f = self.feed_forward if m is None else m.shared_experts
         queries = a.wqkv if a.wqkv is not None else a.wq
         assert queries is not None
-        part = local_waiting if weight_queue.offered else local
+        part = local_waiting if weight_queue.offered else lambda parameter: narrowed(local(parameter))
 
         def maybe(module: nn.Module | None, name: str) -> Tensor | None:
             parameter = None if module is None else getattr(module, name)

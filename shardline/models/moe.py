@@ -161,9 +161,23 @@ def _spread(x: Tensor, order: Tensor, k: int) -> Tensor:
     return x.index_select(0, order // k)
 
 
+@torch.library.custom_op("shardline::add_up", mutates_args=(), schema="(Tensor rows, Tensor inverse, int k) -> Tensor")
 def _add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
     """(t k, dim) -> (t, dim): the sum of the k rows of each token."""
-    return rows.index_select(0, inverse).unflatten(0, (-1, k)).sum(1)
+    if not rows.is_cuda:
+        return rows.index_select(0, inverse).unflatten(0, (-1, k)).sum(1)
+    from shardline.models.row_kernels import add_up_kernel
+
+    rows = rows.contiguous()
+    out = rows.new_empty(inverse.shape[0] // k, rows.shape[1])
+    block = 2048
+    add_up_kernel[(out.shape[0], -(-out.shape[1] // block))](rows, inverse, out, out.shape[1], K=k, BLOCK=block)
+    return out
+
+
+@_add_up.register_fake
+def _(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
+    return rows.new_empty(inverse.shape[0] // k, rows.shape[1])
 
 
 class _Spread(torch.autograd.Function):

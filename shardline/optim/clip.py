@@ -47,11 +47,17 @@ def shards(parameter: Tensor) -> int:
     return math.prod(size for size, is_cut in zip(parameter.device_mesh.shape, cut, strict=True) if is_cut)
 
 
+def clipping_factor(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are multiplied by so that it is at most max_norm; 0 or less, or inf: no limit."""
+    return max_norm / (norm + 1e-6) if 0 < max_norm < min(norm + 1e-6, math.inf) else 1.0
+
+
 def clip_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
     """Scale the gradients so that their norm is at most max_norm; `max_norm` 0 or less, or inf, leaves them alone."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    if gradients and 0 < max_norm < min(norm + 1e-6, math.inf):
-        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
+    factor = clipping_factor(norm, max_norm)
+    if gradients and factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
 
 
 def nonfinite_parameters(model: nn.Module, of_gradients: bool = True) -> list[str]:

@@ -22,6 +22,7 @@ from shardline.config.schema import Optimizer as Section
 from shardline.errors import ConfigError, UserError
 from shardline.models.dtensor import local
 from shardline.optim.bfloat16_moments import NarrowAdam
+from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lamb import Lamb, Lars, fused_parts
 
 log = logging.getLogger("shardline")
@@ -50,7 +51,10 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return _build_layerwise(section, model)
     adam = _build_adam(section, parameter_groups(section, model, section.decay_norms))
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
-    return NarrowAdam(adam) if section.state_dtype == "bfloat16" and wide else adam
+    if section.state_dtype == "bfloat16" and wide:
+        return NarrowAdam(adam)
+    one_kernel = section.implementation == "fused" and not section.early_step_in_backward and GPUAdam.serves(adam)
+    return GPUAdam(adam) if one_kernel else adam
 
 
 def scaled_lr(config: Config, global_batch_size: int) -> float:

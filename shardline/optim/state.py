@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardline.errors import UserError
 from shardline.models.state import misfits
 from shardline.optim.bfloat16_moments import NarrowAdam, adam_state
+from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lamb import Lamb, Lars
 from shardline.optim.optimizer import BUILT_IN
 
@@ -89,7 +90,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     state, options = optimizer.state[parameter], optimizer.defaults
     if state:
         return state
-    if isinstance(optimizer, Lamb | Lars | NarrowAdam):
+    if isinstance(optimizer, GPUAdam | Lamb | Lars | NarrowAdam):
         state.update(optimizer.initial_state(parameter))
     elif type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
         on_device = options["fused"] or options["capturable"]

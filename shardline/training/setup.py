@@ -45,6 +45,8 @@ from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import parameter_count
+from shardline.models.narrow import keep_narrow
+from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.parallel.apply import Applied, make_model
 from shardline.parallel.context.context import attention_words
@@ -229,6 +231,7 @@ class Setup:
         self.requests = Requests.of_rank(config, mesh.rank)
         self.model, applied = build_model(self.arch, device, self.precision, mesh, config)
         self.optimizer = build_optimizer(config, self.model)
+        self._keep_narrow_weights()
         self.base_lr = scaled_lr(config, batch)
         if config.optimizer.lr_scaling != "none":
             log.info("learning rate %g for a global batch of %d", self.base_lr, batch)
@@ -267,6 +270,17 @@ class Setup:
             tensor_parallel=applied.tensor is not None,
             pipeline=self.stepper.passes.pipeline,
         )
+
+    def _keep_narrow_weights(self) -> None:
+        """Keep the blocks' matrices in the compute type too, where nothing but this rank's optimizer changes them."""
+        config, compute = self.config, self.precision.compute
+        alone = self.mesh.world_size == 1 and not config.training.enable_cpu_offload
+        once = self.loader.global_batch_size == config.training.local_batch_size * self.layout.data_ranks
+        if alone and once and isinstance(self.optimizer, GPUAdam) and compute == torch.bfloat16:
+            matrices = [p for p in self.model.layers.parameters() if p.ndim > 1 and p.requires_grad]
+            for parameter in matrices:
+                keep_narrow(parameter, compute)
+            log.info("the blocks' matrices are kept in bfloat16 too, and their gradients in bfloat16 alone")
 
     def _start(self) -> None:
         """Resume, load or draw the weights, and go to where the run stands."""

@@ -16,8 +16,9 @@ from shardline.config.schema import Config
 from shardline.data.loader import Batch
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.optim.clip import clip_, nonfinite_parameters, shards, squared_norm
+from shardline.optim.clip import clip_, clipping_factor, nonfinite_parameters, shards, squared_norm
 from shardline.optim.early_step import EarlyStep, step_early
+from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.apply import Applied
 from shardline.parallel.data.ddp import Replicas
@@ -154,7 +155,10 @@ class Stepper:
         """One step after the whole backward."""
         result = self._agree(self.forward_backward(batches), lr, requests)
         if result.finite:
-            clip_(self.parameters, result.grad_norm, self.config.training.max_norm)
+            if isinstance(self.optimizer, GPUAdam):
+                self.optimizer.scale = clipping_factor(result.grad_norm, self.config.training.max_norm)
+            else:
+                clip_(self.parameters, result.grad_norm, self.config.training.max_norm)
             self.optimizer.step()
         else:
             self._nonfinite(result, number)

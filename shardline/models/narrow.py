@@ -1,0 +1,56 @@
+"""Narrow copies of weights, kept between steps: bfloat16 for the products, float32 for the optimizer.
+
+Without them a weight is cast wherever it is used, in forward and again in backward. A copy costs 2 bytes a parameter,
+which a gradient in bfloat16 gives back: it is the very type the product computes it in. The copy is made again when
+torch has changed the weight since (its version); the optimizer's kernel writes both and leaves the version alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NAME = "shardline_narrow"  # attribute of a parameter
+
+
+class _Copy:
+    def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        self.tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        self.version = -1
+
+
+def keep_narrow(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Keep a copy of the parameter in `dtype`, in which its gradients come, too."""
+    setattr(parameter, _NAME, _Copy(parameter, dtype))
+    parameter.grad_dtype = dtype
+
+
+def narrow_copy(parameter: Tensor) -> Tensor | None:
+    """The copy of a parameter, as it is; None where none is kept."""
+    copy: _Copy | None = getattr(parameter, _NAME, None)
+    return None if copy is None else copy.tensor
+
+
+def narrowed(parameter: Tensor) -> Tensor:
+    """The parameter in its narrow type, with a gradient for the parameter; itself where no copy is kept."""
+    copy: _Copy | None = getattr(parameter, _NAME, None)
+    if copy is None:
+        return parameter
+    if copy.version != parameter._version:
+        with torch.no_grad():
+            copy.tensor.copy_(parameter)
+        copy.version = parameter._version
+    out: Tensor = _Narrowed.apply(parameter, copy.tensor)
+    return out
+
+
+class _Narrowed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, copy: Tensor) -> Tensor:
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

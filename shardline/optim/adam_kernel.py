@@ -1,0 +1,41 @@
+"""The step of Adam as one Triton kernel: reads each number once, writes each once.
+
+    weight, moments (float32)   gradient (float32 or bfloat16) x scale
+      -> weight, moments, and the narrow copy of the weight, if there is one
+
+`scale` is the clipping factor: gradients need no pass of their own for it, and keep their type until they are used.
+"""
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+
+
+@triton.jit
+def adam_kernel(
+    weight, gradient, first, second, narrow, count, lr, beta1, beta2, eps, decay, step_size, root, scale,
+    DECOUPLED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`step_size` is lr / (1 - beta1^t), `root` sqrt(1 - beta2^t)."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = places < count
+    w = tl.load(weight + places, mask=here)
+    g = tl.load(gradient + places, mask=here).to(tl.float32) * scale
+    m = tl.load(first + places, mask=here)
+    v = tl.load(second + places, mask=here)
+    if DECOUPLED:
+        w -= lr * decay * w
+    else:
+        g += decay * w
+    m += (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * g * g
+    w -= step_size * m / (tl.sqrt(v) / root + eps)
+    tl.store(weight + places, w, mask=here)
+    tl.store(first + places, m, mask=here)
+    tl.store(second + places, v, mask=here)
+    if NARROW:
+        tl.store(narrow + places, w.to(tl.bfloat16), mask=here)

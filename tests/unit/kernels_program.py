@@ -1,0 +1,56 @@
+"""The kernels of optim/adam_kernel.py and models/row_kernels.py against torch: python -m tests.unit.kernels_program.
+
+On a GPU where there is one, else in Triton's interpreter. Ends with 0 where every result is right.
+"""
+
+import math
+import os
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from shardline.models.row_kernels import add_up_kernel  # noqa: E402
+from shardline.optim.adam_kernel import adam_kernel  # noqa: E402
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def check_adam(kind: type[torch.optim.Adam], dtype: torch.dtype) -> None:
+    source = torch.Generator(DEVICE).manual_seed(0)
+    wanted = torch.nn.Parameter(torch.randn(37, 11, generator=source, device=DEVICE))
+    found, m, v = wanted.detach().clone(), torch.zeros_like(wanted), torch.zeros_like(wanted)
+    narrow = torch.empty_like(found, dtype=torch.bfloat16)
+    lr, decay, eps, scale = 1e-2, 0.1, 1e-8, 0.25
+    optimizer = kind([wanted], lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=decay)
+    for count in range(1, 6):
+        gradient = torch.randn(37, 11, generator=source, device=DEVICE).to(dtype)
+        wanted.grad = gradient.float() * scale
+        optimizer.step()
+        numbers = (lr, 0.9, 0.95, eps, decay, lr / (1 - 0.9**count), math.sqrt(1 - 0.95**count), scale)
+        adam_kernel[(-(-found.numel() // 128),)](
+            found, gradient, m, v, narrow, found.numel(), *numbers,
+            DECOUPLED=kind is torch.optim.AdamW, NARROW=True, BLOCK=128,
+        )  # fmt: skip
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-6)
+    cut_off = 0 if ON_GPU else 2**-7  # the interpreter does not round
+    torch.testing.assert_close(narrow, found.to(torch.bfloat16), rtol=cut_off, atol=0)
+
+
+def check_add_up() -> None:
+    source = torch.Generator().manual_seed(1)
+    tokens, k, width = 5, 3, 20
+    rows = torch.randn(tokens * k, width, generator=source).to(DEVICE)
+    inverse = torch.randperm(tokens * k, generator=source).to(DEVICE)
+    out = torch.empty(tokens, width, device=DEVICE)
+    add_up_kernel[(tokens, 2)](rows, inverse, out, width, K=k, BLOCK=16)
+    torch.testing.assert_close(out, rows[inverse].view(tokens, k, width).sum(1))
+
+
+if __name__ == "__main__":
+    for optimizer in (torch.optim.AdamW, torch.optim.Adam):
+        for of_gradient in (torch.float32, torch.bfloat16):
+            check_adam(optimizer, of_gradient)
+    check_add_up()
