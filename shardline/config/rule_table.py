@@ -398,7 +398,6 @@ RULES: list[Rule] = [
     _not_built("flight recorder", *_below("comm", "trace_buf_size save_traces_folder save_traces_file_prefix")),
     _not_built("memory estimation", "memory_estimation.enable"),
     _not_built("replica groups", "fault_tolerance.enable"),
-    _not_built("mixture of experts", "debug.moe_force_load_balance"),
     _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
     # Idle: keys that are given and have no effect. Of several reasons the first is reported.
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),

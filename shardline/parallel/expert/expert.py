@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -23,7 +24,7 @@ from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
-from shardline.models.moe import Exchange
+from shardline.models.moe import Exchange, RouterRun
 from shardline.parallel.expert.dispatch import combine, dispatch
 from shardline.parallel.tensor.tensor import replace_parameter
 
@@ -63,9 +64,9 @@ def routes_together(layout: Layout) -> bool:
     return layout.tp > 1 and (layout.ep == 1 or layout.etp == layout.tp)
 
 
-def exchange(layout: Layout, sequence_parallel: bool) -> Exchange:
+def exchange(mesh: Mesh, sequence_parallel: bool) -> Exchange:
     """How tokens reach the experts in this layout."""
-    chosen = Exchange()
+    layout, chosen = mesh.layout, Exchange()
     if routes_together(layout):
         into, back = (
             (collectives.all_gather, collectives.reduce_scatter)
@@ -75,25 +76,36 @@ def exchange(layout: Layout, sequence_parallel: bool) -> Exchange:
         chosen = chosen._replace(
             gather=functools.partial(into, axis="tp"),
             scatter=functools.partial(back, axis="tp"),
-            bias_share=1 / layout.tp,
+            share=1 / layout.tp,
         )
-    elif layout.tp > 1 and not sequence_parallel:
-        chosen = chosen._replace(
-            gather=functools.partial(collectives.split, axis="tp"),
-            scatter=functools.partial(collectives.join, axis="tp"),
-        )
+    elif layout.tp > 1:
+        chosen = chosen._replace(place=mesh.coordinates["tp"])
+        if not sequence_parallel:
+            chosen = chosen._replace(
+                gather=functools.partial(collectives.split, axis="tp"),
+                scatter=functools.partial(collectives.join, axis="tp"),
+            )
+    shared = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1 and (axis == "cp" or not routes_together(layout))]
+    if shared:
+        chosen = chosen._replace(add_up=functools.partial(_add_up, axes=tuple(shared)))
     if layout.ep > 1:
         chosen = chosen._replace(dispatch=dispatch, combine=combine)
     return chosen
 
 
-def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool) -> None:
+def _add_up(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    for axis in axes:
+        x = collectives.all_reduce(x, axis)
+    return x
+
+
+def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun) -> None:
     """Give this rank its experts (still on the meta device) and the blocks the way of tokens to them."""
     layout = mesh.layout
-    way = exchange(layout, sequence_parallel)
+    way = exchange(mesh, sequence_parallel)
     for block in model.blocks():
         if block.moe is not None:
-            block.spec = block.spec._replace(exchange=way)
+            block.spec = block.spec._replace(exchange=way, run=run)
     if layout.ep == 1:
         return
     shared, cut = layout.etp > 1, mesh.of_experts("ep", "etp")
