@@ -16,6 +16,7 @@ import torch
 
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
+from shardline.config.layout import check_experts
 from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
 from shardline.errors import ConfigError
@@ -25,7 +26,7 @@ from shardline.models.moe import RouterRun
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
 from shardline.parallel.data.ddp import replicate_parameters
 from shardline.parallel.data.fsdp import apply_fsdp
-from shardline.parallel.expert.expert import apply_experts, check_expert_parallel
+from shardline.parallel.expert.expert import apply_experts
 from shardline.parallel.pipeline.stages import PipelinePlan, plan_pipeline
 from shardline.parallel.tensor.tensor import (
     TensorParallel,
@@ -93,7 +94,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         check_context_parallel(context, config, model.arch, mesh.layout.tp)
         model.context = context
         log.info("%s", describe(context, config.training.seq_len))
-    check_expert_parallel(model.arch, mesh.layout)
+    check_experts(model.arch, mesh.layout)
     if model.arch.moe is not None:
         sequence_parallel = done.tensor is not None and done.tensor.sequence_parallel
         apply_experts(model, mesh, sequence_parallel, router_run(config, mesh))
