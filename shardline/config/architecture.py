@@ -111,6 +111,16 @@ class MixtureOfExperts(Section):
         """Whether the layer has experts."""
         return layer >= self.first_dense and (layer + 1) % self.every == 0
 
+    @property
+    def losses(self) -> dict[str, float]:
+        """The coefficients of the router's losses that are on, by their names in metrics.jsonl."""
+        given = {"aux_loss": self.aux_loss_coeff, "z_loss": self.z_loss_coeff}
+        return {name: coefficient for name, coefficient in given.items() if coefficient > 0}
+
+
+# Fields of an architecture that are tables: `model.overrides.moe.top_k` changes one value of the flavor's.
+TABLES: dict[str, type[Section]] = {"rope_scaling": RopeScaling, "latent": LatentAttention, "moe": MixtureOfExperts}
+
 
 class Architecture(Section):
     """One decoder. By default, `n_kv_heads` is `n_heads` and `head_dim` is `dim // n_heads`."""
@@ -178,8 +188,8 @@ class Architecture(Section):
     def with_overrides(self, overrides: Mapping[str, Any]) -> Architecture:
         """A copy with some fields changed.
 
-        `head_dim` and `n_kv_heads` follow `dim` and `n_heads` if they did before. A `rope_scaling` table without
-        `type` changes single values of the present one.
+        `head_dim` and `n_kv_heads` follow `dim` and `n_heads` if they did before. A table changes single values of the
+        present one, except a `rope_scaling` with a `type` of its own.
         """
         unknown = [name for name in overrides if name not in Architecture.model_fields]
         if unknown:
@@ -190,9 +200,10 @@ class Architecture(Section):
         if self.head_dim == self.dim // self.n_heads:
             fields.pop("head_dim")
         fields.update(overrides)
-        scaling = overrides.get("rope_scaling")
-        if isinstance(scaling, Mapping) and "type" not in scaling and self.rope_scaling is not None:
-            fields["rope_scaling"] = {**self.rope_scaling.model_dump(), **scaling}
+        for name in TABLES:
+            given, present = overrides.get(name), getattr(self, name)
+            if isinstance(given, Mapping) and "type" not in given and present is not None:
+                fields[name] = {**present.model_dump(), **given}
         return build(fields)
 
 
@@ -218,7 +229,9 @@ def field_problem(row: Any) -> tuple[str, str]:
     if row["type"] == "value_error":
         return key, str(row["ctx"]["error"])
     if row["type"] == "extra_forbidden":
-        return key, "there is no such field" + nearest(names[-1][:100], RopeScaling.model_fields)
+        return key, "there is no such field" + nearest(names[-1][:100], TABLES[names[0]].model_fields)
+    if row["type"] == "missing" and len(names) > 1:
+        return key, f"must be given: the flavor has no {names[0]} to change"
     expected = _EXPECTED[row["type"]].format(**row.get("ctx", {})) if row["type"] in _EXPECTED else row["msg"]
     return key, f"expected {expected}, got {show(row['input'])}"
 

@@ -10,15 +10,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardline.config.aliases import ALIASES, NO_EFFECT
-from shardline.config.architecture import Architecture, RopeScaling, field_problem, unknown_override
+from shardline.config.architecture import TABLES, Architecture, field_problem, unknown_override
 from shardline.config.schema import Config, leaves, tables
 from shardline.config.types import is_optional, show, words
 from shardline.errors import ConfigError
 from shardline.registry import nearest
 
 OVERRIDES = "model.overrides"
+OVERRIDE_TABLES = tuple(f"{OVERRIDES}.{name}" for name in TABLES)
 
-# A valid decoder: each override is checked in it alone, before the flavor is known.
+# A valid decoder, and valid tables: each override is checked in them alone, before the flavor is known.
 _SAMPLE: dict[str, Any] = {
     "dim": 64,
     "n_layers": 1,
@@ -27,6 +28,11 @@ _SAMPLE: dict[str, Any] = {
     "head_dim": 64,
     "ffn_dim": 64,
     "vocab_size": 64,
+}
+_SAMPLE_TABLES: dict[str, dict[str, Any]] = {
+    "rope_scaling": {"type": "linear", "factor": 1.0},
+    "latent": {"kv_rank": 1, "nope_dim": 1, "rope_dim": 2, "v_dim": 1},
+    "moe": {"n_experts": 1, "top_k": 1, "expert_dim": 1},
 }
 
 
@@ -66,7 +72,7 @@ def annotation_of(key: str) -> Any:
         return NO_EFFECT[key]
     if key.startswith(OVERRIDES + "."):
         name, _, inner = key.removeprefix(OVERRIDES + ".").partition(".")
-        fields = RopeScaling.model_fields if name == "rope_scaling" and inner else Architecture.model_fields
+        fields = TABLES[name].model_fields if name in TABLES and inner else Architecture.model_fields
         field = fields.get(inner or name)
         return field.annotation if field is not None else None
     return None
@@ -91,8 +97,8 @@ def nearest_key(key: str) -> str:
 def unknown_key(where: str, key: str) -> str:
     if key.startswith(OVERRIDES + "."):
         name, _, inner = key.removeprefix(OVERRIDES + ".").partition(".")
-        if inner and name == "rope_scaling":
-            return line(where, shorten(key), "there is no such field" + nearest(inner[:100], RopeScaling.model_fields))
+        if inner and name in TABLES:
+            return line(where, shorten(key), "there is no such field" + nearest(inner[:100], TABLES[name].model_fields))
         message = unknown_override(shorten(f"{name}.{inner}" if inner else name))
         return f"{where}: {message}" if where else message
     return line(where, shorten(key), f"there is no such key{nearest_key(key[:100])}")
@@ -129,7 +135,7 @@ def _put(nested: dict[str, Any], key: str, value: Any) -> None:
 
 def _without_none(key: str, value: Any) -> Any:
     """The text "none" means unset for a key that can be unset, in override tables too."""
-    if isinstance(value, dict) and (key == OVERRIDES or key == f"{OVERRIDES}.rope_scaling"):
+    if isinstance(value, dict) and key in (OVERRIDES, *OVERRIDE_TABLES):
         return {name: _without_none(f"{key}.{name}", inner) for name, inner in value.items()}
     if isinstance(value, str) and value.lower() == "none" and is_optional(annotation_of(key)):
         return None
@@ -170,9 +176,10 @@ def _override_problems(overrides: Any, origins: Mapping[str, str]) -> list[str]:
 
 
 def _field_problems(name: str, value: Any) -> list[tuple[str, str]]:
-    scaling = {"type": "linear", "factor": 1.0} if name == "rope_scaling" and isinstance(value, Mapping) else {}
+    table = _SAMPLE_TABLES[name] if name in TABLES and isinstance(value, Mapping) else {}
     try:
-        Architecture.model_validate(_SAMPLE | {name: scaling | dict(value) if scaling else value})
+        Architecture.model_validate(_SAMPLE | {name: table | dict(value) if table else value})
     except ValidationError as error:
-        return [field_problem(row) for row in error.errors() if row["loc"][:1] == (name,)]
+        rows = [row for row in error.errors() if row["loc"][:1] == (name,)]
+        return [field_problem(row) for row in rows if name != "moe" or row["type"] != "value_error"]
     return []

@@ -86,6 +86,8 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "validation": lambda c: c.validation.enable,
     "PP": is_pipelined,
     "PP zero-bubble": _splits_backward,
+    "experts": lambda c: bool(c.model.overrides.get("moe")) or c.parallelism.expert_parallel_degree > 1,
+    "EP": lambda c: c.parallelism.expert_parallel_degree > 1,
 }
 
 # Context-parallel ranks shard the parameters too: with replicas that is HSDP.
@@ -133,6 +135,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "whole loss on every TP rank": ("TP",),
     "AC memory budget": ("compile",),
     "PP zero-bubble": ("PP",),
+    "EP": ("experts",),
 }
 
 

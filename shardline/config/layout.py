@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
+from shardline.config.architecture import Architecture
 from shardline.config.schema import Config, Parallelism
 from shardline.errors import ConfigError
 from shardline.words import counted
@@ -109,6 +110,34 @@ def _with_experts(layout: Layout, ep: int, etp: int) -> Layout:
             f" {ranks} ranks cannot be split into ep {ep} x etp {etp}; degrees that fit: {good}"
         )
     return replace(layout, ep=ep, etp=etp)
+
+
+def check_experts(arch: Architecture, layout: Layout) -> None:
+    """Raise for experts that cannot be shared so; the message names degrees that fit."""
+    if arch.moe is not None and routes_together(layout) and arch.moe.expert_dim % layout.tp:
+        key = "tensor_parallel_degree" if layout.ep == 1 else "expert_tensor_parallel_degree"
+        raise ConfigError(
+            f"parallelism.{key} = {layout.tp}: an expert's width, {arch.moe.expert_dim}, is not a multiple of it; with"
+            " an expert_parallel_degree above 1 and an expert_tensor_parallel_degree of 1 experts stay whole"
+        )
+    if layout.ep == 1:
+        return
+    key = f"parallelism.expert_parallel_degree = {layout.ep}"
+    if arch.moe is None:
+        raise ConfigError(f"{key}: the model has no experts")
+    ranks = layout.dp_shard * layout.cp * layout.tp // layout.etp
+    experts = arch.moe.n_experts
+    if experts % layout.ep:
+        good = [degree for degree in range(1, ranks + 1) if experts % degree == 0 and ranks % degree == 0]
+        raise ConfigError(
+            f"{key}: {experts} experts cannot be shared evenly by {layout.ep} ranks; degrees that fit:"
+            f" {', '.join(map(str, good))}"
+        )
+
+
+def routes_together(layout: Layout) -> bool:
+    """Whether the ranks of tp share each expert, and so route the same tokens."""
+    return layout.tp > 1 and (layout.ep == 1 or layout.etp == layout.tp)
 
 
 def _mismatch(section: Parallelism, degrees: dict[str, int], world_size: int) -> str:

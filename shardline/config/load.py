@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config.aliases import ALIASES, CONVERTER_NAMES, FLOAT8, NO_EFFECT, OLD_TABLES
-from shardline.config.assemble import OVERRIDES, annotation_of, build_config, line, unknown_key, unknown_table
+from shardline.config.assemble import (
+    OVERRIDE_TABLES,
+    OVERRIDES,
+    annotation_of,
+    build_config,
+    line,
+    unknown_key,
+    unknown_table,
+)
 from shardline.config.files import preset_path, read_chain
 from shardline.config.flags import WHERE, from_text, parse_flags
 from shardline.config.names import LAUNCHER_VARIABLE
@@ -144,7 +152,7 @@ def _flatten(table: Mapping[Any, Any], prefix: str, where: Where, problems: list
     """The (dotted key, value) pairs of nested tables; unknown names become problems."""
     for name, value in table.items():
         key = f"{prefix}{name}"
-        is_table = key in tables() or key in OLD_TABLES or key in (OVERRIDES, f"{OVERRIDES}.rope_scaling")
+        is_table = key in tables() or key in OLD_TABLES or key in (OVERRIDES, *OVERRIDE_TABLES)
         if is_table and isinstance(value, Mapping):
             yield from _flatten(value, key + ".", where, problems)
         elif annotation_of(key) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -285,6 +286,16 @@ def _recomputes(config: Config) -> bool:
     return config.activation_checkpoint.mode in ("full", "selective")
 
 
+def _splits_experts(config: Config) -> bool:
+    return config.parallelism.expert_parallel_degree > 1
+
+
+def _deepep_words(config: Config) -> str:
+    missing = "" if importlib.util.find_spec("deep_ep") else ", whose package, deep_ep, is not installed"
+    return f"kernels of DeepEP{missing}; 'standard' sends tokens by all-to-all"
+
+
+EXPERTS_WAIT = "tokens travel to their experts and back inside their own micro-batch"
 # A 1 that was given is a request too: TorchTitan counts layers with it.
 LESS_LAYERS = _below(
     "parallelism", "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers"
@@ -392,16 +403,16 @@ RULES: list[Rule] = [
         when=lambda c: not _model_not_built(c) and c.model.flavor in _flavors_not_built(c),
     ),
     _not_built("low precision", "model.converters"),
-    _not_built("expert parallel", *EXPERT_KEYS[1:], when=lambda c: c.parallelism.expert_parallel_degree > 1),
+    _not_built(_deepep_words, "parallelism.expert_parallel_comm_backend", when=_splits_experts),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
     _not_built("simulated communication", "comm.mode"),
     _not_built("flight recorder", *_below("comm", "trace_buf_size save_traces_folder save_traces_file_prefix")),
     _not_built("memory estimation", "memory_estimation.enable"),
     _not_built("replica groups", "fault_tolerance.enable"),
-    _not_built("mixture of experts", "debug.moe_force_load_balance"),
     _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
     # Idle: keys that are given and have no effect. Of several reasons the first is reported.
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),
+    _idle(EXPERTS_WAIT, _splits_experts, "parallelism.pipeline_parallel_expert_parallel_overlap"),
     _idle_without(
         "parallelism.pipeline_parallel_degree",
         "parallelism.module_fqns_per_model_part",
@@ -548,6 +559,12 @@ RULES: list[Rule] = [
     _idle_without("debug.deterministic", "debug.deterministic_warn_only"),
     # Notes: keys that do not have their full effect, and fields of the architecture that have none.
     *_override_rules(),
+    Rule(
+        "note",
+        ("parallelism.pipeline_parallel_expert_parallel_overlap",),
+        lambda c: _splits_experts(c) and is_pipelined(c) and c.parallelism.pipeline_parallel_expert_parallel_overlap,
+        f"has no effect: {EXPERTS_WAIT}",
+    ),
     _lr_rule("lr_scheduler.warmup_steps"),
     Rule("note", ("lr_scheduler.total_steps",), _schedule_too_short, _too_short_words),
     _lr_rule("lr_scheduler.decay_ratio"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardline.config.architecture import Architecture
 from shardline.config.assemble import line
 from shardline.config.features import refusals
 from shardline.config.layout import Layout, resolve_layout, with_degrees
@@ -59,6 +60,16 @@ def notes(config: Config) -> list[str]:
             found.setdefault(rule.sentence(config), []).append(key)
         seen.add(key)
     return [_about(keys, sentence) for sentence, keys in found.items()]
+
+
+def expert_notes(config: Config, arch: Architecture) -> list[str]:
+    """Lines about keys for experts that have no effect on this model."""
+    if arch.moe is None:
+        forced = config.debug.moe_force_load_balance
+        return ["debug.moe_force_load_balance has no effect: the model has no experts"] if forced else []
+    given = config.model.overrides.get("moe") or {}
+    idle = [name for name in ("top_groups", "group_score") if name in given and arch.moe.n_groups == 1]
+    return [f"model.overrides.moe.{name} has no effect: n_groups is 1" for name in idle]
 
 
 def schedule_notes(config: Config, steps: int) -> list[str]:

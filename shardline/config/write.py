@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shardline.config.architecture import Architecture, RopeScaling
+from shardline.config.architecture import TABLES, Architecture
 from shardline.config.assemble import OVERRIDES
 from shardline.config.rule_table import LESS_LAYERS
 from shardline.config.rules import pending
@@ -45,7 +45,9 @@ def markdown() -> str:
         parts += [_row(key, leaves()[key]) for key in keys]
         parts.append("")
         if table == "model":
-            parts += [*_fields("model.overrides", Architecture), *_fields("model.overrides.rope_scaling", RopeScaling)]
+            parts += _fields("model.overrides", Architecture)
+            for name, fields in TABLES.items():
+                parts += _fields(f"model.overrides.{name}", fields)
     return "\n".join(parts)
 
 

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 
+from shardline.config.layout import Layout, check_experts
 from shardline.config.load import handed_over
 from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.rules import checked_layout
@@ -27,7 +28,7 @@ def train(config: Config, options: TrainOptions) -> int:
     started = started_ranks()
     is_elastic = least < nodes or options.max_restarts > 0
     if started or not is_elastic:
-        checked_layout(config, started or nodes * options.nproc)
+        _fitting_layout(config, started or nodes * options.nproc)
     else:  # the launcher later takes as many machines as fit
         reasons = [misfit(config, number * options.nproc) for number in range(least, nodes + 1)]
         if all(reasons):
@@ -49,11 +50,21 @@ def misfit(config: Config, ranks: int) -> str:
 
     section = config.training
     try:
-        data_ranks = checked_layout(config, ranks).data_ranks
+        data_ranks = _fitting_layout(config, ranks).data_ranks
         resolve_global_batch(section.global_batch_size, section.local_batch_size, data_ranks)
     except UserError as error:
         return str(error)
     return ""
+
+
+def _fitting_layout(config: Config, ranks: int) -> Layout:
+    """The layout of this many ranks, which can share the model's experts too."""
+    layout = checked_layout(config, ranks)
+    if layout.ep > 1:
+        from shardline.models.flavors import resolve
+
+        check_experts(resolve(config.model), layout)
+    return layout
 
 
 def started_ranks() -> int:

@@ -19,7 +19,7 @@ from shardline.models.dtensor import local, local_waiting
 from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward
 from shardline.models.fused_weights import gate_block
 from shardline.models.linear import linear, weight_queue
-from shardline.models.moe import Exchange, ExpertWeights, moe
+from shardline.models.moe import ExpertExchange, ExpertWeights, RouterRun, moe
 from shardline.models.narrow import narrowed
 from shardline.models.rope import rope_tables, rotate
 
@@ -33,7 +33,8 @@ class BlockSpec(NamedTuple):
     norm_eps: float
     products: Products = Products()
     moe: MixtureOfExperts | None = None
-    exchange: Exchange = Exchange()
+    exchange: ExpertExchange = ExpertExchange()
+    run: RouterRun = RouterRun()
     kv_heads: tuple[int, int] | None = None  # where every rank holds all of wkv: the first head used here, and how many
 
 
@@ -79,17 +80,17 @@ def expert_block_function(
     shape: tuple[int, int],
     cache: LayerCache | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One block with experts; also returns how many tokens chose each expert, float32 (experts,)."""
+    """One block with experts; also returns the tally of its router (see `moe`)."""
     w = weights
     x = x + attention_part(rms_norm(x, w.attention_norm, spec.norm_eps), w, cos, sin, mask, spec, shape, cache)
     assert w.experts is not None
     assert spec.moe is not None
     normed = rms_norm(x, w.ffn_norm, spec.norm_eps)
-    routed, load = moe(normed.flatten(0, -2), w.experts, spec.moe, spec.exchange)
+    routed, tally = moe(normed.flatten(0, -2), w.experts, spec.moe, spec.exchange, shape, spec.run)
     out = x + routed.view_as(x)
     if w.ffn is not None:
         out = out + feed_forward(normed, w.ffn, spec.gate_block, spec.products)
-    return out, load
+    return out, tally
 
 
 def attention_part(
@@ -245,7 +246,7 @@ class Block(nn.Module):
             arch.head_dim, arch.n_heads // arch.n_kv_heads, gate_block(width), arch.norm_eps, moe=spec
         )
         self.function: Callable[..., Any] = block_function if spec is None else expert_block_function
-        self.load: Tensor | None = None  # tokens of each expert since it was last reset
+        self.tally: Tensor | None = None  # of the router since it was last reset: tokens of each expert, losses
         self.rest: WithoutExperts | None = None
 
     def without_experts(self) -> WithoutExperts:
@@ -319,9 +320,9 @@ class Block(nn.Module):
             out = self.function(x, self.weights(), cos, sin, mask, self.spec, shape)
         if self.moe is None:
             return out
-        x, load = out
+        x, tally = out
         if torch.is_grad_enabled():  # training; outside the function, which checkpointing may run again
-            self.load = load if self.load is None else self.load + load
+            self.tally = tally if self.tally is None else self.tally + tally
         return x
 
 

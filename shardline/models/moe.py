@@ -3,7 +3,7 @@
     x (t, dim) -- router --> scores (t, E) -- the best k --> chosen (t, k), weights (t, k)
         |
         +- each token k times, sorted by expert -> (t k, dim)    | tokens of expert 0 | of expert 1 | ...
-        |      `Exchange`: where ranks share the experts, rows travel to the rank of their expert
+        |      `ExpertExchange`: where ranks share the experts, rows travel to the rank of their expert
         |  w13 -> silu(gate) * up * weight -> w2     one product per expert, as one kernel
         |      ... and back
         +- the k rows of each token, added up -> (t, dim)  (+ the shared expert, which every token uses)
@@ -63,40 +63,67 @@ def as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-class Exchange(NamedTuple):
+class ExpertExchange(NamedTuple):
     """How tokens reach the experts: expert parallelism puts its collectives here.
 
     `gather` gives the tokens that this rank routes, `scatter` takes their results back to the residual stream;
     `dispatch` sends sorted rows to the ranks of their experts, `combine` brings the results back in the same order.
+    `add_up` sums over the ranks that route other tokens of the same sequences.
     """
 
     gather: Callable[[Tensor], Tensor] = as_it_is
     scatter: Callable[[Tensor], Tensor] = as_it_is
     dispatch: Callable[[Tensor, Tensor, Tensor], Dispatched] = stay
     combine: Callable[[Tensor, Any], Tensor] = stayed
-    bias_share: float = 1.0  # where ranks share an expert, each adds this share of the output's bias
+    add_up: Callable[[Tensor], Tensor] = as_it_is
+    place: int = 0  # this rank routes the place-th part of the rows of a micro-batch
+    share: float = 1.0  # where ranks share an expert, each adds this share of the output's bias and of the losses
+
+
+class RouterRun(NamedTuple):
+    """What a run, not its model, says to the routers. The size of the global batch makes means of their losses."""
+
+    forced: bool = False  # every expert gets the same number of tokens
+    sequences: int = 1  # of the global batch
+    seq_len: int = 1
 
 
 class Routing(NamedTuple):
     chosen: Tensor  # (t, k) experts
     weights: Tensor  # (t, k) float32
     counts: Tensor  # (E,) int64: tokens of each expert
+    logits: Tensor  # (t, E) float32
+    scores: Tensor  # (t, E) float32
 
 
 def moe(
-    x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, exchange: Exchange, forced: bool = False
+    x: Tensor,
+    w: ExpertWeights,
+    spec: MixtureOfExperts,
+    exchange: ExpertExchange,
+    shape: tuple[int, int],
+    run: RouterRun,
 ) -> tuple[Tensor, Tensor]:
-    """The routed experts over x (t, dim), and the number of its tokens that chose each expert, float32 (E,)."""
+    """The routed experts over x (t, dim), rows of a micro-batch of `shape` (B, S), and this rank's tally of it.
+
+    The tally is float32: the number of tokens that chose each expert, then the losses of the router that are on.
+    """
     x = exchange.gather(x)
-    routing = route(x, w, spec, forced)
+    routing = route(x, w, spec, run.forced)
+    losses = router_losses(routing, spec, exchange, shape, run)
     order, inverse = sort_by_expert(routing.chosen)
     rows = _Spread.apply(x, order, inverse, spec.top_k)
-    weights = _Permute.apply(routing.weights.flatten(), order, inverse)
+    weights = routing.weights
+    if losses:
+        weights = _Carry.apply(weights, torch.stack([spec.losses[name] * value for name, value in losses.items()]))
+    weights = _Permute.apply(weights.flatten(), order, inverse)
     if spec.scale_input:
         rows, weights = rows * weights[:, None].to(rows.dtype), torch.ones_like(weights)
     sent = exchange.dispatch(rows, weights, routing.counts)
-    results = exchange.combine(experts(sent, w, spec, exchange.bias_share), sent.handle)
-    return exchange.scatter(_AddUp.apply(results, order, inverse, spec.top_k)), routing.counts.float()
+    results = exchange.combine(experts(sent, w, spec, exchange.share), sent.handle)
+    values = [losses[name].detach() if losses else x.new_zeros((), dtype=torch.float32) for name in spec.losses]
+    tally = torch.cat([routing.counts * exchange.share, *(value[None] for value in values)])
+    return exchange.scatter(_AddUp.apply(results, order, inverse, spec.top_k)), tally
 
 
 def route(x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, forced: bool = False) -> Routing:
@@ -114,7 +141,42 @@ def route(x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, forced: bool = Fa
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     experts = torch.arange(spec.n_experts, device=x.device)
     counts = (chosen.reshape(-1, 1) == experts).sum(0)
-    return Routing(chosen, weights * spec.scale, counts)
+    return Routing(chosen, weights * spec.scale, counts, logits, scores)
+
+
+def router_losses(
+    routing: Routing, spec: MixtureOfExperts, exchange: ExpertExchange, shape: tuple[int, int], run: RouterRun
+) -> dict[str, Tensor]:
+    """This rank's part, in one micro-batch, of the router's losses that are on; none outside of training.
+
+    They are means over the sequences and tokens of the global batch: the parts of all ranks and micro-batches add up.
+    """
+    if not torch.is_grad_enabled():
+        return {}
+    losses = {}
+    if "aux_loss" in spec.losses:
+        losses["aux_loss"] = _sequence_loss(routing, spec, exchange, shape, run)
+    if "z_loss" in spec.losses:
+        losses["z_loss"] = routing.logits.logsumexp(-1).square().sum() / (run.sequences * run.seq_len)
+    return {name: exchange.share * value for name, value in losses.items()}
+
+
+def _sequence_loss(
+    routing: Routing, spec: MixtureOfExperts, exchange: ExpertExchange, shape: tuple[int, int], run: RouterRun
+) -> Tensor:
+    """The mean over sequences of E / (k S) x the sum over experts of (tokens that chose it) x (its mean score).
+
+    A token's scores are divided by their sum. It is 1 where all experts are used alike. The counts have no gradient,
+    and the loss is linear in the scores: counts of whole sequences times this rank's scores give this rank's part.
+    """
+    scores = routing.scores / routing.scores.sum(-1, keepdim=True)
+    chosen = torch.zeros_like(scores).scatter(-1, routing.chosen, 1.0)
+    tokens = scores.shape[0]
+    before = exchange.place * tokens
+    rows = (0, 0, before, shape[0] * shape[1] - before - tokens)  # the rest of these sequences is on other ranks
+    counts, sums = (F.pad(part, rows).unflatten(0, (shape[0], -1)).sum(1) for part in (chosen, scores))  # (B, E)
+    factor = spec.n_experts / (spec.top_k * run.seq_len**2 * run.sequences)
+    return factor * (exchange.add_up(counts) * sums).sum()
 
 
 def _best_groups(scores: Tensor, spec: MixtureOfExperts) -> Tensor:
@@ -178,6 +240,19 @@ def _add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
 @_add_up.register_fake
 def _(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
     return rows.new_empty(inverse.shape[0] // k, rows.shape[1])
+
+
+class _Carry(torch.autograd.Function):
+    """x itself, to whose gradient that of the losses (n,) is added: the loss of the run does not change."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, losses: Tensor) -> Tensor:
+        ctx.losses = losses.shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient.new_ones(ctx.losses)
 
 
 class _Spread(torch.autograd.Function):

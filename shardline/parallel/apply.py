@@ -16,14 +16,17 @@ import torch
 
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
+from shardline.config.layout import check_experts
 from shardline.config.schema import Config
+from shardline.data.order import resolve_global_batch
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.models.decoder import Decoder
+from shardline.models.moe import RouterRun
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
 from shardline.parallel.data.ddp import replicate_parameters
 from shardline.parallel.data.fsdp import apply_fsdp
-from shardline.parallel.expert.expert import apply_experts, check_expert_parallel
+from shardline.parallel.expert.expert import apply_experts
 from shardline.parallel.pipeline.stages import PipelinePlan, plan_pipeline
 from shardline.parallel.tensor.tensor import (
     TensorParallel,
@@ -76,6 +79,13 @@ def make_model(
     return model, done
 
 
+def router_run(config: Config, mesh: Mesh) -> RouterRun:
+    """What this run says to the routers."""
+    section = config.training
+    batch = resolve_global_batch(section.global_batch_size, section.local_batch_size, mesh.layout.data_ranks)
+    return RouterRun(config.debug.moe_force_load_balance, batch, section.seq_len)
+
+
 def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> Applied:
     """Transform `model`, which has no memory yet, for this run's layout."""
     done = Applied(tensor_plan(config, mesh))
@@ -84,9 +94,10 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         check_context_parallel(context, config, model.arch, mesh.layout.tp)
         model.context = context
         log.info("%s", describe(context, config.training.seq_len))
-    check_expert_parallel(model.arch, mesh.layout)
+    check_experts(model.arch, mesh.layout)
     if model.arch.moe is not None:
-        apply_experts(model, mesh, done.tensor is not None and done.tensor.sequence_parallel)
+        sequence_parallel = done.tensor is not None and done.tensor.sequence_parallel
+        apply_experts(model, mesh, sequence_parallel, router_run(config, mesh))
         if mesh.layout.ep > 1:
             log.info("%d experts over %d ranks", model.arch.moe.n_experts, mesh.layout.ep)
     if done.tensor is not None:

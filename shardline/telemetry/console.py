@@ -171,6 +171,7 @@ class RunSummary:
     tensor: list[tuple[float, float, float]] = field(default_factory=list)  # seconds: step, tp communication, exposed
     bubbles: list[float] = field(default_factory=list)
     theoretical_bubble: float | None = None
+    expert_loads: list[float] = field(default_factory=list)  # the largest of all layers, max over mean
 
     def add(self, row: dict[str, Any]) -> None:
         self.counted = 0 if self.last is self.first else self.counted
@@ -181,6 +182,8 @@ class RunSummary:
             self.tensor.append((row["step_seconds"], row["tp_comm_seconds"], row["tp_exposed_seconds"]))
         if "pp_bubble_fraction" in row:
             self.bubbles.append(row["pp_bubble_fraction"])
+        if "expert_load" in row:
+            self.expert_loads.append(row["expert_load"])
         self.first = self.first or row
         self.last = row
 
@@ -290,6 +293,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}",
     "grad_norm": lambda value: f"grad_norm {value:.3f}",
     "lr": lambda value: f"lr {value:.1e}",
+    "expert_load": lambda value: f"expert load {value:.2f}",
     "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
     "memory_gib": lambda value: f"{value:.1f} GiB",
     "mfu": lambda value: f"mfu {value:.1%}",
@@ -321,6 +325,7 @@ def summary(seen: RunSummary, step: int, total: int, folder: Path) -> list[tuple
     assert seen.last is not None
     tensor = [("tp communication", tensor_summary(seen.tensor))] if seen.tensor else []
     pipeline = [("pp bubble", bubble_summary(seen.bubbles, seen.theoretical_bubble))] if seen.bubbles else []
+    experts = [("expert load", expert_summary(seen.expert_loads, seen.last))] if seen.expert_loads else []
     return [
         ("steps", f"{step}" if step == total else f"{step} of {total}"),
         ("first loss", f"{seen.first['loss']:.4f} (step {seen.first['step']})"),
@@ -329,6 +334,7 @@ def summary(seen: RunSummary, step: int, total: int, folder: Path) -> list[tuple
         ("peak memory", f"{seen.memory:.2f} GiB"),
         *tensor,
         *pipeline,
+        *experts,
         ("run folder", str(folder)),
     ]
 
@@ -347,3 +353,10 @@ def bubble_summary(bubbles: list[float], theory: float | None) -> str:
     """The idle share of a step, without the first one's start-up costs, beside the schedule's own."""
     measured = statistics.median(bubbles[1:] or bubbles)
     return f"{measured:.1%} of the step" + (f", {theory:.1%} by the schedule" if theory is not None else "")
+
+
+def expert_summary(loads: list[float], last: dict[str, Any]) -> str:
+    """How much more than the mean the most used expert got, in the last row and in the worst."""
+    layers: dict[str, float] = last["expert_load_layers"]
+    worst = max(layers, key=lambda layer: layers[layer])
+    return f"{loads[-1]:.2f} times the mean at most (layer {worst}), {max(loads):.2f} in the worst step"

@@ -116,7 +116,7 @@ class Telemetry:
     def is_logged(self) -> bool:
         return self.number in (1, self.last_step) or self.number % self.config.metrics.log_freq == 0
 
-    def log(self, loss: float, grad_norm: float, lr: float, tokens: int) -> None:
+    def log(self, loss: float, grad_norm: float, lr: float, tokens: int, experts: dict[str, Any]) -> None:
         """The step was made: show it, and record its row where one is due. `tokens` counts all of the run so far."""
         times = self.sampler.end() if self.sampler is not None and self.is_logged() else None
         if self.number == self.first_step + 1 and self.mesh.world_size > 1:
@@ -126,7 +126,7 @@ class Telemetry:
         self.console.advance(self.number)
         if self.is_logged():
             of_step = {"step": self.number, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens}
-            self.row = of_step | self._measured(times) | self.meter.rates()
+            self.row = of_step | self._measured(times) | self.meter.rates() | experts
             self.metrics.log(self.row)
             self.console.update(self.row)
         for line in self.recompiles.lines(self.number, self.first_step):

@@ -33,8 +33,8 @@ from shardline.comm.mesh import (
 )
 from shardline.comm.store import connect_store, gather_ranks, ranks_from_environment
 from shardline.config.architecture import Architecture
-from shardline.config.layout import with_degrees
-from shardline.config.rules import checked_layout, notes, refuse_pending, schedule_notes
+from shardline.config.layout import check_experts, with_degrees
+from shardline.config.rules import checked_layout, expert_notes, notes, refuse_pending, schedule_notes
 from shardline.config.schema import Config, Job
 from shardline.config.write import to_toml
 from shardline.data.loader import Loader, build_loader, steps_for_epochs
@@ -105,6 +105,7 @@ class Setup:
         self.layout = checked_layout(config, world_size())
         set_determinism(config, self.device)  # first: kernels are chosen by it
         self.arch = resolve(config.model)
+        check_experts(self.arch, self.layout)
         self.tokenizer = choose_tokenizer(config)
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
@@ -212,6 +213,7 @@ class Setup:
     def _notes(self) -> Iterator[str]:
         config = self.config
         yield from (*config.alias_notes, *notes(with_degrees(config, self.layout)), *self.precision.notes)
+        yield from expert_notes(config, self.arch)
         if config.training.epochs is not None:
             yield from schedule_notes(config, self.total_steps)
         length, longest = config.training.seq_len, self.arch.max_seq_len

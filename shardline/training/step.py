@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     lr: float
     request: Request  # to stop or to save, made to some rank
+    experts: dict[str, Any] = {}  # what metrics.jsonl says of a mixture of experts  # noqa: RUF012
 
     @property
     def finite(self) -> bool:
@@ -109,7 +110,7 @@ class Stepper:
             self.passes = PipelinedModel(config, model, mesh, applied.pipeline, self.head, device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
-        self.experts = ExpertLoad(model, mesh)
+        self.experts = ExpertLoad(model, device)
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
@@ -121,6 +122,7 @@ class Stepper:
 
         Returns this rank's part of that loss.
         """
+        self.experts.begin()
         if self.model.context is not None:
             batches = [self.model.context.cut(batch) for batch in batches]
         device = batches[0].labels.device
@@ -146,9 +148,8 @@ class Stepper:
             result = self._step_early(self.early, batches, lr, number, requests)
         else:
             result = self._step_late(batches, lr, number, requests)
-        loads = self.experts.take()
-        if loads is not None and result.finite:
-            self.experts.balance(loads)
+        if result.finite:
+            self.experts.balance()
         return result
 
     def _step_late(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers) -> StepResult:
@@ -180,16 +181,25 @@ class Stepper:
         return result
 
     def _agree(self, loss: Tensor, lr: float, requests: RequestNumbers, squares: Tensor | None = None) -> StepResult:
-        """Loss, gradient norm and requests of all ranks: one all-reduce, one wait for the device a step."""
+        """Loss, gradient norm, requests and loads of experts, of all ranks: one all-reduce, one wait a step."""
         if squares is None:
             ranks = self.mesh.world_size // self.mesh.layout.pp
             squares = squared_norm(self.parameters, ranks, self.passes.on_two_stages)
         requested = torch.tensor(requests(), device=loss.device)
-        numbers = torch.cat([torch.stack([loss * self.head.share, squares.to(loss.device)]), requested])
+        numbers = torch.cat(
+            [torch.stack([loss * self.head.share, squares.to(loss.device)]), requested, self.experts.tallies()]
+        )
         if self.mesh.world_size > 1:
             collectives.sum_in_place(numbers, "world")
-        total, squared, *sums = read(numbers)
-        return StepResult(total, math.sqrt(squared) if squared >= 0 else math.nan, lr, request_of(sums))
+        asked = 2 + len(requested)
+        total, squared, *others = read(torch.cat([numbers[:asked], self.experts.summary(numbers[asked:])]))
+        return StepResult(
+            total,
+            math.sqrt(squared) if squared >= 0 else math.nan,
+            lr,
+            request_of(others[: len(requested)]),
+            self.experts.row(others[len(requested) :]),
+        )
 
     def _nonfinite(self, result: StepResult, number: int, changed: bool = False) -> None:
         """Stop, or skip the step; weights that are not finite themselves are named first: they are the cause."""

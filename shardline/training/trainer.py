@@ -75,7 +75,7 @@ class Trainer:
                             batches = self.loader.step()
                         result = self.train_step(batches, self._request_numbers)
                         self._advance()
-                        telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens)
+                        telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, result.experts)
                         self._after_step(result)
                         request = self.validator.run_if_due(progress.step, result.request)
                         self.saver.save_if_due(progress, self.total_steps, request, self._saving)

@@ -118,6 +118,18 @@ LOOPED = schedule("LoopedBFS")
 DUAL_PIPE = schedule("DualPipeV")
 TWO_AT_A_TIME = {"training.local_batch_size": 2}
 CHUNKS = {"training.loss_chunk_tokens": 48}
+EXPERTS = model(
+    moe={
+        "n_experts": 4,
+        "top_k": 2,
+        "expert_dim": 32,
+        "shared_dim": 32,
+        "normalize": True,
+        "balance_coeff": 0.01,
+        "aux_loss_coeff": 0.1,
+        "z_loss_coeff": 0.01,
+    }
+)
 BF16 = {"training.mixed_precision_param": "bfloat16", "optimizer.lr": 1e-3}
 
 COMPRESSED = {"parallelism.gradient_compression": "bfloat16", "optimizer.lr": 1e-3}

@@ -63,6 +63,7 @@ BASE: dict[str, Any] = {
 }
 # How a run is cut up, not what it computes: the reference leaves these out.
 LAYOUT_KEYS = ("parallelism.", "activation_checkpoint.", "compile.", "comm.", "optimizer.early_step", "debug.check")
+ROUTER_KEYS = ("expert_load", "expert_load_layers", "aux_loss", "z_loss")
 LAYOUT_KEYS += ("training.local_batch_size", "validation.local_batch_size", "training.enable_cpu_offload")
 
 Overrides = Mapping[str, Any]
@@ -81,6 +82,7 @@ class Result:
     samples: list[list[list[int]]]
     validation_losses: list[float] = field(default_factory=list)
     comm_bytes: list[dict[str, int]] = field(default_factory=list)
+    routers: list[dict[str, Any]] = field(default_factory=list)  # what metrics.jsonl says of experts, by step
     layout: str = ""  # ranks and what was changed, of an unbroken run on several ranks or of one that cuts its work up
 
 
@@ -309,6 +311,7 @@ def join(records: list[Record], layout: Layout, folder: Path) -> Result:
         samples=_samples_by_data_rank(records, layout),
         validation_losses=[row["validation_loss"] for row in rows if "validation_loss" in row],
         comm_bytes=[row["comm_bytes"] for row in steps],
+        routers=[{key: row[key] for key in ROUTER_KEYS if key in row} for row in steps],
     )
 
 
@@ -350,6 +353,7 @@ def compare(reference: Result, result: Result, tolerances: Tolerances = FLOAT32)
         _tensor_differences("gradient", reference.gradients, result.gradients, tolerances.gradient),
         _number_differences("grad_norm", reference.grad_norms, result.grad_norms, tolerances.grad_norm),
         _number_differences("loss", reference.losses, result.losses, tolerances.loss),
+        _router_differences(reference.routers, result.routers, tolerances.loss),
         _number_differences("validation_loss", reference.validation_losses, result.validation_losses, tolerances.loss),
         _tensor_differences("parameter", reference.parameters, result.parameters, tolerances.parameter),
     )
@@ -383,6 +387,17 @@ def _number_differences(what: str, wanted: list[float], seen: list[float], toler
         relative = abs(a - b) / max(abs(a), 1e-12)
         if not relative <= tolerance:
             yield f"{what} at step {step}: {b!r}, the reference has {a!r} (relative {relative:.2e} > {tolerance:g})"
+
+
+def _router_differences(wanted: list[dict[str, Any]], seen: list[dict[str, Any]], tolerance: float) -> Iterator[str]:
+    """A load is a count, which one token with two equal scores may change by one: its band is wider."""
+    for step, (a, b) in enumerate(zip(wanted, seen, strict=True), 1):
+        if a.keys() != b.keys() or a.get("expert_load_layers", {}).keys() != b.get("expert_load_layers", {}).keys():
+            yield f"router at step {step}: {b}, the reference has {a}"
+            continue
+        for key in ("aux_loss", "z_loss", "expert_load"):
+            band = 100 * tolerance if key == "expert_load" else tolerance
+            yield from _number_differences(f"{key} (step {step})", [a.get(key, 0.0)], [b.get(key, 0.0)], band)
 
 
 def _tensor_differences(

@@ -37,6 +37,10 @@ DEEPSEEK = model(
         "balance_coeff": 0.01,
     }
 )
+# So much weight that a loss counted twice, or not at all, changes every gradient of a router.
+LOSSES = model(moe=DEEPSEEK["model.overrides"]["moe"] | {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.1})
+SOFT_LOSSES = model(moe=MIXTRAL["model.overrides"]["moe"] | {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.1})
+FORCED = {"debug.moe_force_load_balance": True}
 
 
 def ep(degree: int, etp: int = 1) -> dict[str, int]:
@@ -68,6 +72,29 @@ CASES = [
     case("moe-ddp2-tp2-ep2", DEEPSEEK, ep(2), ddp=2, tp=2),
     case("moe-fsdp4-ep2-many", model(moe={"n_experts": 2, "top_k": 1, "expert_dim": 32}), ep(2), fsdp=4),
     case("moe-tp4-ep2", MIXTRAL, ep(2), tp=4),
+    # losses of the router: tokens of a sequence on other ranks, in other micro-batches, counted twice
+    case("losses-fsdp2", LOSSES, fsdp=2),
+    case("losses-tp2", LOSSES, tp=2),
+    case("losses-tp2-whole", LOSSES, NO_SEQUENCE, tp=2),
+    case("losses-tp2-ep2", LOSSES, ep(2), tp=2),
+    case("losses-tp2-ep2-whole", LOSSES, NO_SEQUENCE, ep(2), SMALL_BATCHES, tp=2),
+    case("losses-cp2", SOFT_LOSSES, cp=2),
+    case("losses-cp2-tp2-ep4", LOSSES, ep(4), cp=2, tp=2),
+    case("losses-fsdp2-ep2", LOSSES, ep(2), fsdp=2),
+    case("losses-ddp2", SOFT_LOSSES, ddp=2),
+    case("losses-pp2", LOSSES, pp=2),
+    case("losses-pp2-zbv-ep2", LOSSES, layers(4), ep(2), ZBV, pp=2, fsdp=2),
+    case("losses-accumulate", LOSSES, SMALL_BATCHES),
+    case("losses-fsdp2-ep2-full", LOSSES, ep(2), FULL, fsdp=2),
+    case("losses-tp2-ep2-compile", LOSSES, ep(2), COMPILE, tp=2),
+    case("losses-fsdp2-early", LOSSES, EARLY, TWO_PASSES, fsdp=2),
+    # the same number of tokens for every expert
+    case("forced-fsdp2", MIXTRAL, FORCED, fsdp=2),
+    case("forced-tp2", DEEPSEEK, FORCED, tp=2),
+    case("forced-tp2-whole", DEEPSEEK, FORCED, NO_SEQUENCE, tp=2),
+    case("forced-cp2", MIXTRAL, FORCED, cp=2),
+    case("forced-fsdp2-ep2", DEEPSEEK, FORCED, ep(2), fsdp=2),
+    case("forced-pp2-accumulate", DEEPSEEK, FORCED, SMALL_BATCHES, pp=2),
 ]
 
 

@@ -150,7 +150,12 @@ def test_accepted_neighbours_of_refused_values():
 @pytest.mark.parametrize(
     ("keys", "key", "feature"),
     [
-        ({"parallelism__expert_parallel_degree": 2}, None, "expert parallel"),
+        (
+            {"parallelism__expert_parallel_comm_backend": "deepep", "parallelism__expert_parallel_degree": 2},
+            None,
+            "kernels of DeepEP, whose package, deep_ep, is not installed; 'standard' sends tokens by all-to-all",
+        ),
+        ({"model__converters": ["quantize.grouped_mm.mx"]}, None, "low precision"),
         ({"comm__mode": "fake_backend"}, None, "simulated communication"),
         ({"fault_tolerance__enable": True}, None, "replica groups"),
         ({"job__custom_config_module": "mine"}, None, "custom config keys"),
@@ -184,6 +189,23 @@ def test_not_pending(keys):
     ("keys", "line"),
     [
         ({"checkpoint__interval": 5}, "checkpoint.interval has no effect: checkpoint.enable is false"),
+        (
+            {"parallelism__expert_tensor_parallel_degree": 2},
+            "parallelism.expert_tensor_parallel_degree has no effect: parallelism.expert_parallel_degree is 1",
+        ),
+        (
+            {
+                "parallelism__expert_parallel_degree": 2,
+                "parallelism__pipeline_parallel_expert_parallel_overlap": False,
+            },
+            "parallelism.pipeline_parallel_expert_parallel_overlap has no effect: tokens travel to their experts and"
+            " back inside their own micro-batch",
+        ),
+        (
+            {"parallelism__expert_parallel_degree": 2, "parallelism__pipeline_parallel_degree": 2},
+            "parallelism.pipeline_parallel_expert_parallel_overlap has no effect: tokens travel to their experts and"
+            " back inside their own micro-batch",
+        ),
         ({"validation__freq": 5}, "validation.freq has no effect: validation.enable is false"),
         ({"compile__backend": "eager"}, "compile.backend has no effect: compile.enable is false"),
         ({"profiling__with_stack": True}, "profiling.with_stack has no effect: profiling.enable_profiling is false"),

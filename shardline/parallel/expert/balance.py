@@ -1,56 +1,69 @@
-"""Balancing the experts without a loss: after each step, the bias of an expert that got too few tokens rises.
+"""The load of the experts, what is reported of it, and balancing without a loss.
 
-The counts are those of the whole global batch, over all micro-batches and ranks: every layout moves the biases alike,
-and all ranks that hold a layer hold the same biases.
+After each step, the bias of an expert that got too few tokens rises. The counts are those of the whole global batch,
+over all micro-batches and ranks: every layout moves the biases alike, and all ranks that hold a layer hold the same
+biases. Counts and losses of the routers travel in the sum of all ranks that a step makes anyway: no further wait.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from shardline.comm import collectives
-from shardline.comm.mesh import Mesh
 from shardline.models.decoder import Block, Decoder
 from shardline.models.dtensor import local
-from shardline.parallel.expert.expert import routes_together
 
 
 class ExpertLoad:
-    """The tokens of each expert in the last step, and the biases that follow from them."""
+    """The tallies of all layers with experts, on this or another pipeline rank, in the last step."""
 
-    def __init__(self, model: Decoder, mesh: Mesh) -> None:
-        self.blocks: dict[int, Block] = {
-            int(layer): block  # type: ignore[misc]
-            for layer, block in model.layers.items()
-            if block.moe is not None
-        }
-        shares_tokens = mesh.layout.tp > 1 and not routes_together(mesh.layout)
-        self.axes = [axis for axis in ("loss", *(["tp"] if shares_tokens else [])) if mesh.size(axis) > 1]
+    def __init__(self, model: Decoder, device: torch.device) -> None:
+        moe = model.arch.moe
+        self.device = device
+        self.layers = [] if moe is None else [layer for layer in range(model.arch.n_layers) if moe.holds(layer)]
+        self.n_experts, self.losses = (0, {}) if moe is None else (moe.n_experts, moe.losses)
+        here = {layer: model.block(layer) for layer in self.layers if str(layer) in model.layers}
+        self.blocks: dict[int, Block] = here
+        biases = {layer: block.moe.router.balance for layer, block in here.items() if block.moe is not None}
+        self.biases = {layer: bias for layer, bias in biases.items() if bias is not None}
+        self.coefficient = 0.0 if moe is None else moe.balance_coeff
+        self.loads = torch.empty(0)  # (layers, experts) of the last step
 
-    def take(self) -> Tensor | None:
-        """(layers here, experts) of the whole global batch since the last call; None without experts."""
-        loads = [block.load for block in self.blocks.values()]
-        if not loads:
-            return None
-        assert all(load is not None for load in loads)
-        total = torch.stack([load for load in loads if load is not None])
-        for axis in self.axes:
-            collectives.sum_in_place(total, axis)
+    def begin(self) -> None:
+        """Forget what was counted."""
         for block in self.blocks.values():
-            block.load = None
-        return total
+            block.tally = None
+
+    def tallies(self) -> Tensor:
+        """This rank's part of all layers' tallies since `begin`, flat; the sum over all ranks is the whole."""
+        elsewhere = torch.zeros(self.n_experts + len(self.losses), device=self.device)
+        parts = [self.blocks[layer].tally if layer in self.blocks else elsewhere for layer in self.layers]
+        return torch.cat([elsewhere[:0], *(part for part in parts if part is not None)])
+
+    def summary(self, total: Tensor) -> Tensor:
+        """Keep the loads of the whole step, and return the few numbers that `row` makes a report of."""
+        if not self.layers:
+            return total
+        loads, losses = total.view(len(self.layers), -1).split((self.n_experts, len(self.losses)), dim=1)
+        self.loads = loads.round()  # ranks that route the same tokens added fractions
+        return torch.cat([self.loads.amax(1) / self.loads.mean(1), losses.mean(0)])
+
+    def row(self, summary: list[float]) -> dict[str, Any]:
+        """The keys of metrics.jsonl: max over mean of each layer and the largest; losses as means over the layers."""
+        if not self.layers:
+            return {}
+        loads = dict(zip(map(str, self.layers), summary, strict=False))
+        losses = dict(zip(self.losses, summary[len(self.layers) :], strict=True))
+        return {"expert_load": max(loads.values()), "expert_load_layers": loads, **losses}
 
     @torch.no_grad()
-    def balance(self, loads: Tensor) -> None:
+    def balance(self) -> None:
         """Move each layer's biases by its coefficient towards equal loads; their mean stays."""
-        for load, block in zip(loads, self.blocks.values(), strict=True):
-            assert block.moe is not None
-            if block.moe.router.balance is not None:
-                step = (load.mean() - load).sign() * block.moe.spec.balance_coeff
-                local(block.moe.router.balance).add_(step - step.mean())
-
-
-def largest_over_mean(loads: Tensor) -> list[float]:
-    """For each layer, how many times the mean its most used expert has."""
-    return (loads.amax(-1) / loads.mean(-1)).tolist()
+        if not self.biases:
+            return
+        steps = (self.loads.mean(1, keepdim=True) - self.loads).sign() * self.coefficient
+        steps -= steps.mean(1, keepdim=True)
+        rows = dict(zip(self.layers, steps.unbind(), strict=True))
+        torch._foreach_add_([local(bias) for bias in self.biases.values()], [rows[layer] for layer in self.biases])

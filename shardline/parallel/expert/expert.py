@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import functools
 
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
-from shardline.config.architecture import Architecture
-from shardline.config.layout import Layout
-from shardline.errors import ConfigError
+from shardline.config.layout import routes_together
 from shardline.models.decoder import Decoder
-from shardline.models.moe import Exchange
+from shardline.models.moe import ExpertExchange, RouterRun
 from shardline.parallel.expert.dispatch import combine, dispatch
 from shardline.parallel.tensor.tensor import replace_parameter
 
@@ -35,37 +34,9 @@ PLAN: dict[str, Placement] = {
 }
 
 
-def check_expert_parallel(arch: Architecture, layout: Layout) -> None:
-    """Raise for experts that cannot be shared so; the message names degrees that fit."""
-    if arch.moe is not None and routes_together(layout) and arch.moe.expert_dim % layout.tp:
-        key = "tensor_parallel_degree" if layout.ep == 1 else "expert_tensor_parallel_degree"
-        raise ConfigError(
-            f"parallelism.{key} = {layout.tp}: an expert's width, {arch.moe.expert_dim}, is not a multiple of it; with"
-            " an expert_parallel_degree above 1 and an expert_tensor_parallel_degree of 1 experts stay whole"
-        )
-    if layout.ep == 1:
-        return
-    key = f"parallelism.expert_parallel_degree = {layout.ep}"
-    if arch.moe is None:
-        raise ConfigError(f"{key}: the model has no experts")
-    ranks = layout.dp_shard * layout.cp * layout.tp // layout.etp
-    experts = arch.moe.n_experts
-    if experts % layout.ep:
-        good = [degree for degree in range(1, ranks + 1) if experts % degree == 0 and ranks % degree == 0]
-        raise ConfigError(
-            f"{key}: {experts} experts cannot be shared evenly by {layout.ep} ranks; degrees that fit:"
-            f" {', '.join(map(str, good))}"
-        )
-
-
-def routes_together(layout: Layout) -> bool:
-    """Whether the ranks of tp share each expert, and so route the same tokens."""
-    return layout.tp > 1 and (layout.ep == 1 or layout.etp == layout.tp)
-
-
-def exchange(layout: Layout, sequence_parallel: bool) -> Exchange:
+def exchange(mesh: Mesh, sequence_parallel: bool) -> ExpertExchange:
     """How tokens reach the experts in this layout."""
-    chosen = Exchange()
+    layout, chosen = mesh.layout, ExpertExchange()
     if routes_together(layout):
         into, back = (
             (collectives.all_gather, collectives.reduce_scatter)
@@ -75,25 +46,36 @@ def exchange(layout: Layout, sequence_parallel: bool) -> Exchange:
         chosen = chosen._replace(
             gather=functools.partial(into, axis="tp"),
             scatter=functools.partial(back, axis="tp"),
-            bias_share=1 / layout.tp,
+            share=1 / layout.tp,
         )
-    elif layout.tp > 1 and not sequence_parallel:
-        chosen = chosen._replace(
-            gather=functools.partial(collectives.split, axis="tp"),
-            scatter=functools.partial(collectives.join, axis="tp"),
-        )
+    elif layout.tp > 1:
+        chosen = chosen._replace(place=mesh.coordinates["tp"])
+        if not sequence_parallel:
+            chosen = chosen._replace(
+                gather=functools.partial(collectives.split, axis="tp"),
+                scatter=functools.partial(collectives.join, axis="tp"),
+            )
+    shared = [axis for axis in ("cp", "tp") if mesh.size(axis) > 1 and (axis == "cp" or not routes_together(layout))]
+    if shared:
+        chosen = chosen._replace(add_up=functools.partial(_add_up, axes=tuple(shared)))
     if layout.ep > 1:
         chosen = chosen._replace(dispatch=dispatch, combine=combine)
     return chosen
 
 
-def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool) -> None:
+def _add_up(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    for axis in axes:
+        x = collectives.all_reduce(x, axis)
+    return x
+
+
+def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun) -> None:
     """Give this rank its experts (still on the meta device) and the blocks the way of tokens to them."""
     layout = mesh.layout
-    way = exchange(layout, sequence_parallel)
+    way = exchange(mesh, sequence_parallel)
     for block in model.blocks():
         if block.moe is not None:
-            block.spec = block.spec._replace(exchange=way)
+            block.spec = block.spec._replace(exchange=way, run=run)
     if layout.ep == 1:
         return
     shared, cut = layout.etp > 1, mesh.of_experts("ep", "etp")

@@ -12,7 +12,7 @@ from shardline.comm.mesh import crossing_lines
 from shardline.config.architecture import Architecture
 from shardline.config.layout import AXES, KEYS, Layout, with_degrees
 from shardline.config.names import MOMENTS
-from shardline.config.rules import checked_layout, notes, pending
+from shardline.config.rules import checked_layout, expert_notes, notes, pending
 from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
 from shardline.models.flavors import resolve
@@ -57,6 +57,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
         lines += _step_lines(config, layout, _pipeline_lines(config, arch, layout))
         lines += _context_lines(config, layout)
         lines += _collective_lines(config, arch, layout, precision)
+        lines += [f"note: {line}" for line in expert_notes(config, arch)]
     else:
         lines += _step_lines(config, layout)
     lines += [f"not built yet: {key} = {config.value(key)!r} ({feature})" for key, feature in missing.items()]
