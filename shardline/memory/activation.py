@@ -103,7 +103,7 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
 
 def _travels(op: Any) -> bool:
     """Whether `op` sends tokens to their experts or back: computing it again would send them again."""
-    return op.name() in ("shardline::expert_send", "shardline::expert_bring_back")
+    return op.name() in ("shardline::expert_land", "shardline::expert_land_back")
 
 
 def _product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ that compilation and activation checkpointing may wrap. The blocks share one fun
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -86,11 +87,13 @@ def expert_block_function(
     assert w.experts is not None
     assert spec.moe is not None
     normed = rms_norm(x, w.ffn_norm, spec.norm_eps)
-    routed, tally = moe(normed.flatten(0, -2), w.experts, spec.moe, spec.exchange, shape, spec.run)
-    out = x + routed.view_as(x)
-    if w.ffn is not None:
-        out = out + feed_forward(normed, w.ffn, spec.gate_block, spec.products)
-    return out, tally
+    shared = None if w.ffn is None else functools.partial(_shared_expert, normed, w.ffn, spec)
+    out, tally = moe(normed.flatten(0, -2), w.experts, spec.moe, spec.exchange, shape, spec.run, shared)
+    return x + out.view_as(x), tally
+
+
+def _shared_expert(x: Tensor, weights: FeedForwardWeights, spec: BlockSpec) -> Tensor:
+    return feed_forward(x, weights, spec.gate_block, spec.products).flatten(0, -2)
 
 
 def attention_part(

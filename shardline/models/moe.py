@@ -42,21 +42,36 @@ class ExpertWeights(NamedTuple):
 
 
 class Dispatched(NamedTuple):
-    """The rows that the experts of this rank compute, sorted by expert, and how they go back."""
+    """The rows that the experts of this rank compute, sorted by expert."""
 
     rows: Tensor  # (n, dim)
     weights: Tensor  # (n,) float32
     ends: Tensor  # (experts here,) int32: where the rows of each expert end
-    handle: Any = None
 
 
-def stay(rows: Tensor, weights: Tensor, counts: Tensor) -> Dispatched:
-    """Every expert is on this rank."""
-    return Dispatched(rows, weights, counts.cumsum(0).to(torch.int32))
+# Every expert is on this rank: rows need not travel, and a trip is only the tokens of each expert.
 
 
-def stayed(rows: Tensor, handle: Any) -> Tensor:
+def stay(counts: Tensor) -> Any:
+    return counts
+
+
+def sort_here(x: Tensor, order: Tensor, inverse: Tensor, k: int, trip: Any) -> Tensor:
+    rows: Tensor = _Spread.apply(x, order, inverse, k)
     return rows
+
+
+def are_here(rows: Tensor, weights: Tensor, trip: Any) -> Dispatched:
+    return Dispatched(rows, weights[:, 0], trip.cumsum(0).to(torch.int32))
+
+
+def stayed(results: Tensor, trip: Any) -> Tensor:
+    return results
+
+
+def add_up_here(rows: Tensor, order: Tensor, inverse: Tensor, k: int, trip: Any) -> Tensor:
+    out: Tensor = _AddUp.apply(rows, order, inverse, k)
+    return out
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -66,16 +81,21 @@ def as_it_is(x: Tensor) -> Tensor:
 class ExpertExchange(NamedTuple):
     """How tokens reach the experts: expert parallelism puts its collectives here.
 
-    `gather` gives the tokens that this rank routes, `scatter` takes their results back to the residual stream;
-    `dispatch` sends sorted rows to the ranks of their experts, `combine` brings the results back in the same order.
-    `add_up` sums over the ranks that route other tokens of the same sequences.
+    `gather` gives the tokens that this rank routes, `scatter` takes their results back to the residual stream. For each
+    of `parts` of the tokens, `plan` turns the counts of their experts into a trip, `depart` and `arrive` bring rows to
+    the ranks of their experts, `leave` and `collect` the results back. `add_up` sums over the ranks that route other
+    tokens of the same sequences.
     """
 
     gather: Callable[[Tensor], Tensor] = as_it_is
     scatter: Callable[[Tensor], Tensor] = as_it_is
-    dispatch: Callable[[Tensor, Tensor, Tensor], Dispatched] = stay
-    combine: Callable[[Tensor, Any], Tensor] = stayed
+    plan: Callable[[Tensor], Any] = stay
+    depart: Callable[[Tensor, Tensor, Tensor, int, Any], Tensor] = sort_here
+    arrive: Callable[[Tensor, Tensor, Any], Dispatched] = are_here
+    leave: Callable[[Tensor, Any], Tensor] = stayed
+    collect: Callable[[Tensor, Tensor, Tensor, int, Any], Tensor] = add_up_here
     add_up: Callable[[Tensor], Tensor] = as_it_is
+    parts: int = 1
     place: int = 0  # this rank routes the place-th part of the rows of a micro-batch
     share: float = 1.0  # where ranks share an expert, each adds this share of the output's bias and of the losses
 
@@ -103,27 +123,59 @@ def moe(
     exchange: ExpertExchange,
     shape: tuple[int, int],
     run: RouterRun,
+    shared: Callable[[], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The routed experts over x (t, dim), rows of a micro-batch of `shape` (B, S), and this rank's tally of it.
+    """The experts over x (t, dim), rows of a micro-batch of `shape` (B, S), and this rank's tally of it.
+
+    What the `shared` expert gives is added; it computes while rows travel.
 
     The tally is float32: the number of tokens that chose each expert, then the losses of the router that are on.
     """
     x = exchange.gather(x)
     routing = route(x, w, spec, run.forced)
     losses = router_losses(routing, spec, exchange, shape, run)
-    order, inverse = sort_by_expert(routing.chosen)
-    rows = _Spread.apply(x, order, inverse, spec.top_k)
     weights = routing.weights
     if losses:
         weights = _Carry.apply(weights, torch.stack([spec.losses[name] * value for name, value in losses.items()]))
-    weights = _Permute.apply(weights.flatten(), order, inverse)
-    if spec.scale_input:
-        rows, weights = rows * weights[:, None].to(rows.dtype), torch.ones_like(weights)
-    sent = exchange.dispatch(rows, weights, routing.counts)
-    results = exchange.combine(experts(sent, w, spec, exchange.share), sent.handle)
+    tokens = (whole.chunk(exchange.parts) for whole in (x, routing.chosen, weights))
+    under_way = [_depart(part, exchange, spec) for part in zip(*tokens, strict=True)]
+    beside = None if shared is None else shared()
+    returning = []
+    for one in under_way:
+        here = exchange.arrive(one.rows, one.weights, one.trip)
+        returning.append(exchange.leave(experts(here, w, spec, exchange.share), one.trip))
+    outs = [
+        exchange.collect(rows, one.order, one.inverse, spec.top_k, one.trip)
+        for rows, one in zip(returning, under_way, strict=True)
+    ]
+    out = exchange.scatter(outs[0] if len(outs) == 1 else torch.cat(outs))
     values = [losses[name].detach() if losses else x.new_zeros((), dtype=torch.float32) for name in spec.losses]
     tally = torch.cat([routing.counts * exchange.share, *(value[None] for value in values)])
-    return exchange.scatter(_AddUp.apply(results, order, inverse, spec.top_k)), tally
+    return (out if beside is None else out + beside), tally
+
+
+class _UnderWay(NamedTuple):
+    """Some tokens on the way to their experts."""
+
+    rows: Tensor
+    weights: Tensor
+    order: Tensor
+    inverse: Tensor
+    trip: Any
+
+
+def _depart(part: tuple[Tensor, Tensor, Tensor], exchange: ExpertExchange, spec: MixtureOfExperts) -> _UnderWay:
+    """Sort tokens by their experts and send them."""
+    x, chosen, weights = part
+    order, inverse = sort_by_expert(chosen)
+    trip = exchange.plan(count_tokens(chosen, spec))
+    sorted_weights = exchange.depart(weights.reshape(-1, 1), order, inverse, 1, trip)
+    return _UnderWay(exchange.depart(x, order, inverse, spec.top_k, trip), sorted_weights, order, inverse, trip)
+
+
+def count_tokens(chosen: Tensor, spec: MixtureOfExperts) -> Tensor:
+    """(E,) int64: how many of the choices (t, k) are each expert's."""
+    return (chosen.reshape(-1, 1) == torch.arange(spec.n_experts, device=chosen.device)).sum(0)
 
 
 def route(x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, forced: bool = False) -> Routing:
@@ -139,9 +191,7 @@ def route(x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, forced: bool = Fa
     weights = scores.gather(-1, chosen)
     if spec.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    experts = torch.arange(spec.n_experts, device=x.device)
-    counts = (chosen.reshape(-1, 1) == experts).sum(0)
-    return Routing(chosen, weights * spec.scale, counts, logits, scores)
+    return Routing(chosen, weights * spec.scale, count_tokens(chosen, spec), logits, scores)
 
 
 def router_losses(
@@ -198,16 +248,19 @@ def sort_by_expert(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def experts(sent: Dispatched, w: ExpertWeights, spec: MixtureOfExperts, bias_share: float = 1.0) -> Tensor:
     """The experts of this rank over their rows, times the rows' weights."""
-    product = grouped_linear(sent.rows, w.w13.flatten(1, 2), sent.ends)
+    rows, weights = sent.rows, sent.weights[:, None]
+    if spec.scale_input:
+        rows, weights = rows * weights.to(rows.dtype), torch.ones_like(weights)
+    product = grouped_linear(rows, w.w13.flatten(1, 2), sent.ends)
     own = None
     if w.w13_bias is not None:
         own = torch.searchsorted(sent.ends, torch.arange(sent.rows.shape[0], device=product.device), right=True)
         product = product + w.w13_bias.flatten(1, 2).to(product.dtype)[own]
     gate, up = product.chunk(2, dim=-1)
-    middle = (activated(gate, up, spec) * sent.weights[:, None]).to(product.dtype)
+    middle = (activated(gate, up, spec) * weights).to(product.dtype)
     out = grouped_linear(middle, w.w2, sent.ends)
     if w.w2_bias is not None:
-        out = out + (w.w2_bias[own] * (bias_share * sent.weights[:, None])).to(out.dtype)
+        out = out + (w.w2_bias[own] * (bias_share * weights)).to(out.dtype)
     return out
 
 
@@ -218,28 +271,25 @@ def activated(gate: Tensor, up: Tensor, spec: MixtureOfExperts) -> Tensor:
     return gate * torch.sigmoid(gate * ALPHA) * (up + 1)
 
 
-def _spread(x: Tensor, order: Tensor, k: int) -> Tensor:
+def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
     """(t, dim) -> (t k, dim): each token k times, in the given order."""
     return x.index_select(0, order // k)
 
 
 @torch.library.custom_op("shardline::add_up", mutates_args=(), schema="(Tensor rows, Tensor inverse, int k) -> Tensor")
-def _add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
+def add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
     """(t k, dim) -> (t, dim): the sum of the k rows of each token."""
     if not rows.is_cuda:
         return rows.index_select(0, inverse).unflatten(0, (-1, k)).sum(1)
-    from shardline.models.row_kernels import add_up_kernel
+    from shardline.models.row_kernels import BLOCK, add_up_kernel
 
     rows = rows.contiguous()
     out = rows.new_empty(inverse.shape[0] // k, rows.shape[1])
-    block = 2048
-    add_up_kernel[(out.shape[0], -(-out.shape[1] // block))](rows, inverse, out, out.shape[1], K=k, BLOCK=block)
+    add_up_kernel[(out.shape[0], -(-out.shape[1] // BLOCK))](rows, inverse, out, out.shape[1], K=k, BLOCK=BLOCK)
     return out
 
 
-@_add_up.register_fake
-def _(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
-    return rows.new_empty(inverse.shape[0] // k, rows.shape[1])
+add_up.register_fake(lambda rows, inverse, k: rows.new_empty(inverse.shape[0] // k, rows.shape[1]))
 
 
 class _Carry(torch.autograd.Function):
@@ -260,12 +310,12 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.k = k
-        return _spread(x, order, k)
+        return spread(x, order, k)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return _add_up(gradient, inverse, ctx.k), None, None, None
+        return add_up(gradient, inverse, ctx.k), None, None, None
 
 
 class _AddUp(torch.autograd.Function):
@@ -273,21 +323,9 @@ class _AddUp(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order)
         ctx.k = k
-        return _add_up(rows, inverse, k)
+        return add_up(rows, inverse, k)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (order,) = ctx.saved_tensors
-        return _spread(gradient, order, ctx.k), None, None, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return gradient.index_select(0, inverse), None, None
+        return spread(gradient, order, ctx.k), None, None, None

@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+BLOCK = 2048
+
 
 @triton.jit
 def add_up_kernel(rows, inverse, out, width, K: tl.constexpr, BLOCK: tl.constexpr):

@@ -23,7 +23,7 @@ from shardline.comm.mesh import Mesh
 from shardline.config.layout import routes_together
 from shardline.models.decoder import Decoder
 from shardline.models.moe import ExpertExchange, RouterRun
-from shardline.parallel.expert.dispatch import combine, dispatch
+from shardline.parallel.expert.dispatch import arrive, collect, depart, leave, plan_trip
 from shardline.parallel.tensor.tensor import replace_parameter
 
 # Ending of a parameter's name -> how ranks that share each expert cut it; the other parameters of experts are whole
@@ -34,8 +34,12 @@ PLAN: dict[str, Placement] = {
 }
 
 
-def exchange(mesh: Mesh, sequence_parallel: bool) -> ExpertExchange:
-    """How tokens reach the experts in this layout."""
+def exchange(mesh: Mesh, sequence_parallel: bool, early: bool) -> ExpertExchange:
+    """How tokens reach the experts in this layout.
+
+    Transfers start `early`, before what is needed of them: not where checkpointing runs single operations again, which
+    would send again what has arrived.
+    """
     layout, chosen = mesh.layout, ExpertExchange()
     if routes_together(layout):
         into, back = (
@@ -59,7 +63,14 @@ def exchange(mesh: Mesh, sequence_parallel: bool) -> ExpertExchange:
     if shared:
         chosen = chosen._replace(add_up=functools.partial(_add_up, axes=tuple(shared)))
     if layout.ep > 1:
-        chosen = chosen._replace(dispatch=dispatch, combine=combine)
+        chosen = chosen._replace(
+            plan=functools.partial(plan_trip, early=early),
+            depart=depart,
+            arrive=arrive,
+            leave=leave,
+            collect=collect,
+            parts=2,
+        )
     return chosen
 
 
@@ -69,10 +80,10 @@ def _add_up(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return x
 
 
-def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun) -> None:
+def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun, early: bool) -> None:
     """Give this rank its experts (still on the meta device) and the blocks the way of tokens to them."""
     layout = mesh.layout
-    way = exchange(mesh, sequence_parallel)
+    way = exchange(mesh, sequence_parallel, early)
     for block in model.blocks():
         if block.moe is not None:
             block.spec = block.spec._replace(exchange=way, run=run)
