@@ -68,6 +68,8 @@ def _send(x: Tensor, counts: Tensor, on_host: Tensor) -> Tensor:
 
 @_send.register_fake
 def _(x: Tensor, counts: Tensor, on_host: Tensor) -> Tensor:
+    if job.traffic.plans:  # as many rows from every rank as to it
+        return _planned(x, x.shape[0])
     return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[1])
 
 
@@ -84,7 +86,7 @@ def _bring_back(x: Tensor, counts: Tensor, on_host: Tensor, rows: int) -> Tensor
 
 @_bring_back.register_fake
 def _(x: Tensor, counts: Tensor, on_host: Tensor, rows: int) -> Tensor:
-    return x.new_empty(rows, x.shape[1])
+    return _planned(x, rows)
 
 
 @torch.library.custom_op(
@@ -98,7 +100,16 @@ def _send_again(x: Tensor, counts: Tensor, on_host: Tensor, rows: int) -> Tensor
     return arrived.index_select(0, _by_expert(counts[1], rows))
 
 
-_send_again.register_fake(lambda x, counts, on_host, rows: x.new_empty(rows, x.shape[1]))
+_send_again.register_fake(lambda x, counts, on_host, rows: _planned(x, rows))
+
+
+def _planned(x: Tensor, rows: int) -> Tensor:
+    """The rows that arrive, without values; a dry run learns what is sent for them."""
+    out = x.new_empty(rows, x.shape[1])
+    if job.traffic.plans:
+        ranks = job.axes[AXIS].size
+        job.traffic.planned(AXIS, "all-to-all", (ranks - 1) / ranks * out.nbytes)
+    return out
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
