@@ -37,6 +37,8 @@ class Axis:
 class Traffic:
     """Bytes sent per axis since the last `take`."""
 
+    plans = False  # of a dry run: what depends on values is even
+
     def __init__(self) -> None:
         self.bytes: dict[str, float] = defaultdict(float)
 

@@ -61,6 +61,14 @@ class Layout:
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
+    def expert_coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is on the experts' axes."""
+        rank %= self.dp_shard * self.cp * self.tp
+        found = {}
+        for axis in reversed(EXPERT_AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
     @property
     def expert_shard(self) -> int:
         return self.dp_shard * self.cp * self.tp // (self.ep * self.etp)

@@ -99,6 +99,21 @@ def parameter_count(arch: Architecture) -> int:
     return sum(math.prod(shape) for shape in logical_shapes(arch).values())
 
 
+def active_parameter_count(arch: Architecture) -> int:
+    """The parameters that one token meets: of the experts of a layer, those that it uses."""
+    return sum(used_by_a_token(arch, name, math.prod(shape)) for name, shape in logical_shapes(arch).items())
+
+
+def active_words(arch: Architecture) -> str:
+    """` (1,234 for each token)`, behind the number of all parameters; nothing where they are the same."""
+    return "" if arch.moe is None else f" ({active_parameter_count(arch):,} for each token)"
+
+
+def used_by_a_token(arch: Architecture, name: str, size: int) -> int:
+    """How many of the `size` parameters of a logical tensor one token meets."""
+    return size if arch.moe is None or ".experts." not in name else size // arch.moe.n_experts * arch.moe.top_k
+
+
 def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
     heads, kv = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
     moe = arch.moe if arch.moe is not None and arch.moe.holds(layer) else None

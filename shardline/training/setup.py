@@ -44,7 +44,7 @@ from shardline.errors import blame
 from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
-from shardline.models.fused_weights import parameter_count
+from shardline.models.fused_weights import active_words, parameter_count
 from shardline.models.narrow import keep_narrow
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.optimizer import build_optimizer, scaled_lr
@@ -195,7 +195,7 @@ class Setup:
             log.info("%s", config.job.description)
         if config.job.print_config:
             log.info("%s", to_toml(config))
-        size = f"{parameter_count(self.arch):,} parameters"
+        size = f"{parameter_count(self.arch):,} parameters{active_words(self.arch)}"
         log.info("%s %s, %s, on %s", config.model.name, config.model.flavor, size, device_name(self.device))
         if mesh.world_size > 1:
             log.info("%d ranks: %s", mesh.world_size, self.layout)

@@ -1,7 +1,5 @@
 """The groups of a mesh hold the ranks that its layout says."""
 
-import functools
-
 import pytest
 import torch.distributed as dist
 
@@ -9,7 +7,6 @@ from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import AXES, EXPERT_AXES, Layout
-from tests.layouts import expert_coordinates
 from tests.parity.pool import Pool
 
 EXPERTS = [
@@ -39,7 +36,7 @@ def test_groups_hold_the_ranks_that_differ_on_their_axis_alone(pool: Pool, layou
     for rank, found in enumerate(pool.run(layout.world_size, groups, layout)):
         for names, coordinates in (
             (AXES, layout.coordinates),
-            (EXPERT_AXES, functools.partial(expert_coordinates, layout)),
+            (EXPERT_AXES, layout.expert_coordinates),
         ):
             for name in names:
                 if getattr(layout, name) == 1:

@@ -17,7 +17,6 @@ from shardline.config.load import load_config
 from shardline.config.schema import Parallelism
 from shardline.errors import ConfigError, UserError
 from shardline.parallel.tensor.tensor import TensorParallel, check_rows, nearest_lengths
-from tests.layouts import expert_coordinates
 
 small = st.integers(1, 6)
 layouts = st.builds(Layout, pp=small, dp_replicate=small, dp_shard=small, cp=small, tp=small)
@@ -57,12 +56,12 @@ def test_experts_cut_the_ranks_of_a_replica_evenly(layout, whole_experts, data):
     found = resolve_layout(part, layout.world_size)
     assert (found.ep, found.etp) == ((ep, etp) if ep > 1 else (1, 1))
     assert found.expert_shard * found.ep * found.etp == ranks
-    places = [tuple(expert_coordinates(found, rank)[axis] for axis in EXPERT_AXES) for rank in range(ranks)]
+    places = [tuple(found.expert_coordinates(rank)[axis] for axis in EXPERT_AXES) for rank in range(ranks)]
     assert places == sorted(set(places))  # each once, in the order of the ranks: etp, then ep are neighbours
     if found.world_size > ranks:
-        assert expert_coordinates(found, ranks) == expert_coordinates(found, 0)
+        assert found.expert_coordinates(ranks) == found.expert_coordinates(0)
     if ep > 1 and etp == layout.tp:
-        assert all(expert_coordinates(found, rank)["etp"] == found.coordinates(rank)["tp"] for rank in range(ranks))
+        assert all(found.expert_coordinates(rank)["etp"] == found.coordinates(rank)["tp"] for rank in range(ranks))
 
 
 @pytest.mark.parametrize(

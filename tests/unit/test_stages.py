@@ -68,17 +68,17 @@ def test_the_heaviest_stage_is_as_light_as_can_be(layers, count, vocabulary, len
     assert len(cut) == count
     assert all(len(part) > 0 for part in (cut if layers >= count else cut[1:-1]))
 
-    def heaviest(sizes):
-        return max(weights.of(n, i == 0, i == count - 1) for i, n in enumerate(sizes))
+    def heaviest(parts):
+        return max(weights.of(part, i == 0, i == count - 1) for i, part in enumerate(parts))
 
-    reached = heaviest([len(part) for part in cut])
+    reached = heaviest(cut)
     if count <= layers <= 12:  # every other cut, one by one
         others = (
-            [b - a for a, b in itertools.pairwise((0, *ends, layers))]
+            [range(a, b) for a, b in itertools.pairwise((0, *ends, layers))]
             for ends in itertools.combinations(range(1, layers), count - 1)
         )
         assert reached <= min(map(heaviest, others)) + 1e-9
-    assert weights.of(layers, True, True) == pytest.approx(1.0)
+    assert weights.of(range(layers), True, True) == pytest.approx(1.0)
 
 
 def test_embedding_and_output_count():

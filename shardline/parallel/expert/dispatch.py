@@ -187,12 +187,27 @@ def _add_up(rows: Tensor, order: Tensor, inverse: Tensor, k: int, on_host: Tenso
 
 
 _depart.register_fake(lambda x, order, *rest: x.new_empty(order.shape[0], x.shape[1]))
-_land.register_fake(lambda rows, on_host: rows.new_empty(torch.library.get_ctx().new_dynamic_size(), rows.shape[1]))
-_land_again.register_fake(lambda rows, on_host, arrive: rows.new_empty(arrive, rows.shape[1]))
+_land_again.register_fake(lambda rows, on_host, arrive: _planned(rows, arrive))
 _sort.register_fake(lambda arrived, *rest: torch.empty_like(arrived))
 _leave.register_fake(lambda results, *rest: torch.empty_like(results, memory_format=torch.contiguous_format))
-_land_back.register_fake(lambda rows, on_host, arrive: rows.new_empty(arrive, rows.shape[1]))
+_land_back.register_fake(lambda rows, on_host, arrive: _planned(rows, arrive))
 _add_up.register_fake(lambda rows, order, inverse, k, *rest: rows.new_empty(order.shape[0] // k, rows.shape[1]))
+
+
+@_land.register_fake
+def _(rows: Tensor, on_host: Tensor) -> Tensor:
+    if job.traffic.plans:  # as many rows from every rank as to it
+        return _planned(rows, rows.shape[0])
+    return rows.new_empty(torch.library.get_ctx().new_dynamic_size(), rows.shape[1])
+
+
+def _planned(x: Tensor, rows: int) -> Tensor:
+    """The rows that arrive, without values; a dry run learns what is sent for them."""
+    out = x.new_empty(rows, x.shape[1])
+    if job.traffic.plans:
+        ranks = job.axes[AXIS].size
+        job.traffic.planned(AXIS, "all-to-all", (ranks - 1) / ranks * out.nbytes)
+    return out
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

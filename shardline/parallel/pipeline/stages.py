@@ -26,7 +26,7 @@ from shardline.config.layout import Layout
 from shardline.config.schema import Config
 from shardline.errors import ConfigError, blame
 from shardline.models.decoder import Stage
-from shardline.models.fused_weights import logical_shapes
+from shardline.models.fused_weights import logical_shapes, used_by_a_token
 from shardline.parallel.pipeline.schedules import build_schedule, theoretical_bubble
 from shardline.parallel.pipeline.timeline import Schedule
 from shardline.words import listed, ranges
@@ -148,29 +148,35 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 
 
 class Weights(NamedTuple):
-    """Weights of the embedding, of one layer, and of norm and output together; the whole model weighs 1."""
+    """Weights of the embedding, of each layer, and of norm and output together; the whole model weighs 1."""
 
     embedding: float
-    layer: float
+    layers: tuple[float, ...]
     output: float
 
-    def of(self, layers: int, first: bool, last: bool) -> float:
-        return first * self.embedding + layers * self.layer + last * self.output
+    def of(self, layers: range, first: bool, last: bool) -> float:
+        return first * self.embedding + sum(self.layers[layers.start : layers.stop]) + last * self.output
 
 
 def module_weights(arch: Architecture, seq_len: int) -> Weights:
-    """The mean of the shares of FLOPs and of parameters; a tied output counts as a second table."""
-    sizes = {name: math.prod(shape) for name, shape in logical_shapes(arch).items()}
-    table = sizes["tok_embeddings.weight"]
-    layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
-    head = sizes["norm.weight"] + table
-    held = table + arch.n_layers * layer + head
+    """The mean of the shares of FLOPs and of parameters; a tied output counts as a second table.
+
+    Of its experts, a layer computes with as many per token as the token uses.
+    """
     attention = arch.n_heads * arch.head_dim * seq_len  # FLOPs like those of as many parameters
-    computed = arch.n_layers * (layer + attention) + head
+    held, used = [0] * arch.n_layers, [attention] * arch.n_layers
+    for name, shape in logical_shapes(arch).items():
+        if name.startswith("layers."):
+            layer, size = int(name.split(".")[1]), math.prod(shape)
+            held[layer] += size
+            used[layer] += used_by_a_token(arch, name, size)
+    table = arch.vocab_size * arch.dim
+    head = arch.dim + table
+    all_held, all_used = table + sum(held) + head, sum(used) + head
     return Weights(
-        embedding=table / held / 2,
-        layer=(layer / held + (layer + attention) / computed) / 2,
-        output=(head / held + head / computed) / 2,
+        embedding=table / all_held / 2,
+        layers=tuple((own / all_held + work / all_used) / 2 for own, work in zip(held, used, strict=True)),
+        output=(head / all_held + head / all_used) / 2,
     )
 
 
@@ -191,19 +197,38 @@ def balanced_layers(arch: Architecture, seq_len: int, count: int) -> list[range]
             f" {SECTION}.pipeline_parallel_degree, or a schedule with fewer stages per rank"
         )
     weights = module_weights(arch, seq_len)
+    return _ranges(_of_equal_layers(weights, least) if len(set(weights.layers)) == 1 else _of_layers(weights, least))
+
+
+def _of_equal_layers(weights: Weights, least: Sequence[int]) -> list[int]:
+    """The numbers of layers of the best cut, as even as possible, where all layers weigh the same."""
+    count, layers = len(least), len(weights.layers)
 
     def fits(limit: float) -> list[int] | None:
-        """Layers of each stage, as even as possible, with no stage above the limit; None if there is no such cut."""
-        most = [
-            math.floor((limit - weights.of(0, i == 0, i == count - 1)) / weights.layer + 1e-9) for i in range(count)
-        ]
+        """Layers of each stage, with no stage above the limit; None if there is no such cut."""
+        ends = (weights.of(range(0), i == 0, i == count - 1) for i in range(count))
+        most = [math.floor((limit - end) / weights.layers[0] + 1e-9) for end in ends]
         if any(high < low for high, low in zip(most, least, strict=True)) or sum(most) < layers:
             return None
         return _level(least, most, layers)
 
-    loads = {weights.of(n, i == 0, i == count - 1) for i in (0, 1, count - 1) for n in range(layers + 1)}
-    sizes = next(found for limit in sorted(loads) if (found := fits(limit)) is not None)
-    return _ranges(sizes)
+    loads = {weights.of(range(n), i == 0, i == count - 1) for i in (0, 1, count - 1) for n in range(layers + 1)}
+    return next(found for limit in sorted(loads) if (found := fits(limit)) is not None)
+
+
+def _of_layers(weights: Weights, least: Sequence[int]) -> list[int]:
+    """The numbers of layers of the best cut, stage by stage; of equal ones that with the smallest sum of squares."""
+    count, layers = len(least), len(weights.layers)
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}  # by the layers that the stages so far have
+    for stage, low in enumerate(least):
+        found: dict[int, tuple[float, float, list[int]]] = {}
+        for start, (heaviest, squares, sizes) in best.items():
+            for stop in range(start + low, layers + 1):
+                weight = weights.of(range(start, stop), stage == 0, stage == count - 1)
+                option = (max(heaviest, weight), squares + weight**2, [*sizes, stop - start])
+                found[stop] = min(found.get(stop, option), option)
+        best = found
+    return best[layers][2]
 
 
 def _level(least: Sequence[int], most: Sequence[int], layers: int) -> list[int]:

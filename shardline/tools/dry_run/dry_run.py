@@ -10,13 +10,13 @@ import torch
 from shardline import registry
 from shardline.comm.mesh import crossing_lines
 from shardline.config.architecture import Architecture
-from shardline.config.layout import AXES, KEYS, Layout, with_degrees
+from shardline.config.layout import AXES, EXPERT_AXES, KEYS, Layout, with_degrees
 from shardline.config.names import MOMENTS
 from shardline.config.rules import checked_layout, expert_notes, notes, pending
 from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
 from shardline.models.flavors import resolve
-from shardline.models.fused_weights import parameter_count
+from shardline.models.fused_weights import active_words, parameter_count
 from shardline.parallel.context.context import context_plan, slices_line
 from shardline.parallel.pipeline.schedules import warnings
 from shardline.parallel.pipeline.stages import plan_pipeline
@@ -77,6 +77,12 @@ def _mesh_lines(layout: Layout, ranks_per_node: int | None) -> Iterator[str]:
         stride //= degree
         if degree > 1:
             yield f"  {axis:<12} {degree:>5} ranks, the first group: {_ranks(range(0, degree * stride, stride))}"
+    stride = layout.dp_shard * layout.cp * layout.tp
+    for axis in EXPERT_AXES if layout.ep > 1 else ():
+        degree = getattr(layout, axis)
+        stride //= degree
+        if degree > 1:
+            yield f"  {axis:<12} {degree:>5} ranks, the first group: {_ranks(range(0, degree * stride, stride))}"
     if ranks_per_node is not None:
         yield from (f"  {line}" for line in crossing_lines(layout, ranks_per_node))
 
@@ -94,7 +100,7 @@ def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: 
     """A line for each kind of parameter, all layers together; then what differs on other ranks."""
     first = build_rank(arch, config, layout, precision, 0)
     if layout.world_size == 1:
-        yield from _whole_lines(config, first, precision)
+        yield from _whole_lines(config, arch, first, precision)
         return
     kinds, alike = list(first.counts), same_shapes(first, layout)
     yield "parameters on rank 0 (how many x whole shape, placement, shard, elements):"
@@ -118,10 +124,10 @@ def _row(built: Built, kind: ParameterKind) -> str:
     return f"  {kind.name:<36} {count:>4} x {kind.whole!s:<18} {kind.placement:<36} {shard!s:<16} {size:>17,}"
 
 
-def _whole_lines(config: Config, built: Built, precision: Precision) -> Iterator[str]:
+def _whole_lines(config: Config, arch: Architecture, built: Built, precision: Precision) -> Iterator[str]:
     for kind, count in built.counts.items():
         yield f"  {kind.name:<36} {count:>4} x {kind.whole!s:<18} {count * math.prod(kind.whole):>17,}"
-    yield _sizes(config, built.elements, precision)
+    yield _sizes(config, built.elements, precision) + active_words(arch)
 
 
 def _other_rank(config: Config, first: Built, built: Built, precision: Precision) -> Iterator[str]:
@@ -158,7 +164,7 @@ def _total_lines(arch: Architecture, config: Config, stages: list[Built], layout
     count = sum(map(len, alike))
     sets = f"{count} different sets of shards" if count > 1 else "all the same shards"
     yield f"{layout.world_size} ranks, {sets} ({built} ranks were built): {total:,} elements"
-    yield f"with copies counted once: {once:,}, the parameters of the model"
+    yield f"with copies counted once: {once:,}, the parameters of the model{active_words(arch)}"
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ def count_collectives(step: Callable[[], object]) -> Collectives:
 
 
 class _Recorder(Traffic):
+    plans = True
+
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[str, int]] = []

@@ -42,12 +42,14 @@ class ParameterKind:
 
     def copies(self, layout: Layout) -> int:
         """How many ranks of a pipeline stage hold the same shard."""
-        degrees = [_place(axis, layout, layout.coordinates(0))[0] for axis, _ in self.cuts]
+        degrees = [_place(axis, layout, _coordinates(layout, 0))[0] for axis, _ in self.cuts]
         return layout.world_size // layout.pp // math.prod(degrees)
 
     @property
     def placement(self) -> str:
-        words = ("rows", "columns")
+        words = ["rows", "columns"]
+        if ".experts." in self.name:
+            words = ["experts", *(["halves"] if ".w13." in self.name else []), *words]
         return ", ".join(f"{words[dimension]} over {axis}" for axis, dimension in self.cuts) or "whole"
 
 
@@ -84,16 +86,16 @@ def build_rank(arch: Architecture, config: Config, layout: Layout, precision: Pr
 
 
 def _cuts(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
-    """Tensor parallelism cuts first; data parallelism cuts what that leaves."""
+    """Tensor and expert parallelism cut first; data parallelism cuts what they leave."""
     if not isinstance(parameter, DTensor):
         return ()
     names = parameter.device_mesh.mesh_dim_names or ()
     found = [
         (axis, placement.dim)
         for axis, placement in zip(names, parameter.placements, strict=True)
-        if hasattr(placement, "dim")
+        if hasattr(placement, "dim") and parameter.device_mesh[axis].size() > 1
     ]
-    return tuple(sorted(found, key=lambda cut: cut[0] != "tp"))
+    return tuple(sorted(found, key=lambda cut: cut[0] not in ("tp", "ep", "etp")))
 
 
 def _place(axis: str, layout: Layout, coordinates: dict[str, int]) -> tuple[int, int]:
@@ -105,8 +107,12 @@ def _place(axis: str, layout: Layout, coordinates: dict[str, int]) -> tuple[int,
     return degree, place
 
 
+def _coordinates(layout: Layout, rank: int) -> dict[str, int]:
+    return layout.coordinates(rank) | layout.expert_coordinates(rank)
+
+
 def shapes(kinds: list[ParameterKind], layout: Layout, rank: int) -> tuple[Shape, ...]:
-    coordinates = layout.coordinates(rank)
+    coordinates = _coordinates(layout, rank)
     return tuple(kind.shard(layout, coordinates) for kind in kinds)
 
 
