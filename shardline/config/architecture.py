@@ -112,6 +112,10 @@ class MixtureOfExperts(Section):
         return layer >= self.first_dense and (layer + 1) % self.every == 0
 
 
+# Fields of a mixture of experts that are settings of training: no Hugging Face config has them.
+TRAINING_FIELDS = ("balance_coeff", "aux_loss_coeff", "z_loss_coeff")
+
+
 class Architecture(Section):
     """One decoder. By default, `n_kv_heads` is `n_heads` and `head_dim` is `dim // n_heads`."""
 
@@ -144,7 +148,7 @@ class Architecture(Section):
         default="causal", description="block_causal separates packed documents."
     )
     attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
-    family: Literal["llama", "mistral", "qwen2", "qwen3"] = Field(
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"] = Field(
         default="llama", description="Family whose Hugging Face names are used."
     )
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
@@ -178,8 +182,8 @@ class Architecture(Section):
     def with_overrides(self, overrides: Mapping[str, Any]) -> Architecture:
         """A copy with some fields changed.
 
-        `head_dim` and `n_kv_heads` follow `dim` and `n_heads` if they did before. A `rope_scaling` table without
-        `type` changes single values of the present one.
+        `head_dim` and `n_kv_heads` follow `dim` and `n_heads` if they did before. A `moe` table, and a `rope_scaling`
+        table without `type`, changes single values of the present one.
         """
         unknown = [name for name in overrides if name not in Architecture.model_fields]
         if unknown:
@@ -193,6 +197,8 @@ class Architecture(Section):
         scaling = overrides.get("rope_scaling")
         if isinstance(scaling, Mapping) and "type" not in scaling and self.rope_scaling is not None:
             fields["rope_scaling"] = {**self.rope_scaling.model_dump(), **scaling}
+        if isinstance(overrides.get("moe"), Mapping) and self.moe is not None:
+            fields["moe"] = {**self.moe.model_dump(), **overrides["moe"]}
         return build(fields)
 
 

@@ -99,6 +99,14 @@ def parameter_count(arch: Architecture) -> int:
     return sum(math.prod(shape) for shape in logical_shapes(arch).values())
 
 
+def active_parameter_count(arch: Architecture) -> int:
+    """The parameters that one token meets: of the experts of a layer, those that it uses."""
+    shapes = logical_shapes(arch)
+    experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    idle = 0 if arch.moe is None else experts // arch.moe.n_experts * (arch.moe.n_experts - arch.moe.top_k)
+    return parameter_count(arch) - idle
+
+
 def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
     heads, kv = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
     moe = arch.moe if arch.moe is not None and arch.moe.holds(layer) else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardline.models.fused_weights import parameter_count
+from shardline.models.fused_weights import active_parameter_count
 
 if TYPE_CHECKING:
     from shardline.config.architecture import Architecture
@@ -127,12 +127,12 @@ def _peak_resident() -> int:
 def flops_per_token(arch: Architecture, seq_len: int) -> float:
     """FLOPs of forward and backward for one token, by torchtitan's convention.
 
-    6 x parameters without the embedding + 12 x layers x heads x head_dim x sequence. The attention term counts the
-    whole square of scores, as if there were no causal mask; recomputation by activation checkpointing is not
-    counted. The output projection is a product and counts, also when it shares the embedding's weight.
+    6 x parameters that a token meets, without the embedding + 12 x layers x heads x head_dim x sequence. The attention
+    term counts the whole square of scores, as if there were no causal mask; recomputation by activation checkpointing
+    is not counted. The output projection is a product and counts, also when it shares the embedding's weight.
     """
     embedding = 0 if arch.tie_word_embeddings else arch.vocab_size * arch.dim
-    multiplied = parameter_count(arch) - embedding
+    multiplied = active_parameter_count(arch) - embedding
     return 6.0 * multiplied + 12.0 * arch.n_layers * arch.n_heads * arch.head_dim * seq_len
 
 

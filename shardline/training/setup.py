@@ -44,7 +44,7 @@ from shardline.errors import blame
 from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
-from shardline.models.fused_weights import parameter_count
+from shardline.models.fused_weights import active_parameter_count, parameter_count
 from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.parallel.apply import Applied, make_model
 from shardline.parallel.context.context import attention_words
@@ -193,6 +193,8 @@ class Setup:
         if config.job.print_config:
             log.info("%s", to_toml(config))
         size = f"{parameter_count(self.arch):,} parameters"
+        if self.arch.moe is not None:
+            size += f" ({active_parameter_count(self.arch):,} for each token)"
         log.info("%s %s, %s, on %s", config.model.name, config.model.flavor, size, device_name(self.device))
         if mesh.world_size > 1:
             log.info("%d ranks: %s", mesh.world_size, self.layout)
