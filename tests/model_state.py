@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shardline.comm.collectives import gather_rows
 from shardline.comm.job import job
+from shardline.config.architecture import Architecture
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, shard_slices
 from shardline.models.fused_weights import unfuse
+from shardline.models.hf import stored_entries
+from shardline.models.hf_config import export_family
+from shardline.storage.safetensors import Entry
 
 
 def logical_state(model: Decoder) -> dict[str, Tensor]:
@@ -22,6 +28,17 @@ def logical_state(model: Decoder) -> dict[str, Tensor]:
         for part, tensor in unfuse(model.arch, name, whole(parameter.detach())).items():
             state[part] = tensor if part == name else _own(tensor)
     return state
+
+
+def hf_state(arch: Architecture, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Logical tensors as a Hugging Face folder stores them."""
+    entries = [Entry(name, tuple(each.shape), each.dtype, lambda each=each: each) for name, each in state.items()]
+    found = {}
+    for entry in stored_entries(entries, arch, export_family(arch)):
+        read = entry.read()
+        tensor = read if isinstance(read, Tensor) else torch.cat(list(read))
+        found[entry.name] = tensor.reshape(entry.shape)
+    return found
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -125,12 +125,13 @@ class ShardFiles:
         )
         return StoredTensor(torch_type(entry["dtype"]), shape, tuple(places))
 
-    def read(self, name: str) -> torch.Tensor:
-        """Read a tensor into memory of its own."""
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Read a tensor, or a part of it, into memory of its own."""
         stored = self.stored(name)
-        out = torch.empty(stored.shape, dtype=stored.dtype)
-        for place, block in self.blocks(name, whole_place(stored.shape)):
-            out[place.slices] = block
+        wanted = whole_place(stored.shape).part(part)
+        out = torch.empty(wanted.size, dtype=stored.dtype)
+        for place, block in self.blocks(name, wanted):
+            out[place.within(wanted).slices] = block
         return out
 
     def blocks(self, name: str, wanted: Place) -> Iterator[tuple[Place, torch.Tensor]]:
@@ -192,6 +193,9 @@ class TensorView(LazyTensors):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.shards.read(self.prefix + name)
+
+    def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+        return self.shards.read(self.prefix + name, place)
 
     def dtype(self, name: str) -> torch.dtype:
         return self.shards.stored(self.prefix + name).dtype

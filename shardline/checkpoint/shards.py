@@ -46,6 +46,13 @@ class Place(NamedTuple):
         """The same place, counted from the start of another."""
         return Place(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
+    def part(self, slices: Sequence[slice]) -> Place:
+        """The part of this place that slices of its dimensions cut out, from the first one on."""
+        ranges = [range(size)[cut] for size, cut in zip(self.size, slices, strict=False)]
+        start = [first + each.start for first, each in zip(self.start, ranges, strict=False)]
+        rest = len(ranges)
+        return Place((*start, *self.start[rest:]), (*map(len, ranges), *self.size[rest:]))
+
     def meet(self, other: Place) -> Place:
         """What two places share, perhaps nothing (a size of 0)."""
         start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))

@@ -11,6 +11,8 @@ Rotary embeddings of TorchTitan's Llama rotate neighbouring rows of wq and wk (2
 half a head apart (i with i + D/2); rows are put in our order on the way:
 
     theirs  a0 b0 a1 b1 a2 b2 ...      ours  a0 a1 a2 ... b0 b1 b2 ...
+
+Weights of experts (`moe.experts.w1`) have no `.weight` there, and the bias that balances them is `moe.expert_bias`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.hf import hf_name, shape_problems
+from shardline.models.hf import is_logical, shape_problems
 from shardline.storage.safetensors import LazyTensors, name_of_type
 from shardline.words import listed
 
@@ -125,8 +127,8 @@ def _rows(folder: Path, reader: _CachingReader) -> dict[str, tuple[str, TensorSt
     for key, row in every.items():
         if _NOT_WEIGHTS.fullmatch(key):
             continue
-        name = key.removeprefix("model.")
-        if not isinstance(row, TensorStorageMetadata) or not _is_ours(name) or name in rows:
+        name = _our_name(key)
+        if not isinstance(row, TensorStorageMetadata) or not is_logical(name) or name in rows:
             strange.append(key)
             continue
         _check_row(folder, key, row)
@@ -140,11 +142,9 @@ def _rows(folder: Path, reader: _CachingReader) -> dict[str, tuple[str, TensorSt
     return rows
 
 
-def _is_ours(name: str) -> bool:
-    try:
-        return bool(hf_name(name))
-    except KeyError:
-        return False
+def _our_name(key: str) -> str:
+    name = re.sub(r"(\.moe\.experts\.w[123])$", r"\1.weight", key.removeprefix("model."))
+    return name.replace(".moe.expert_bias", ".moe.router.balance")
 
 
 def _check_row(folder: Path, key: str, row: TensorStorageMetadata) -> None:

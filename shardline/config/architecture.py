@@ -122,6 +122,10 @@ class MixtureOfExperts(Section):
 TABLES: dict[str, type[Section]] = {"rope_scaling": RopeScaling, "latent": LatentAttention, "moe": MixtureOfExperts}
 
 
+# Fields of a mixture of experts that are settings of training: no Hugging Face config has them.
+TRAINING_FIELDS = ("balance_coeff", "aux_loss_coeff", "z_loss_coeff")
+
+
 class Architecture(Section):
     """One decoder. By default, `n_kv_heads` is `n_heads` and `head_dim` is `dim // n_heads`."""
 
@@ -154,7 +158,7 @@ class Architecture(Section):
         default="causal", description="block_causal separates packed documents."
     )
     attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
-    family: Literal["llama", "mistral", "qwen2", "qwen3"] = Field(
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"] = Field(
         default="llama", description="Family whose Hugging Face names are used."
     )
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")

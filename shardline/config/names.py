@@ -29,7 +29,6 @@ LOADABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")  
 NOT_BUILT: dict[tuple[str, str], str] = {
     (model, flavor): feature
     for model, feature, flavors in (
-        ("qwen3", "mixture of experts", "debugmodel_moe 30B-A3B 235B-A22B"),
         (
             "llama4",
             "mixture of experts",

@@ -126,10 +126,6 @@ def _flavors_not_built(config: Config) -> list[str]:
     return [] if name in registry.flavors else [flavor for model, flavor in NOT_BUILT if model == name]
 
 
-def _model_not_built(config: Config) -> bool:
-    return config.model.name != "qwen3" and bool(_flavors_not_built(config))
-
-
 def _flavor_words(config: Config) -> str:
     known, flavor = _flavors_not_built(config), config.model.flavor
     return f"{config.model.name} has no flavor {flavor!r}{registry.nearest(flavor, known)} ({', '.join(known)})"
@@ -312,7 +308,9 @@ RULES: list[Rule] = [
     _known("optimizer.name", lambda: [*MOMENTS, *registry.optimizers]),
     _known("model.converters", lambda: CONVERTERS),
     _refuse(
-        "model.flavor", lambda c: _model_not_built(c) and c.model.flavor not in _flavors_not_built(c), _flavor_words
+        "model.flavor",
+        lambda c: bool(_flavors_not_built(c)) and c.model.flavor not in _flavors_not_built(c),
+        _flavor_words,
     ),
     _refuse(
         "parallelism.pipeline_parallel_schedule",
@@ -396,12 +394,7 @@ RULES: list[Rule] = [
         remedy="'headtail' balances causal masks",
     ),
     # Pending: features that are not built yet.
-    _not_built(_model_feature, "model.name", when=_model_not_built),
-    _not_built(
-        _model_feature,
-        "model.flavor",
-        when=lambda c: not _model_not_built(c) and c.model.flavor in _flavors_not_built(c),
-    ),
+    _not_built(_model_feature, "model.name", when=lambda c: bool(_flavors_not_built(c))),
     _not_built("low precision", "model.converters"),
     _not_built(_deepep_words, "parallelism.expert_parallel_comm_backend", when=_splits_experts),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),

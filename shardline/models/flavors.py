@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline import registry
-from shardline.config.architecture import Architecture, RopeScaling, build
+from shardline.config.architecture import Architecture, MixtureOfExperts, RopeScaling, build
 from shardline.config.names import NOT_BUILT
 from shardline.config.schema import Model
 from shardline.errors import ConfigError, blame
@@ -30,11 +30,23 @@ _qwen3 = functools.partial(
     norm_eps=1e-6,
     qk_norm=True,
 )
+_mixtral = functools.partial(_sized, family="mixtral", vocab_size=32000, rope_theta=1000000.0, norm_eps=1e-5)
+_qwen3_moe = functools.partial(_qwen3, family="qwen3_moe")
 _SCALING = RopeScaling(
     type="llama3", factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
 _PACKED_FLEX = {"attn_backend": "flex", "attn_mask_type": "block_causal"}
 _PACKED_VARLEN = {"attn_backend": "varlen", "attn_mask_type": "block_causal"}
+
+
+def _experts(n_experts: int, top_k: int, expert_dim: int, **more: Any) -> MixtureOfExperts:
+    return MixtureOfExperts(n_experts=n_experts, top_k=top_k, expert_dim=expert_dim, normalize=True, **more)
+
+
+def _balanced(n_experts: int, top_k: int, expert_dim: int) -> MixtureOfExperts:
+    """Experts that are kept busy by the bias with which TorchTitan trains them."""
+    return _experts(n_experts, top_k, expert_dim, balance_coeff=1e-3)
+
 
 # Llama 3.2 (1B, 3B) ties its embeddings and stretches its rotary frequencies; 8B, 70B and 405B do neither, as
 # TorchTitan has them. The published Llama 3.1 weights of those sizes do stretch: load them with model.name = "auto".
@@ -59,6 +71,14 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
         "8B": _qwen3(4096, 36, 32, 8, 12288),
         "14B": _qwen3(5120, 40, 40, 8, 17408),
         "32B": _qwen3(5120, 64, 64, 8, 25600),
+        "debugmodel_moe": _qwen3_moe(256, 8, 16, 8, 3072, vocab_size=2048, max_seq_len=4096, moe=_balanced(64, 8, 768)),
+        "30B-A3B": _qwen3_moe(2048, 48, 32, 4, 6144, max_seq_len=262144, moe=_balanced(128, 8, 768)),
+        "235B-A22B": _qwen3_moe(4096, 94, 64, 4, 12288, rope_theta=5000000.0, moe=_balanced(128, 8, 1536)),
+    },
+    "mixtral": {
+        "debugmodel": _mixtral(256, 6, 16, 4, 384, vocab_size=2048, max_seq_len=4096, moe=_experts(8, 2, 384)),
+        "8x7B": _mixtral(4096, 32, 32, 8, 14336, max_seq_len=32768, moe=_experts(8, 2, 14336)),
+        "8x22B": _mixtral(6144, 56, 48, 8, 16384, max_seq_len=65536, moe=_experts(8, 2, 16384)),
     },
 }
 

@@ -1,24 +1,34 @@
-"""Hugging Face folders: read lazily under our logical names, written in shards with an index. Bit-exact both ways."""
+"""Hugging Face folders: read lazily under our logical names, written in shards with an index. Bit-exact both ways.
+
+Most logical tensors are one stored tensor under another name. A tensor of experts (E, rows, columns) is not:
+
+    one for each expert    mlp.experts.0.gate_proj.weight (rows, columns), mlp.experts.1..., ...
+    gate and up fused      experts.gate_up_proj (E, columns, 2 rows), an expert's matrix transposed:
+                           | gate | up |  or, alternating,  | gate 0 | up 0 | gate 1 | up 1 | ...
+
+`_NAMES` says which family has what, for both directions.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardline.config.architecture import Architecture
+from shardline.config.architecture import TRAINING_FIELDS, Architecture
 from shardline.errors import UserError
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.hf_config import architecture_from_hf, export_family, hf_config, read_config
+from shardline.models.hf_config import CLASSES, architecture_from_hf, export_family, hf_config, read_config
 from shardline.storage.safetensors import Converter, Entry, HeaderRow, LazyTensors, header_of, torch_type, write_tensors
 from shardline.words import listed
 
@@ -41,7 +51,71 @@ _OUTSIDE = {
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_INSIDE = {
+
+
+class Stored(NamedTuple):
+    """How a logical tensor lies in a folder."""
+
+    name: str  # with `{}` for the number of the expert where each has a tensor of its own
+    half: int | None = None  # of a tensor that holds gate (0) and up (1)
+    alternating: bool = False  # gate and up take turns; otherwise all of gate comes first
+    transposed: bool = False  # the matrix of an expert has its columns first
+
+    @property
+    def each(self) -> bool:
+        return "{}" in self.name
+
+    def names(self, experts: int) -> list[str]:
+        return [self.name.replace("{}", str(expert)) for expert in range(experts)] if self.each else [self.name]
+
+    def shape(self, logical: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a stored tensor."""
+        if self.each:
+            return logical[1:]
+        joined = logical if self.half is None else (logical[0], 2 * logical[1], *logical[2:])
+        return (joined[0], joined[2], joined[1]) if self.transposed else joined
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The logical tensor, or some experts of it, as a view of the stored one."""
+        if self.transposed:
+            tensor = tensor.transpose(1, 2)
+        if self.half is None:
+            return tensor
+        if self.alternating:
+            return tensor.unflatten(1, (-1, 2)).select(2, self.half)
+        return tensor.unflatten(1, (2, -1)).select(1, self.half)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The stored tensor, or some experts of it, from the logical ones that it holds: the inverse of `take`."""
+        tensor = parts[0]
+        if self.half is not None:
+            tensor = torch.stack(list(parts), dim=2 if self.alternating else 1).flatten(1, 2)
+        return tensor.transpose(1, 2) if self.transposed else tensor
+
+
+def _each(place: str, w1: str, w2: str, w3: str) -> dict[str, str | Stored]:
+    """Every expert has three matrices under `place`."""
+    names = {"w1": w1, "w2": w2, "w3": w3}
+    return {f"moe.experts.{ours}.weight": Stored(f"{place}.{{}}.{theirs}.weight") for ours, theirs in names.items()}
+
+
+def _fused(place: str, alternating: bool) -> dict[str, str | Stored]:
+    """Two tensors under `place` hold all experts, two more their biases."""
+    names: dict[str, str | Stored] = {}
+    for ending, suffix, transposed in ((".weight", "", True), (".bias", "_bias", False)):
+        for half, part in enumerate(("w1", "w3")):
+            stored = Stored(f"{place}.gate_up_proj{suffix}", half, alternating, transposed)
+            names[f"moe.experts.{part}{ending}"] = stored
+        names[f"moe.experts.w2{ending}"] = Stored(f"{place}.down_proj{suffix}", transposed=transposed)
+    return names
+
+
+def _gated(ours: str, theirs: str) -> dict[str, str | Stored]:
+    return {f"{ours}.w1": f"{theirs}.gate_proj", f"{ours}.w2": f"{theirs}.down_proj", f"{ours}.w3": f"{theirs}.up_proj"}
+
+
+# Names within a layer, of modules (str) and of single tensors: those of every family, and what a family has besides.
+_COMMON: dict[str, str | Stored] = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -50,9 +124,26 @@ _INSIDE = {
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
+    **_gated("feed_forward", "mlp"),
+}
+_DEEPSEEK: dict[str, str | Stored] = {
+    "moe.router.gate": "mlp.gate",
+    "moe.router.balance": Stored("mlp.gate.e_score_correction_bias"),
+    **_gated("moe.shared_experts", "mlp.shared_experts"),
+    **_each("mlp.experts", "gate_proj", "down_proj", "up_proj"),
+}
+_NAMES: dict[str, dict[str, str | Stored]] = {
+    "mixtral": {"moe.router.gate": "block_sparse_moe.gate", **_each("block_sparse_moe.experts", "w1", "w2", "w3")},
+    "qwen3_moe": {"moe.router.gate": "mlp.gate", **_each("mlp.experts", "gate_proj", "down_proj", "up_proj")},
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "llama4_text": {
+        **_gated("feed_forward", "feed_forward"),
+        "moe.router.gate": "feed_forward.router",
+        **_gated("moe.shared_experts", "feed_forward.shared_expert"),
+        **_fused("feed_forward.experts", alternating=False),
+    },
+    "gpt_oss": {"moe.router.gate": "mlp.router", **_fused("mlp.experts", alternating=True)},
 }
 _TYPES = ("F64", "F32", "F16", "BF16")
 _ARITHMETIC = (
@@ -64,51 +155,106 @@ _ARITHMETIC = (
     "sliding_window",
     "sliding_window_layers",
 )
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
+_BALANCE = ".router.balance"  # a family may not have it: it is a setting of training
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
-def hf_name(name: str) -> str:
-    """Hugging Face's name of a logical tensor."""
+def stored_as(name: str, family: str) -> Stored | None:
+    """How the model of a family stores a logical tensor; None if it has no such tensor."""
     if name in _OUTSIDE:
-        return _OUTSIDE[name]
-    match = _LAYER.fullmatch(name)
-    if match is None or match[2] not in _INSIDE:
-        raise KeyError(name)
-    return f"model.layers.{match[1]}.{_INSIDE[match[2]]}.{match[3]}"
+        return Stored(_OUTSIDE[name])
+    layer = _LAYER.fullmatch(name)
+    if layer is None:
+        return None
+    names, place = {**_COMMON, **_NAMES.get(family, {})}, f"model.layers.{layer[1]}."
+    module, _, ending = layer[2].rpartition(".")
+    tensor, renamed = names.get(layer[2]), names.get(module)
+    if isinstance(tensor, Stored):
+        return tensor._replace(name=place + tensor.name)
+    if isinstance(renamed, str) and ending in ("weight", "bias"):
+        return Stored(f"{place}{renamed}.{ending}")
+    return None
+
+
+def is_logical(name: str) -> bool:
+    """Whether the model of any family has a logical tensor of this name."""
+    return any(stored_as(name, family) for family in ("llama", *_NAMES))
+
+
+class Found(NamedTuple):
+    """Where files hold a logical tensor of this shape."""
+
+    how: Stored | None  # None: nowhere, it is zero
+    shape: tuple[int, ...]
+    rows: list[tuple[Path, HeaderRow]]  # one for each expert, or a single one
 
 
 class HFTensors(LazyTensors):
     """The tensors of a Hugging Face folder, mapped from their files: a rank that uses some rows reads only these."""
 
-    def __init__(self, arch: Architecture, rows: dict[str, tuple[Path, HeaderRow]]) -> None:
+    def __init__(self, arch: Architecture, rows: dict[str, Found]) -> None:
         self.arch, self._rows = arch, rows
 
     def __getitem__(self, name: str) -> Tensor:
-        return _map_tensor(*self._rows[name])
+        return self.part(name, (slice(None),))
+
+    def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+        how, shape, rows = self._rows[name]
+        if how is None:
+            return torch.zeros(shape)[place]
+        if how.each:
+            return torch.stack([_map_tensor(*row)[place[1:]] for row in rows[place[0]]])
+        return how.take(_map_tensor(*rows[0]))[place]
 
     def dtype(self, name: str) -> torch.dtype:
-        return torch_type(self._rows[name][1].dtype)
+        how, _, rows = self._rows[name]
+        return torch.float32 if how is None else torch_type(rows[0][1].dtype)
 
 
 def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     """Open a Hugging Face folder; its tensors must be exactly those of `arch` (default: of its own config.json)."""
     folder = Path(folder)
+    has_config = arch is None or (folder / "config.json").is_file()
+    theirs = architecture_from_hf(folder) if has_config else arch
+    assert theirs is not None
     if arch is None:
-        arch = architecture_from_hf(folder)
-    elif (folder / "config.json").is_file():
-        _warn_of_differences(folder, architecture_from_hf(folder), arch)
-    wanted = {hf_name(name): (name, shape) for name, shape in logical_shapes(arch).items()}
+        arch = theirs
+    _compare(folder, theirs, arch)
+    wanted = stored_shapes(arch, theirs.family)
     stored = {name: row for name, row in _stored(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     if arch.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(folder, stored)
         del stored["lm_head.weight"]
-    shapes = {name: row.shape for name, (_, row) in stored.items()}
-    problems = shape_problems(shapes, {name: shape for name, (_, shape) in wanted.items()})
+    problems = shape_problems({name: row.shape for name, (_, row) in stored.items()}, wanted)
     strange = [(name, row.dtype) for name, (_, row) in stored.items() if name in wanted and row.dtype not in _TYPES]
     problems += [f"wrong type: {name} is {dtype}, only {', '.join(_TYPES)} are read" for name, dtype in strange]
+    if not problems:
+        found = find_tensors(arch, theirs.family, stored)
+        kinds = {name: sorted({row.dtype for _, row in place.rows}) for name, place in found.items()}
+        problems = [f"wrong type: experts of {name} are {' and '.join(k)}" for name, k in kinds.items() if len(k) > 1]
     if problems:
         raise UserError(f"{folder}: the tensors do not fit the model\n  " + listed(problems, 8, "\n  "))
-    return HFTensors(arch, {name: stored[outside] for outside, (name, _) in wanted.items()})
+    return HFTensors(arch, found)
+
+
+def stored_shapes(arch: Architecture, family: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of a folder, under the names of a family."""
+    shapes = {}
+    for name, shape in logical_shapes(arch).items():
+        if (how := stored_as(name, family)) is not None:
+            shapes.update(dict.fromkeys(how.names(shape[0]), how.shape(shape)))
+        elif not name.endswith(_BALANCE):
+            raise UserError(f"{CLASSES[family]} has no {name}")
+    return shapes
+
+
+def find_tensors(arch: Architecture, family: str, stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Found]:
+    """Where each logical tensor lies among the stored ones."""
+    found = {}
+    for name, shape in logical_shapes(arch).items():
+        how = stored_as(name, family)
+        found[name] = Found(how, shape, [] if how is None else [stored[key] for key in how.names(shape[0])])
+    return found
 
 
 def shape_problems(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -121,16 +267,30 @@ def shape_problems(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, t
     ]
 
 
-def _warn_of_differences(folder: Path, theirs: Architecture, ours: Architecture) -> None:
-    """Warn where the weights fit but this model computes differently from theirs."""
-    pairs = [(name, getattr(theirs, name), getattr(ours, name)) for name in _ARITHMETIC]
-    changes = [f"{name}: {one!r}, here {two!r}" for name, one, two in pairs if one != two]
+def _compare(folder: Path, theirs: Architecture, ours: Architecture) -> None:
+    """Refuse another number of experts; warn where the weights fit but this model computes differently from theirs."""
+    has, needs = (0 if arch.moe is None else arch.moe.n_experts for arch in (theirs, ours))
+    if has != needs:
+        raise UserError(
+            f"{folder} has {has} experts in a layer, the model {needs}: name another folder,"
+            ' or set model.name = "auto", which follows that folder'
+        )
+    changes = [f"{name}: {one!r}, here {two!r}" for name, one, two in _arithmetic(theirs, ours) if one != two]
     if changes:
         logger.warning(
             '%s: the model computes differently from its config.json (%s); model.name = "auto" follows that file',
             folder,
             ", ".join(changes),
         )
+
+
+def _arithmetic(*archs: Architecture) -> list[tuple[str, Any, Any]]:
+    """The names and values of what two models compute with."""
+    tables = [{name: getattr(arch, name) for name in _ARITHMETIC} for arch in archs]
+    for table, arch in zip(tables, archs, strict=True):
+        experts = {} if arch.moe is None else arch.moe.model_dump(exclude=set(TRAINING_FIELDS))
+        table.update({f"moe.{name}": value for name, value in experts.items()})
+    return [(name, tables[0][name], tables[1][name]) for name in tables[0]]
 
 
 def _stored(folder: Path) -> dict[str, tuple[Path, HeaderRow]]:
@@ -214,8 +374,8 @@ def write_hf(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another folder or remove it")
-    export_family(arch)  # before anything is written: refuses what no Hugging Face model computes
-    shards = _plan_shards(_outside(entries, arch, dtype), max_shard_bytes)
+    family = export_family(arch)  # before anything is written: refuses what no Hugging Face model computes
+    shards = _plan_shards(stored_entries(entries, arch, family, dtype), max_shard_bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -241,18 +401,56 @@ def write_hf(
     return records
 
 
-def _outside(entries: Sequence[Entry], arch: Architecture, dtype: torch.dtype | None) -> list[Entry]:
-    """The model's tensors under Hugging Face's names; they must be all of the model's, each once."""
-    wanted, renamed = logical_shapes(arch), list[Entry]()
+def stored_entries(
+    entries: Sequence[Entry], arch: Architecture, family: str, dtype: torch.dtype | None = None
+) -> list[Entry]:
+    """The model's tensors as a family stores them; the given ones must be all of the model's, each once."""
+    wanted, given = logical_shapes(arch), dict[str, Entry]()
     for entry in entries:
         if entry.name == "output.weight" and arch.tie_word_embeddings:
             continue
         if wanted.pop(entry.name, None) != entry.shape:
             raise ValueError(f"{entry.name} {entry.shape} is not a tensor of this model, or was given twice")
-        renamed.append(entry._replace(name=hf_name(entry.name), dtype=dtype or entry.dtype))
+        given[entry.name] = entry if dtype is None or entry.name.endswith(_BALANCE) else entry._replace(dtype=dtype)
     if wanted:
         raise ValueError(f"tensors were not given: {', '.join(wanted)}")
-    return renamed
+    stored_shapes(arch, family)  # refuses what the family has no place for
+    _warn_of_balance([entry for name, entry in given.items() if stored_as(name, family) is None], family)
+    return [entry for name in given for entry in _as_stored(given, name, stored_as(name, family))]
+
+
+def _as_stored(given: Mapping[str, Entry], name: str, how: Stored | None) -> Iterator[Entry]:
+    """What is stored of a logical tensor; of fused gate and up, both with gate and nothing with up."""
+    entry = given[name]
+    if how is None or how.half == 1:
+        return
+    shape = how.shape(entry.shape)
+    if how.each:
+        for expert, stored in enumerate(how.names(entry.shape[0])):
+            yield Entry(stored, shape, entry.dtype, functools.partial(entry.part, slice(expert, expert + 1)))
+    elif how.half is None and not how.transposed:
+        yield entry._replace(name=how.name)
+    else:
+        parts = [entry] if how.half is None else [entry, given[name.replace(".w1.", ".w3.")]]
+        widest = functools.reduce(torch.promote_types, [part.dtype for part in parts])
+        yield Entry(how.name, shape, widest, functools.partial(_joined, how, parts))
+
+
+def _joined(how: Stored, parts: Sequence[Entry]) -> Iterator[Tensor]:
+    """A stored tensor from its logical ones, an expert at a time."""
+    for expert in range(parts[0].shape[0]):
+        yield how.join([part.part(slice(expert, expert + 1)) for part in parts])
+
+
+def _warn_of_balance(left_out: Sequence[Entry], family: str) -> None:
+    """Say that a family's model chooses experts without the bias that balanced them."""
+    moved = [entry.name for entry in left_out if entry.part(slice(None)).any()]
+    if moved:
+        logger.warning(
+            "%s has no balancing bias: %s is left out, so some tokens go to other experts there than here",
+            CLASSES[family],
+            listed(moved, 1),
+        )
 
 
 def _plan_shards(entries: Sequence[Entry], limit: int) -> dict[str, list[Entry]]:

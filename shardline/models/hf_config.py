@@ -1,4 +1,4 @@
-"""Hugging Face's config.json to an Architecture and back, for the Llama, Mistral, Qwen2 and Qwen3 families. Torch-free.
+"""Hugging Face's config.json to an Architecture and back, for the families in `CLASSES`. Torch-free.
 
 A key that changes the arithmetic and is not supported is refused by name. A key that a family's own model ignores is
 ignored here too.
@@ -9,9 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardline.config.architecture import SCALING_FIELDS, Architecture, RopeScaling, build
+from shardline.config.architecture import (
+    SCALING_FIELDS,
+    TRAINING_FIELDS,
+    Architecture,
+    MixtureOfExperts,
+    RopeScaling,
+    build,
+)
 from shardline.errors import ConfigError, UserError
 
 CLASSES = {
@@ -19,6 +26,8 @@ CLASSES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 # The values of keys that config.json leaves out: common ones, and those in which the families differ.
@@ -33,6 +42,53 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "head_dim": 128,
     },
+    "mixtral": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+    },
+}
+
+
+class _Experts(NamedTuple):
+    """The experts of a family: the key of config.json for a field of `MixtureOfExperts`, or what it always is.
+
+    A field in neither has its default. Where a key has two names, the first one found is read and both are written.
+    """
+
+    keys: dict[str, str | tuple[str, ...]]
+    fixed: dict[str, Any]
+
+
+_EXPERTS = {
+    "mixtral": _Experts(
+        {"n_experts": "num_local_experts", "top_k": "num_experts_per_tok", "expert_dim": "intermediate_size"},
+        {"normalize": True},
+    ),
+    "qwen3_moe": _Experts(
+        {
+            "n_experts": ("num_local_experts", "num_experts"),  # as transformers 5 writes it, and as published
+            "top_k": "num_experts_per_tok",
+            "expert_dim": "moe_intermediate_size",
+            "normalize": "norm_topk_prob",
+            "every": "decoder_sparse_step",
+            "first_dense": "mlp_only_layers",
+        },
+        {},
+    ),
 }
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -73,7 +129,7 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
     theta, scaling = _rope(merged)
     window, layers = _sliding(family, merged)
     heads = merged["num_attention_heads"]
-    all_biases = bool(merged.get("attention_bias")) and family in ("llama", "qwen3")
+    all_biases = bool(merged.get("attention_bias")) and family in ("llama", "qwen3", "qwen3_moe")
     return build(
         {
             "family": family,
@@ -91,7 +147,8 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
             "qkv_bias": all_biases or family == "qwen2",
             "out_bias": all_biases,
             "mlp_bias": bool(merged.get("mlp_bias")) and family == "llama",
-            "qk_norm": family == "qwen3",
+            "qk_norm": family in ("qwen3", "qwen3_moe"),
+            "moe": _experts(family, merged),
             "tie_word_embeddings": bool(merged["tie_word_embeddings"]),
             "sliding_window": window,
             "sliding_window_layers": layers,
@@ -107,11 +164,39 @@ def _refuse(family: str, config: Mapping[str, Any]) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise ConfigError(f"quantization_config ({method}) is not supported; use the unquantized weights")
-    if config.get("attention_dropout"):
-        raise ConfigError(f"attention_dropout {config['attention_dropout']} is not supported (only 0.0 is)")
+    for key in ("attention_dropout", "router_jitter_noise"):
+        if config.get(key):
+            raise ConfigError(f"{key} {config[key]} is not supported (only 0.0 is)")
     names = config.get("architectures") or []
     if names and CLASSES[family] not in names:
         raise ConfigError(f"architectures {names} is not supported (supported: ['{CLASSES[family]}'])")
+
+
+def _experts(family: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    if family not in _EXPERTS:
+        return None
+    keys, fixed = _EXPERTS[family]
+    fields = dict(fixed)
+    for field, names in keys.items():
+        found = [config[name] for name in _both(names) if config.get(name) is not None]
+        if found:
+            fields[field] = found[0]
+    if isinstance(fields.get("first_dense"), list):
+        fields["first_dense"] = _first_dense(fields["first_dense"], fields["every"], config["num_hidden_layers"])
+    return fields
+
+
+def _both(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+def _first_dense(without: list[int], every: int, layers: int) -> int:
+    """The number of dense layers at the beginning, where `mlp_only_layers` means just that."""
+    held = [layer for layer in range(layers) if layer not in without and (layer + 1) % every == 0]
+    for first in (len(without), min(held, default=layers)):
+        if held == [layer for layer in range(first, layers) if (layer + 1) % every == 0]:
+            return first
+    raise ConfigError(f"mlp_only_layers {without} is not supported (only layers at the beginning are)")
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -162,10 +247,12 @@ def _sliding(family: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[
     window = config.get("sliding_window")
     if family == "llama" or window is None:
         return None, None
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return window, None
     if not config.get("use_sliding_window", False):
         return None, None
+    if family == "qwen3_moe":  # its model has one mask for all layers
+        return window, None
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
@@ -200,6 +287,7 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
     every_bias, no_bias = arch.qkv_bias and arch.out_bias, not (arch.qkv_bias or arch.out_bias)
     only_qkv = arch.qkv_bias and not arch.out_bias
     part = arch.sliding_window_layers is not None
+    one_window = (arch.sliding_window is not None and part, "has one window for all layers")
     rules: dict[str, list[tuple[bool, str]]] = {
         "llama": [
             (arch.qk_norm, "has no QK norm"),
@@ -210,7 +298,7 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
         "mistral": [
             (arch.qk_norm, "has no QK norm"),
             (arch.mlp_bias or not no_bias, "has no biases"),
-            (arch.sliding_window is not None and part, "has one window for all layers"),
+            one_window,
         ],
         "qwen2": [
             (arch.qk_norm, "has no QK norm"),
@@ -223,7 +311,18 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
             (not (every_bias or no_bias), "has biases on all attention projections or on none"),
         ],
     }
-    return [text for broken, text in rules[family] if broken]
+    rules["mixtral"], rules["qwen3_moe"] = rules["mistral"], [*rules["qwen3"], one_window]
+    return [text for broken, text in rules[family] if broken] + _expert_obstacles(arch.moe, family)
+
+
+def _expert_obstacles(moe: MixtureOfExperts | None, family: str) -> list[str]:
+    """The fields of the experts that a family's model cannot have; those of training do not count."""
+    if moe is None or family not in _EXPERTS:
+        return [] if (moe is None) == (family not in _EXPERTS) else [f"has {'no' if moe else 'always'} experts"]
+    keys, fixed = _EXPERTS[family]
+    always = {name: field.default for name, field in MixtureOfExperts.model_fields.items()} | fixed
+    others = [name for name in always if name not in keys and name not in TRAINING_FIELDS]
+    return [f"always has moe.{name} = {always[name]!r}" for name in others if getattr(moe, name) != always[name]]
 
 
 def hf_config(
@@ -257,13 +356,22 @@ def hf_config(
         "torch_dtype": dtype,
         **_rope_keys(arch),
     }
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = arch.qkv_bias
     if family == "llama":
         config["mlp_bias"] = arch.mlp_bias
-    if family in ("mistral", "qwen2", "qwen3"):
+    if family != "llama":
         config.update(_window_keys(arch, family))
+    if arch.moe is not None:
+        config.update(_expert_keys(arch.moe, family))
     return config
+
+
+def _expert_keys(moe: MixtureOfExperts, family: str) -> dict[str, Any]:
+    values = {name: getattr(moe, field) for field, names in _EXPERTS[family].keys.items() for name in _both(names)}
+    if "mlp_only_layers" in values:
+        values["mlp_only_layers"] = list(range(moe.first_dense))
+    return values
 
 
 def _rope_keys(arch: Architecture) -> dict[str, Any]:
@@ -279,8 +387,10 @@ def _rope_keys(arch: Architecture) -> dict[str, Any]:
 
 
 def _window_keys(arch: Architecture, family: str) -> dict[str, Any]:
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return {"sliding_window": arch.sliding_window}
+    if family == "qwen3_moe":
+        return {"use_sliding_window": arch.sliding_window is not None, "sliding_window": arch.sliding_window}
     if arch.sliding_window is None:
         return {"use_sliding_window": False, "sliding_window": None}
     chosen = range(arch.n_layers) if arch.sliding_window_layers is None else arch.sliding_window_layers

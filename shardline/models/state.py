@@ -11,7 +11,8 @@ from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
-from shardline.models.fused_weights import logical_names, logical_rows, logical_shapes
+from shardline.models.fused_weights import is_halved, logical_names, logical_rows, logical_shapes, views
+from shardline.storage.safetensors import LazyTensors
 from shardline.words import listed
 
 
@@ -51,11 +52,21 @@ def misfits(missing: Sequence[str], unexpected: Sequence[str], most: int) -> str
 
 
 def _copy(arch: Architecture, name: str, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
-    target = local(parameter)
-    rows, *columns = local_slices(parameter)
-    for part in logical_rows(arch, name, parameter.shape[0], rows):
-        tensor, needed = tensors[part.name], (part.size, *parameter.shape[1:])
-        if tuple(tensor.shape) != needed:
-            raise UserError(f"{part.name} has shape {tuple(tensor.shape)}, but the model needs {needed}")
-        values = tensor[(slice(part.start, part.stop), *columns)]
-        target.index_copy_(0, part.places.to(target.device), values.to(target))
+    held, shape = local_slices(parameter), tuple(parameter.shape)
+    if is_halved(name):
+        held, shape = (held[0], *held[2:]), (shape[0], *shape[2:])
+    for view, target in views(name, local(parameter)).items():
+        for part in logical_rows(arch, view, shape[0], held[0]):
+            if part.start < part.stop:
+                place = (slice(part.start, part.stop), *held[1:])
+                values = _read(tensors, part.name, (part.size, *shape[1:]), place)
+                target.index_copy_(0, part.places.to(target.device), values.to(target))
+
+
+def _read(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], place: tuple[slice, ...]) -> Tensor:
+    """A part of a logical tensor of this shape; files were compared with the model when they were opened."""
+    if isinstance(tensors, LazyTensors):
+        return tensors.part(name, place)
+    if tuple(tensors[name].shape) != shape:
+        raise UserError(f"{name} has shape {tuple(tensors[name].shape)}, but the model needs {shape}")
+    return tensors[name][place]

@@ -114,6 +114,10 @@ class LazyTensors(Mapping[str, "torch.Tensor"]):
     def dtype(self, name: str) -> torch.dtype:
         """The type a tensor is stored in, without reading it."""
 
+    def part(self, name: str, place: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor; where it can be read alone, nothing else is."""
+        return self[name][place]
+
     def __contains__(self, name: object) -> bool:
         return name in self._rows  # Mapping's own would read the tensor
 
@@ -134,10 +138,19 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor | Iterable[torch.Tensor]]
+    read_part: Callable[[tuple[slice, ...]], torch.Tensor] | None = None  # without the rest, where that is possible
 
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def part(self, rows: slice) -> torch.Tensor:
+        """Some rows of a tensor that `read` returns whole."""
+        if self.read_part is not None:
+            return self.read_part((rows,))
+        whole: Any = self.read()
+        part: torch.Tensor = whole[rows]
+        return part
 
 
 def entries_from(
@@ -145,7 +158,13 @@ def entries_from(
 ) -> list[Entry]:
     """Entries for `shapes`, read lazily; in the type they are stored in unless `dtype` is given."""
     return [
-        Entry(prefix + name, shape, dtype or tensors.dtype(name), functools.partial(tensors.__getitem__, name))
+        Entry(
+            prefix + name,
+            shape,
+            dtype or tensors.dtype(name),
+            functools.partial(tensors.__getitem__, name),
+            functools.partial(tensors.part, name),
+        )
         for name, shape in shapes.items()
     ]
 

@@ -61,12 +61,12 @@ def greedy(folder: Path, prompt: str, count: int) -> list[int]:
     return out[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"])
 def test_greedy_tokens_equal_transformers(
     family: str, tokens: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"sliding_window": 5} if family == "Mistral" else {}
-    folder = write_model(tmp_path / "hf", family, eos_token_id=1, **options)
+    options = {"Mistral": {"sliding_window": 5}, "Mixtral": {"num_local_experts": 4}, "Qwen3Moe": {"num_experts": 8}}
+    folder = write_model(tmp_path / "hf", family, eos_token_id=1, **options.get(family, {}))
     expected = greedy(folder, PROMPT, 30)
     assert len(set(expected)) > 5
     capsys.readouterr()

@@ -19,11 +19,11 @@ from shardline.checkpoint.reader import TensorView
 from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.hf import INDEX, HFTensors, hf_name
+from shardline.models.hf import INDEX, HFTensors
 from shardline.run.options import TrainOptions
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import run, tiny_config
-from tests.model_state import logical_state
+from tests.model_state import hf_state, logical_state
 
 transformers = pytest.importorskip("transformers")
 from tests.e2e.hf_folders import tokenizer_folder, write_model  # noqa: E402
@@ -31,6 +31,7 @@ from tests.e2e.hf_folders import tokenizer_folder, write_model  # noqa: E402
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 Maker = Callable[..., Path]
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, T
     folder = tmp_path_factory.mktemp("trained") / "run"
     trainer = Trainer(tiny_config(folder, training__steps=4, checkpoint__enable=True, checkpoint__interval=2))
     trainer.train()
-    return folder, {hf_name(name): tensor for name, tensor in logical_state(trainer.model).items()}
+    return folder, hf_state(trainer.arch, logical_state(trainer.model))
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
@@ -94,6 +95,8 @@ def call(*words: str | Path) -> int:
         ("Qwen2", {"tie_word_embeddings": True, "dtype": torch.bfloat16}),
         ("Qwen3", {"head_dim": 16}),
         ("Mistral", {"sliding_window": 9, "dtype": torch.float16}),
+        ("Mixtral", {"num_local_experts": 4, "shard": "20KB"}),
+        ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0], "dtype": torch.bfloat16}),
     ],
 )
 def test_there_and_back_is_bit_exact(family: str, options: dict[str, Any], make: Maker, tmp_path: Path) -> None:
@@ -138,7 +141,7 @@ def test_consolidated_is_one_file_of_unfused_names(make: Maker, tmp_path: Path, 
     assert found.keys() == logical_shapes(arch).keys()
     assert {"layers.0.attention.wq.weight", "layers.1.feed_forward.w3.weight", "output.weight"} <= found.keys()
     expected = {name: tensor.bfloat16() for name, tensor in stored(folder).items()}
-    assert_same({hf_name(name): tensor for name, tensor in found.items()}, expected)
+    assert_same(hf_state(arch, found), expected)
     written = json.loads((tmp_path / "out" / "architecture.json").read_text())
     assert type(arch).model_validate(written) == arch
 
@@ -185,7 +188,7 @@ def test_a_full_checkpoint_exports_its_weights_alone(trained: tuple[Path, dict[s
     assert call("export", step, tmp_path / "one", "--format=consolidated") == 0
     expected = dict(saved.tensors("model/"))
     assert_same(load_file(tmp_path / "one" / "consolidated.safetensors"), expected)
-    assert_same(stored(tmp_path / "hf"), {hf_name(name): tensor for name, tensor in expected.items()})
+    assert_same(stored(tmp_path / "hf"), hf_state(saved.architecture, expected))
     assert not torch.equal(expected["norm.weight"], trained[1]["model.norm.weight"])
 
 
@@ -211,7 +214,7 @@ def test_the_last_save_can_be_a_hugging_face_folder(
     trainer = Trainer(from_hf(tmp_path / "run", original, **settings))
     trainer.train()
     kind = getattr(torch, dtype)
-    weights = {hf_name(name): tensor.to(kind) for name, tensor in logical_state(trainer.model).items()}
+    weights = hf_state(trainer.arch, {name: tensor.to(kind) for name, tensor in logical_state(trainer.model).items()})
     assert_same(stored(step), weights)
     model = opened(step)
     assert model.dtype == kind
@@ -222,7 +225,7 @@ def test_the_last_save_can_be_a_hugging_face_folder(
     # It is a checkpoint too: exported, sampled and started from like any other; and like other weights never resumed.
     assert call("export", tmp_path / "run", tmp_path / "one", "--format=consolidated") == 0
     found = load_file(tmp_path / "one" / "consolidated.safetensors")
-    assert_same({hf_name(name): tensor for name, tensor in found.items()}, weights)
+    assert_same(hf_state(trainer.arch, found), weights)
     capsys.readouterr()
     assert call("generate", tmp_path / "run", "--prompt", "the wall", "--max-new-tokens=3") == 0
     assert capsys.readouterr().out.startswith("the wall")

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from shardline.data.loader import Batch
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import unfuse
-from shardline.models.hf import hf_name
 from shardline.training.trainer import Trainer
 from tests import proven
 from tests.e2e.tiny import rows, tiny_config
+from tests.model_state import hf_state
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -107,8 +107,8 @@ def under_hf_names(model: Decoder, choose: Callable[[Any], Tensor]) -> dict[str,
     found = {}
     for name, parameter in model.named_parameters():
         for part, tensor in unfuse(model.arch, name, choose(parameter)).items():
-            found[hf_name(part)] = tensor.detach().clone()
-    return found
+            found[part] = tensor.detach().clone()
+    return hf_state(model.arch, found)
 
 
 def train_ours(run: Path, options: dict[str, Any], mutate: Mutation | None = None) -> tuple[Record, list[list[Batch]]]:

@@ -160,7 +160,6 @@ def test_accepted_neighbours_of_refused_values():
         ({"fault_tolerance__enable": True}, None, "replica groups"),
         ({"job__custom_config_module": "mine"}, None, "custom config keys"),
         ({"model__name": "deepseek_v3", "model__flavor": "16B"}, "model.name", "latent attention, mixture of experts"),
-        ({"model__flavor": "30B-A3B", "model__name": "qwen3"}, "model.flavor", "mixture of experts"),
     ],
 )
 def test_pending(keys, key, feature):

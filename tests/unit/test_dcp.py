@@ -131,6 +131,29 @@ def test_qwen3_keeps_its_order_of_rows(tmp_path: Path, call: Any) -> None:
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
 
+def test_experts_give_the_same_logits(tmp_path: Path, call: Any) -> None:
+    """Their weights have no `.weight` there; the bias that balances them chooses experts here too."""
+    model = titan.Titan(qk_norm=True, experts=True)
+    write(tmp_path / "step-7", titan.full_state(model))
+    experts = {"n_experts": titan.EXPERTS, "top_k": titan.TOP_K, "expert_dim": titan.WIDTH}
+    experts |= {"shared_dim": 2 * titan.WIDTH, "first_dense": 1}
+    lines = ["[model]", 'name = "qwen3"', 'flavor = "debugmodel_moe"', "[model.overrides.moe]"]
+    lines += [f"{name} = {value}" for name, value in experts.items()]
+    (tmp_path / "model.toml").write_text("\n".join(lines))
+    words = ("--config", tmp_path / "model.toml", *OVERRIDES)
+    code, text = call(tmp_path / "step-7", tmp_path / "out", "--trust-pickle", *words)
+    assert code == 0, text
+    torch.testing.assert_close(logits(tmp_path / "out"), theirs(model), rtol=1e-5, atol=1e-5)
+    found = find_checkpoint(tmp_path / "out").weights()
+    assert torch.equal(found["layers.2.moe.experts.w2.weight"], model.layers["2"].moe.experts.w2)
+    assert torch.equal(found["layers.1.moe.router.balance"], model.layers["1"].moe.expert_bias)
+    chosen = {name: torch.zeros_like(tensor) if "balance" in name else tensor for name, tensor in found.items()}
+    plain = Decoder(find_checkpoint(tmp_path / "out").architecture)
+    load_logical_state(plain, chosen)
+    with torch.no_grad():
+        assert (plain(TOKENS) - theirs(model)).abs().max() > 0.1
+
+
 def test_rows_of_pairs_become_halves() -> None:
     rows = torch.arange(12)[:, None] * torch.ones(1, 3)
     assert halves_from_pairs(rows, 6)[:, 0].tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
@@ -212,8 +235,13 @@ def widen(state: dict[str, Any]) -> str:
 
 
 def add_a_stranger(state: dict[str, Any]) -> str:
-    state["layers.0.moe.router.gate.weight"] = torch.ones(4)
-    return "holds what no model here has: layers.0.moe.router.gate.weight"
+    state["layers.0.attention.hyena.weight"] = torch.ones(4)
+    return "holds what no model here has: layers.0.attention.hyena.weight"
+
+
+def add_experts(state: dict[str, Any]) -> str:
+    state["layers.0.moe.experts.w1"] = torch.ones(4, 2, 3)
+    return "unexpected: layers.0.moe.experts.w1.weight"
 
 
 def another_type(state: dict[str, Any]) -> str:
@@ -226,7 +254,10 @@ def not_a_tensor(state: dict[str, Any]) -> str:
     return "holds what no model here has: norm.weight"
 
 
-@pytest.mark.parametrize("damage", [lose_a_tensor, lose_a_layer, widen, add_a_stranger, another_type, not_a_tensor])
+DAMAGES = [lose_a_tensor, lose_a_layer, widen, add_a_stranger, add_experts, another_type, not_a_tensor]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_does_not_fit_is_named(damage: Callable[[dict[str, Any]], str], tmp_path: Path, call: Any) -> None:
     state = titan.full_state(titan.Titan())
     message = damage(state)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardline.config.architecture import Architecture, RopeScaling
+from shardline.config.architecture import Architecture, MixtureOfExperts, RopeScaling
 from shardline.errors import ConfigError, UserError
-from shardline.models.hf_config import architecture_from_dict, architecture_from_hf, export_family, hf_config
+from shardline.models.flavors import FLAVORS
+from shardline.models.hf_config import CLASSES, architecture_from_dict, architecture_from_hf, export_family, hf_config
 
 LLAMA_31: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -57,6 +58,73 @@ def test_llama_as_published() -> None:
     assert (arch.qkv_bias, arch.qk_norm, arch.tie_word_embeddings, arch.sliding_window) == (False, False, False, None)
 
 
+def test_mixtral_as_published() -> None:
+    published = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "vocab_size": 32000,
+    }
+    assert architecture_from_dict(published) == FLAVORS["mixtral"]["8x7B"]
+
+
+def test_qwen3_moe_as_published() -> None:
+    published = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 262144,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    flavor = FLAVORS["qwen3"]["30B-A3B"]
+    assert architecture_from_dict(published) == flavor.with_overrides({"moe": {"balance_coeff": 0.0}})
+    # transformers 5 gives the number of experts another name.
+    renamed = {"num_local_experts" if key == "num_experts" else key: value for key, value in published.items()}
+    assert architecture_from_dict(renamed) == architecture_from_dict(published)
+
+
+def test_layers_without_experts() -> None:
+    def dense(**changes: Any) -> list[int]:
+        moe = read("qwen3_moe", **changes).moe
+        assert moe is not None
+        return [layer for layer in range(4) if not moe.holds(layer)]
+
+    assert dense() == []
+    assert dense(mlp_only_layers=[0, 1]) == [0, 1]
+    assert dense(mlp_only_layers=[0, 1, 2, 3]) == [0, 1, 2, 3]
+    assert dense(decoder_sparse_step=2) == [0, 2]
+    assert dense(decoder_sparse_step=2, mlp_only_layers=[1]) == [0, 1, 2]
+
+
 def test_both_rotary_layouts_are_one() -> None:
     new = {key: value for key, value in LLAMA_31.items() if key not in ("rope_theta", "rope_scaling")}
     new["rope_parameters"] = {"rope_theta": 500000.0, **LLAMA_31["rope_scaling"]}
@@ -81,6 +149,14 @@ def test_defaults_of_keys_left_out() -> None:
     assert read("mistral").sliding_window == 4096
     assert read("mistral", sliding_window=None).sliding_window is None
     assert read("llama", num_key_value_heads=None).n_kv_heads == 4
+    mixtral, qwen = read("mixtral"), read("qwen3_moe")
+    assert (mixtral.norm_eps, mixtral.rope_theta, mixtral.sliding_window, mixtral.head_dim) == (1e-5, 1e6, None, 16)
+    assert mixtral.moe == MixtureOfExperts(n_experts=8, top_k=2, expert_dim=96, normalize=True)
+    assert qwen.moe == MixtureOfExperts(n_experts=128, top_k=8, expert_dim=768)
+    assert (qwen.norm_eps, qwen.rope_theta, qwen.sliding_window, qwen.qk_norm) == (1e-6, 10000.0, None, True)
+    # One mask for all of its layers, whatever max_window_layers says.
+    windowed = read("qwen3_moe", use_sliding_window=True, max_window_layers=3)
+    assert (windowed.sliding_window, windowed.sliding_window_layers) == (4096, None)
 
 
 def test_biases() -> None:
@@ -111,7 +187,11 @@ def test_sliding_windows() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported (supported: llama, mistral, qwen2, qwen3)"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported (supported: llama, mistral, qwen2, qwen3, "),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise 0.1 is not supported"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers [1] is not supported"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 2]}, "mlp_only_layers [0, 2] is not supported"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "top_k (9) must not exceed n_experts (8)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_type 'mrope' is not supported"),
@@ -161,7 +241,20 @@ ropes = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=200)
+experts = st.builds(
+    MixtureOfExperts,
+    n_experts=st.just(6),
+    top_k=st.sampled_from([1, 3]),
+    expert_dim=st.just(72),  # of Mixtral, which has one width for both, this is ffn_dim too
+    first_dense=st.sampled_from([0, 1, 2]),
+    every=st.sampled_from([1, 2]),
+    normalize=st.booleans(),
+    scale=st.sampled_from([1.0, 2.5]),
+    score=st.sampled_from(["softmax", "sigmoid"]),
+)
+
+
+@settings(deadline=None, max_examples=300)
 @given(
     st.builds(
         Architecture,
@@ -180,8 +273,9 @@ ropes = st.one_of(
         tie_word_embeddings=st.booleans(),
         sliding_window=st.sampled_from([None, 4]),
         sliding_window_layers=st.sampled_from([None, (0, 2), (1, 2)]),
-        family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]),
+        family=st.sampled_from(list(CLASSES)),
         init_std=st.just(0.03),
+        moe=st.one_of(st.none(), experts),
     )
 )
 def test_written_config_reads_back_to_the_same_architecture(arch: Architecture) -> None:
@@ -202,6 +296,13 @@ def test_an_override_moves_to_the_family_that_computes_it() -> None:
     assert export_family(base.with_overrides({"qkv_bias": True})) == "qwen2"
     with pytest.raises(UserError, match="QK norm"):
         export_family(base.with_overrides({"qk_norm": True, "mlp_bias": True}))
+    mixed = base.with_overrides({"moe": {"n_experts": 4, "top_k": 2, "expert_dim": 8, "normalize": True}})
+    assert export_family(mixed) == "mixtral"
+    assert export_family(mixed.with_overrides({"qk_norm": True})) == "qwen3_moe"
+    with pytest.raises(UserError, match=r"LlamaForCausalLM has no experts; .*Mixtral.* always has moe\.scale = 1\.0"):
+        export_family(mixed.with_overrides({"moe": {"scale": 2.0}}))
+    with pytest.raises(UserError, match=r"MixtralForCausalLM always has moe\.normalize = True"):
+        export_family(mixed.with_overrides({"moe": {"normalize": False}}))
 
 
 def test_no_torch_before_it_is_needed() -> None:

@@ -16,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
+from shardline.models import hf
 from shardline.models.decoder import Decoder
-from shardline.models.hf import INDEX, HFTensors, hf_name, read_hf, write_hf
+from shardline.models.fused_weights import logical_shapes
+from shardline.models.hf import INDEX, HFTensors, find_tensors, is_logical, read_hf, stored_as, stored_entries, write_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
-from shardline.storage.safetensors import Entry
+from shardline.storage.safetensors import Entry, header_of, write_tensors
 from shardline.tools.dry_run.fake import fake_group
 from tests.model_state import logical_state
 
@@ -212,9 +214,18 @@ def test_tokenizer_files_and_special_tokens_come_along(tmp_path: Path) -> None:
 
 
 def test_unknown_names_have_no_translation() -> None:
-    assert hf_name("layers.12.feed_forward.w3.bias") == "model.layers.12.mlp.up_proj.bias"
-    with pytest.raises(KeyError):
-        hf_name("layers.1.attention.wqkv.weight")
+    def name(logical: str, family: str = "llama") -> str | None:
+        how = stored_as(logical, family)
+        return None if how is None else how.name
+
+    assert name("layers.12.feed_forward.w3.bias") == "model.layers.12.mlp.up_proj.bias"
+    assert name("layers.12.feed_forward.w3.weight", "llama4_text") == "model.layers.12.feed_forward.up_proj.weight"
+    assert name("layers.1.moe.router.balance", "deepseek_v3") == "model.layers.1.mlp.gate.e_score_correction_bias"
+    for strange in ("layers.1.attention.wqkv.weight", "layers.1.moe.experts.w1", "layers.1.feed_forward.w1", "other"):
+        assert name(strange) is None
+        assert not is_logical(strange)
+    assert name("layers.1.moe.experts.w1.weight") is None
+    assert is_logical("layers.1.moe.experts.w1.weight")
 
 
 def test_weights_that_fit_another_arithmetic_are_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -244,27 +255,33 @@ class Reads(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in () if func.is_view else args:
+        given = args[0] if args and isinstance(args[0], list) else args  # a list is stacked
+        for tensor in () if func.is_view else given:
             if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in self.places:
                 self.bytes += tensor.nbytes
         return func(*args, **(kwargs or {}))
 
 
-def test_a_rank_reads_only_the_rows_that_it_holds(tmp_path: Path) -> None:
-    arch = Architecture(dim=64, n_layers=1, n_heads=8, n_kv_heads=8, ffn_dim=128, vocab_size=256)
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_a_rank_reads_only_the_rows_that_it_holds(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"dim": 64, "n_layers": 1, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 128, "vocab_size": 256}
+    arch = Architecture(**sizes) if family == "llama" else Architecture(**sizes, moe={**EXPERTS, "n_experts": 16})
     tensors = state(arch)
-    file = write(tensors, tmp_path / "model", arch) / "model.safetensors"
+    file = write_as(family, tensors, arch, tmp_path / "model.safetensors")
     ranks, rank = 8, 3
     whole, model, reads = Decoder(arch), Decoder(arch), Reads()
     load_logical_state(whole, tensors)
+    map_tensor = hf._map_tensor
 
-    class Watched(HFTensors):
-        def __getitem__(self, name: str) -> Tensor:
-            tensor = super().__getitem__(name)
-            reads.places.add(tensor.untyped_storage().data_ptr())
-            assert str(file) in Path("/proc/self/maps").read_text()
-            return tensor
+    def watched(*place: Any) -> Tensor:
+        tensor = map_tensor(*place)
+        kept.append(tensor)  # so that no other tensor is given its address
+        reads.places.add(tensor.untyped_storage().data_ptr())
+        assert str(file) in Path("/proc/self/maps").read_text()
+        return tensor
 
+    kept: list[Tensor] = []
+    monkeypatch.setattr(hf, "_map_tensor", watched)
     with fake_group(rank, ranks):
         mesh = init_device_mesh("cpu", (ranks,))
         for name, parameter in list(model.named_parameters()):
@@ -272,9 +289,178 @@ def test_a_rank_reads_only_the_rows_that_it_holds(tmp_path: Path) -> None:
             sharded = torch.nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False))
             module, _, last = name.rpartition(".")
             setattr(model.get_submodule(module), last, sharded)
-        found = read_hf(file.parent)
         with reads:
-            load_logical_state(model, Watched(found.arch, found._rows))
+            load_logical_state(model, opened_as(family, arch, file))
         assert reads.bytes == sum(parameter.to_local().nbytes for parameter in model.parameters())
         for (name, expected), parameter in zip(whole.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(parameter.to_local(), expected.chunk(ranks)[rank]), name
+        mapped = len(kept) - sum(1 for name in tensors if ".experts." not in name)
+    assert mapped == {"llama": 0, "mixtral": 3 * 2, "gpt_oss": 3}[family]  # two of 16 experts, three matrices each
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+EXPERTS = {"n_experts": 4, "top_k": 2, "expert_dim": 12}
+MOE = ARCH.with_overrides({"moe": {**EXPERTS, "first_dense": 1}, "family": "qwen3_moe"})
+
+
+def write_as(family: str, tensors: dict[str, Tensor], arch: Architecture, file: Path) -> Path:
+    write_tensors(file, stored_entries(entries(tensors), arch, family))
+    return file
+
+
+def opened_as(family: str, arch: Architecture, file: Path) -> HFTensors:
+    with file.open("rb") as content:
+        header = header_of(content, file.stat().st_size)
+    return HFTensors(arch, find_tensors(arch, family, {name: (file, row) for name, row in header.items()}))
+
+
+def test_every_expert_is_a_tensor_of_its_own(tmp_path: Path) -> None:
+    tensors = state(MOE)
+    stored = load_file(write(tensors, tmp_path / "out", MOE) / "model.safetensors")
+    for expert in range(4):
+        for ours, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            found = stored.pop(f"model.layers.2.mlp.experts.{expert}.{theirs}.weight")
+            assert torch.equal(found, tensors[f"layers.2.moe.experts.{ours}.weight"][expert])
+    assert "model.layers.1.mlp.gate.weight" in stored
+    assert "model.layers.0.mlp.up_proj.weight" in stored  # its first layer is dense
+    assert read_hf(tmp_path / "out").arch == MOE
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss"])
+def test_fused_experts_are_as_transformers_stores_them(family: str, tmp_path: Path) -> None:
+    """Gate before up, or by turns, with the columns of a matrix first: compared on files that transformers wrote."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 1, "head_dim": 4, "vocab_size": 30, "num_local_experts": 4}
+    kind = {"llama4_text": "Llama4Text", "gpt_oss": "GptOss"}[family]
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
+    model.save_pretrained(tmp_path / "theirs")
+    stored = load_file(tmp_path / "theirs" / "model.safetensors")
+    fused = {name: tensor for name, tensor in stored.items() if ".experts." in name}
+    for name, tensor in fused.items():
+        torch.nn.init.normal_(tensor, std=1 + len(name))
+    save_file(fused, tmp_path / "fused.safetensors", metadata={"format": "pt"})
+
+    moe, biases = {**EXPERTS, "expert_dim": 12}, family == "gpt_oss"
+    arch = Architecture(dim=16, n_layers=1, n_heads=4, ffn_dim=8, vocab_size=30, mlp_bias=biases, moe=moe)
+    with (tmp_path / "fused.safetensors").open("rb") as content:
+        header = header_of(content, (tmp_path / "fused.safetensors").stat().st_size)
+    names = [name for name in logical_shapes(arch) if ".experts." in name]
+    assert len(names) == (6 if biases else 3)
+    place = {name: (tmp_path / "fused.safetensors", row) for name, row in header.items()}
+    found = {}
+    for name in names:
+        how = stored_as(name, family)
+        assert how is not None
+        found[name] = hf.Found(how, logical_shapes(arch)[name], [place[how.name]])
+    tensors = HFTensors(arch, found)
+    prefix = "layers.0.moe.experts."
+    where = "model.layers.0." + ("mlp" if biases else "feed_forward") + ".experts."
+    gate, up = fused[where + "gate_up_proj"].chunk(2, -1)
+    if biases:
+        gate, up = fused[where + "gate_up_proj"][..., ::2], fused[where + "gate_up_proj"][..., 1::2]
+        assert torch.equal(tensors[prefix + "w1.bias"], fused[where + "gate_up_proj_bias"][:, ::2])
+        assert torch.equal(tensors[prefix + "w3.bias"], fused[where + "gate_up_proj_bias"][:, 1::2])
+        assert torch.equal(tensors[prefix + "w2.bias"], fused[where + "down_proj_bias"])
+    assert torch.equal(tensors[prefix + "w1.weight"], gate.transpose(1, 2))
+    assert torch.equal(tensors[prefix + "w3.weight"], up.transpose(1, 2))
+    assert torch.equal(tensors[prefix + "w2.weight"], fused[where + "down_proj"].transpose(1, 2))
+    part = (slice(1, 3), slice(5, 7))
+    assert torch.equal(tensors.part(prefix + "w3.weight", part), up.transpose(1, 2)[part])
+
+    # And back, with every bit the same, also of what has another place in the file.
+    given = {name: tensor.clone() for name, tensor in tensors.items()}
+    given |= {name: torch.zeros(shape) for name, shape in logical_shapes(arch).items() if name not in given}
+    written = load_file(write_as(family, given, arch, tmp_path / "ours.safetensors"))
+    assert {name for name in written if ".experts." in name} == fused.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in fused.items())
+    router = "model.layers.0.mlp.router.weight" if biases else "model.layers.0.feed_forward.router.weight"
+    assert written[router].shape == stored[router].shape
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "llama4_text", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_every_layout_read_back_bit_by_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    fused = family in ("llama4_text", "gpt_oss")
+    moe = {**EXPERTS, "balance_coeff": 0.1 if family == "deepseek_v3" else 0.0}
+    moe["shared_dim"] = 8 if family in ("deepseek_v3", "llama4_text") else 0
+    arch = ARCH.with_overrides({"moe": moe, "mlp_bias": fused})
+    tensors = {name: tensor.to(dtype) for name, tensor in state(arch).items()}
+    file = write_as(family, tensors, arch, tmp_path / "model.safetensors")
+    found = opened_as(family, arch, file)
+    for name, tensor in tensors.items():
+        assert found.dtype(name) == dtype
+        assert torch.equal(found[name], tensor), name
+    assert ("layers.0.moe.router.balance" in found) == (family == "deepseek_v3")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_one_expert_is_held_at_a_time(family: str, tmp_path: Path) -> None:
+    """Of a checkpoint that can read some rows alone, no tensor of all experts is ever made."""
+    arch = ARCH.with_overrides({"moe": EXPERTS, "mlp_bias": family == "gpt_oss"})
+    sizes: list[int] = []
+
+    def part(tensor: Tensor, place: tuple[slice, ...]) -> Tensor:
+        sizes.append(tensor[place].nbytes)
+        return tensor[place]
+
+    def never() -> Tensor:
+        raise AssertionError("a whole tensor of experts was read")
+
+    given = []
+    for entry in entries(state(arch)):
+        rows = functools.partial(part, entry.read())
+        of_experts = ".experts." in entry.name and entry.name.endswith("weight")
+        given.append(entry._replace(read_part=rows, read=never if of_experts else entry.read))
+    write_tensors(tmp_path / "model.safetensors", stored_entries(given, arch, family))
+    assert max(sizes) == 12 * 16 * 4
+    assert sizes.count(12 * 16 * 4) == 3 * 3 * 4  # layers, matrices, experts
+
+
+def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+    folder = write(state(MOE), tmp_path / "model", MOE)
+    with pytest.raises(UserError, match="has 4 experts in a layer, the model 8"):
+        read_hf(folder, MOE.with_overrides({"moe": {"n_experts": 8}}))
+    with pytest.raises(UserError, match="has 4 experts in a layer, the model 0"):
+        read_hf(folder, ARCH)
+    with pytest.raises(
+        UserError, match=r"wrong shape: model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight is \[12, 16\]"
+    ):
+        read_hf(folder, MOE.with_overrides({"moe": {"expert_dim": 16}}))
+    with pytest.raises(UserError, match=r"Qwen3MoeForCausalLM has no layers\.1\.moe\.shared_experts\.w1\.weight"):
+        read_hf(folder, MOE.with_overrides({"moe": {"shared_dim": 16}}))
+
+
+def test_experts_of_two_types_are_refused(tmp_path: Path) -> None:
+    folder = write(state(MOE), tmp_path / "model", MOE)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    rewrite(folder, {**tensors, name: tensors[name].bfloat16()})
+    with pytest.raises(UserError, match=r"experts of layers\.1\.moe\.experts\.w3\.weight are BF16 and F32"):
+        read_hf(folder)
+
+
+def test_experts_that_compute_differently_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write(state(MOE), tmp_path / "model", MOE)
+    read_hf(folder, MOE.with_overrides({"moe": {"aux_loss_coeff": 0.1}}))
+    assert not caplog.text
+    read_hf(folder, MOE.with_overrides({"moe": {"top_k": 3}}))
+    assert "computes differently from its config.json (moe.top_k: 2, here 3)" in caplog.text
+
+
+def test_a_balancing_bias_without_a_place_starts_at_zero_and_is_missed_when_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    balanced = MOE.with_overrides({"moe": {"balance_coeff": 0.001}})
+    folder = write(state(balanced), tmp_path / "model", balanced)
+    assert not caplog.text
+    found = read_hf(folder, balanced)
+    assert found.dtype("layers.1.moe.router.balance") == torch.float32
+    assert torch.equal(found["layers.1.moe.router.balance"], torch.zeros(4))
+    load_logical_state(Decoder(balanced), found)
+    tensors = state(balanced)
+    tensors["layers.1.moe.router.balance"][2] = 0.5
+    write(tensors, tmp_path / "moved", balanced)
+    assert "Qwen3MoeForCausalLM has no balancing bias: layers.1.moe.router.balance is left out" in caplog.text

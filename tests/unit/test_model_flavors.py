@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from shardline import registry
-from shardline.config.architecture import Architecture
+from shardline.config.architecture import Architecture, MixtureOfExperts
 from shardline.config.names import NOT_BUILT
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import FLAVORS, resolve
-from shardline.models.fused_weights import parameter_count
+from shardline.models.fused_weights import active_parameter_count, parameter_count
 
 PUBLISHED = {
     ("llama3", "1B"): 1_235_814_400,
@@ -28,6 +28,17 @@ PUBLISHED = {
     ("qwen3", "8B"): 8_190_735_360,
     ("qwen3", "14B"): 14_768_307_200,
     ("qwen3", "32B"): 32_762_123_264,
+    ("qwen3", "30B-A3B"): 30_532_122_624,
+    ("qwen3", "235B-A22B"): 235_093_634_560,
+    ("mixtral", "8x7B"): 46_702_792_704,
+    ("mixtral", "8x22B"): 140_620_634_112,
+}
+ACTIVE = {  # in billions, as published
+    ("qwen3", "8B"): 8.2,
+    ("qwen3", "30B-A3B"): 3.3,
+    ("qwen3", "235B-A22B"): 22,
+    ("mixtral", "8x7B"): 12.9,
+    ("mixtral", "8x22B"): 39,
 }
 
 
@@ -42,9 +53,17 @@ class Section:
 @pytest.mark.parametrize(("model", "flavor"), PUBLISHED)
 def test_parameter_counts(model: str, flavor: str) -> None:
     arch = FLAVORS[model][flavor]
+    if arch.moe is not None:  # the bias that balances the experts is not among the published weights
+        arch = arch.with_overrides({"moe": {"balance_coeff": 0.0}})
     assert parameter_count(arch) == PUBLISHED[model, flavor]
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in Decoder(arch).parameters()) == PUBLISHED[model, flavor]
+
+
+@pytest.mark.parametrize(("model", "flavor"), ACTIVE)
+def test_active_parameter_counts(model: str, flavor: str) -> None:
+    found = active_parameter_count(FLAVORS[model][flavor]) / 1e9
+    assert found == pytest.approx(ACTIVE[model, flavor], rel=0.02)
 
 
 def test_debug_models() -> None:
@@ -55,11 +74,21 @@ def test_debug_models() -> None:
     flex = FLAVORS["llama3"]["debugmodel_flex_attn"]
     assert flex == llama.with_overrides({"attn_backend": "flex", "attn_mask_type": "block_causal"})
     assert FLAVORS["llama3"]["8B_varlen"].attn_backend == "varlen"
+    moe = FLAVORS["qwen3"]["debugmodel_moe"].moe
+    assert moe is not None
+    assert (moe.n_experts, moe.top_k, moe.expert_dim, moe.shared_dim, moe.normalize) == (64, 8, 768, 0, True)
+    assert moe.balance_coeff == 1e-3  # TorchTitan's default
+    assert FLAVORS["mixtral"]["debugmodel"].moe == MixtureOfExperts(
+        n_experts=8, top_k=2, expert_dim=384, normalize=True
+    )
 
 
 def test_overrides() -> None:
     arch = resolve(Section(overrides={"n_layers": 2, "dim": 512}))
     assert (arch.n_layers, arch.dim, arch.head_dim) == (2, 512, 32)
+    moe = resolve(Section("qwen3", "debugmodel_moe", overrides={"moe": {"n_experts": 16}})).moe
+    assert moe is not None
+    assert (moe.n_experts, moe.top_k, moe.expert_dim) == (16, 8, 768)
     with pytest.raises(ConfigError, match=r"n_layer\b.*did you mean 'n_layers'"):
         resolve(Section(overrides={"n_layer": 2}))
 

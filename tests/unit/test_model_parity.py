@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from shardline.models.decoder import Decoder
 from shardline.models.generate import generate
-from shardline.models.hf import hf_name, read_hf, write_hf
+from shardline.models.hf import read_hf, write_hf
 from shardline.models.state import load_logical_state
 from shardline.storage.safetensors import Entry
 from tests import proven
-from tests.model_state import logical_state
+from tests.model_state import hf_state, logical_state
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,6 +37,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -75,6 +77,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 6,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 4, "sliding_window": 7, "head_dim": 32}),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": [0]}),
+    "qwen3-moe-normalized": ("Qwen3Moe", {**EXPERTS, "norm_topk_prob": True, "head_dim": 32, "attention_bias": True}),
+    "qwen3-moe-window": (
+        "Qwen3Moe",
+        {**EXPERTS, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 6},
     ),
 }
 
@@ -126,7 +136,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     proven.note("family", CASES[case][0])
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3-tied-biases"])
+@pytest.mark.parametrize("case", ["llama", "qwen3-tied-biases", "mixtral", "qwen3-moe", "qwen3-moe-normalized"])
 def test_gradients_equal_transformers(case: str, tmp_path: Path) -> None:
     reference = theirs(case)
     reference.save_pretrained(tmp_path)
@@ -134,17 +144,18 @@ def test_gradients_equal_transformers(case: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, 97, (2, 24))
     for output in (reference(tokens).logits, model(tokens)):
         torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*reference.parameters(), *model.parameters()):
             parameter.copy_(parameter.grad)
-    found = {hf_name(name): value for name, value in logical_state(model).items()}
+    reference.save_pretrained(tmp_path / "gradients")  # under the names of files, where experts are apart
+    expected = load_file(tmp_path / "gradients" / "model.safetensors")
+    found = hf_state(model.arch, logical_state(model))
     assert found.keys() == expected.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, expected[name], atol=1e-4, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("case", ["llama-llama3", "mistral-window", "qwen3-window"])
+@pytest.mark.parametrize("case", ["llama-llama3", "mistral-window", "qwen3-window", "mixtral-window", "qwen3-moe"])
 def test_greedy_generation_equals_transformers(case: str, tmp_path: Path) -> None:
     reference = theirs(case)
     reference.save_pretrained(tmp_path)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 DIM, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, LAYERS, THETA, EPS = 48, 6, 2, 10, 56, 77, 3, 7000.0, 1e-4
+EXPERTS, TOP_K, WIDTH = 6, 2, 20
 
 
 class Attention(nn.Module):
@@ -62,32 +63,72 @@ def turn_halves(x: Tensor) -> Tensor:
 
 
 class FeedForward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = FFN) -> None:
         super().__init__()
-        self.w1, self.w3 = nn.Linear(DIM, FFN, bias=False), nn.Linear(DIM, FFN, bias=False)
-        self.w2 = nn.Linear(FFN, DIM, bias=False)
+        self.w1, self.w3 = nn.Linear(DIM, width, bias=False), nn.Linear(DIM, width, bias=False)
+        self.w2 = nn.Linear(width, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
-    def __init__(self, qk_norm: bool) -> None:
+class Experts(nn.Module):
+    """The weights of all experts are three tensors without `.weight`."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(qk_norm), FeedForward()
+        self.w1, self.w3 = (nn.Parameter(torch.randn(EXPERTS, WIDTH, DIM) * 0.1) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, DIM, WIDTH) * 0.1)
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, EXPERTS, bias=False)
+
+
+class MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.router, self.shared_experts = Experts(), Router(), FeedForward(2 * WIDTH)
+        self.register_buffer("expert_bias", torch.linspace(-0.4, 0.4, EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router.gate(x).softmax(-1)
+        chosen = (scores + self.expert_bias).topk(TOP_K, dim=-1).indices  # the bias only chooses
+        weights = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = self.shared_experts(x)
+        for expert in range(EXPERTS):
+            w1, w2, w3 = (getattr(self.experts, name)[expert] for name in ("w1", "w2", "w3"))
+            out = out + weights[..., expert, None] * (F.silu(x @ w1.T) * (x @ w3.T) @ w2.T)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, qk_norm: bool, experts: bool) -> None:
+        super().__init__()
+        self.attention = Attention(qk_norm)
+        if experts:
+            self.moe = MoE()
+        else:
+            self.feed_forward = FeedForward()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM, eps=EPS), nn.RMSNorm(DIM, eps=EPS)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.feed_forward(self.ffn_norm(x))
+        after = self.moe if hasattr(self, "moe") else self.feed_forward
+        return x + after(self.ffn_norm(x))
 
 
 class Titan(nn.Module):
-    def __init__(self, qk_norm: bool = False) -> None:
+    """With `experts`, all layers but the first one have them."""
+
+    def __init__(self, qk_norm: bool = False, experts: bool = False) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.tok_embeddings = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleDict({str(layer): Block(qk_norm) for layer in range(LAYERS)})
+        self.layers = nn.ModuleDict({str(layer): Block(qk_norm, experts and layer > 0) for layer in range(LAYERS)})
         self.norm = nn.RMSNorm(DIM, eps=EPS)
         self.output = nn.Linear(DIM, VOCAB, bias=False)
         with torch.no_grad():
