@@ -54,12 +54,22 @@ _INSIDE = {
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
 }
+# Names of latent attention, where they are others or new
+_LATENT = {
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
+}
 _TYPES = ("F64", "F32", "F16", "BF16")
 _ARITHMETIC = (
     "n_heads",
     "n_kv_heads",
     "rope_theta",
     "rope_scaling",
+    "rope_pairs",
     "norm_eps",
     "sliding_window",
     "sliding_window_layers",
@@ -67,14 +77,15 @@ _ARITHMETIC = (
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
-def hf_name(name: str) -> str:
-    """Hugging Face's name of a logical tensor."""
+def hf_name(name: str, latent: bool = False) -> str:
+    """Hugging Face's name of a logical tensor, in a model with latent attention or without."""
     if name in _OUTSIDE:
         return _OUTSIDE[name]
     match = _LAYER.fullmatch(name)
-    if match is None or match[2] not in _INSIDE:
+    inside = {**_INSIDE, **_LATENT} if latent else _INSIDE
+    if match is None or match[2] not in inside:
         raise KeyError(name)
-    return f"model.layers.{match[1]}.{_INSIDE[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{inside[match[2]]}.{match[3]}"
 
 
 class HFTensors(LazyTensors):
@@ -97,7 +108,8 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
         arch = architecture_from_hf(folder)
     elif (folder / "config.json").is_file():
         _warn_of_differences(folder, architecture_from_hf(folder), arch)
-    wanted = {hf_name(name): (name, shape) for name, shape in logical_shapes(arch).items()}
+    latent = arch.latent is not None
+    wanted = {hf_name(name, latent): (name, shape) for name, shape in logical_shapes(arch).items()}
     stored = {name: row for name, row in _stored(folder).items() if not name.endswith("rotary_emb.inv_freq")}
     if arch.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(folder, stored)
@@ -249,7 +261,7 @@ def _outside(entries: Sequence[Entry], arch: Architecture, dtype: torch.dtype | 
             continue
         if wanted.pop(entry.name, None) != entry.shape:
             raise ValueError(f"{entry.name} {entry.shape} is not a tensor of this model, or was given twice")
-        renamed.append(entry._replace(name=hf_name(entry.name), dtype=dtype or entry.dtype))
+        renamed.append(entry._replace(name=hf_name(entry.name, arch.latent is not None), dtype=dtype or entry.dtype))
     if wanted:
         raise ValueError(f"tensors were not given: {', '.join(wanted)}")
     return renamed

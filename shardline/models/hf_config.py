@@ -1,4 +1,4 @@
-"""Hugging Face's config.json to an Architecture and back, for the Llama, Mistral, Qwen2 and Qwen3 families. Torch-free.
+"""Hugging Face's config.json to an Architecture and back, for the families in `CLASSES`. Torch-free.
 
 A key that changes the arithmetic and is not supported is refused by name. A key that a family's own model ignores is
 ignored here too.
@@ -13,12 +13,15 @@ from typing import Any
 
 from shardline.config.architecture import SCALING_FIELDS, Architecture, RopeScaling, build
 from shardline.errors import ConfigError, UserError
+from shardline.models import hf_deepseek as deepseek
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 # The values of keys that config.json leaves out: common ones, and those in which the families differ.
@@ -33,6 +36,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "head_dim": 128,
     },
+    **deepseek.DEFAULTS,
 }
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -96,6 +100,7 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
             "sliding_window": window,
             "sliding_window_layers": layers,
             "init_std": merged["initializer_range"] or _COMMON["initializer_range"],
+            **(deepseek.deepseek_fields(family, merged) if family in deepseek.DEFAULTS else {}),
         }
     )
 
@@ -160,7 +165,7 @@ def _original(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
 def _sliding(family: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
     """The window and the layers that use it (None: all layers); (None, None) without a window."""
     window = config.get("sliding_window")
-    if family == "llama" or window is None:
+    if family == "llama" or family in deepseek.DEFAULTS or window is None:
         return None, None
     if family == "mistral":
         return window, None
@@ -223,7 +228,10 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
             (not (every_bias or no_bias), "has biases on all attention projections or on none"),
         ],
     }
-    return [text for broken, text in rules[family] if broken]
+    latent = family in deepseek.DEFAULTS
+    chosen = deepseek.deepseek_obstacles(arch, family) if latent else rules[family]
+    common = [] if latent else [(arch.latent is not None, "has no latent attention")]
+    return [text for broken, text in (*common, *chosen) if broken]
 
 
 def hf_config(
@@ -263,6 +271,8 @@ def hf_config(
         config["mlp_bias"] = arch.mlp_bias
     if family in ("mistral", "qwen2", "qwen3"):
         config.update(_window_keys(arch, family))
+    if family in deepseek.DEFAULTS:
+        config.update(deepseek.deepseek_keys(arch, family))
     return config
 
 

@@ -29,7 +29,7 @@ from shardline.parallel.context.context import (
     document_table,
     slices_line,
 )
-from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together
+from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together, widths
 from shardline.parallel.context.slices import (
     CAUSAL,
     FULL,
@@ -262,20 +262,20 @@ def test_ranks_together_compute_what_one_computes(layout, heads, seed):
     added = torch.zeros(slices.ranks, *blocks[0].shape, dtype=torch.float64)
     seen = PairMask(documents, window, length)
     for plan, places in zip(plans_of(*layout), where, strict=True):
-        attending = Attending(q_[:, places], plan, seen)
+        attending = Attending(q_[:, places], widths(k_, v_), plan, seen)
         spans = [(source, span) for source, span in enumerate(plan.wanted) if span is not None]
         for source, span in spans:
             attending.add(source, span, blocks[source][span.start : span.stop])
         out, lse = attending.result(torch.float64)
         torch.testing.assert_close(out, expected[:, places])
-        differentiating = Differentiating(gradient[:, places], q_[:, places], out, lse, plan, seen)
+        differentiating = Differentiating(gradient[:, places], q_[:, places], out, lse, widths(k_, v_), plan, seen)
         for source, span in spans:
             added[source, span.start : span.stop] += differentiating.add(
                 source, span, blocks[source][span.start : span.stop], plan.calls[source]
             )
         torch.testing.assert_close(differentiating.dq.transpose(1, 2), q.grad[:, places])
     for rank, places in enumerate(where):
-        dk, dv = together(added[rank])
+        dk, dv = together(added[rank], widths(k_, v_))
         torch.testing.assert_close(dk, k.grad[:, places])
         torch.testing.assert_close(dv, v.grad[:, places])
 

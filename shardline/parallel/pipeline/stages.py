@@ -165,7 +165,7 @@ def module_weights(arch: Architecture, seq_len: int) -> Weights:
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     head = sizes["norm.weight"] + table
     held = table + arch.n_layers * layer + head
-    attention = arch.n_heads * arch.head_dim * seq_len  # FLOPs like those of as many parameters
+    attention = arch.n_heads * (arch.head_dim + arch.v_dim) // 2 * seq_len  # FLOPs like those of as many parameters
     computed = arch.n_layers * (layer + attention) + head
     return Weights(
         embedding=table / held / 2,

@@ -17,6 +17,7 @@ covers its rows only: `sum_replicated_gradients` adds them up, once per step and
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ PLAN: dict[str, Placement] = {
     "attention.wqkv.bias": Shard(0),
     "attention.wq.weight": Shard(0),
     "attention.wq.bias": Shard(0),
+    "attention.wq_b.weight": Shard(0),
+    "attention.wkv_b.weight": Shard(0),
     "attention.wo.weight": Shard(1),
     "feed_forward.w13.weight": Shard(0),
     "feed_forward.w13.bias": Shard(0),
@@ -180,6 +183,7 @@ def vocabulary_rows(vocab_size: int, degree: int, rank: int) -> range:
 
 def parallel_products(plan: TensorParallel) -> Products:
     """How blocks multiply: with a collective before or after the product, or inside it."""
+    before = collectives.all_gather if plan.sequence_parallel else collectives.copy
     if plan.overlapped:
         gather = overlap.all_gather_linear if plan.sequence_parallel else overlap.copy_linear
         scatter = overlap.linear_reduce_scatter if plan.sequence_parallel else overlap.linear_all_reduce
@@ -192,7 +196,6 @@ def parallel_products(plan: TensorParallel) -> Products:
             return _with_bias(scatter(x, (weight,), "tp")[0], bias)
 
     else:
-        before = collectives.all_gather if plan.sequence_parallel else collectives.copy
         after = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
 
         def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
@@ -201,7 +204,7 @@ def parallel_products(plan: TensorParallel) -> Products:
         def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return _with_bias(after(linear(x, weight, None), "tp"), bias)
 
-    return Products(column, row)
+    return Products(column, row, functools.partial(before, axis="tp"))
 
 
 def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -233,11 +236,13 @@ class ParallelEmbedding(NamedTuple):
 
 def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Parameter]:
     """Parameters that every tp rank holds whole, but whose gradients there cover only a part of the group's work."""
+    # Norms of heads, of which a rank has some; that of a latent vector comes before the heads.
+    of_heads = (".q_norm.", ".k_norm.") if model.arch.latent is None else ()
     found = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or not _is_whole(parameter):
             continue
-        of_some = any(part in name for part in (".wkv.", ".q_norm.", ".k_norm.", ".router.", ".experts.w2.bias"))
+        of_some = any(part in name for part in (".wkv.", ".router.", ".experts.w2.bias", *of_heads))
         if plan.sequence_parallel or of_some:
             found.append(parameter)
     return found
