@@ -190,7 +190,9 @@ class Architecture(Section):
 
     def _check_latent(self, latent: LatentAttention) -> None:
         if self.head_dim != latent.head_dim:
-            raise ValueError(f"head_dim ({self.head_dim}) must be latent.nope_dim + latent.rope_dim ({latent.head_dim})")
+            raise ValueError(
+                f"head_dim ({self.head_dim}) must be latent.nope_dim + latent.rope_dim ({latent.head_dim})"
+            )
         if self.n_kv_heads != self.n_heads:
             raise ValueError(f"n_kv_heads ({self.n_kv_heads}) must be n_heads ({self.n_heads}) with latent attention")
         wrong = [name for name in ("qkv_bias", "out_bias", "qk_norm") if getattr(self, name)]

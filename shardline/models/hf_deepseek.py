@@ -152,7 +152,11 @@ def deepseek_keys(arch: Architecture, family: str) -> dict[str, Any]:
     if moe is None:
         return {**keys, "first_k_dense_replace": arch.n_layers}
     keys |= {theirs: getattr(moe, ours) for ours, theirs in _EXPERTS.items()}
-    keys |= {"n_group": moe.n_groups, "topk_group": moe.top_groups, "n_shared_experts": moe.shared_dim // moe.expert_dim}
+    keys |= {
+        "n_group": moe.n_groups,
+        "topk_group": moe.top_groups,
+        "n_shared_experts": moe.shared_dim // moe.expert_dim,
+    }
     grouped = moe.n_groups != moe.top_groups
     method = "noaux_tc" if family == "deepseek_v3" else GROUPED if grouped else "greedy"
     return {**keys, "topk_method": method, "scoring_func": moe.score, "norm_topk_prob": moe.normalize}

@@ -4,10 +4,10 @@
     merge_(out, lse, more, more_lse)                         softmax over both sets of keys
     dq, dk, dv = part_backward(g, q, k, v, out, lse, ...)    with the merged `out` and `lse`; gradients of parts add up
 
-Queries are (B, H, Q, D), keys and values (B, KV, K, D), lse (B, H, Q); values may be narrower than D. A row that sees no key of a part has lse -inf
-and output 0 there. attention.py calls the same kernels for whole sequences. Their ops are private to PyTorch and used
-in this file alone. On a GPU each kernel is compared with the definition before its first use; where it is missing or
-wrong, the next one is used.
+Queries are (B, H, Q, D), keys and values (B, KV, K, D), lse (B, H, Q); values may be narrower than D. A row that sees
+no key of a part has lse -inf and output 0 there. attention.py calls the same kernels for whole sequences. Their ops are
+private to PyTorch and used in this file alone. On a GPU each kernel is compared with the definition before its first
+use; where it is missing or wrong, the next one is used.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 def _kernel(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> str:
     deterministic = torch.are_deterministic_algorithms_enabled()
     full_tiles = fills_tiles(q.shape[2], k.shape[2])
-    return fastest_kernel(
-        q.device, q.dtype, q.shape[-1], allowed is not None, deterministic, full_tiles, v.shape[-1]
-    )
+    return fastest_kernel(q.device, q.dtype, q.shape[-1], allowed is not None, deterministic, full_tiles, v.shape[-1])
 
 
 def fills_tiles(*lengths: int) -> bool:

@@ -128,8 +128,8 @@ def flops_per_token(arch: Architecture, seq_len: int) -> float:
     """FLOPs of forward and backward for one token, by torchtitan's convention.
 
     6 x parameters without the embedding + 6 x layers x heads x (head_dim + width of a value) x sequence. The attention
-    term counts the whole square of scores, as if there were no causal mask; recomputation by activation checkpointing is not
-    counted. The output projection is a product and counts, also when it shares the embedding's weight.
+    term counts the whole square of scores, as if there were no causal mask; recomputation by activation checkpointing
+    is not counted. The output projection is a product and counts, also when it shares the embedding's weight.
     """
     embedding = 0 if arch.tie_word_embeddings else arch.vocab_size * arch.dim
     multiplied = parameter_count(arch) - embedding

@@ -23,8 +23,9 @@ from tests.parity.harness import Harness, compare
 SIZES = {"kv_rank": 20, "nope_dim": 12, "rope_dim": 8, "v_dim": 12}
 # With yarn the softmax has a scale of its own.
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.9}
-WIDE = model(latent=SIZES, rope_pairs="neighbors", rope_scaling=YARN)
-LOW = model(latent={**SIZES, "q_rank": 28}, rope_pairs="neighbors")
+COMMON = {"n_kv_heads": 8, "head_dim": 20, "rope_pairs": "neighbors"}
+WIDE = model(latent=SIZES, rope_scaling=YARN, **COMMON)
+LOW = model(latent={**SIZES, "q_rank": 28}, **COMMON)
 EXPERTS = model(
     moe={
         "n_experts": 8,

@@ -44,6 +44,12 @@ def test_the_fastest_kernel_is_chosen() -> None:
     assert fastest_kernel(CUDA, torch.float32, DIM, False) == "efficient"
 
 
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient"])
+def test_kernels_take_values_narrower_than_keys(kernel: str) -> None:
+    """The widths of DeepSeek's heads."""
+    assert _agrees(kernel, CUDA, torch.bfloat16, 192, False, 128)
+
+
 def documents_of(batch: int) -> Tensor:
     first = torch.zeros(batch, LENGTH, dtype=torch.int32)
     first[:, ::300] = 1

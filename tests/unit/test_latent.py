@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardline.config.architecture import Architecture
-from shardline.errors import ConfigError
+from shardline.errors import ConfigError, UserError
 from shardline.models.decoder import Decoder
-from shardline.models.fused_weights import fuse, logical_shapes, parameter_count
+from shardline.models.fused_weights import fuse, logical_shapes
 from shardline.models.generate import generate
 from shardline.models.hf import hf_name
 from shardline.models.hf_config import architecture_from_dict, hf_config
-from shardline.models.init import init_weights
 from tests.model_state import logical_state
 
 transformers = pytest.importorskip("transformers")
@@ -150,3 +149,68 @@ def test_generation_equals_transformers(case: str) -> None:
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = reference.generate(torch.tensor([prompt]), **options)
     assert list(generate(ours(reference), prompt, 12)) == expected[0, len(prompt) :].tolist()
+
+
+def test_the_softmax_scale_of_yarn_is_there() -> None:
+    """Without the squared scale of all dimensions the logits differ."""
+    reference = theirs("v3-q-lora-yarn")
+    model, tokens = ours(reference), torch.randint(0, 97, (2, 40))
+    scaling = {**model.arch.rope_scaling.model_dump(), "mscale": None, "mscale_all_dim": None}
+    plain = Decoder(model.arch.with_overrides({"rope_scaling": {**scaling, "attention_factor": 1.0}}))
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert (plain(tokens) - model(tokens)).abs().max() > 1e-2
+
+
+SMALL = {"dim": 32, "n_layers": 1, "n_heads": 4, "ffn_dim": 48, "vocab_size": 64}
+LATENT = {"kv_rank": 12, "nope_dim": 10, "rope_dim": 6, "v_dim": 8}
+
+
+def test_widths_of_heads_follow_the_sizes() -> None:
+    arch = Architecture(**SMALL, latent=LATENT)
+    assert (arch.head_dim, arch.rope_dim, arch.v_dim, arch.n_kv_heads) == (16, 6, 8, 4)
+    wider = arch.with_overrides({"latent": {**LATENT, "nope_dim": 14}})
+    assert (wider.head_dim, wider.rope_dim) == (20, 6)
+    assert arch.with_overrides({"latent": None}).head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 12}, r"head_dim \(12\) must be latent.nope_dim \+ latent.rope_dim \(16\)"),
+        ({"n_kv_heads": 2}, r"n_kv_heads \(2\) must be n_heads \(4\)"),
+        ({"qkv_bias": True}, "no qkv_bias"),
+        ({"latent": {**LATENT, "v_dim": 17}}, r"v_dim \(17\) must not exceed nope_dim \+ rope_dim \(16\)"),
+        ({"latent": {**LATENT, "rope_dim": 5}}, "rope_dim"),
+        ({"latent": {"kv_rank": 12}}, "nope_dim"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Architecture(**SMALL, latent=LATENT).with_overrides(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+        ({"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2 is not supported"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+    ],
+)
+def test_what_a_config_cannot_have_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    config = {**SIZES, "model_type": "deepseek_v2", "topk_method": "greedy"}
+    assert architecture_from_dict(config).family == "deepseek_v2"
+    with pytest.raises(ConfigError, match=message):
+        architecture_from_dict({**config, **changes})
+
+
+def test_other_routers_are_not_exported() -> None:
+    arch = architecture_from_dict({**SIZES, "model_type": "deepseek_v3", **GROUPS})
+    assert hf_config(arch)["model_type"] == "deepseek_v3"
+    softmax = arch.with_overrides({"moe": {**arch.moe.model_dump(), "score": "softmax"}})
+    with pytest.raises(UserError, match="DeepseekV3ForCausalLM has sigmoid scores"):
+        hf_config(softmax)

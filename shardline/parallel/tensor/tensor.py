@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank holds some heads and some columns of the wide middle; the sequence is shared between.
 
     residual stream            rows (tokens) cut over tp: rank r has rows [r T/tp, (r+1) T/tp) of the T = B x S tokens
-      | all-gather rows
+      | all-gather rows        latent attention: of the narrow latent vectors that each rank has computed for its rows
     wqkv, w13 (Shard(0))       column products: all tokens, this rank's heads or middle columns
       | attention, SwiGLU      no communication
     wo, w2 (Shard(1))          row products: all tokens, a summand of the result
@@ -11,8 +11,9 @@
 Without sequence parallelism every rank has all rows; the two collectives are an all-reduce after the row product, and
 one of the gradient before the column product. The embedding and the output layer are cut by rows of the vocabulary.
 
-Norm weights and biases of row products are whole on every rank. With sequence parallelism a rank's gradient for them
-covers its rows only: `sum_replicated_gradients` adds them up, once per step and in one piece.
+Norm weights, biases of row products and the projections to latent vectors are whole on every rank. With sequence
+parallelism a rank's gradient for them covers its rows only: `sum_replicated_gradients` adds them up, once per step and
+in one piece.
 """
 
 from __future__ import annotations
@@ -94,13 +95,13 @@ def _problems(arch: Architecture, degree: int) -> list[str]:
         problems.append(f"{arch.n_kv_heads} KV heads and {degree} ranks: one must be a multiple of the other")
     if not all(vocabulary_rows(arch.vocab_size, degree, rank) for rank in range(degree)):
         problems.append(f"a vocabulary of {arch.vocab_size} leaves ranks without a row")
-    for what, width in _widths(arch).items():
+    for what, width in cut_widths(arch).items():
         if width % (degree * gate_block(width)):
             problems.append(f"{what} {width} is not a multiple of {degree} x {gate_block(width)}")
     return problems
 
 
-def _widths(arch: Architecture) -> dict[str, int]:
+def cut_widths(arch: Architecture) -> dict[str, int]:
     """The widths of the feed-forward parts that tensor parallelism always cuts."""
     every = arch.moe is not None and all(arch.moe.holds(layer) for layer in range(arch.n_layers))
     dense = {} if every else {"ffn_dim": arch.ffn_dim}
