@@ -63,7 +63,17 @@ class LatentAttention(Section):
     q_rank: int | None = Field(default=None, ge=1, description="Width of the latent vector of queries; unset: none.")
     nope_dim: int = Field(ge=1, description="Dimensions of a head without rotary positions.")
     rope_dim: int = Field(ge=2, multiple_of=2, description="Dimensions of a head with rotary positions; even.")
-    v_dim: int = Field(ge=1, description="Width of a value head.")
+    v_dim: int = Field(ge=1, description="Width of a value head; at most nope_dim + rope_dim.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @model_validator(mode="after")
+    def _check(self) -> LatentAttention:
+        if self.v_dim > self.head_dim:  # kernels that want equal widths get values with zeros behind them
+            raise ValueError(f"v_dim ({self.v_dim}) must not exceed nope_dim + rope_dim ({self.head_dim})")
+        return self
 
 
 class MixtureOfExperts(Section):
@@ -158,7 +168,7 @@ class Architecture(Section):
         default="causal", description="block_causal separates packed documents."
     )
     attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"] = Field(
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"] = Field(
         default="llama", description="Family whose Hugging Face names are used."
     )
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
@@ -172,8 +182,9 @@ class Architecture(Section):
         heads, dim = filled.get("n_heads"), filled.get("dim")
         if filled.get("n_kv_heads") in (None, 0) and heads is not None:
             filled["n_kv_heads"] = heads
-        if filled.get("head_dim") in (None, 0) and isinstance(heads, int) and isinstance(dim, int) and heads > 0:
-            filled["head_dim"] = dim // heads
+        width = _default_head_dim(filled.get("latent"), dim, heads)
+        if filled.get("head_dim") in (None, 0) and width is not None:
+            filled["head_dim"] = width
         if isinstance(filled.get("sliding_window_layers"), list):
             filled["sliding_window_layers"] = tuple(filled["sliding_window_layers"])
         return filled
@@ -184,10 +195,33 @@ class Architecture(Section):
             raise ValueError(f"n_kv_heads ({self.n_kv_heads}) must divide n_heads ({self.n_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even")
+        if self.latent is not None:
+            self._check_latent(self.latent)
         outside = [layer for layer in self.sliding_window_layers or () if not 0 <= layer < self.n_layers]
         if outside:
             raise ValueError(f"sliding_window_layers names {outside}, but the layers are 0 to {self.n_layers - 1}")
         return self
+
+    def _check_latent(self, latent: LatentAttention) -> None:
+        if self.head_dim != latent.head_dim:
+            raise ValueError(
+                f"head_dim ({self.head_dim}) must be latent.nope_dim + latent.rope_dim ({latent.head_dim})"
+            )
+        if self.n_kv_heads != self.n_heads:
+            raise ValueError(f"n_kv_heads ({self.n_kv_heads}) must be n_heads ({self.n_heads}) with latent attention")
+        wrong = [name for name in ("qkv_bias", "out_bias", "qk_norm") if getattr(self, name)]
+        if wrong:
+            raise ValueError(f"latent attention has no {wrong[0]}")
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that rotate with the position."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.latent is None else self.latent.v_dim
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Architecture:
         """A copy with some fields changed.
@@ -201,7 +235,7 @@ class Architecture(Section):
         fields = {name: getattr(self, name) for name in Architecture.model_fields}
         if self.n_kv_heads == self.n_heads:
             fields.pop("n_kv_heads")
-        if self.head_dim == self.dim // self.n_heads:
+        if self.head_dim == _default_head_dim(self.latent, self.dim, self.n_heads):
             fields.pop("head_dim")
         fields.update(overrides)
         for name in TABLES:
@@ -209,6 +243,16 @@ class Architecture(Section):
             if isinstance(given, Mapping) and "type" not in given and present is not None:
                 fields[name] = {**present.model_dump(), **given}
         return build(fields)
+
+
+def _default_head_dim(latent: Any, dim: Any, heads: Any) -> int | None:
+    """`head_dim` where it is not given; None where it does not follow from valid fields."""
+    if isinstance(latent, LatentAttention):
+        return latent.head_dim
+    parts = (latent.get("nope_dim"), latent.get("rope_dim")) if isinstance(latent, Mapping) else (dim, heads)
+    if not all(isinstance(part, int) and part > 0 for part in parts):
+        return None
+    return int(sum(part or 0 for part in parts)) if latent is not None else dim // heads
 
 
 def build(fields: Mapping[str, Any]) -> Architecture:

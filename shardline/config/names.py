@@ -34,7 +34,6 @@ NOT_BUILT: dict[tuple[str, str], str] = {
             "mixture of experts",
             "debugmodel 17bx16e 17bx128e debugmodel_irope 17bx16e_irope 17bx128e_irope",
         ),
-        ("deepseek_v3", "latent attention, mixture of experts", "debugmodel debugmodel_flex_attn 16B 236B 671B"),
         ("gpt_oss", "attention sinks, mixture of experts", "debugmodel 20b 120b"),
         ("flux", "image generation", "flux-debug flux-dev flux-schnell"),
     )

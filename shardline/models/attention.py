@@ -1,7 +1,7 @@
 """Attention over whole sequences. The kernel of a batch is chosen once, outside the blocks, and travels in the mask.
 
 Letters: B batch, S sequence, H query heads, KV key and value heads, D head_dim. Queries are (B, S, H, D), keys and
-values (B, S, KV, D); query head h reads KV head h // (H / KV).
+values (B, S, KV, D); query head h reads KV head h // (H / KV). Values, and so the result, may be narrower than D.
 
 Each CUDA kernel is called by its own op (partial_attention.py), so the choice is part of the traced code: a compiled
 graph can never come from a cache that was filled with another kernel.
@@ -21,7 +21,15 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.models.partial_attention import CUDNN_TILE, HALF, KERNELS, fastest_kernel, fills_tiles, for_every_head
+from shardline.models.partial_attention import (
+    CUDNN_TILE,
+    HALF,
+    KERNELS,
+    as_wide_as,
+    fastest_kernel,
+    fills_tiles,
+    for_every_head,
+)
 
 SMALLEST_FLEX_HEAD = 16
 
@@ -41,7 +49,7 @@ class AttentionMask(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer (B, length, KV, D), filled up to `start`."""
+    """Keys (B, length, KV, D) and values of one layer, filled up to `start`."""
 
     k: Tensor
     v: Tensor
@@ -52,12 +60,13 @@ class KVCache:
     """Keys and values of all layers for generation; `used` tokens are filled."""
 
     def __init__(self, arch: Architecture, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        shape = (arch.n_layers, 2, batch, length, arch.n_kv_heads, arch.head_dim)
-        self.tensors = torch.zeros(shape, device=device, dtype=dtype)
+        shape = (arch.n_layers, batch, length, arch.n_kv_heads)
+        self.k = torch.zeros(*shape, arch.head_dim, device=device, dtype=dtype)
+        self.v = torch.zeros(*shape, arch.v_dim, device=device, dtype=dtype)
         self.used = 0
 
     def layer(self, index: int) -> LayerCache:
-        return LayerCache(self.tensors[index, 0], self.tensors[index, 1], self.used)
+        return LayerCache(self.k[index], self.v[index], self.used)
 
 
 def remember(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,7 +78,7 @@ def remember(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Attention over (B, S, H, D); the result has the shape and the memory order of q."""
+    """Attention over (B, S, H, D); the result has the memory order of q, and its shape but for the values' width."""
     if mask.shared is not None:
         return mask.shared(q, k, v, mask)
     if mask.kernel == "varlen":
@@ -226,7 +235,8 @@ def choose_kernel(
         return "flex" if arch.head_dim >= SMALLEST_FLEX_HEAD else "sdpa"
     if plain:
         deterministic = torch.are_deterministic_algorithms_enabled()
-        fastest = fastest_kernel(device, dtype, arch.head_dim, False, deterministic, fills_tiles(length))
+        tiles = fills_tiles(length)
+        fastest = fastest_kernel(device, dtype, arch.head_dim, False, deterministic, tiles, arch.v_dim)
         return "sdpa" if fastest == "math" else fastest
     return "sdpa"
 
@@ -257,7 +267,10 @@ def _sdpa_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor
         k, v = for_every_head(q, k), for_every_head(q, v)
         grouped = False
     causal = mask.allowed is None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.allowed, is_causal=causal, enable_gqa=grouped)
+    width = v.shape[-1]
+    v = v if q.is_cuda else as_wide_as(q, v)  # on a CPU, other widths would mean all S x S scores
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.allowed, is_causal=causal, enable_gqa=grouped)
+    return out[..., :width]
 
 
 def _flex_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -272,14 +285,14 @@ def _varlen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tens
     assert _varlen is not None, "load_varlen() comes first"
     length = q.shape[1]
     out = _varlen(
-        *(tensor.flatten(0, 1) for tensor in (q, k, v)),
+        *(tensor.flatten(0, 1) for tensor in (q, k, as_wide_as(q, v))),
         mask.boundaries,
         mask.boundaries,
         length,
         length,
         window_size=(mask.window - 1 if mask.window else -1, 0),
     )
-    return out.unflatten(0, q.shape[:2])
+    return out.unflatten(0, q.shape[:2])[..., : v.shape[-1]]
 
 
 _KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]] = {

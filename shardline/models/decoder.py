@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardline.config.architecture import Architecture, MixtureOfExperts
+from shardline.config.architecture import Architecture, LatentAttention, MixtureOfExperts
 from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
 from shardline.models.dtensor import local, local_waiting
 from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward
 from shardline.models.fused_weights import gate_block
-from shardline.models.linear import linear, weight_queue
+from shardline.models.latent import NORM_EPS, LatentSpec, LatentWeights, latent_heads, latent_spec
+from shardline.models.linear import linear, rms_norm, weight_queue
 from shardline.models.moe import ExpertExchange, ExpertWeights, RouterRun, moe
 from shardline.models.narrow import narrowed
 from shardline.models.rope import rope_tables, rotate
@@ -37,14 +38,16 @@ class BlockSpec(NamedTuple):
     exchange: ExpertExchange = ExpertExchange()
     run: RouterRun = RouterRun()
     kv_heads: tuple[int, int] | None = None  # where every rank holds all of wkv: the first head used here, and how many
+    latent: LatentSpec | None = None
 
 
 class BlockWeights(NamedTuple):
     attention_norm: Tensor
-    wqkv: Tensor  # only queries where `wkv` is given
+    wqkv: Tensor | None  # only queries where `wkv` is given, None where `latent` is
     wqkv_bias: Tensor | None
     wkv: Tensor | None
     wkv_bias: Tensor | None
+    latent: LatentWeights | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     wo: Tensor
@@ -107,11 +110,14 @@ def attention_part(
     cache: LayerCache | None,
 ) -> Tensor:
     """Project, normalise, rotate, attend, project back. Values stay a view of the fused product."""
-    q, k, v, rows = project(x, w, spec, shape)  # (B, S, KV, group, D), (B, S, KV, 1, D) twice
-    if w.q_norm is not None and w.k_norm is not None:
-        q, k = rms_norm(q, w.q_norm, spec.norm_eps), rms_norm(k, w.k_norm, spec.norm_eps)
-    q, k = rotate(q, cos, sin).flatten(2, 3), rotate(k, cos, sin).flatten(2, 3)
-    v = v.squeeze(3)
+    if w.latent is not None and spec.latent is not None:
+        q, k, v, rows = latent_heads(x, w.latent, cos, sin, spec.latent, spec.products, shape)
+    else:
+        q, k, v, rows = project(x, w, spec, shape)  # (B, S, KV, group, D), (B, S, KV, 1, D) twice
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = rms_norm(q, w.q_norm, spec.norm_eps), rms_norm(k, w.k_norm, spec.norm_eps)
+        q, k = rotate(q, cos, sin).flatten(2, 3), rotate(k, cos, sin).flatten(2, 3)
+        v = v.squeeze(3)
     if cache is not None:
         k, v = remember(cache, k, v)
     return spec.products.row(attention(q, k, v, mask).reshape(*rows, -1), w.wo, w.wo_bias)
@@ -121,6 +127,7 @@ def project(
     x: Tensor, w: BlockWeights, spec: BlockSpec, shape: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
     """Queries, keys and values of all tokens for the heads of this rank, and the shape of the product's rows."""
+    assert w.wqkv is not None
     if w.wkv is None:
         (product,) = spec.products.column(x, (w.wqkv,), (w.wqkv_bias,))
         heads = w.wqkv.shape[0] // ((spec.group + 2) * spec.head_dim)  # from the weight: never a symbol when compiled
@@ -135,10 +142,6 @@ def project(
     k, v = kv.view(*shape, count, 2, spec.head_dim).split(1, dim=3)
     group = w.wqkv.shape[0] // (count * spec.head_dim)
     return product.view(*shape, count, group, spec.head_dim), k, v, product.shape[:-1]
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
 
 
 class Linear(nn.Module):
@@ -187,6 +190,32 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
         self.wo = Linear(arch.dim, heads, arch.out_bias)
+
+
+class LatentProjections(nn.Module):
+    """The weights of a block with latent attention; the arithmetic is `latent_heads`."""
+
+    def __init__(self, arch: Architecture, sizes: LatentAttention) -> None:
+        super().__init__()
+        queries, rank = arch.n_heads * sizes.head_dim, sizes.q_rank
+        self.wq = Linear(queries, arch.dim) if rank is None else None
+        self.wq_a = None if rank is None else Linear(rank, arch.dim)
+        self.q_norm = None if rank is None else RMSNorm(rank, NORM_EPS)
+        self.wq_b = None if rank is None else Linear(queries, rank)
+        self.wkv_a = Linear(sizes.kv_rank + sizes.rope_dim, arch.dim)
+        self.kv_norm = RMSNorm(sizes.kv_rank, NORM_EPS)
+        self.wkv_b = Linear(arch.n_heads * (sizes.nope_dim + sizes.v_dim), sizes.kv_rank)
+        self.wo = Linear(arch.dim, arch.n_heads * sizes.v_dim)
+
+    def weights(self, part: Callable[[Tensor], Tensor]) -> LatentWeights:
+        return LatentWeights(
+            wq_a=None if self.wq_a is None else part(self.wq_a.weight),
+            q_norm=None if self.q_norm is None else part(self.q_norm.weight),
+            wq=part((self.wq or self.wq_b).weight),  # type: ignore[union-attr]
+            wkv_a=part(self.wkv_a.weight),
+            kv_norm=part(self.kv_norm.weight),
+            wkv_b=part(self.wkv_b.weight),
+        )
 
 
 class FeedForward(nn.Module):
@@ -239,14 +268,20 @@ class Block(nn.Module):
         super().__init__()
         spec = arch.moe if arch.moe is not None and arch.moe.holds(layer) else None
         self.attention_norm = RMSNorm(arch.dim, arch.norm_eps)
-        self.attention = Attention(arch, split_kv)
+        latent = arch.latent
+        self.attention = Attention(arch, split_kv) if latent is None else LatentProjections(arch, latent)
         self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)
         self.feed_forward = FeedForward(arch, arch.ffn_dim) if spec is None else None
         self.moe = None if spec is None else Moe(arch, spec)
         self.window = window
         width = arch.ffn_dim if spec is None else spec.shared_dim
         self.spec = BlockSpec(
-            arch.head_dim, arch.n_heads // arch.n_kv_heads, gate_block(width), arch.norm_eps, moe=spec
+            arch.head_dim,
+            arch.n_heads // arch.n_kv_heads,
+            gate_block(width),
+            arch.norm_eps,
+            moe=spec,
+            latent=latent_spec(arch),
         )
         self.function: Callable[..., Any] = block_function if spec is None else expert_block_function
         self.tally: Tensor | None = None  # of the router since it was last reset: tokens of each expert, losses
@@ -261,9 +296,9 @@ class Block(nn.Module):
         """This rank's shard of each weight, as plain tensors."""
         a, m = self.attention, self.moe
         f = self.feed_forward if m is None else m.shared_experts
-        queries = a.wqkv if a.wqkv is not None else a.wq
-        assert queries is not None
         part = local_waiting if weight_queue.offered else lambda parameter: narrowed(local(parameter))
+        plain = (a.wqkv or a.wq, a.wkv, a.q_norm, a.k_norm) if isinstance(a, Attention) else (None,) * 4
+        queries, kv, q_norm, k_norm = plain
 
         def maybe(module: nn.Module | None, name: str) -> Tensor | None:
             parameter = None if module is None else getattr(module, name)
@@ -274,12 +309,13 @@ class Block(nn.Module):
 
         return BlockWeights(
             attention_norm=part(self.attention_norm.weight),
-            wqkv=part(queries.weight),
+            wqkv=maybe(queries, "weight"),
             wqkv_bias=maybe(queries, "bias"),
-            wkv=maybe(a.wkv, "weight"),
-            wkv_bias=maybe(a.wkv, "bias"),
-            q_norm=maybe(a.q_norm, "weight"),
-            k_norm=maybe(a.k_norm, "weight"),
+            wkv=maybe(kv, "weight"),
+            wkv_bias=maybe(kv, "bias"),
+            latent=a.weights(part) if isinstance(a, LatentProjections) else None,
+            q_norm=maybe(q_norm, "weight"),
+            k_norm=maybe(k_norm, "weight"),
             wo=part(a.wo.weight),
             wo_bias=maybe(a.wo, "bias"),
             ffn_norm=part(self.ffn_norm.weight),

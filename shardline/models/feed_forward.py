@@ -23,11 +23,19 @@ def columns(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
     return tuple(linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
+def all_here(x: Tensor) -> Tensor:
+    return x
+
+
 class Products(NamedTuple):
-    """The two kinds of products in a block: into heads or the wide middle (`column`), and back to dim (`row`)."""
+    """The two kinds of products in a block: into heads or the wide middle (`column`), and back to dim (`row`).
+
+    `gather` gives all rows of what each rank has computed for its own, to be used by this rank's heads.
+    """
 
     column: Callable[[Tensor, Weights, Biases], tuple[Tensor, ...]] = columns
     row: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+    gather: Callable[[Tensor], Tensor] = all_here
 
 
 class FeedForwardWeights(NamedTuple):

@@ -48,6 +48,44 @@ def _balanced(n_experts: int, top_k: int, expert_dim: int) -> MixtureOfExperts:
     return _experts(n_experts, top_k, expert_dim, balance_coeff=1e-3)
 
 
+def _shared_experts(count: int, top_k: int, width: int, shared: int, **more: Any) -> dict[str, Any]:
+    """`count` experts of a width, and a shared expert as wide as `shared` of them; one layer is dense."""
+    sizes = {"n_experts": count, "top_k": top_k, "expert_dim": width, "shared_dim": shared * width}
+    return {**sizes, "first_dense": 1, "balance_coeff": 1e-3, **more}
+
+
+def _deepseek(
+    dim: int, layers: int, heads: int, ffn_dim: int, moe: dict[str, Any], mscale: float, q_rank: int | None, **more: Any
+) -> Architecture:
+    scaling = {"factor": 40.0, "original_max_position_embeddings": 4096, "mscale": mscale, "mscale_all_dim": mscale}
+    fields: dict[str, Any] = {
+        "family": "deepseek_v2",
+        "max_seq_len": 163840,
+        "rope_theta": 10000.0,
+        "rope_pairs": "neighbors",
+        "rope_scaling": {"type": "yarn", **scaling},
+        "norm_eps": 1e-6,
+        "latent": {"kv_rank": 512, "q_rank": q_rank, "nope_dim": 128, "rope_dim": 64, "v_dim": 128},
+    }
+    return _sized(dim, layers, heads, heads, ffn_dim, moe=moe, **{**fields, **more})
+
+
+_DEBUG_DEEPSEEK = _deepseek(
+    256, 6, 16, 1024, _shared_experts(8, 3, 256, 2), 0.707, None, vocab_size=2048, max_seq_len=16384
+)
+_V2_ROUTER = {"n_groups": 8, "top_groups": 3, "scale": 16.0}
+_V3_ROUTER = {
+    "first_dense": 3,
+    "score": "sigmoid",
+    "normalize": True,
+    "scale": 2.5,
+    "n_groups": 8,
+    "top_groups": 4,
+    "group_score": "top2",
+}
+_V2 = {"vocab_size": 102400, "attn_mask_type": "block_causal"}
+_V3 = {"vocab_size": 129280, "attn_mask_type": "block_causal", "family": "deepseek_v3"}
+
 # Llama 3.2 (1B, 3B) ties its embeddings and stretches its rotary frequencies; 8B, 70B and 405B do neither, as
 # TorchTitan has them. The published Llama 3.1 weights of those sizes do stretch: load them with model.name = "auto".
 FLAVORS: dict[str, dict[str, Architecture]] = {
@@ -79,6 +117,14 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
         "debugmodel": _mixtral(256, 6, 16, 4, 384, vocab_size=2048, max_seq_len=4096, moe=_experts(8, 2, 384)),
         "8x7B": _mixtral(4096, 32, 32, 8, 14336, max_seq_len=32768, moe=_experts(8, 2, 14336)),
         "8x22B": _mixtral(6144, 56, 48, 8, 16384, max_seq_len=65536, moe=_experts(8, 2, 16384)),
+    },
+    # 16B and 236B are DeepSeek-V2-Lite and -V2 with a balancing bias, which these were trained without.
+    "deepseek_v3": {
+        "debugmodel": _DEBUG_DEEPSEEK,
+        "debugmodel_flex_attn": _DEBUG_DEEPSEEK.with_overrides(_PACKED_FLEX),
+        "16B": _deepseek(2048, 27, 16, 10944, _shared_experts(64, 6, 1408, 2), 0.707, None, **_V2),
+        "236B": _deepseek(5120, 60, 128, 12288, _shared_experts(160, 6, 1536, 2, **_V2_ROUTER), 1.0, 1536, **_V2),
+        "671B": _deepseek(7168, 61, 128, 18432, _shared_experts(256, 8, 2048, 1, **_V3_ROUTER), 1.0, 1536, **_V3),
     },
 }
 

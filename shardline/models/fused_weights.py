@@ -115,15 +115,9 @@ def used_by_a_token(arch: Architecture, name: str, size: int) -> int:
 
 
 def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
-    heads, kv = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
     moe = arch.moe if arch.moe is not None and arch.moe.holds(layer) else None
     ffn, width = ("feed_forward", arch.ffn_dim) if moe is None else ("moe.shared_experts", moe.shared_dim)
-    matrices = [
-        ("attention.wq", heads, arch.dim, arch.qkv_bias),
-        ("attention.wk", kv, arch.dim, arch.qkv_bias),
-        ("attention.wv", kv, arch.dim, arch.qkv_bias),
-        ("attention.wo", arch.dim, heads, arch.out_bias),
-    ]
+    matrices = _attention_matrices(arch)
     if width:
         matrices += [
             (f"{ffn}.w1", width, arch.dim, arch.mlp_bias),
@@ -137,7 +131,34 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
             shapes[f"{name}.bias"] = (rows,)
     if arch.qk_norm:
         shapes["attention.q_norm.weight"] = shapes["attention.k_norm.weight"] = (arch.head_dim,)
+    if arch.latent is not None:
+        shapes["attention.kv_norm.weight"] = (arch.latent.kv_rank,)
+    if arch.latent is not None and arch.latent.q_rank is not None:
+        shapes["attention.q_norm.weight"] = (arch.latent.q_rank,)
     return shapes if moe is None else {**shapes, **_expert_shapes(arch, moe)}
+
+
+def _attention_matrices(arch: Architecture) -> list[tuple[str, int, int, bool]]:
+    """(name, rows, columns, whether it has a bias) of each projection."""
+    heads, kv = arch.n_heads * arch.head_dim, arch.n_kv_heads * arch.head_dim
+    back = ("attention.wo", arch.dim, arch.n_heads * arch.v_dim, arch.out_bias)
+    if arch.latent is None:
+        return [
+            ("attention.wq", heads, arch.dim, arch.qkv_bias),
+            ("attention.wk", kv, arch.dim, arch.qkv_bias),
+            ("attention.wv", kv, arch.dim, arch.qkv_bias),
+            back,
+        ]
+    sizes = arch.latent
+    queries = [("attention.wq", heads, arch.dim, False)]
+    if sizes.q_rank is not None:
+        queries = [("attention.wq_a", sizes.q_rank, arch.dim, False), ("attention.wq_b", heads, sizes.q_rank, False)]
+    return [
+        *queries,
+        ("attention.wkv_a", sizes.kv_rank + sizes.rope_dim, arch.dim, False),
+        ("attention.wkv_b", arch.n_heads * (sizes.nope_dim + sizes.v_dim), sizes.kv_rank, False),
+        back,
+    ]
 
 
 def _expert_shapes(arch: Architecture, moe: MixtureOfExperts) -> dict[str, tuple[int, ...]]:

@@ -127,6 +127,12 @@ _COMMON: dict[str, str | Stored] = {
     **_gated("feed_forward", "mlp"),
 }
 _DEEPSEEK: dict[str, str | Stored] = {
+    "attention.wq_a": "self_attn.q_a_proj",
+    "attention.q_norm": "self_attn.q_a_layernorm",
+    "attention.wq_b": "self_attn.q_b_proj",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_norm": "self_attn.kv_a_layernorm",
+    "attention.wkv_b": "self_attn.kv_b_proj",
     "moe.router.gate": "mlp.gate",
     "moe.router.balance": Stored("mlp.gate.e_score_correction_bias"),
     **_gated("moe.shared_experts", "mlp.shared_experts"),
@@ -151,6 +157,7 @@ _ARITHMETIC = (
     "n_kv_heads",
     "rope_theta",
     "rope_scaling",
+    "rope_pairs",
     "norm_eps",
     "sliding_window",
     "sliding_window_layers",

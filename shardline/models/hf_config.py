@@ -20,6 +20,7 @@ from shardline.config.architecture import (
     build,
 )
 from shardline.errors import ConfigError, UserError
+from shardline.models import hf_deepseek as deepseek
 
 CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -28,6 +29,8 @@ CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 # The values of keys that config.json leaves out: common ones, and those in which the families differ.
@@ -42,6 +45,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "head_dim": 128,
     },
+    **deepseek.DEFAULTS,
     "mixtral": {
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
@@ -153,6 +157,7 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
             "sliding_window": window,
             "sliding_window_layers": layers,
             "init_std": merged["initializer_range"] or _COMMON["initializer_range"],
+            **(deepseek.deepseek_fields(family, merged) if family in deepseek.DEFAULTS else {}),
         }
     )
 
@@ -245,7 +250,7 @@ def _original(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
 def _sliding(family: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
     """The window and the layers that use it (None: all layers); (None, None) without a window."""
     window = config.get("sliding_window")
-    if family == "llama" or window is None:
+    if family == "llama" or family in deepseek.DEFAULTS or window is None:
         return None, None
     if family in ("mistral", "mixtral"):
         return window, None
@@ -312,7 +317,10 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
         ],
     }
     rules["mixtral"], rules["qwen3_moe"] = rules["mistral"], [*rules["qwen3"], one_window]
-    return [text for broken, text in rules[family] if broken] + _expert_obstacles(arch.moe, family)
+    if family in deepseek.DEFAULTS:
+        return [text for broken, text in deepseek.deepseek_obstacles(arch, family) if broken]
+    common = [(arch.latent is not None, "has no latent attention")]
+    return [text for broken, text in (*common, *rules[family]) if broken] + _expert_obstacles(arch.moe, family)
 
 
 def _expert_obstacles(moe: MixtureOfExperts | None, family: str) -> list[str]:
@@ -360,9 +368,11 @@ def hf_config(
         config["attention_bias"] = arch.qkv_bias
     if family == "llama":
         config["mlp_bias"] = arch.mlp_bias
-    if family != "llama":
+    if family != "llama" and family not in deepseek.DEFAULTS:
         config.update(_window_keys(arch, family))
-    if arch.moe is not None:
+    if family in deepseek.DEFAULTS:
+        config.update(deepseek.deepseek_keys(arch, family))
+    elif arch.moe is not None:
         config.update(_expert_keys(arch.moe, family))
     return config
 

@@ -82,6 +82,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -4,10 +4,10 @@
     merge_(out, lse, more, more_lse)                         softmax over both sets of keys
     dq, dk, dv = part_backward(g, q, k, v, out, lse, ...)    with the merged `out` and `lse`; gradients of parts add up
 
-Queries are (B, H, Q, D), keys and values (B, KV, K, D), lse (B, H, Q). A row that sees no key of a part has lse -inf
-and output 0 there. attention.py calls the same kernels for whole sequences. Their ops are private to PyTorch and used
-in this file alone. On a GPU each kernel is compared with the definition before its first use; where it is missing or
-wrong, the next one is used.
+Queries are (B, H, Q, D), keys and values (B, KV, K, D), lse (B, H, Q); values may be narrower than D. A row that sees
+no key of a part has lse -inf and output 0 there. attention.py calls the same kernels for whole sequences. Their ops are
+private to PyTorch and used in this file alone. On a GPU each kernel is compared with the definition before its first
+use; where it is missing or wrong, the next one is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def part(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, allowed: Tensor | None = None, kernel: str | None = None
 ) -> Part:
     """Output and lse under `allowed` (B or 1, 1, Q, K) of bool, or `causal`; with neither every query sees all keys."""
-    out, lse = KERNELS[kernel or _kernel(q, k, allowed)].forward(q, k, v, causal, allowed)
+    out, lse = KERNELS[kernel or _kernel(q, k, v, allowed)].forward(q, k, v, causal, allowed)
     if allowed is None:
         return out, lse
     blind = ~allowed.any(dim=-1)  # (B or 1, 1, Q); what kernels give such a row is undefined
@@ -54,7 +54,7 @@ def part_backward(
     kernel: str | None = None,
 ) -> Gradients:
     """The contribution of these keys to the gradients of q, k and v; `out` and `lse` are those over all keys."""
-    return KERNELS[kernel or _kernel(q, k, allowed)].backward(gradient, q, k, v, out, lse, causal, allowed)
+    return KERNELS[kernel or _kernel(q, k, v, allowed)].backward(gradient, q, k, v, out, lse, causal, allowed)
 
 
 def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -69,10 +69,10 @@ def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
 # The choice
 
 
-def _kernel(q: Tensor, k: Tensor, allowed: Tensor | None) -> str:
+def _kernel(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None) -> str:
     deterministic = torch.are_deterministic_algorithms_enabled()
     full_tiles = fills_tiles(q.shape[2], k.shape[2])
-    return fastest_kernel(q.device, q.dtype, q.shape[-1], allowed is not None, deterministic, full_tiles)
+    return fastest_kernel(q.device, q.dtype, q.shape[-1], allowed is not None, deterministic, full_tiles, v.shape[-1])
 
 
 def fills_tiles(*lengths: int) -> bool:
@@ -88,10 +88,12 @@ def fastest_kernel(
     masked: bool = False,
     deterministic: bool = False,
     full_tiles: bool = True,
+    v_dim: int | None = None,
 ) -> str:
     """cuDNN on Hopper and later, flash from Ampere on, memory-efficient for masks, float32 and old devices.
 
-    cuDNN's backward sums in no fixed order; flash's order is fixed when PyTorch is set to be deterministic.
+    Values are as wide as keys where `v_dim` is not given. cuDNN's backward sums in no fixed order; flash's order is
+    fixed when PyTorch is set to be deterministic.
     """
     if device.type == "cpu":
         return "cpu"
@@ -101,21 +103,25 @@ def fastest_kernel(
     if dtype in HALF and head_dim % 8 == 0 and not masked:
         major = torch.cuda.get_device_capability(device)[0]
         names = (["flash"] if major >= 8 and head_dim <= 256 else []) + names
-        cudnn = major >= 9 and head_dim <= 128 and full_tiles and not deterministic
+        taken = head_dim <= 128 or (head_dim, v_dim) == (192, 128)
+        cudnn = major >= 9 and taken and full_tiles and not deterministic
         names = (["cudnn"] if cudnn else []) + names
-    return next((name for name in names if _agrees(name, device, dtype, head_dim, masked)), "math")
+    return next((name for name in names if _agrees(name, device, dtype, head_dim, masked, v_dim)), "math")
 
 
-def _agrees(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> bool:
+def _agrees(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool, v_dim: int | None = None
+) -> bool:
     """Whether a kernel gives what the definition gives, forward and backward; a failure is logged."""
     source = torch.Generator(device).manual_seed(0)
 
-    def drawn(heads: int, tokens: int) -> Tensor:
-        return torch.randn(1, tokens, heads, head_dim, device=device, generator=source).to(dtype).transpose(1, 2)
+    def drawn(heads: int, tokens: int, width: int) -> Tensor:
+        return torch.randn(1, tokens, heads, width, device=device, generator=source).to(dtype).transpose(1, 2)
 
     try:
         with torch.inference_mode(False), torch.no_grad():
-            q, k, v, gradient = drawn(2, 128), drawn(1, 256), drawn(1, 256), drawn(2, 128)
+            q, gradient = drawn(2, 128, head_dim), drawn(2, 128, v_dim or head_dim)
+            k, v = drawn(1, 256, head_dim), drawn(1, 256, v_dim or head_dim)
             for causal, keys in ((False, 64),) if masked else ((False, 256), (True, 128)):
                 allowed = torch.ones(1, 1, 128, keys, dtype=torch.bool, device=device).tril(-8) if masked else None
                 case = (gradient, q, k[:, :, :keys], v[:, :, :keys], causal, allowed)
@@ -278,6 +284,11 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == float("-inf"), 0.0)
 
 
+def as_wide_as(q: Tensor, v: Tensor) -> Tensor:
+    """Values with zeros behind them up to the width of q."""
+    return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+
+
 def for_every_head(q: Tensor, k: Tensor) -> Tensor:
     """Keys or values repeated for each query head, from (B, KV, K, D) to (B, H, K, D)."""
     group = q.shape[1] // k.shape[1]
@@ -294,9 +305,23 @@ class Kernel(NamedTuple):
     backward: Callable[..., Gradients]  # (gradient, q, k, v, out, lse, causal, allowed)
 
 
+def _of_one_width(kernel: Kernel) -> Kernel:
+    """A kernel whose values must be as wide as keys, made to take narrower ones."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> Part:
+        out, lse = kernel.forward(q, k, as_wide_as(q, v), *mask)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Gradients:
+        dq, dk, dv = kernel.backward(as_wide_as(q, g), q, k, as_wide_as(q, v), as_wide_as(q, out), *rest)
+        return dq, dk, dv[..., : v.shape[-1]]
+
+    return Kernel(forward, backward)
+
+
 KERNELS = {
-    "cpu": Kernel(_cpu, _cpu_backward),
-    "flash": Kernel(_flash, _flash_backward),
+    "cpu": _of_one_width(Kernel(_cpu, _cpu_backward)),
+    "flash": _of_one_width(Kernel(_flash, _flash_backward)),
     "cudnn": Kernel(_cudnn, _cudnn_backward),
     "efficient": Kernel(_efficient, _efficient_backward),
     "math": Kernel(_math, _math_backward),

@@ -30,17 +30,32 @@ def rope_tables(arch: Architecture, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos() * factor, angles.sin() * factor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end; dimension i pairs with i + D/2.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
+    """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end.
 
-    Computed in float32 whatever the type of x: compiled, the cast costs nothing, and large positions stay exact.
+    Dimension i pairs with i + D/2 (`halves`), or 2i with 2i + 1 (`neighbors`). Computed in float32 whatever the type of
+    x: compiled, the cast costs nothing, and large positions stay exact.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    if pairs == "halves":
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+def softmax_factor(arch: Architecture) -> float:
+    """What the softmax's scale is multiplied by: with latent attention, yarn's scale of all dimensions, squared.
+
+    The families without latent attention have no such factor, whatever their config says.
+    """
+    scaling = arch.rope_scaling
+    if arch.latent is None or scaling is None or not scaling.mscale_all_dim:
+        return 1.0
+    return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
 def _powers(arch: Architecture) -> Tensor:
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64, device="cpu").float() / arch.head_dim
+    exponents = torch.arange(0, arch.rope_dim, 2, dtype=torch.int64, device="cpu").float() / arch.rope_dim
     return torch.as_tensor(arch.rope_theta**exponents)
 
 
@@ -67,10 +82,10 @@ def _yarn(arch: Architecture, scaling: RopeScaling, plain: Tensor) -> tuple[Tens
     high = _dimension_of(scaling.beta_slow, arch, original)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, arch.head_dim - 1)
+    low, high = max(low, 0), min(high, arch.rope_dim - 1)
     if low == high:
         high += 0.001
-    ramp = torch.arange(arch.head_dim // 2, dtype=torch.float32, device="cpu")
+    ramp = torch.arange(arch.rope_dim // 2, dtype=torch.float32, device="cpu")
     keep = 1 - ((ramp - low) / (high - low)).clamp(0, 1)
     stretched = 1.0 / (scaling.factor * _powers(arch))
     return stretched * (1 - keep) + plain * keep, _yarn_attention_factor(scaling)
@@ -78,7 +93,7 @@ def _yarn(arch: Architecture, scaling: RopeScaling, plain: Tensor) -> tuple[Tens
 
 def _dimension_of(rotations: float, arch: Architecture, original: int) -> float:
     """The dimension that turns `rotations` times within the original context."""
-    return arch.head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(arch.rope_theta))
+    return arch.rope_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(arch.rope_theta))
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:

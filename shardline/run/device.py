@@ -127,13 +127,14 @@ def _peak_resident() -> int:
 def flops_per_token(arch: Architecture, seq_len: int) -> float:
     """FLOPs of forward and backward for one token, by torchtitan's convention.
 
-    6 x parameters that a token meets, without the embedding + 12 x layers x heads x head_dim x sequence. The attention
+    6 x parameters that a token meets, without the embedding + 6 x layers x heads x (width of a key + of a value) x
+    sequence. The attention
     term counts the whole square of scores, as if there were no causal mask; recomputation by activation checkpointing
     is not counted. The output projection is a product and counts, also when it shares the embedding's weight.
     """
     embedding = 0 if arch.tie_word_embeddings else arch.vocab_size * arch.dim
     multiplied = active_parameter_count(arch) - embedding
-    return 6.0 * multiplied + 12.0 * arch.n_layers * arch.n_heads * arch.head_dim * seq_len
+    return 6.0 * multiplied + 6.0 * arch.n_layers * arch.n_heads * (arch.head_dim + arch.v_dim) * seq_len
 
 
 def read(numbers: Tensor) -> list[float]:

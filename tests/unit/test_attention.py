@@ -39,7 +39,7 @@ def packed_documents(batch: int, length: int, lengths: list[int]) -> Tensor:
 
 def definition(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None) -> Tensor:
     """Query by query, in loops: nothing shared with the code under test."""
-    out = torch.zeros_like(q)
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
     group = q.shape[2] // k.shape[2]
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
@@ -55,11 +55,12 @@ def definition(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor |
 @pytest.mark.parametrize("kernel", ["sdpa", "math", "flex"])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [0, 5])
-def test_kernels_follow_the_definition(kernel: str, packed: bool, window: int) -> None:
+@pytest.mark.parametrize("v_dim", [16, 12])
+def test_kernels_follow_the_definition(kernel: str, packed: bool, window: int, v_dim: int) -> None:
     torch.manual_seed(0)
     tokens = torch.zeros(2, 24, dtype=torch.int64)
     documents = packed_documents(2, 24, [7, 3, 11]) if packed else None
-    q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)
+    q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, v_dim)
     mask = make_mask(architecture(), tokens, torch.float32, window, documents, kernel=kernel)
     found = attention(q, k, v, mask)
     torch.testing.assert_close(found, definition(q, k, v, window, documents), atol=1e-5, rtol=1e-5)
@@ -145,6 +146,13 @@ def test_fastest_kernel(
     assert choose_kernel(architecture(head_dim=head_dim), CUDA, dtype, plain=True) == expected
 
 
+@pytest.mark.parametrize(("nope_dim", "v_dim", "expected"), [(128, 128, "cudnn"), (192, 128, "flash")])
+def test_fastest_kernel_of_latent_attention(hopper: set[str], nope_dim: int, v_dim: int, expected: str) -> None:
+    sizes = {"kv_rank": 32, "nope_dim": nope_dim, "rope_dim": 64, "v_dim": v_dim}
+    arch = architecture(latent=sizes, n_kv_heads=4)
+    assert choose_kernel(arch, CUDA, torch.bfloat16, plain=True) == expected
+
+
 def test_deterministic_runs_avoid_cudnn(hopper: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert choose_kernel(architecture(head_dim=128), CUDA, torch.bfloat16, plain=True) == "flash"
@@ -197,6 +205,10 @@ def test_cuda_ops_have_the_signatures_we_call(kernel: str) -> None:
     )
     assert out.shape == (2, 64, 8, 32)
     assert out.is_contiguous()
+    out.sum().backward()
+    narrow = torch.empty(2, 64, 2, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    out = attention((q * 1).flatten(2, 3), (k * 1).flatten(2, 3), narrow, AttentionMask(kernel, 0, None, boundaries))
+    assert out.shape == (2, 64, 8, 16)
     out.sum().backward()
     assert fused.grad is not None
 

@@ -294,6 +294,14 @@ def ran(degree, rank, sequence_parallel, training, **sizes):
     return model.arch, seen
 
 
+LATENT = {
+    "n_kv_heads": 8,
+    "head_dim": 20,
+    "latent": {"kv_rank": 40, "nope_dim": 12, "rope_dim": 8, "v_dim": 12},
+    "ffn_dim": 160,
+}
+
+
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize(
     ("degree", "sizes"),
@@ -303,6 +311,9 @@ def ran(degree, rank, sequence_parallel, training, **sizes):
         (4, {"n_kv_heads": 2}),  # fewer: keys and values have a weight of their own, and each rank takes a part of it
         (8, {"n_kv_heads": 1}),
         (2, {"n_kv_heads": 8, "head_dim": 16, "ffn_dim": 96}),  # heads wider than dim / n_heads
+        (2, LATENT),
+        (4, {**LATENT, "latent": {**LATENT["latent"], "q_rank": 24}}),
+        (2, {**LATENT, "moe": {"n_experts": 4, "top_k": 2, "expert_dim": 16, "shared_dim": 32, "first_dense": 1}}),
     ],
 )
 def test_shapes_are_those_of_the_products_that_run(degree, sizes, sequence_parallel):

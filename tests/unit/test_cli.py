@@ -145,9 +145,9 @@ def test_config_diff_and_markdown(run, tmp_path):
 
 
 def test_unbuilt_models_are_marked_not_refused(run):
-    code, out, _ = run("config", "--model.name=deepseek_v3", "--model.flavor=16B")
+    code, out, _ = run("config", "--model.name=flux", "--model.flavor=flux-dev")
     assert code == 0
-    assert 'name = "deepseek_v3"  # not built yet: latent attention, mixture of experts' in out
+    assert 'name = "flux"  # not built yet: image generation' in out
 
 
 def test_train_hands_over_config_and_options(run, stub, tmp_path):

@@ -159,7 +159,7 @@ def test_accepted_neighbours_of_refused_values():
         ({"comm__mode": "fake_backend"}, None, "simulated communication"),
         ({"fault_tolerance__enable": True}, None, "replica groups"),
         ({"job__custom_config_module": "mine"}, None, "custom config keys"),
-        ({"model__name": "deepseek_v3", "model__flavor": "16B"}, "model.name", "latent attention, mixture of experts"),
+        ({"model__name": "flux", "model__flavor": "flux-dev"}, "model.name", "image generation"),
     ],
 )
 def test_pending(keys, key, feature):

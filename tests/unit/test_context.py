@@ -29,7 +29,7 @@ from shardline.parallel.context.context import (
     document_table,
     slices_line,
 )
-from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together
+from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together, widths
 from shardline.parallel.context.slices import (
     CAUSAL,
     FULL,
@@ -243,15 +243,14 @@ def whole_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 
 @SOME
-@given(layouts(), st.sampled_from(((4, 4), (4, 2), (3, 1))), st.integers(0, 100))
-def test_ranks_together_compute_what_one_computes(layout, heads, seed):
+@given(layouts(), st.sampled_from(((4, 4), (4, 2), (3, 1))), st.sampled_from((8, 6)), st.integers(0, 100))
+def test_ranks_together_compute_what_one_computes(layout, heads, v_dim, seed):
     """All ranks' plans, run one after the other: outputs and gradients of PyTorch's attention over whole sequences."""
     slices, length, window, documents = layout
     tokens, batch = slices.total * length, 2 if documents is None else documents.shape[0]
-    q, k, v = (
-        drawn(batch, tokens, h, 8, seed=seed + i).requires_grad_() for i, h in enumerate((heads[0], *heads[1:] * 2))
-    )
-    gradient = drawn(batch, tokens, heads[0], 8, seed=seed + 9)
+    sizes = ((heads[0], 8), (heads[1], 8), (heads[1], v_dim))
+    q, k, v = (drawn(batch, tokens, *size, seed=seed + i).requires_grad_() for i, size in enumerate(sizes))
+    gradient = drawn(batch, tokens, heads[0], v_dim, seed=seed + 9)
     expected = whole_attention(q, k, v, visible(tokens, window, documents))
     expected.backward(gradient)
     where = [
@@ -262,20 +261,20 @@ def test_ranks_together_compute_what_one_computes(layout, heads, seed):
     added = torch.zeros(slices.ranks, *blocks[0].shape, dtype=torch.float64)
     seen = PairMask(documents, window, length)
     for plan, places in zip(plans_of(*layout), where, strict=True):
-        attending = Attending(q_[:, places], plan, seen)
+        attending = Attending(q_[:, places], widths(k_, v_), plan, seen)
         spans = [(source, span) for source, span in enumerate(plan.wanted) if span is not None]
         for source, span in spans:
             attending.add(source, span, blocks[source][span.start : span.stop])
         out, lse = attending.result(torch.float64)
         torch.testing.assert_close(out, expected[:, places])
-        differentiating = Differentiating(gradient[:, places], q_[:, places], out, lse, plan, seen)
+        differentiating = Differentiating(gradient[:, places], q_[:, places], out, lse, widths(k_, v_), plan, seen)
         for source, span in spans:
             added[source, span.start : span.stop] += differentiating.add(
                 source, span, blocks[source][span.start : span.stop], plan.calls[source]
             )
         torch.testing.assert_close(differentiating.dq.transpose(1, 2), q.grad[:, places])
     for rank, places in enumerate(where):
-        dk, dv = together(added[rank])
+        dk, dv = together(added[rank], widths(k_, v_))
         torch.testing.assert_close(dk, k.grad[:, places])
         torch.testing.assert_close(dv, v.grad[:, places])
 
@@ -298,10 +297,11 @@ def test_parts_merge_in_any_order_whatever_rows_see(data):
 
 @pytest.mark.parametrize("mask", ["none", "causal", "some"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-def test_the_definition_and_the_kernel_agree(mask, heads):
+@pytest.mark.parametrize("v_dim", [8, 6])
+def test_the_definition_and_the_kernel_agree(mask, heads, v_dim):
     """`math` serves where no kernel does; cut into blocks of a few rows it is the same."""
-    q, k, v = drawn(2, heads[0], 12, 8, seed=1), drawn(2, heads[1], 12, 8, seed=2), drawn(2, heads[1], 12, 8, seed=3)
-    gradient = drawn(2, heads[0], 12, 8, seed=4)
+    q, k = drawn(2, heads[0], 12, 8, seed=1), drawn(2, heads[1], 12, 8, seed=2)
+    v, gradient = drawn(2, heads[1], 12, v_dim, seed=3), drawn(2, heads[0], 12, v_dim, seed=4)
     allowed = drawn(2, 1, 12, 12, seed=5) > 0 if mask == "some" else None
     if allowed is not None:
         allowed[0, 0, 3] = False
@@ -330,6 +330,7 @@ def test_a_kernel_that_is_wrong_or_missing_is_not_used(caplog):
     assert "the flash kernel does not run here" in caplog.text
     assert attention_parts._agrees("cpu", device, torch.float32, 16, False)
     assert attention_parts._agrees("cpu", device, torch.float32, 16, True)
+    assert attention_parts._agrees("cpu", device, torch.float32, 16, True, v_dim=8)
     assert not attention_parts._agrees("cudnn", device, torch.bfloat16, 16, False)
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from shardline.models.partial_attention import _agrees, fastest_kernel
 from shardline.parallel.context.context import ContextParallel, document_table
-from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together
+from shardline.parallel.context.ring import Attending, Differentiating, PairMask, pack, together, widths
 from shardline.parallel.context.slices import AttentionPlan, Slices, causal_plan, make_plan
 
 pytestmark = [
@@ -44,6 +44,12 @@ def test_the_fastest_kernel_is_chosen() -> None:
     assert fastest_kernel(CUDA, torch.float32, DIM, False) == "efficient"
 
 
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient"])
+def test_kernels_take_values_narrower_than_keys(kernel: str) -> None:
+    """The widths of DeepSeek's heads."""
+    assert _agrees(kernel, CUDA, torch.bfloat16, 192, False, 128)
+
+
 def documents_of(batch: int) -> Tensor:
     first = torch.zeros(batch, LENGTH, dtype=torch.int32)
     first[:, ::300] = 1
@@ -67,17 +73,17 @@ def test_ranks_together_compute_what_one_computes(window: int, packed: bool, dty
     seen = PairMask(None if documents is None else documents.to(CUDA), window, length)
     for rank, places in enumerate(where):
         plan = plan_of(slices, rank, length, window, documents)
-        attending = Attending(q[:, places], plan, seen)
+        attending = Attending(q[:, places], widths(k, v), plan, seen)
         for other in range(RANKS):
             attending.add(other, range(2), blocks[other])
         out, lse = attending.result(dtype)
-        differentiating = Differentiating(gradient[:, places], q[:, places], out, lse, plan, seen)
+        differentiating = Differentiating(gradient[:, places], q[:, places], out, lse, widths(k, v), plan, seen)
         for other in range(RANKS):
             added[other] += differentiating.add(other, range(2), blocks[other], plan.calls[other])
         found[0][:, places] = out.float()
         found[1][:, places] = differentiating.dq.transpose(1, 2)
     for rank, places in enumerate(where):
-        found[2][:, places], found[3][:, places] = together(added[rank])
+        found[2][:, places], found[3][:, places] = together(added[rank], widths(k, v))
     for name, mine, right in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         error = float((mine - right).norm() / right.norm())
         assert error < bound, f"{name} is {error:.1e} off"

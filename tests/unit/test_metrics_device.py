@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from shardline.config.architecture import Architecture
 from shardline.models.decoder import Decoder
@@ -105,6 +106,19 @@ def test_flops_follow_the_convention_of_the_published_figures():
 def test_tied_head_is_counted_as_the_product_it_is():
     tied = EIGHT_LAYERS.with_overrides({"tie_word_embeddings": True})
     assert flops_per_token(tied, 8192) == flops_per_token(EIGHT_LAYERS, 8192)
+
+
+@pytest.mark.parametrize("q_rank", [None, 16])
+def test_flops_of_latent_attention_are_those_that_run(monkeypatch, q_rank):
+    """PyTorch's own count of forward and backward, which has no norms, with values as narrow as they are."""
+    monkeypatch.setattr("shardline.models.attention.as_wide_as", lambda q, v: v)
+    sizes = {"kv_rank": 12, "q_rank": q_rank, "nope_dim": 10, "rope_dim": 6, "v_dim": 8}
+    arch = Architecture(dim=32, n_layers=2, n_heads=4, ffn_dim=48, vocab_size=64, latent=sizes)
+    model, tokens = Decoder(arch), torch.zeros(2, 24, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    norms = sum(p.numel() for name, p in model.named_parameters() if name.endswith("norm.weight"))
+    assert counter.get_total_flops() == tokens.numel() * (flops_per_token(arch, 24) - 6 * norms)
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,8 @@ def attention_words(
         return otherwise
     masked = arch.attn_mask_type == "block_causal" or any(windows(arch))
     kinds = (False, True) if masked else (False,)
-    names = [fastest_kernel(device, dtype, arch.head_dim, kind, config.debug.deterministic) for kind in kinds]
+    fixed = config.debug.deterministic
+    names = [fastest_kernel(device, dtype, arch.head_dim, kind, fixed, v_dim=arch.v_dim) for kind in kinds]
     return f"{' and '.join(dict.fromkeys(names))}, in parts"
 
 

@@ -52,24 +52,42 @@ class PairMask(NamedTuple):
         return allowed_pairs(first, second, self.window, self.documents)
 
 
-# Blocks: slices of keys and values as they travel, (slices, 2, B, length, KV, D)
+# Blocks: slices of keys and values as they travel, (slices, numbers of keys and then of values of a slice)
+
+
+class Widths(NamedTuple):
+    """The sizes of keys and values that a block does not show."""
+
+    batch: int
+    heads: int
+    k: int
+    v: int
+
+
+def widths(k: Tensor, v: Tensor) -> Widths:
+    return Widths(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
 
 
 def pack(k: Tensor, v: Tensor, each: int) -> Tensor:
     """This rank's keys and values (B, T, KV, D) as a block: any of its slices is one piece of memory."""
-    return torch.stack((k, v)).unflatten(2, (each, -1)).movedim(2, 0).contiguous()
+    return torch.cat([x.unflatten(1, (each, -1)).movedim(1, 0).flatten(1) for x in (k, v)], dim=1)
 
 
-def together(block: Tensor) -> Tensor:
-    """Keys and values (2, B, tokens, KV, D) of the slices of a block; a copy where they are several."""
-    return block.movedim(0, 2).flatten(2, 3)
+def together(block: Tensor, of: Widths) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, tokens, KV, D) of the slices of a block; copies where they are several."""
+    parts = block.split([block.shape[1] * part // (of.k + of.v) for part in (of.k, of.v)], dim=1)
+    k, v = (
+        part.unflatten(1, (of.batch, -1, of.heads, width)).movedim(0, 1).flatten(1, 2)
+        for part, width in zip(parts, (of.k, of.v), strict=True)
+    )
+    return k, v
 
 
 class OwnQueries:
     """One rank's queries, and what they see of blocks that arrive one after the other."""
 
-    def __init__(self, q: Tensor, plan: AttentionPlan, seen: PairMask) -> None:
-        self.q, self.plan, self.seen = q.transpose(1, 2), plan, seen  # (B, H, T, D)
+    def __init__(self, q: Tensor, of: Widths, plan: AttentionPlan, seen: PairMask) -> None:
+        self.q, self.widths, self.plan, self.seen = q.transpose(1, 2), of, plan, seen  # (B, H, T, D)
         self.wide = torch.promote_types(q.dtype, torch.float32)
 
     def parts(
@@ -80,8 +98,8 @@ class OwnQueries:
         for call in calls:
             rows = slice(call.queries.start * length, call.queries.stop * length)
             among = slice(call.keys.start - span.start, call.keys.stop - span.start)
-            k, v = together(block[among]).transpose(2, 3).unbind(0)
-            yield rows, among, k, v, self._mask(call, source)
+            k, v = together(block[among], self.widths)
+            yield rows, among, k.transpose(1, 2), v.transpose(1, 2), self._mask(call, source)
 
     def _mask(self, call: Call, source: int) -> tuple[bool, Tensor | None]:
         """(causal, allowed)."""
@@ -94,9 +112,9 @@ class OwnQueries:
 class Attending(OwnQueries):
     """Attention of one rank's queries."""
 
-    def __init__(self, q: Tensor, plan: AttentionPlan, seen: PairMask) -> None:
-        super().__init__(q, plan, seen)
-        self.out = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
+    def __init__(self, q: Tensor, of: Widths, plan: AttentionPlan, seen: PairMask) -> None:
+        super().__init__(q, of, plan, seen)
+        self.out = torch.zeros(*self.q.shape[:3], of.v, dtype=self.wide, device=q.device)
         self.lse = torch.full(self.q.shape[:3], float("-inf"), dtype=self.wide, device=q.device)
         self.begun = False
 
@@ -119,9 +137,9 @@ class Differentiating(OwnQueries):
     """The backward of `Attending`: `add` returns what this rank's queries add to the gradients of a block."""
 
     def __init__(
-        self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, plan: AttentionPlan, seen: PairMask
+        self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, of: Widths, plan: AttentionPlan, seen: PairMask
     ) -> None:
-        super().__init__(q, plan, seen)
+        super().__init__(q, of, plan, seen)
         self.gradient, self.out, self.lse = gradient.transpose(1, 2), out.transpose(1, 2), lse
         self.dq = torch.zeros(self.q.shape, dtype=self.wide, device=q.device)
 
@@ -259,49 +277,52 @@ def _prepared(
 
 MASK = "Tensor? table, Tensor? documents, int window, int each"  # the arguments of `_prepared`
 SCHEMA = f"(Tensor q, Tensor k, Tensor v, {MASK}, str method) -> (Tensor, Tensor)"
-GRADIENT = f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {MASK}, str method) -> (Tensor, Tensor)"
+GRADIENT = (
+    f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {MASK}, str method) -> (Tensor, Tensor, Tensor)"
+)
 
 
 @torch.library.custom_op("shardline::shared_attention", mutates_args=(), schema=SCHEMA)
 def shared_attention_op(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     *mask, method = options
     plan, seen = _prepared(q, *mask)
-    attending = Attending(q, plan, seen)
+    attending = Attending(q, widths(k, v), plan, seen)
     (ring if method == "ring" else allgather)(attending, pack(k, v, plan.slices.each), plan)
     return attending.result(q.dtype)
 
 
 @shared_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    _announce(False, q, k, *options[-3:])
+    _announce(False, q, k, v, *options[-3:])
     wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
 
 
 @torch.library.custom_op("shardline::shared_attention_backward", mutates_args=(), schema=GRADIENT)
 def _shared_attention_backward_op(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *options: Any
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     *mask, method = options
     plan, seen = _prepared(q, *mask)
-    differentiating = Differentiating(gradient, q, out, lse, plan, seen)
+    differentiating = Differentiating(gradient, q, out, lse, widths(k, v), plan, seen)
     travel = ring_backward if method == "ring" else allgather_backward
     own = travel(differentiating, pack(k, v, plan.slices.each), plan).to(k.dtype)
-    return differentiating.dq.transpose(1, 2).to(q.dtype).contiguous(), together(own).contiguous()
+    dk, dv = together(own, widths(k, v))
+    return differentiating.dq.transpose(1, 2).to(q.dtype).contiguous(), dk.contiguous(), dv.clone()
 
 
 @_shared_attention_backward_op.register_fake
-def _(gradient: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _announce(True, q, k, *rest[-3:])
-    return q.new_empty(q.shape), k.new_empty((2, *k.shape))
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _announce(True, q, k, v, *rest[-3:])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _announce(backward: bool, q: Tensor, k: Tensor, window: int, each: int, method: str) -> None:
+def _announce(backward: bool, q: Tensor, k: Tensor, v: Tensor, window: int, each: int, method: str) -> None:
     """Report to a dry run what the op would send: without values nothing is sent."""
     if not isinstance(q.shape[1], int):
         return  # a compiler's symbol
     plan, _ = _prepared(q, None, None, window, each)
-    block = 2 * k.nbytes
+    block = k.nbytes + v.nbytes
     if method == "ring":
         job.traffic.planned(AXIS, "ring", plan.sent(backward) * block // each)
         return
@@ -317,8 +338,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    dq, dkv = _shared_attention_backward_op(gradient, *ctx.saved_tensors, *ctx.options)
-    return dq, *dkv.unbind(0), None, None, None, None, None
+    gradients = _shared_attention_backward_op(gradient, *ctx.saved_tensors, *ctx.options)
+    return *gradients, None, None, None, None, None
 
 
 shared_attention_op.register_autograd(_differentiate, setup_context=_keep)

@@ -163,7 +163,7 @@ def module_weights(arch: Architecture, seq_len: int) -> Weights:
 
     Of its experts, a layer computes with as many per token as the token uses.
     """
-    attention = arch.n_heads * arch.head_dim * seq_len  # FLOPs like those of as many parameters
+    attention = arch.n_heads * (arch.head_dim + arch.v_dim) // 2 * seq_len  # FLOPs like those of as many parameters
     held, used = [0] * arch.n_layers, [attention] * arch.n_layers
     for name, shape in logical_shapes(arch).items():
         if name.startswith("layers."):

@@ -32,6 +32,7 @@ from shardline.comm.job import job
 from shardline.config.architecture import Architecture
 from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product, backends
 from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, input_gradient, multiply, weight_gradients
+from shardline.parallel.tensor.tensor import cut_widths
 
 CLEARLY = 0.01  # another backend must save this share of the time to be taken instead of serial
 LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as the slowest candidate does in MOMENT seconds
@@ -107,17 +108,12 @@ def block_shapes(
     sequence_parallel: bool = True,
     training: bool = True,
 ) -> list[Shape]:
-    """The products of a block with `rows` tokens, for one of `degree` ranks."""
-    heads = arch.n_heads * arch.head_dim // degree
-    kv = 2 * arch.head_dim * max(arch.n_kv_heads // degree, 1)
-    split = degree > arch.n_kv_heads  # keys and values have a weight of their own
+    """The products of the blocks with `rows` tokens, for one of `degree` ranks."""
     column, row = (COLUMN, ROW) if sequence_parallel else ("copy_linear", "linear_all_reduce")
-    weights = [
-        (column, arch.dim, (heads, kv) if split else (heads + kv,)),
-        (row, heads, (arch.dim,)),
-        (column, arch.dim, (2 * arch.ffn_dim // degree,)),
-        (row, arch.ffn_dim // degree, (arch.dim,)),
-    ]
+    weights = [(column, depth, widths) for depth, widths in _into_heads(arch, degree)]
+    weights.append((row, arch.n_heads * arch.v_dim // degree, (arch.dim,)))
+    for width in cut_widths(arch).values():
+        weights += [(column, arch.dim, (2 * width // degree,)), (row, width // degree, (arch.dim,))]
     silent = {("copy_linear", "forward"), ("linear_all_reduce", "backward")}
     return [
         Shape(Product(operation, direction, rows, depth, sum(widths), dtype, "tp"), widths)
@@ -125,6 +121,20 @@ def block_shapes(
         for operation, depth, widths in weights
         if (operation, direction) not in silent
     ]
+
+
+def _into_heads(arch: Architecture, degree: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Depth and widths of the products that give queries, keys and values."""
+    heads = arch.n_heads * arch.head_dim // degree
+    if arch.latent is not None:
+        sizes = arch.latent
+        return [
+            (sizes.q_rank or arch.dim, (heads,)),
+            (sizes.kv_rank, (arch.n_heads * (sizes.nope_dim + sizes.v_dim) // degree,)),
+        ]
+    kv = 2 * arch.head_dim * max(arch.n_kv_heads // degree, 1)
+    split = degree > arch.n_kv_heads  # keys and values have a weight of their own
+    return [(arch.dim, (heads, kv) if split else (heads + kv,))]
 
 
 def candidates(product: Product, allowed: Sequence[str]) -> list[Choice]:

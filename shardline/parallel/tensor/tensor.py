@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank holds some heads and some columns of the wide middle; the sequence is shared between.
 
     residual stream            rows (tokens) cut over tp: rank r has rows [r T/tp, (r+1) T/tp) of the T = B x S tokens
-      | all-gather rows
+      | all-gather rows        latent attention: of the narrow latent vectors that each rank has computed for its rows
     wqkv, w13 (Shard(0))       column products: all tokens, this rank's heads or middle columns
       | attention, SwiGLU      no communication
     wo, w2 (Shard(1))          row products: all tokens, a summand of the result
@@ -11,12 +11,14 @@
 Without sequence parallelism every rank has all rows; the two collectives are an all-reduce after the row product, and
 one of the gradient before the column product. The embedding and the output layer are cut by rows of the vocabulary.
 
-Norm weights and biases of row products are whole on every rank. With sequence parallelism a rank's gradient for them
-covers its rows only: `sum_replicated_gradients` adds them up, once per step and in one piece.
+Norm weights, biases of row products and the projections to latent vectors are whole on every rank. With sequence
+parallelism a rank's gradient for them covers its rows only: `sum_replicated_gradients` adds them up, once per step and
+in one piece.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -44,6 +46,8 @@ PLAN: dict[str, Placement] = {
     "attention.wqkv.bias": Shard(0),
     "attention.wq.weight": Shard(0),
     "attention.wq.bias": Shard(0),
+    "attention.wq_b.weight": Shard(0),
+    "attention.wkv_b.weight": Shard(0),
     "attention.wo.weight": Shard(1),
     "feed_forward.w13.weight": Shard(0),
     "feed_forward.w13.bias": Shard(0),
@@ -91,13 +95,13 @@ def _problems(arch: Architecture, degree: int) -> list[str]:
         problems.append(f"{arch.n_kv_heads} KV heads and {degree} ranks: one must be a multiple of the other")
     if not all(vocabulary_rows(arch.vocab_size, degree, rank) for rank in range(degree)):
         problems.append(f"a vocabulary of {arch.vocab_size} leaves ranks without a row")
-    for what, width in _widths(arch).items():
+    for what, width in cut_widths(arch).items():
         if width % (degree * gate_block(width)):
             problems.append(f"{what} {width} is not a multiple of {degree} x {gate_block(width)}")
     return problems
 
 
-def _widths(arch: Architecture) -> dict[str, int]:
+def cut_widths(arch: Architecture) -> dict[str, int]:
     """The widths of the feed-forward parts that tensor parallelism always cuts."""
     every = arch.moe is not None and all(arch.moe.holds(layer) for layer in range(arch.n_layers))
     dense = {} if every else {"ffn_dim": arch.ffn_dim}
@@ -180,6 +184,7 @@ def vocabulary_rows(vocab_size: int, degree: int, rank: int) -> range:
 
 def parallel_products(plan: TensorParallel) -> Products:
     """How blocks multiply: with a collective before or after the product, or inside it."""
+    before = collectives.all_gather if plan.sequence_parallel else collectives.copy
     if plan.overlapped:
         gather = overlap.all_gather_linear if plan.sequence_parallel else overlap.copy_linear
         scatter = overlap.linear_reduce_scatter if plan.sequence_parallel else overlap.linear_all_reduce
@@ -192,7 +197,6 @@ def parallel_products(plan: TensorParallel) -> Products:
             return _with_bias(scatter(x, (weight,), "tp")[0], bias)
 
     else:
-        before = collectives.all_gather if plan.sequence_parallel else collectives.copy
         after = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
 
         def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
@@ -201,7 +205,7 @@ def parallel_products(plan: TensorParallel) -> Products:
         def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return _with_bias(after(linear(x, weight, None), "tp"), bias)
 
-    return Products(column, row)
+    return Products(column, row, functools.partial(before, axis="tp"))
 
 
 def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -233,11 +237,13 @@ class ParallelEmbedding(NamedTuple):
 
 def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Parameter]:
     """Parameters that every tp rank holds whole, but whose gradients there cover only a part of the group's work."""
+    # Norms of heads, of which a rank has some; that of a latent vector comes before the heads.
+    of_heads = (".q_norm.", ".k_norm.") if model.arch.latent is None else ()
     found = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or not _is_whole(parameter):
             continue
-        of_some = any(part in name for part in (".wkv.", ".q_norm.", ".k_norm.", ".router.", ".experts.w2.bias"))
+        of_some = any(part in name for part in (".wkv.", ".router.", ".experts.w2.bias", *of_heads))
         if plan.sequence_parallel or of_some:
             found.append(parameter)
     return found
