@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -153,23 +153,31 @@ def _events() -> tuple[Any, Any]:
 
 
 class Sampler:
-    """Measures a step that will be logged: `begin` before it, `end` after it."""
+    """Measures the communication over some axes in a step that will be logged: `begin` before it, `end` after it.
 
-    def __init__(self, device: torch.device, clock: DeviceClock, spans: Spans, axis: str = "tp") -> None:
-        self.device, self.clock, self.spans, self.axis = device, clock, spans, axis
+    On a GPU events time the tensor-parallel operations; what NCCL carries over other axes is not measured.
+    """
+
+    def __init__(self, device: torch.device, clock: DeviceClock, spans: Spans, axes: Sequence[str] = ("tp",)) -> None:
+        self.clock, self.spans, self.device = clock, spans, device
+        self.by_events = [axis for axis in axes if axis == "tp" and device.type == "cuda"]
+        self.by_host = [axis for axis in axes if axis not in self.by_events]
 
     def begin(self) -> None:
-        if self.device.type == "cuda":
-            self.clock.axis = self.axis
-        else:
+        if self.by_events:
+            self.clock.axis = "tp"
+        if self.by_host:
             self.spans.stop("step")  # a run before may have failed in the middle of a step
             self.spans.record("step")
 
-    def end(self) -> Times:
-        if self.device.type == "cuda":
+    def end(self) -> dict[str, Times]:
+        found = {}
+        if self.by_events:
             torch.cuda.synchronize(self.device)
             self.clock.axis = None
-            return self.clock.take()
-        found = host_times(self.spans.take("step"), self.axis)
-        self.spans.stop("step")
+            found["tp"] = self.clock.take()
+        if self.by_host:
+            recorded = self.spans.take("step")
+            self.spans.stop("step")
+            found |= {axis: host_times(recorded, axis) for axis in self.by_host}
         return found

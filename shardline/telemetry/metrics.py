@@ -41,13 +41,17 @@ KEYS = (
 )
 # Keys of some layouts: seconds that the step waited for data-parallel communication which nothing hid; seconds of
 # tensor-parallel communication in the logged step, seconds of it that ranks waited for, and the share that was hidden;
-# the share of the logged step in which the pipeline's ranks were idle. Of mixtures of experts: how many times the mean
-# the most used expert got, the largest of all layers and by layer; the routers' losses, means over the layers.
+# the same of expert-parallel communication where the host carries it; the share of the logged step in which the
+# pipeline's ranks were idle. Of mixtures of experts: how many times the mean the most used expert got, the largest of
+# all layers and by layer; the routers' losses, means over the layers.
 OPTIONAL_KEYS = (
     "dp_exposed_seconds",
     "tp_comm_seconds",
     "tp_exposed_seconds",
     "tp_hidden_fraction",
+    "ep_comm_seconds",
+    "ep_exposed_seconds",
+    "ep_hidden_fraction",
     "pp_bubble_fraction",
     "expert_load",
     "expert_load_layers",

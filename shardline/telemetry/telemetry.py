@@ -24,6 +24,7 @@ from shardline.comm.exposed_time import exposed
 from shardline.comm.hidden_time import Sampler, Times
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
+from shardline.comm.observe import runs_on_host
 from shardline.config.schema import Config
 from shardline.parallel.pipeline.executor import Pipeline, idle_share
 from shardline.parallel.pipeline.schedules import theoretical_bubble
@@ -55,7 +56,10 @@ class Telemetry:
     ) -> None:
         self.config, self.folder, self.mesh, self.device = config, folder, mesh, device
         self.meter, self.step_tokens, self.pipeline = meter, step_tokens, pipeline
-        self.sampler = Sampler(device, job.clock, job.spans) if tensor_parallel else None
+        axes = ["tp"] if tensor_parallel else []
+        if mesh.layout.ep > 1 and runs_on_host(job.axes["ep"].group, device):
+            axes.append("ep")
+        self.sampler = Sampler(device, job.clock, job.spans, axes) if axes else None
         self.row: dict[str, Any] = {}
         self.stopped_by: str | None = None  # what ended the run early, for its closing lines
 
@@ -118,7 +122,7 @@ class Telemetry:
 
     def log(self, loss: float, grad_norm: float, lr: float, tokens: int, experts: dict[str, Any]) -> None:
         """The step was made: show it, and record its row where one is due. `tokens` counts all of the run so far."""
-        times = self.sampler.end() if self.sampler is not None and self.is_logged() else None
+        times = self.sampler.end() if self.sampler is not None and self.is_logged() else {}
         if self.number == self.first_step + 1 and self.mesh.world_size > 1:
             watchdog.set_timeouts(self.config.comm.train_timeout_seconds)
         attempt.note("first_step")
@@ -136,21 +140,22 @@ class Telemetry:
         self.metrics.log_validation(step, loss)
         self.console.message(f"step {step}  validation loss {loss:.4f}")
 
-    def _measured(self, times: Times | None) -> dict[str, Any]:
+    def _measured(self, times: dict[str, Times]) -> dict[str, Any]:
         """Memory and communication of this step: the highest numbers of all ranks."""
         sent, waited = job.traffic.take(), exposed.take()
         memory = peak_memory_gib(self.device) + symmetric_memory.shared_gib()
-        highest = torch.tensor([memory, waited or 0.0, *(times or Times(0.0, 0.0))], device=self.device)
+        of_axes = [seconds for axis in times for seconds in times[axis]]
+        highest = torch.tensor([memory, waited or 0.0, *of_axes], device=self.device)
         if self.mesh.world_size > 1:
             collectives.max_in_place(highest, "world")
-        memory, waited_longest, *of_tensor = read(highest)
+        memory, waited_longest, *longest = read(highest)
         row: dict[str, Any] = {"memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.size("loss") > 1:
             row["dp_exposed_seconds"] = waited_longest
-        if times is not None:
-            slowest = Times(*of_tensor)
-            row |= {"tp_comm_seconds": slowest.comm, "tp_exposed_seconds": slowest.exposed}
-            row["tp_hidden_fraction"] = slowest.hidden
+        for number, axis in enumerate(times):
+            slowest = Times(*longest[2 * number : 2 * number + 2])
+            row |= {f"{axis}_comm_seconds": slowest.comm, f"{axis}_exposed_seconds": slowest.exposed}
+            row[f"{axis}_hidden_fraction"] = slowest.hidden
         if self.pipeline is not None:
             self.pipeline.clock.enabled = False
             row["pp_bubble_fraction"] = idle_share(*self.pipeline.clock.take(), self.device)

@@ -1,7 +1,15 @@
 """Mixtures of experts under every layout give one process's numbers."""
 
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 
+from shardline.models import grouped
+from shardline.parallel.expert import dispatch
 from tests.parity.cases import (
     COMPILE,
     DUAL_PIPE,
@@ -104,3 +112,40 @@ CASES = [
 def test_layout(harness: Harness, case: Case) -> None:
     reference = harness.reference(case.overrides, case.timeout)
     compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)
+
+
+@contextlib.contextmanager
+def watched_transfers(trainer: Any) -> Iterator[None]:
+    """Every transfer is started before it is needed, and what is computed in between is noted."""
+    events: list[str] = []
+    start, landed, multiply = dispatch._start, dispatch._landed, grouped._multiply
+
+    def noted(name: str, function: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            events.append(name)
+            return function(*arguments, **options)
+
+        return run
+
+    with (
+        patch.object(dispatch, "_start", noted("start", start)),
+        patch.object(dispatch, "_landed", noted("land", landed)),
+        patch.object(grouped, "_multiply", noted("experts", multiply)),
+    ):
+        yield
+    starts, lands = events.count("start"), events.count("land")
+    assert starts == lands > 0, "a transfer begins only when it is needed"
+    first = events.index("land")
+    assert events[:first].count("start") == 4, "rows and weights of both parts are under way before one is waited for"
+    computed = [at for at, event in enumerate(events) if event == "experts"]
+    assert any("start" in events[a:b] and "land" in events[a:b] for a, b in itertools.pairwise(computed))
+    assert not dispatch._on_the_way
+    row = trainer.telemetry.row
+    assert row["ep_comm_seconds"] > 0
+    assert 0 <= row["ep_hidden_fraction"] <= 1
+
+
+def test_rows_travel_while_experts_compute(harness: Harness) -> None:
+    layout = case("moe-fsdp2-ep2", DEEPSEEK, ep(2), fsdp=2)
+    result = harness.run(layout.overrides, 2, watched_transfers)
+    compare(harness.reference(layout.overrides), result, layout.tolerances)
