@@ -41,12 +41,15 @@ SHAPES = {
 }
 
 # Runs inside TorchTitan, as its `experimental.custom_import`.
-FLAVOR = """
-import atexit, copy, dataclasses, torch
-from torchtitan.models.{name} import {args} as flavors
-flavors["cut"] = dataclasses.replace(copy.deepcopy(flavors["{flavor}"]), n_layers={layers}, **{changes})
+PEAK = """
+import atexit, torch
 GIB = 2**30
 atexit.register(lambda: print("PEAK", torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB))
+"""
+FLAVOR = """
+import copy, dataclasses
+from torchtitan.models.{name} import {args} as flavors
+flavors["cut"] = dataclasses.replace(copy.deepcopy(flavors["{flavor}"]), n_layers={layers}, **{changes})
 """
 
 
@@ -70,7 +73,7 @@ def titan(shape: Shape, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_assets(folder)
-        (folder / "cut_flavor.py").write_text(FLAVOR.format(**shape._asdict()))
+        (folder / "cut_flavor.py").write_text(FLAVOR.format(**shape._asdict()) + PEAK)
         command = [
             *(sys.executable, "-m", "torchtitan.train", f"--job.dump_folder={folder}/out"),
             *(f"--model.name={shape.name}", "--model.flavor=cut", f"--model.hf_assets_path={folder}"),
@@ -106,14 +109,19 @@ def ours(shape: Shape, steps: int, extra: list[str]) -> dict[str, float]:
             *("--training.dataset=demo", f"--model.overrides.n_layers={shape.layers}"),
             *("--model.overrides.attn_mask_type=causal", "--model.overrides.attn_backend=auto"),
             *(f"--training.seq_len={shape.seq_len}", f"--training.local_batch_size={shape.batch}"),
-            *(f"--training.steps={steps}", "--metrics.log_freq=1", *extra),
+            *(f"--training.steps={steps}", "--metrics.log_freq=1", "--experimental.custom_import=cut_peak", *extra),
         ]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        Path(folder, "cut_peak.py").write_text(PEAK)
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        done = subprocess.run(
+            command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+        )
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     measured = rows[len(rows) // 2 :]
     return {
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in measured),
         "memory_gib": rows[-1]["memory_gib"],
+        "reserved_gib": float(re.findall(r"PEAK [\d.]+ ([\d.]+)", done.stdout)[-1]),
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
     }
@@ -137,7 +145,7 @@ def main() -> None:
             print(json.dumps({"benchmark": "torchtitan", "trainer": who, **where, **result, **about}), flush=True)
         ratios = {
             f"{key}_ratio": round(results["shardline"][key] / results["torchtitan"][key], 3)
-            for key in ("tokens_per_second", "memory_gib")
+            for key in ("tokens_per_second", "memory_gib", "reserved_gib")
         }
         print(json.dumps({"benchmark": "torchtitan", **where, **ratios}), flush=True)
 

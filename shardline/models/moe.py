@@ -256,8 +256,10 @@ def experts(sent: Dispatched, w: ExpertWeights, spec: MixtureOfExperts, bias_sha
     if w.w13_bias is not None:
         own = torch.searchsorted(sent.ends, torch.arange(sent.rows.shape[0], device=product.device), right=True)
         product = product + w.w13_bias.flatten(1, 2).to(product.dtype)[own]
-    gate, up = product.chunk(2, dim=-1)
-    middle = (activated(gate, up, spec) * weights).to(product.dtype)
+    if product.is_cuda and spec.activation == "silu":
+        middle = _swiglu(product, weights)
+    else:
+        middle = (activated(*product.chunk(2, dim=-1), spec) * weights).to(product.dtype)
     out = grouped_linear(middle, w.w2, sent.ends)
     if w.w2_bias is not None:
         out = out + (w.w2_bias[own] * (bias_share * weights)).to(out.dtype)
@@ -269,6 +271,48 @@ def activated(gate: Tensor, up: Tensor, spec: MixtureOfExperts) -> Tensor:
         return F.silu(gate) * up
     gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
     return gate * torch.sigmoid(gate * ALPHA) * (up + 1)
+
+
+@torch.library.custom_op("shardline::swiglu", mutates_args=(), schema="(Tensor product, Tensor weights) -> Tensor")
+def _swiglu(product: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up * weight in one kernel: (n, 2 width) and (n, 1) -> (n, width)."""
+    from shardline.models.row_kernels import swiglu_kernel
+
+    width = product.shape[1] // 2
+    out = product.new_empty(product.shape[0], width)
+    if out.numel():
+        swiglu_kernel[(out.shape[0],)](product, weights.contiguous(), out, width, BLOCK=_power_of_two(width))
+    return out
+
+
+@torch.library.custom_op(
+    "shardline::swiglu_gradient",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor product, Tensor weights) -> (Tensor, Tensor)",
+)
+def _swiglu_gradient(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    from shardline.models.row_kernels import swiglu_gradient_kernel
+
+    width = product.shape[1] // 2
+    of_product, of_weights = torch.empty_like(product), torch.empty_like(weights, memory_format=torch.contiguous_format)
+    if gradient.numel():
+        inputs = (gradient.contiguous(), product, weights.contiguous(), of_product, of_weights)
+        swiglu_gradient_kernel[(product.shape[0],)](*inputs, width, BLOCK=_power_of_two(width))
+    return of_product, of_weights
+
+
+def _power_of_two(width: int) -> int:
+    return 1 << (width - 1).bit_length()
+
+
+_swiglu.register_fake(lambda product, weights: product.new_empty(product.shape[0], product.shape[1] // 2))
+_swiglu_gradient.register_fake(
+    lambda gradient, product, weights: (torch.empty_like(product), torch.empty_like(weights))
+)
+_swiglu.register_autograd(
+    lambda ctx, gradient: _swiglu_gradient(gradient, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 def spread(x: Tensor, order: Tensor, k: int) -> Tensor:

@@ -12,7 +12,7 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from shardline.models.row_kernels import add_up_kernel  # noqa: E402
+from shardline.models.row_kernels import add_up_kernel, swiglu_gradient_kernel, swiglu_kernel  # noqa: E402
 from shardline.optim.adam_kernel import adam_kernel  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -49,7 +49,26 @@ def check_add_up() -> None:
     torch.testing.assert_close(out, rows[inverse].view(tokens, k, width).sum(1))
 
 
+def check_swiglu() -> None:
+    source = torch.Generator().manual_seed(2)
+    rows, width = 5, 20
+    product = torch.randn(rows, 2 * width, generator=source).to(DEVICE).requires_grad_()
+    weights = torch.rand(rows, 1, generator=source).to(DEVICE).requires_grad_()
+    gate, up = product.chunk(2, dim=1)
+    wanted = torch.nn.functional.silu(gate) * up * weights
+    given = torch.randn(rows, width, generator=source).to(DEVICE)
+    of_product, of_weights = torch.autograd.grad(wanted, (product, weights), given)
+    inputs = product.detach(), weights.detach()
+    out, of_one, of_other = torch.empty_like(wanted), torch.empty_like(product), torch.empty_like(weights)
+    swiglu_kernel[(rows,)](*inputs, out, width, BLOCK=32)
+    swiglu_gradient_kernel[(rows,)](given, *inputs, of_one, of_other, width, BLOCK=32)
+    torch.testing.assert_close(out, wanted.detach())
+    torch.testing.assert_close(of_one, of_product)
+    torch.testing.assert_close(of_other, of_weights)
+
+
 if __name__ == "__main__":
+    check_swiglu()
     for optimizer in (torch.optim.AdamW, torch.optim.Adam):
         for of_gradient in (torch.float32, torch.bfloat16):
             check_adam(optimizer, of_gradient)
