@@ -4,8 +4,8 @@
     python benchmarks/torchtitan.py --models llama3          # dense: Llama 3 8B cut to 8 layers
 
 TorchTitan 0.2.2 must be importable. Both train in bfloat16, compiled, without checkpointing, with AdamW and clipping,
-on byte tokens; each run has a process of its own and prints one JSON line. The first half of the steps is warm-up. Memory
-is what both have allocated at most, and what the allocator has reserved.
+on byte tokens; each run has a process of its own and prints one JSON line. The first half of the steps is warm-up.
+Memory is what both have allocated at most, and what the allocator has reserved.
 """
 
 from __future__ import annotations

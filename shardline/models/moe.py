@@ -259,7 +259,8 @@ def experts(sent: Dispatched, w: ExpertWeights, spec: MixtureOfExperts, bias_sha
     if product.is_cuda and spec.activation == "silu":
         middle = _swiglu(product, weights)
     else:
-        middle = (activated(*product.chunk(2, dim=-1), spec) * weights).to(product.dtype)
+        gate, up = product.chunk(2, dim=-1)
+        middle = (activated(gate, up, spec) * weights).to(product.dtype)
     out = grouped_linear(middle, w.w2, sent.ends)
     if w.w2_bias is not None:
         out = out + (w.w2_bias[own] * (bias_share * weights)).to(out.dtype)
@@ -306,9 +307,7 @@ def _power_of_two(width: int) -> int:
 
 
 _swiglu.register_fake(lambda product, weights: product.new_empty(product.shape[0], product.shape[1] // 2))
-_swiglu_gradient.register_fake(
-    lambda gradient, product, weights: (torch.empty_like(product), torch.empty_like(weights))
-)
+_swiglu_gradient.register_fake(lambda gradient, *inputs: tuple(torch.empty_like(one) for one in inputs))
 _swiglu.register_autograd(
     lambda ctx, gradient: _swiglu_gradient(gradient, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
