@@ -48,7 +48,7 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "PP": ("pp", {"pp": 2}, {}),
     "PP zero-bubble": ("zbv", {}, cases.layers(4) | cases.ZBV),
     "experts": ("experts", {}, cases.EXPERTS),
-    "EP": ("ep", {"tp": 2}, {"parallelism.expert_parallel_degree": 2}),  # replicas alone have no ranks to split
+    "EP": ("ep", {"tp": 2}, cases.ep(2)),  # replicas alone have no ranks to split
 }
 
 

@@ -13,6 +13,7 @@ from tests.parity.cases import (
     ZBV,
     Case,
     case,
+    ep,
     layers,
     model,
 )
@@ -41,11 +42,6 @@ DEEPSEEK = model(
 LOSSES = model(moe=DEEPSEEK["model.overrides"]["moe"] | {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.1})
 SOFT_LOSSES = model(moe=MIXTRAL["model.overrides"]["moe"] | {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.1})
 FORCED = {"debug.moe_force_load_balance": True}
-
-
-def ep(degree: int, etp: int = 1) -> dict[str, int]:
-    shared = {"parallelism.expert_tensor_parallel_degree": etp} if etp > 1 else {}
-    return {"parallelism.expert_parallel_degree": degree, **shared}
 
 
 CASES = [
