@@ -1,7 +1,13 @@
 """Mixtures of experts under every layout give one process's numbers."""
 
-import pytest
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
+import torch
+
+from shardline.models.dtensor import local
 from tests.parity.cases import (
     COMPILE,
     DUAL_PIPE,
@@ -100,3 +106,52 @@ CASES = [
 def test_layout(harness: Harness, case: Case) -> None:
     reference = harness.reference(case.overrides, case.timeout)
     compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)
+
+
+# ---- skew: the numbers of one process, and no rank waits for rows that nobody sends ----------------------------------
+
+
+@contextlib.contextmanager
+def everything_to_one_expert(trainer: Any) -> Iterator[None]:
+    for block in trainer.model.blocks():
+        if block.moe is not None:
+            local(block.moe.router.balance)[0] += 10
+    yield
+
+
+@contextlib.contextmanager
+def an_expert_without_tokens(trainer: Any) -> Iterator[None]:
+    for block in trainer.model.blocks():
+        if block.moe is not None:
+            local(block.moe.router.balance)[3] -= 10
+    yield
+
+
+@contextlib.contextmanager
+def equal_scores(trainer: Any) -> Iterator[None]:
+    with torch.no_grad():
+        for block in trainer.model.blocks():
+            if block.moe is not None:
+                local(block.moe.router.gate.weight).zero_()
+    yield
+
+
+ONE_EACH = model(moe={"n_experts": 4, "top_k": 1, "expert_dim": 32, "balance_coeff": 0.01})
+ONE_TOKEN = {"training.seq_len": 1, "training.global_batch_size": 2}
+SKEWED = [
+    (everything_to_one_expert, case("one-fsdp4-ep4", ONE_EACH, ep(4), fsdp=4), 4.0),
+    (everything_to_one_expert, case("one-tp2-ep2", ONE_EACH, ep(2), tp=2), 4.0),
+    (everything_to_one_expert, case("one-fsdp2-tp2-ep2-etp2", ONE_EACH, ep(2, 2), fsdp=2, tp=2), 4.0),
+    (everything_to_one_expert, case("one-token-fsdp2-ep2", ONE_EACH, ep(2), ONE_TOKEN, fsdp=2), 4.0),
+    (an_expert_without_tokens, case("none-fsdp2-ep2", DEEPSEEK, ep(2), fsdp=2), None),
+    (an_expert_without_tokens, case("none-fsdp4-ep4", ONE_EACH, ep(4), fsdp=4), None),
+    (equal_scores, case("ties-fsdp2-ep2", DEEPSEEK, ep(2), {"training.steps": 1}, fsdp=2), None),
+]
+
+
+@pytest.mark.parametrize(("skew", "case", "load"), [pytest.param(*row, id=row[1].name) for row in SKEWED])
+def test_skew(harness: Harness, skew: Any, case: Case, load: float | None) -> None:
+    alone = {key: value for key, value in case.overrides.items() if not key.startswith("parallelism.")}
+    reference, result = harness.run(alone, 1, skew), harness.run(case.overrides, case.ranks, skew)
+    compare(reference, result)
+    assert load is None or {row["expert_load"] for row in result.routers} == {load}
