@@ -1,11 +1,36 @@
-"""What a user can get wrong about experts: exit code 2, the numbers, and what would fit, before ranks start."""
+"""What a user sees of experts: the preset, rows and tables; and bad input: exit code 2, numbers, what would fit."""
+
+import subprocess
+import sys
 
 import pytest
 
 from shardline.cli.main import main
-from tests.e2e.tiny import flags, run
+from tests.e2e.tiny import flags, rows, run
 
 EXPERTS = {"n_experts": 6, "top_k": 2, "expert_dim": 16}
+
+
+def demo(folder, *keys):
+    command = [sys.executable, "-m", "shardline", "train", "--preset", "moe-demo", "--job.dump_folder", str(folder)]
+    split = ["--nproc", "4", "--parallelism.expert_parallel_degree=4"]
+    done = subprocess.run([*command, *split, *keys], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, rows(folder)
+
+
+def test_the_demo_starts_on_four_ranks(tmp_path):
+    out, seen = demo(tmp_path / "run", "--training.steps=3", "--metrics.log_freq=1")
+    assert "8 experts over 4 ranks" in out
+    assert len(seen) == 3
+    assert all(row["comm_bytes"]["ep"] > 0 for row in seen)
+    assert all(1.0 <= row["expert_load"] == max(row["expert_load_layers"].values()) <= 4.0 for row in seen)
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_demo_falls(tmp_path):
+    _, seen = demo(tmp_path / "run")
+    assert seen[-1]["loss"] < 0.4 * seen[0]["loss"]
 
 
 def words(folder, moe=EXPERTS, **keys):
@@ -92,10 +117,10 @@ def test_the_same_load_for_all_experts_if_it_is_forced(tmp_path):
         "vocab_size": 272,
         "moe": {**EXPERTS, "n_experts": 8},
     }
-    rows = run(tmp_path / "run", model__overrides=sizes, debug__moe_force_load_balance=True, training__steps=2)
-    assert [row["expert_load"] for row in rows] == [1.0, 1.0]
-    assert rows[0]["expert_load_layers"] == {"0": 1.0, "1": 1.0, "2": 1.0}
-    assert "aux_loss" not in rows[0]
+    seen = run(tmp_path / "run", model__overrides=sizes, debug__moe_force_load_balance=True, training__steps=2)
+    assert [row["expert_load"] for row in seen] == [1.0, 1.0]
+    assert seen[0]["expert_load_layers"] == {"0": 1.0, "1": 1.0, "2": 1.0}
+    assert "aux_loss" not in seen[0]
 
 
 def test_forcing_needs_experts(tmp_path, capsys):
