@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from shardline.cli.main import main
+from shardline.training import step
 from tests.e2e.tiny import flags, rows, run
 
 EXPERTS = {"n_experts": 6, "top_k": 2, "expert_dim": 16}
@@ -121,6 +122,18 @@ def test_the_same_load_for_all_experts_if_it_is_forced(tmp_path):
     assert [row["expert_load"] for row in seen] == [1.0, 1.0]
     assert seen[0]["expert_load_layers"] == {"0": 1.0, "1": 1.0, "2": 1.0}
     assert "aux_loss" not in seen[0]
+
+
+def test_the_load_costs_no_second_wait_for_the_device(tmp_path, monkeypatch):
+    """Loss, norm and loads are read together, once a step: the number of layers and a few more, not all counts."""
+    waits = []
+    read = step.read
+    monkeypatch.setattr(step, "read", lambda numbers: waits.append(len(numbers)) or read(numbers))
+    sizes = {"dim": 32, "n_layers": 3, "n_heads": 2, "ffn_dim": 32, "vocab_size": 272}
+    for moe in (None, {**EXPERTS, "n_experts": 64, "z_loss_coeff": 0.01}):
+        run(tmp_path / str(moe is None), model__overrides=sizes | {"moe": moe}, training__steps=2)
+    without, _, with_experts, _ = waits
+    assert with_experts == without + 3 + 1
 
 
 def test_forcing_needs_experts(tmp_path, capsys):

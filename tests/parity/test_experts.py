@@ -13,6 +13,8 @@ from tests.parity.cases import (
     DUAL_PIPE,
     EARLY,
     INTERLEAVED,
+    LAMB,
+    LARS,
     NO_SEQUENCE,
     SMALL_BATCHES,
     TWO_PASSES,
@@ -74,6 +76,9 @@ CASES = [
     case("moe-ddp2-tp2-ep2", DEEPSEEK, ep(2), ddp=2, tp=2),
     case("moe-fsdp4-ep2-many", model(moe={"n_experts": 2, "top_k": 1, "expert_dim": 32}), ep(2), fsdp=4),
     case("moe-tp4-ep2", MIXTRAL, ep(2), tp=4),
+    # one trust ratio for each of the three matrices of a layer's experts, wherever they are
+    case("moe-lamb-fsdp2-ep2", MIXTRAL, LAMB, ep(2), fsdp=2),
+    case("moe-lars-fsdp2-tp2-ep2-etp2", MIXTRAL, LARS, ep(2, 2), fsdp=2, tp=2),
     # losses of the router: tokens of a sequence on other ranks, in other micro-batches, counted twice
     case("losses-fsdp2", LOSSES, fsdp=2),
     case("losses-tp2", LOSSES, tp=2),

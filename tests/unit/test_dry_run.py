@@ -73,24 +73,69 @@ def test_layers_with_and_without_experts_are_extended_apart(every):
     assert calls == {number: 7 * sum(map(holds, range(number))) for number in deep}
 
 
+TITAN = """  # sections and keys of a TorchTitan file for a mixture of experts
+[model]
+name = "llama3"
+flavor = "debugmodel"
+
+[optimizer]
+name = "AdamW"
+lr = 2.2e-4
+
+[training]
+local_batch_size = 8
+seq_len = 512
+dataset = "c4"
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 8
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+expert_parallel_degree = 64
+expert_tensor_parallel_degree = 1
+expert_parallel_comm_backend = "deepep"
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+
+[compile]
+enable = true
+components = ["loss"]
+
+[quantize.linear.float8]
+filter_fqns = ["output", "router.gate"]
+
+[quantize.grouped_mm.float8]
+fqns = ["experts"]
+
+[debug]
+moe_force_load_balance = true
+"""
+
+
 @pytest.mark.parametrize(
     ("ranks", "cut", "shard"), [(512, "experts", (1, 2, 512, 1024)), (1024, "columns", (2, 2, 512, 256))]
 )
-def test_a_large_mixture_is_described(ranks, cut, shard, capsys):
+def test_a_large_mixture_is_described(ranks, cut, shard, tmp_path, capsys):
     sizes = {"dim": 1024, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 4096, "vocab_size": 4096}
     moe = {"n_experts": 128, "top_k": 8, "expert_dim": 512, "first_dense": 2}
     keys = [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
     keys += [f"--model.overrides.moe.{name}={value}" for name, value in moe.items()]
-    degrees = {"expert_parallel": 64, "tensor_parallel": 8, "pipeline_parallel": 4}
-    keys += [f"--parallelism.{name}_degree={degree}" for name, degree in degrees.items()]
-    command = ["train", "--dry-run", f"--world-size={ranks}", "--training.local_batch_size=8", "--training.seq_len=512"]
-    assert main([*command, *keys]) == 0
+    file = tmp_path / "mixture.toml"
+    file.write_text(TITAN)
+    assert main(["train", str(file), "--dry-run", f"--world-size={ranks}", *keys]) == 0
     text = capsys.readouterr().out
     assert "ep              64 ranks, the first group: 0, 1, 2, ... 63" in text
     assert f"experts over ep, {cut} over expert_shard" in text
     assert str(shard) in text
     used = 14 * (3 * 8 * 512 * 1024 + 128 * 1024) + 2 * 3 * 4096 * 1024 + 16 * (4 * 1024**2 + 2 * 1024)
     assert f"({used + 2 * 4096 * 1024 + 1024:,} for each token)" in text
+    assert "not built yet: parallelism.expert_parallel_comm_backend = 'deepep'" in text
+    assert "note: quantize.grouped_mm.float8.fqns has no effect" in text
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------
