@@ -126,6 +126,7 @@ def ep(degree: int, etp: int = 1) -> dict[str, int]:
     return {"parallelism.expert_parallel_degree": degree, **shared}
 
 
+FORCED = {"debug.moe_force_load_balance": True}
 EXPERTS = model(
     moe={
         "n_experts": 4,

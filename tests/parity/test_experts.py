@@ -12,6 +12,7 @@ from tests.parity.cases import (
     COMPILE,
     DUAL_PIPE,
     EARLY,
+    FORCED,
     INTERLEAVED,
     LAMB,
     LARS,
@@ -49,7 +50,6 @@ DEEPSEEK = model(
 # So much weight that a loss counted twice, or not at all, changes every gradient of a router.
 LOSSES = model(moe=DEEPSEEK["model.overrides"]["moe"] | {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.1})
 SOFT_LOSSES = model(moe=MIXTRAL["model.overrides"]["moe"] | {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.1})
-FORCED = {"debug.moe_force_load_balance": True}
 
 
 CASES = [
