@@ -21,7 +21,7 @@ from shardline.checkpoint.load import load_model, load_optimizer
 from shardline.checkpoint.reader import ShardFiles
 from shardline.comm import watchdog
 from shardline.comm.mesh import Mesh
-from shardline.config.architecture import Architecture
+from shardline.config.architecture import TABLES, Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError, blame
 from shardline.models.decoder import Decoder
@@ -400,9 +400,22 @@ def _candidates(listing: Sequence[Found], step: int = -1) -> list[Saved]:
 
 def _changes(a: Architecture, b: Architecture) -> str:
     """The fields in which two architectures compute something different."""
-    free = {"attn_backend", "init_std", "max_seq_len"}
-    pairs = {name: (getattr(a, name), getattr(b, name)) for name in type(a).model_fields if name not in free}
-    return ", ".join(f"{name}: {one} -> {other}" for name, (one, other) in pairs.items() if one != other)
+    before, after = _computed(a), _computed(b)
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return ", ".join(f"{name}: {before.get(name)} -> {after.get(name)}" for name in names)
+
+
+def _computed(arch: Architecture) -> dict[str, Any]:
+    """The fields on which the output depends, those of tables by `table.field`."""
+    free = {"attn_backend", "init_std", "max_seq_len", "moe.aux_loss_coeff", "moe.z_loss_coeff"}
+    found: dict[str, Any] = {}
+    for name in type(arch).model_fields:
+        value = getattr(arch, name)
+        fields = type(value).model_fields if name in TABLES and value is not None else ()
+        found |= {f"{name}.{field}": getattr(value, field) for field in fields} or {name: value}
+    if "moe.balance_coeff" in found:
+        found["moe.balance_coeff"] = found["moe.balance_coeff"] > 0  # whether there are biases, not how they move
+    return {name: value for name, value in found.items() if name not in free}
 
 
 # ---- random states ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,9 @@
 m and v are Adam's bias-corrected moments; c is `optimizer.trust_coefficient`, momentum is `optimizer.beta1`. If a
 norm is 0, the ratio is 1. Norm weights and biases (1-D) take the plain step, without decay, as published.
 
-A layer is a logical weight: wq, wk and wv each have a ratio although they are rows of one fused parameter. Norms are
-over the whole weight, however it is sharded: all of them together cost one small all-reduce per step.
+A layer is a logical weight: wq, wk and wv each have a ratio although they are rows of one fused parameter, and the
+experts of a layer have one together for each of their three matrices. Norms are over the whole weight, however it is
+sharded: all of them together cost one small all-reduce per step, and one more for each axis that shards experts.
 
 The gradients are overwritten with the update, so that no second copy of the model's size is needed.
 """
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardline.comm.collectives import sum_over_group
 from shardline.models.dtensor import local, local_slices
-from shardline.models.fused_weights import logical_rows
+from shardline.models.fused_weights import is_halved, logical_rows
 from shardline.optim.bfloat16_moments import adam_state
 from shardline.optim.clip import shards
 from shardline.optim.norms import squared_row_sums, squared_sums
@@ -37,6 +38,9 @@ def fused_parts(model: nn.Module) -> dict[nn.Parameter, Tensor]:
     found: dict[nn.Parameter, Tensor] = {}
     arch: Any = getattr(model, "arch", None)
     for name, parameter in model.named_parameters() if arch is not None else ():
+        if is_halved(name):  # (experts, 2, ...): its rows are those of gate and up in turn
+            found[parameter] = torch.eye(2, device=parameter.device).repeat(1, len(local(parameter)))
+            continue
         rows = local_slices(parameter)[0]
         pieces = logical_rows(arch, name, parameter.shape[0], rows)
         if parameter.ndim > 1 and len(pieces) > 1:
@@ -76,9 +80,14 @@ def _local_squared_sums(tensors: list[Tensor], parts: Sequence[Tensor | None]) -
     """One vector per tensor: (1,), or (parts,) for a fused weight."""
     sums = iter(squared_sums([tensor for tensor, part in zip(tensors, parts, strict=True) if part is None]))
     return [
-        next(sums).reshape(1) if part is None else (part * squared_row_sums(tensor.flatten(1))).sum(1)
+        next(sums).reshape(1) if part is None else (part * squared_row_sums(_rows(tensor, part).flatten(1))).sum(1)
         for tensor, part in zip(tensors, parts, strict=True)
     ]
+
+
+def _rows(tensor: Tensor, part: Tensor) -> Tensor:
+    """The tensor with its rows first; of fused experts a row is the gate, or the up projection, of one."""
+    return tensor if part.shape[1] == tensor.shape[0] else tensor.flatten(0, 1)
 
 
 def _sum_over(
@@ -144,11 +153,17 @@ class _Layerwise(torch.optim.Optimizer):
         """Multiply each gradient by its ratio, each part of a fused one by its own."""
         parts = [self.parts.get(parameter) for parameter in parameters]
         pieces = ratios.split([1 if part is None else len(part) for part in parts])
-        factors = [
-            piece if part is None else (part * piece[:, None]).sum(0)[:, None]  # a product with 0 and 1 does not round
-            for piece, part in zip(pieces, parts, strict=True)
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
+        rows = [
+            gradient if part is None else _rows(gradient, part)  # a view
+            for gradient, part in zip(gradients, parts, strict=True)
         ]
-        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factors)
+        factors = [
+            # a product with 0 and 1 does not round
+            piece if part is None else (part * piece[:, None]).sum(0).view(-1, *[1] * (row.ndim - 1))
+            for piece, part, row in zip(pieces, parts, rows, strict=True)
+        ]
+        torch._foreach_mul_(rows, factors)
 
 
 class Lamb(_Layerwise):

@@ -66,7 +66,7 @@ def scaled_lr(config: Config, global_batch_size: int) -> float:
 
 
 def parameter_groups(section: Section, model: nn.Module, decay_norms: bool) -> list[dict[str, Any]]:
-    """One group; two without `decay_norms`, where norm weights and biases (1-D) get no weight decay."""
+    """One group; two without `decay_norms`, where norm weights and biases get no weight decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise UserError("the model has no parameter to train: every one is frozen")
@@ -75,16 +75,23 @@ def parameter_groups(section: Section, model: nn.Module, decay_norms: bool) -> l
             raise ValueError(f"{name} is not contiguous in memory")
     if decay_norms:
         return [{"params": trained, "weight_decay": section.weight_decay}]
+    plain = plain_parameters(model)
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": section.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p not in plain], "weight_decay": section.weight_decay},
+        {"params": [p for p in trained if p in plain], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
+def plain_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Norm weights and biases; those of all experts of a layer are one tensor, which has more dimensions."""
+    return {p for name, p in model.named_parameters() if p.ndim <= 1 or name.endswith(".bias")}
+
+
 def _build_layerwise(section: Section, model: nn.Module) -> Lamb | Lars:
     """LAMB or LARS: matrices take trust ratios and decay, norm weights and biases neither."""
-    groups = [{**group, "adapt": group["params"][0].ndim > 1} for group in parameter_groups(section, model, False)]
+    plain = plain_parameters(model)
+    groups = [{**group, "adapt": group["params"][0] not in plain} for group in parameter_groups(section, model, False)]
     parts = fused_parts(model)
     if section.name == "LAMB":
         options = {"lr": section.lr, "betas": (section.beta1, section.beta2), "eps": section.eps}

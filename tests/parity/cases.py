@@ -118,6 +118,15 @@ LOOPED = schedule("LoopedBFS")
 DUAL_PIPE = schedule("DualPipeV")
 TWO_AT_A_TIME = {"training.local_batch_size": 2}
 CHUNKS = {"training.loss_chunk_tokens": 48}
+
+
+def ep(degree: int, etp: int = 1) -> dict[str, int]:
+    """Ranks that split the experts, and ranks that split each of them."""
+    shared = {"parallelism.expert_tensor_parallel_degree": etp} if etp > 1 else {}
+    return {"parallelism.expert_parallel_degree": degree, **shared}
+
+
+FORCED = {"debug.moe_force_load_balance": True}
 EXPERTS = model(
     moe={
         "n_experts": 4,

@@ -353,7 +353,7 @@ def compare(reference: Result, result: Result, tolerances: Tolerances = FLOAT32)
         _tensor_differences("gradient", reference.gradients, result.gradients, tolerances.gradient),
         _number_differences("grad_norm", reference.grad_norms, result.grad_norms, tolerances.grad_norm),
         _number_differences("loss", reference.losses, result.losses, tolerances.loss),
-        _router_differences(reference.routers, result.routers, tolerances.loss),
+        _router_differences(reference.routers, result.routers, max(tolerances.loss, tolerances.grad_norm)),
         _number_differences("validation_loss", reference.validation_losses, result.validation_losses, tolerances.loss),
         _tensor_differences("parameter", reference.parameters, result.parameters, tolerances.parameter),
     )

@@ -45,6 +45,14 @@ LAYOUTS = {
     "fsdp2-offload": ((cases.OFFLOAD,), {"fsdp": 2}),
     "fsdp2-early": ((cases.EARLY,), {"fsdp": 2}),
 }
+EXPERT_LAYOUTS = {
+    "fsdp2-ep2": ((cases.ep(2),), {"fsdp": 2}),
+    "fsdp4-ep2": ((cases.ep(2),), {"fsdp": 4}),
+    "fsdp4-ep4": ((cases.ep(4),), {"fsdp": 4}),
+    "tp2-ep2": ((cases.ep(2),), {"tp": 2}),
+    "fsdp2-tp2-ep2-etp2": ((cases.ep(2, 2),), {"fsdp": 2, "tp": 2}),
+    "pp2-fsdp2-ep2": ((cases.ep(2),), {"pp": 2, "fsdp": 2}),
+}
 # Every neighbour in a row is a change of layout; the model and the optimizer are the same all along.
 CHAINS = {
     "plain": ((layers(4), cases.UNCLIPPED), [*LAYOUTS, "one"]),
@@ -55,6 +63,7 @@ CHAINS = {
     ),
     "tied": ((layers(4), cases.TIED), ["pp2", "tp2", "pp2-tp2", "one", "pp2-fsdp2-interleaved"]),
     "narrow": ((layers(4), cases.NARROW_STATE), ["fsdp2-tp2", "one", "pp2", "fsdp2-offload"]),
+    "experts": ((cases.EXPERTS,), ["one", "fsdp2-ep2", "fsdp4-ep4", "tp2", *EXPERT_LAYOUTS, "one"]),
     "lamb": ((layers(4), cases.LAMB), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
 }
 
@@ -84,7 +93,7 @@ class Runs:
         self.harness, self.folder = harness, folder
 
     def settings(self, layout, folder, *changes):
-        own, degrees = LAYOUTS[layout]
+        own, degrees = (LAYOUTS | EXPERT_LAYOUTS)[layout]
         entry = case("x", SAVED, *changes, *own, **degrees)
         return entry.ranks, self.harness.settings(entry.overrides, entry.ranks) | {"job.dump_folder": str(folder)}
 
@@ -170,6 +179,18 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(harness, tmp_path, layou
     resumed = runs.train("resumed", layout, *changes)
     assert losses(resumed) == losses(whole)
     assert_same(tensors(whole, 4), tensors(resumed, 4), layout)
+
+
+def test_experts_go_on_where_others_left_off(harness, tmp_path):
+    """On 4 ranks: all experts on every rank, then a half, then a quarter; the biases that balance them go along."""
+    runs, length = Runs(harness, tmp_path), {"training.steps": 6, "lr_scheduler.total_steps": 6}
+    whole = runs.train("whole", "fsdp4", cases.EXPERTS, length)
+    for layout, steps in (("fsdp4", 2), ("fsdp4-ep2", 4), ("fsdp4-ep4", 6)):
+        resumed = runs.train("resumed", layout, cases.EXPERTS, length | {"training.steps": steps})
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-6)
+    saved = tensors(resumed, 6)
+    for name, tensor in tensors(whole, 6).items():
+        assert torch.allclose(saved[name], tensor, rtol=1e-3, atol=1e-5), name
 
 
 THIN = {"parallelism.gradient_compression": "powersgd", "parallelism.powersgd_rank": 2}

@@ -7,20 +7,26 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from shardline.models import grouped
+from shardline.models.dtensor import local
 from shardline.parallel.expert import dispatch
 from tests.parity.cases import (
     COMPILE,
     DUAL_PIPE,
     EARLY,
+    FORCED,
     INTERLEAVED,
+    LAMB,
+    LARS,
     NO_SEQUENCE,
     SMALL_BATCHES,
     TWO_PASSES,
     ZBV,
     Case,
     case,
+    ep,
     layers,
     model,
 )
@@ -48,12 +54,6 @@ DEEPSEEK = model(
 # So much weight that a loss counted twice, or not at all, changes every gradient of a router.
 LOSSES = model(moe=DEEPSEEK["model.overrides"]["moe"] | {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.1})
 SOFT_LOSSES = model(moe=MIXTRAL["model.overrides"]["moe"] | {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.1})
-FORCED = {"debug.moe_force_load_balance": True}
-
-
-def ep(degree: int, etp: int = 1) -> dict[str, int]:
-    shared = {"parallelism.expert_tensor_parallel_degree": etp} if etp > 1 else {}
-    return {"parallelism.expert_parallel_degree": degree, **shared}
 
 
 CASES = [
@@ -80,6 +80,9 @@ CASES = [
     case("moe-ddp2-tp2-ep2", DEEPSEEK, ep(2), ddp=2, tp=2),
     case("moe-fsdp4-ep2-many", model(moe={"n_experts": 2, "top_k": 1, "expert_dim": 32}), ep(2), fsdp=4),
     case("moe-tp4-ep2", MIXTRAL, ep(2), tp=4),
+    # one trust ratio for each of the three matrices of a layer's experts, wherever they are
+    case("moe-lamb-fsdp2-ep2", MIXTRAL, LAMB, ep(2), fsdp=2),
+    case("moe-lars-fsdp2-tp2-ep2-etp2", MIXTRAL, LARS, ep(2, 2), fsdp=2, tp=2),
     # losses of the router: tokens of a sequence on other ranks, in other micro-batches, counted twice
     case("losses-fsdp2", LOSSES, fsdp=2),
     case("losses-tp2", LOSSES, tp=2),
@@ -149,3 +152,52 @@ def test_rows_travel_while_experts_compute(harness: Harness) -> None:
     layout = case("moe-fsdp2-ep2", DEEPSEEK, ep(2), fsdp=2)
     result = harness.run(layout.overrides, 2, watched_transfers)
     compare(harness.reference(layout.overrides), result, layout.tolerances)
+
+
+# ---- skew: the numbers of one process, and no rank waits for rows that nobody sends ----------------------------------
+
+
+@contextlib.contextmanager
+def everything_to_one_expert(trainer: Any) -> Iterator[None]:
+    for block in trainer.model.blocks():
+        if block.moe is not None:
+            local(block.moe.router.balance)[0] += 10
+    yield
+
+
+@contextlib.contextmanager
+def an_expert_without_tokens(trainer: Any) -> Iterator[None]:
+    for block in trainer.model.blocks():
+        if block.moe is not None:
+            local(block.moe.router.balance)[3] -= 10
+    yield
+
+
+@contextlib.contextmanager
+def equal_scores(trainer: Any) -> Iterator[None]:
+    with torch.no_grad():
+        for block in trainer.model.blocks():
+            if block.moe is not None:
+                local(block.moe.router.gate.weight).zero_()
+    yield
+
+
+ONE_EACH = model(moe={"n_experts": 4, "top_k": 1, "expert_dim": 32, "balance_coeff": 0.01})
+ONE_TOKEN = {"training.seq_len": 1, "training.global_batch_size": 2}
+SKEWED = [
+    (everything_to_one_expert, case("one-fsdp4-ep4", ONE_EACH, ep(4), fsdp=4), 4.0),
+    (everything_to_one_expert, case("one-tp2-ep2", ONE_EACH, ep(2), tp=2), 4.0),
+    (everything_to_one_expert, case("one-fsdp2-tp2-ep2-etp2", ONE_EACH, ep(2, 2), fsdp=2, tp=2), 4.0),
+    (everything_to_one_expert, case("one-token-fsdp2-ep2", ONE_EACH, ep(2), ONE_TOKEN, fsdp=2), 4.0),
+    (an_expert_without_tokens, case("none-fsdp2-ep2", DEEPSEEK, ep(2), fsdp=2), None),
+    (an_expert_without_tokens, case("none-fsdp4-ep4", ONE_EACH, ep(4), fsdp=4), None),
+    (equal_scores, case("ties-fsdp2-ep2", DEEPSEEK, ep(2), {"training.steps": 1}, fsdp=2), None),
+]
+
+
+@pytest.mark.parametrize(("skew", "case", "load"), [pytest.param(*row, id=row[1].name) for row in SKEWED])
+def test_skew(harness: Harness, skew: Any, case: Case, load: float | None) -> None:
+    alone = {key: value for key, value in case.overrides.items() if not key.startswith("parallelism.")}
+    reference, result = harness.run(alone, 1, skew), harness.run(case.overrides, case.ranks, skew)
+    compare(reference, result)
+    assert load is None or {row["expert_load"] for row in result.routers} == {load}

@@ -84,7 +84,7 @@ def test_presets_follow_the_rules(name):
     check(config)
     resolve(config.model)
     assert notes(config) == []
-    assert (pending(config) == {}) == (name in ("demo", "llama3_8b"))
+    assert (pending(config) == {}) == (name in ("demo", "llama3_8b", "moe-demo"))
 
 
 def test_defaults_are_silent():

@@ -28,6 +28,8 @@ from shardline.tools.dry_run.traffic import step_collectives
 FLOAT32 = Precision(torch.float32, torch.float32, torch.float32)
 TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 64, "vocab_size": 333}
 BATCH, LENGTH = 2, 16
+EXPERTS = {"n_experts": 8, "top_k": 2, "expert_dim": 16, "shared_dim": 16, "first_dense": 1, "balance_coeff": 0.01}
+EP, ETP = "parallelism__expert_parallel_degree", "parallelism__expert_tensor_parallel_degree"
 
 
 def tiny(overrides: dict | None = None, **settings) -> Config:
@@ -51,6 +53,91 @@ def traffic_of(ranks: int, config: Config, micro_batches: int = 1) -> dict[tuple
     return step_collectives(resolve(config.model), config, layout, FLOAT32, micro_batches)
 
 
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_travel_to_their_experts_and_back():
+    """Rows of `dim` there and back, their weights there; the same in backward; first the counts, as int64."""
+    counted = traffic_of(4, tiny({"moe": EXPERTS, "n_layers": 3}, dp_shard=4, **{EP: 4}))[("ep", "all-to-all")]
+    rows, layers = BATCH * LENGTH * 2, 2
+    each = (rows * 4 * 2 * (2 * TINY["dim"] + 1) + 8 * EXPERTS["n_experts"]) * 3 // 4
+    assert counted == Counter(calls=7 * layers, bytes=each * layers)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_layers_with_and_without_experts_are_extended_apart(every):
+    moe = {**EXPERTS, "every": every}
+    deep = {number: tiny({"moe": moe, "n_layers": number}, dp_shard=4, **{EP: 4}) for number in (9, 11)}
+    calls = {number: traffic_of(4, config)[("ep", "all-to-all")]["calls"] for number, config in deep.items()}
+    holds = resolve(deep[9].model).moe.holds
+    assert calls == {number: 7 * sum(map(holds, range(number))) for number in deep}
+
+
+TITAN = """  # sections and keys of a TorchTitan file for a mixture of experts
+[model]
+name = "llama3"
+flavor = "debugmodel"
+
+[optimizer]
+name = "AdamW"
+lr = 2.2e-4
+
+[training]
+local_batch_size = 8
+seq_len = 512
+dataset = "c4"
+
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = -1
+fsdp_reshard_after_forward = "default"
+tensor_parallel_degree = 8
+pipeline_parallel_degree = 4
+pipeline_parallel_schedule = "Interleaved1F1B"
+expert_parallel_degree = 64
+expert_tensor_parallel_degree = 1
+expert_parallel_comm_backend = "deepep"
+
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+
+[compile]
+enable = true
+components = ["loss"]
+
+[quantize.linear.float8]
+filter_fqns = ["output", "router.gate"]
+
+[quantize.grouped_mm.float8]
+fqns = ["experts"]
+
+[debug]
+moe_force_load_balance = true
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cut", "shard"), [(512, "experts", (1, 2, 512, 1024)), (1024, "columns", (2, 2, 512, 256))]
+)
+def test_a_large_mixture_is_described(ranks, cut, shard, tmp_path, capsys):
+    sizes = {"dim": 1024, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 4096, "vocab_size": 4096}
+    moe = {"n_experts": 128, "top_k": 8, "expert_dim": 512, "first_dense": 2}
+    keys = [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
+    keys += [f"--model.overrides.moe.{name}={value}" for name, value in moe.items()]
+    file = tmp_path / "mixture.toml"
+    file.write_text(TITAN)
+    assert main(["train", str(file), "--dry-run", f"--world-size={ranks}", *keys]) == 0
+    text = capsys.readouterr().out
+    assert "ep              64 ranks, the first group: 0, 1, 2, ... 63" in text
+    assert f"experts over ep, {cut} over expert_shard" in text
+    assert str(shard) in text
+    used = 14 * (3 * 8 * 512 * 1024 + 128 * 1024) + 2 * 3 * 4096 * 1024 + 16 * (4 * 1024**2 + 2 * 1024)
+    assert f"({used + 2 * 4096 * 1024 + 1024:,} for each token)" in text
+    assert "not built yet: parallelism.expert_parallel_comm_backend = 'deepep'" in text
+    assert "note: quantize.grouped_mm.float8.fqns has no effect" in text
+
+
 # ---- shards ----------------------------------------------------------------------------------------------------------
 
 
@@ -67,6 +154,10 @@ def traffic_of(ranks: int, config: Config, micro_batches: int = 1) -> dict[tuple
         (4, {"dp_replicate": 2, "tp": 2}, {}),
         (40, {"dp_shard": 40}, {}),  # more ranks than rows of a norm: some hold nothing of it
         (8, {"dp_shard": 2, "cp": 2, "tp": 2}, {}),
+        (4, {"dp_shard": 4, EP: 2}, {"moe": EXPERTS}),
+        (8, {"dp_shard": 4, "tp": 2, EP: 2, ETP: 2}, {"moe": EXPERTS}),
+        (8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2, EP: 4}, {"moe": EXPERTS, "mlp_bias": True}),
+        (16, {"dp_shard": 8, "tp": 2, EP: 4}, {"moe": EXPERTS}),  # more ranks than experts: their columns are cut
     ],
     ids=str,
 )

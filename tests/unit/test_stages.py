@@ -55,9 +55,11 @@ def layers_of(stages):
     count=st.integers(1, 8),
     vocabulary=st.sampled_from((300, 5000, 128000)),
     length=st.sampled_from((32, 8192)),
+    moe=st.sampled_from((None, {"first_dense": 2}, {"every": 2}, {"first_dense": 1, "every": 3})),
 )
-def test_the_heaviest_stage_is_as_light_as_can_be(layers, count, vocabulary, length):
-    arch = architecture(n_layers=layers, vocab_size=vocabulary)
+def test_the_heaviest_stage_is_as_light_as_can_be(layers, count, vocabulary, length, moe):
+    experts = None if moe is None else {"n_experts": 16, "top_k": 2, "expert_dim": 64, **moe}
+    arch = architecture(n_layers=layers, vocab_size=vocabulary, moe=experts)
     if layers < count - 2:
         with pytest.raises(ConfigError, match=f"{layers} layers, .* cannot make {count} pipeline stages"):
             balanced_layers(arch, length, count)
