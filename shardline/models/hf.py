@@ -181,7 +181,7 @@ def is_logical(name: str) -> bool:
     return any(stored_as(name, family) for family in ("llama", *_NAMES))
 
 
-class Found(NamedTuple):
+class Located(NamedTuple):
     """Where files hold a logical tensor of this shape."""
 
     how: Stored | None  # None: nowhere, it is zero
@@ -192,7 +192,7 @@ class Found(NamedTuple):
 class HFTensors(LazyTensors):
     """The tensors of a Hugging Face folder, mapped from their files: a rank that uses some rows reads only these."""
 
-    def __init__(self, arch: Architecture, rows: dict[str, Found]) -> None:
+    def __init__(self, arch: Architecture, rows: dict[str, Located]) -> None:
         self.arch, self._rows = arch, rows
 
     def __getitem__(self, name: str) -> Tensor:
@@ -214,11 +214,8 @@ class HFTensors(LazyTensors):
 def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     """Open a Hugging Face folder; its tensors must be exactly those of `arch` (default: of its own config.json)."""
     folder = Path(folder)
-    has_config = arch is None or (folder / "config.json").is_file()
-    theirs = architecture_from_hf(folder) if has_config else arch
-    assert theirs is not None
-    if arch is None:
-        arch = theirs
+    theirs = architecture_from_hf(folder) if arch is None or (folder / "config.json").is_file() else arch
+    arch = arch or theirs
     _compare(folder, theirs, arch)
     wanted = stored_shapes(arch, theirs.family)
     stored = {name: row for name, row in _stored(folder).items() if not name.endswith("rotary_emb.inv_freq")}
@@ -248,12 +245,12 @@ def stored_shapes(arch: Architecture, family: str) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def find_tensors(arch: Architecture, family: str, stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Found]:
+def find_tensors(arch: Architecture, family: str, stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Located]:
     """Where each logical tensor lies among the stored ones."""
     found = {}
     for name, shape in logical_shapes(arch).items():
         how = stored_as(name, family)
-        found[name] = Found(how, shape, [] if how is None else [stored[key] for key in how.names(shape[0])])
+        found[name] = Located(how, shape, [] if how is None else [stored[key] for key in how.names(shape[0])])
     return found
 
 

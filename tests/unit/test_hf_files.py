@@ -354,7 +354,7 @@ def test_fused_experts_are_as_transformers_stores_them(family: str, tmp_path: Pa
     for name in names:
         how = stored_as(name, family)
         assert how is not None
-        found[name] = hf.Found(how, logical_shapes(arch)[name], [place[how.name]])
+        found[name] = hf.Located(how, logical_shapes(arch)[name], [place[how.name]])
     tensors = HFTensors(arch, found)
     prefix = "layers.0.moe.experts."
     where = "model.layers.0." + ("mlp" if biases else "feed_forward") + ".experts."
