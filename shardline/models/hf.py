@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardline.config.architecture import TRAINING_FIELDS, Architecture
 from shardline.errors import UserError
-from shardline.models.fused_weights import logical_shapes
+from shardline.models.fused_weights import keeps_type, logical_shapes
 from shardline.models.hf_config import CLASSES, architecture_from_hf, export_family, hf_config, read_config
 from shardline.storage.safetensors import Converter, Entry, HeaderRow, LazyTensors, header_of, torch_type, write_tensors
 from shardline.words import listed
@@ -155,7 +155,6 @@ _ARITHMETIC = (
     "sliding_window",
     "sliding_window_layers",
 )
-_BALANCE = ".router.balance"  # a family may not have it: it is a setting of training
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
@@ -240,7 +239,7 @@ def stored_shapes(arch: Architecture, family: str) -> dict[str, tuple[int, ...]]
     for name, shape in logical_shapes(arch).items():
         if (how := stored_as(name, family)) is not None:
             shapes.update(dict.fromkeys(how.names(shape[0]), how.shape(shape)))
-        elif not name.endswith(_BALANCE):
+        elif not keeps_type(name):  # the balancing bias is a setting of training, which a family may not have
             raise UserError(f"{CLASSES[family]} has no {name}")
     return shapes
 
@@ -408,7 +407,7 @@ def stored_entries(
             continue
         if wanted.pop(entry.name, None) != entry.shape:
             raise ValueError(f"{entry.name} {entry.shape} is not a tensor of this model, or was given twice")
-        given[entry.name] = entry if dtype is None or entry.name.endswith(_BALANCE) else entry._replace(dtype=dtype)
+        given[entry.name] = entry if dtype is None or keeps_type(entry.name) else entry._replace(dtype=dtype)
     if wanted:
         raise ValueError(f"tensors were not given: {', '.join(wanted)}")
     stored_shapes(arch, family)  # refuses what the family has no place for
