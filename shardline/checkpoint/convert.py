@@ -24,15 +24,18 @@ from shardline.checkpoint.assets import (
 )
 from shardline.checkpoint.commit import publish, put_in_place
 from shardline.checkpoint.fetch import local_path
+from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
-from shardline.models.fused_weights import logical_shapes, parameter_count
+from shardline.models.fused_weights import keeps_type, logical_shapes, parameter_count
 from shardline.models.hf import HFTensors, copy_assets, read_hf, write_hf
 from shardline.models.hf_config import architecture_from_hf
 from shardline.precision.mixed import DTYPES
-from shardline.storage.safetensors import entries_from, write_tensors
+from shardline.storage.safetensors import Entry, LazyTensors, entries_from, write_tensors
 
 if TYPE_CHECKING:
+    import torch
+
     from shardline.checkpoint.torchtitan import DCPTensors
 
 CONSOLIDATED = "consolidated.safetensors"
@@ -62,7 +65,7 @@ def import_model(
     architecture = tensors.arch
     with _new_folder(out, overwrite, source=folder) as partial:
         partial.mkdir()
-        entries = entries_from(tensors, logical_shapes(architecture), wanted, "model/")
+        entries = _entries(tensors, architecture, wanted, "model/")
         recorded, tensors_table = files.write_whole(partial, entries)
         if assets is not None:
             copy_assets(assets, partial)
@@ -119,7 +122,7 @@ def export(
     saved, out, wanted = _find(local_path(checkpoint)), Path(out).resolve(), DTYPES[dtype] if dtype else None
     if saved.is_hf:  # others are verified as they are read
         saved.verify()
-    entries = entries_from(saved.weights(), logical_shapes(saved.architecture), wanted)
+    entries = _entries(saved.weights(), saved.architecture, wanted)
     with _new_folder(out, overwrite, source=saved.path) as partial:
         if format == "hf":
             write_hf(
@@ -138,6 +141,14 @@ def export(
         put_in_place(partial, out)
     print(f"exported step {saved.step} ({parameter_count(saved.architecture):,} parameters) to {out}")
     return 0
+
+
+def _entries(tensors: LazyTensors, arch: Architecture, dtype: torch.dtype | None, prefix: str = "") -> list[Entry]:
+    """All weights, in the type they are stored in unless another is given."""
+    entries = entries_from(tensors, logical_shapes(arch), prefix)
+    if dtype is None:
+        return entries
+    return [entry if keeps_type(entry.name) else entry._replace(dtype=dtype) for entry in entries]
 
 
 def size_of(text: str) -> int:

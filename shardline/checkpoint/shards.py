@@ -24,7 +24,7 @@ from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
-from shardline.models.fused_weights import is_halved, logical_names, logical_rows
+from shardline.models.fused_weights import is_halved, keeps_type, logical_names, logical_rows
 from shardline.optim.state import optimizer_state
 
 
@@ -134,8 +134,10 @@ def place_of(tensor: Tensor) -> Place:
 
 def held_weights(model: Decoder, dtype: torch.dtype | None = None) -> list[HeldTensor]:
     """The model's weights; tied ones are there once, under the embedding's name."""
-    weights = model.named_parameters()
-    return [_held(model.arch, "model/", name, parameter.detach(), dtype) for name, parameter in weights]
+    return [
+        _held(model.arch, "model/", name, parameter.detach(), None if keeps_type(name) else dtype)
+        for name, parameter in model.named_parameters()
+    ]
 
 
 def held_state(model: Decoder, optimizer: torch.optim.Optimizer) -> list[HeldTensor]:

@@ -95,6 +95,11 @@ def logical_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def keeps_type(name: str) -> bool:
+    """Whether a tensor is stored in float32 whatever the weights are: the steps of a balancing bias are too small."""
+    return name.endswith(".router.balance")
+
+
 def parameter_count(arch: Architecture) -> int:
     return sum(math.prod(shape) for shape in logical_shapes(arch).values())
 

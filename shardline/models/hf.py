@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardline.config.architecture import TRAINING_FIELDS, Architecture
 from shardline.errors import UserError
-from shardline.models.fused_weights import logical_shapes
+from shardline.models.fused_weights import keeps_type, logical_shapes
 from shardline.models.hf_config import CLASSES, architecture_from_hf, export_family, hf_config, read_config
 from shardline.storage.safetensors import Converter, Entry, HeaderRow, LazyTensors, header_of, torch_type, write_tensors
 from shardline.words import listed
@@ -162,7 +162,6 @@ _ARITHMETIC = (
     "sliding_window",
     "sliding_window_layers",
 )
-_BALANCE = ".router.balance"  # a family may not have it: it is a setting of training
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
@@ -188,7 +187,7 @@ def is_logical(name: str) -> bool:
     return any(stored_as(name, family) for family in ("llama", *_NAMES))
 
 
-class Found(NamedTuple):
+class Located(NamedTuple):
     """Where files hold a logical tensor of this shape."""
 
     how: Stored | None  # None: nowhere, it is zero
@@ -199,7 +198,7 @@ class Found(NamedTuple):
 class HFTensors(LazyTensors):
     """The tensors of a Hugging Face folder, mapped from their files: a rank that uses some rows reads only these."""
 
-    def __init__(self, arch: Architecture, rows: dict[str, Found]) -> None:
+    def __init__(self, arch: Architecture, rows: dict[str, Located]) -> None:
         self.arch, self._rows = arch, rows
 
     def __getitem__(self, name: str) -> Tensor:
@@ -221,11 +220,8 @@ class HFTensors(LazyTensors):
 def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     """Open a Hugging Face folder; its tensors must be exactly those of `arch` (default: of its own config.json)."""
     folder = Path(folder)
-    has_config = arch is None or (folder / "config.json").is_file()
-    theirs = architecture_from_hf(folder) if has_config else arch
-    assert theirs is not None
-    if arch is None:
-        arch = theirs
+    theirs = architecture_from_hf(folder) if arch is None or (folder / "config.json").is_file() else arch
+    arch = arch or theirs
     _compare(folder, theirs, arch)
     wanted = stored_shapes(arch, theirs.family)
     stored = {name: row for name, row in _stored(folder).items() if not name.endswith("rotary_emb.inv_freq")}
@@ -250,17 +246,17 @@ def stored_shapes(arch: Architecture, family: str) -> dict[str, tuple[int, ...]]
     for name, shape in logical_shapes(arch).items():
         if (how := stored_as(name, family)) is not None:
             shapes.update(dict.fromkeys(how.names(shape[0]), how.shape(shape)))
-        elif not name.endswith(_BALANCE):
+        elif not keeps_type(name):  # the balancing bias is a setting of training, which a family may not have
             raise UserError(f"{CLASSES[family]} has no {name}")
     return shapes
 
 
-def find_tensors(arch: Architecture, family: str, stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Found]:
+def find_tensors(arch: Architecture, family: str, stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Located]:
     """Where each logical tensor lies among the stored ones."""
     found = {}
     for name, shape in logical_shapes(arch).items():
         how = stored_as(name, family)
-        found[name] = Found(how, shape, [] if how is None else [stored[key] for key in how.names(shape[0])])
+        found[name] = Located(how, shape, [] if how is None else [stored[key] for key in how.names(shape[0])])
     return found
 
 
@@ -418,7 +414,7 @@ def stored_entries(
             continue
         if wanted.pop(entry.name, None) != entry.shape:
             raise ValueError(f"{entry.name} {entry.shape} is not a tensor of this model, or was given twice")
-        given[entry.name] = entry if dtype is None or entry.name.endswith(_BALANCE) else entry._replace(dtype=dtype)
+        given[entry.name] = entry if dtype is None or keeps_type(entry.name) else entry._replace(dtype=dtype)
     if wanted:
         raise ValueError(f"tensors were not given: {', '.join(wanted)}")
     stored_shapes(arch, family)  # refuses what the family has no place for

@@ -153,18 +153,11 @@ class Entry(NamedTuple):
         return part
 
 
-def entries_from(
-    tensors: LazyTensors, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None = None, prefix: str = ""
-) -> list[Entry]:
-    """Entries for `shapes`, read lazily; in the type they are stored in unless `dtype` is given."""
+def entries_from(tensors: LazyTensors, shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> list[Entry]:
+    """Entries for `shapes`, read lazily, in the type they are stored in."""
+    read, part = tensors.__getitem__, tensors.part
     return [
-        Entry(
-            prefix + name,
-            shape,
-            dtype or tensors.dtype(name),
-            functools.partial(tensors.__getitem__, name),
-            functools.partial(tensors.part, name),
-        )
+        Entry(prefix + name, shape, tensors.dtype(name), functools.partial(read, name), functools.partial(part, name))
         for name, shape in shapes.items()
     ]
 

@@ -41,6 +41,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 16}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "head_dim": 16}),
+    "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}),
 }
 
 
@@ -154,15 +156,21 @@ def train_theirs(folder: Path, options: dict[str, Any], steps: list[list[Batch]]
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
-        record.gradients = record.gradients or {n: p.grad.clone() for n, p in model.named_parameters()}
+        record.gradients = record.gradients or as_stored(model, lambda parameter: parameter.grad.clone())
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), options["training__max_norm"])
         for group in optimizer.param_groups:
             group["lr"] = options["optimizer__lr"] * factor
         optimizer.step()
         record.losses.append(loss.item())
         record.norms.append(norm.item())
-    record.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    record.weights = as_stored(model, lambda parameter: parameter.detach())
     return record
+
+
+def as_stored(model: Any, choose: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names of files, in which every expert has its own."""
+    tensors = {name: choose(parameter) for name, parameter in model.named_parameters()}
+    return transformers.core_model_loading.revert_weight_conversion(model, tensors)
 
 
 def separate_documents(tokens: Tensor, window: int) -> Tensor:
@@ -203,6 +211,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3-moe": ("qwen3-moe", {"training__local_batch_size": 3, "training__global_batch_size": BATCH}),
     "accumulation": ("qwen3", {"training__local_batch_size": 2, "training__global_batch_size": BATCH}),
     "documents": ("llama-tied", PACKED),
     # Micro-batches of one sample each, with unequal numbers of targets: a mean of their means would differ.

@@ -147,6 +147,11 @@ def test_experts_give_the_same_logits(tmp_path: Path, call: Any) -> None:
     found = find_checkpoint(tmp_path / "out").weights()
     assert torch.equal(found["layers.2.moe.experts.w2.weight"], model.layers["2"].moe.experts.w2)
     assert torch.equal(found["layers.1.moe.router.balance"], model.layers["1"].moe.expert_bias)
+    assert call(tmp_path / "step-7", tmp_path / "narrow", "--trust-pickle", "--dtype=bfloat16", *words)[0] == 0
+    kinds = {name: tensor.dtype for name, tensor in find_checkpoint(tmp_path / "narrow").weights().items()}
+    assert {name for name, kind in kinds.items() if kind != torch.bfloat16} == {
+        f"layers.{layer}.moe.router.balance" for layer in (1, 2)
+    }
     chosen = {name: torch.zeros_like(tensor) if "balance" in name else tensor for name, tensor in found.items()}
     plain = Decoder(find_checkpoint(tmp_path / "out").architecture)
     load_logical_state(plain, chosen)

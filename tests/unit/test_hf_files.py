@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardline.checkpoint.shards import held_weights
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models import hf
@@ -354,7 +355,7 @@ def test_fused_experts_are_as_transformers_stores_them(family: str, tmp_path: Pa
     for name in names:
         how = stored_as(name, family)
         assert how is not None
-        found[name] = hf.Found(how, logical_shapes(arch)[name], [place[how.name]])
+        found[name] = hf.Located(how, logical_shapes(arch)[name], [place[how.name]])
     tensors = HFTensors(arch, found)
     prefix = "layers.0.moe.experts."
     where = "model.layers.0." + ("mlp" if biases else "feed_forward") + ".experts."
@@ -393,7 +394,15 @@ def test_experts_of_every_layout_read_back_bit_by_bit(family: str, dtype: torch.
     for name, tensor in tensors.items():
         assert found.dtype(name) == dtype
         assert torch.equal(found[name], tensor), name
-    assert ("layers.0.moe.router.balance" in found) == (family == "deepseek_v3")
+    if family == "deepseek_v3":
+        narrow = {
+            entry.name: entry.dtype for entry in stored_entries(entries(state(arch)), arch, family, torch.float16)
+        }
+        assert narrow["model.layers.0.mlp.gate.e_score_correction_bias"] == torch.float32
+        assert narrow["model.layers.0.mlp.gate.weight"] == torch.float16
+        held = held_weights(Decoder(arch), torch.float16)
+        wide = {piece.name for one in held for piece in one.pieces if one.dtype == torch.float32}
+        assert wide == {f"model/layers.{layer}.moe.router.balance" for layer in range(3)}
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
