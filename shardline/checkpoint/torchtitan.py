@@ -142,7 +142,7 @@ def _rows(folder: Path, reader: _CachingReader) -> dict[str, tuple[str, TensorSt
 
 def _is_ours(name: str) -> bool:
     try:
-        return bool(hf_name(name))
+        return bool(hf_name(name, latent=True))
     except KeyError:
         return False
 

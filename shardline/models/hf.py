@@ -110,7 +110,8 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
         _warn_of_differences(folder, architecture_from_hf(folder), arch)
     latent = arch.latent is not None
     wanted = {hf_name(name, latent): (name, shape) for name, shape in logical_shapes(arch).items()}
-    stored = {name: row for name, row in _stored(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    beside = _beside(folder)
+    stored = {name: row for name, row in _stored(folder).items() if not beside.search(name)}
     if arch.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(folder, stored)
         del stored["lm_head.weight"]
@@ -121,6 +122,14 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     if problems:
         raise UserError(f"{folder}: the tensors do not fit the model\n  " + listed(problems, 8, "\n  "))
     return HFTensors(arch, {name: stored[outside] for outside, (name, _) in wanted.items()})
+
+
+def _beside(folder: Path) -> re.Pattern[str]:
+    """The names of stored tensors that are not the model's: rotary tables, and layers that predict further tokens."""
+    config = read_config(folder) if (folder / "config.json").is_file() else {}
+    layers, further = config.get("num_hidden_layers") or 0, config.get("num_nextn_predict_layers") or 0
+    numbers = "".join(rf"|^model\.layers\.{layer}\." for layer in range(layers, layers + further))
+    return re.compile(r"rotary_emb\.inv_freq$" + numbers)
 
 
 def shape_problems(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:

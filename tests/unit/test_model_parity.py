@@ -37,6 +37,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT = {
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 3,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -76,6 +85,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "deepseek-v2-dense": ("DeepseekV2", {**LATENT, "q_lora_rank": None}),
+    "deepseek-v3-dense": ("DeepseekV3", {**LATENT, "q_lora_rank": 28, "tie_word_embeddings": True}),
 }
 
 
