@@ -190,7 +190,7 @@ def test_widths_of_heads_follow_the_sizes() -> None:
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Architecture(**SMALL, latent=LATENT).with_overrides(changes)
-    with pytest.raises(ConfigError, match="latent.nope_dim"):
+    with pytest.raises(ConfigError, match=r"latent\.nope_dim"):
         Architecture(**SMALL).with_overrides({"latent": {"kv_rank": 12}})
 
 
