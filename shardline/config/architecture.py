@@ -69,12 +69,6 @@ class LatentAttention(Section):
     def head_dim(self) -> int:
         return self.nope_dim + self.rope_dim
 
-    @model_validator(mode="after")
-    def _check(self) -> LatentAttention:
-        if self.v_dim > self.head_dim:  # kernels that want equal widths get values with zeros behind them
-            raise ValueError(f"v_dim ({self.v_dim}) must not exceed nope_dim + rope_dim ({self.head_dim})")
-        return self
-
 
 class MixtureOfExperts(Section):
     """The layers whose feed-forward part is a router and experts, of which each token uses `top_k`."""
@@ -207,6 +201,8 @@ class Architecture(Section):
             raise ValueError(
                 f"head_dim ({self.head_dim}) must be latent.nope_dim + latent.rope_dim ({latent.head_dim})"
             )
+        if latent.v_dim > latent.head_dim:  # kernels that want equal widths get values with zeros behind them
+            raise ValueError(f"latent.v_dim ({latent.v_dim}) must not exceed head_dim ({latent.head_dim})")
         if self.n_kv_heads != self.n_heads:
             raise ValueError(f"n_kv_heads ({self.n_kv_heads}) must be n_heads ({self.n_heads}) with latent attention")
         wrong = [name for name in ("qkv_bias", "out_bias", "qk_norm") if getattr(self, name)]
@@ -249,10 +245,12 @@ def _default_head_dim(latent: Any, dim: Any, heads: Any) -> int | None:
     """`head_dim` where it is not given; None where it does not follow from valid fields."""
     if isinstance(latent, LatentAttention):
         return latent.head_dim
-    parts = (latent.get("nope_dim"), latent.get("rope_dim")) if isinstance(latent, Mapping) else (dim, heads)
+    parts: tuple[Any, Any] = (dim, heads)
+    if isinstance(latent, Mapping):
+        parts = (latent.get("nope_dim"), latent.get("rope_dim"))
     if not all(isinstance(part, int) and part > 0 for part in parts):
         return None
-    return int(sum(part or 0 for part in parts)) if latent is not None else dim // heads
+    return parts[0] // parts[1] if latent is None else parts[0] + parts[1]
 
 
 def build(fields: Mapping[str, Any]) -> Architecture:

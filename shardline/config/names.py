@@ -103,12 +103,12 @@ def has_window(config: Config) -> bool:
 
 
 def scaling_type(config: Config) -> str | None:
-    """How rotary frequencies are scaled, None if that is not known yet. Named flavors scale as llama3 does."""
+    """How rotary frequencies are scaled, None if that is not known yet. Most named flavors scale as llama3 does."""
     for scaling in (config.model.overrides.get("rope_scaling"), _flavor_field(config, "rope_scaling")):
         found = scaling.get("type") if isinstance(scaling, Mapping) else getattr(scaling, "type", None)
         if found is not None:
             return str(found)
-    return None if config.model.name == "auto" else "llama3"
+    return {"auto": None, "deepseek_v3": "yarn"}.get(config.model.name, "llama3")
 
 
 def _flavor_field(config: Config, field: str) -> Any:

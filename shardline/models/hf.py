@@ -224,7 +224,8 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     arch = arch or theirs
     _compare(folder, theirs, arch)
     wanted = stored_shapes(arch, theirs.family)
-    stored = {name: row for name, row in _stored(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    beside = _beside(folder)
+    stored = {name: row for name, row in _stored(folder).items() if not beside.search(name)}
     if arch.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(folder, stored)
         del stored["lm_head.weight"]
@@ -258,6 +259,14 @@ def find_tensors(arch: Architecture, family: str, stored: Mapping[str, tuple[Pat
         how = stored_as(name, family)
         found[name] = Located(how, shape, [] if how is None else [stored[key] for key in how.names(shape[0])])
     return found
+
+
+def _beside(folder: Path) -> re.Pattern[str]:
+    """The names of stored tensors that are not the model's: rotary tables, and layers that predict further tokens."""
+    config = read_config(folder) if (folder / "config.json").is_file() else {}
+    layers, further = config.get("num_hidden_layers") or 0, config.get("num_nextn_predict_layers") or 0
+    numbers = "".join(rf"|^model\.layers\.{layer}\." for layer in range(layers, layers + further))
+    return re.compile(r"rotary_emb\.inv_freq$" + numbers)
 
 
 def shape_problems(stored: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> list[str]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
@@ -64,6 +65,20 @@ def test_kernels_follow_the_definition(kernel: str, packed: bool, window: int, v
     mask = make_mask(architecture(), tokens, torch.float32, window, documents, kernel=kernel)
     found = attention(q, k, v, mask)
     torch.testing.assert_close(found, definition(q, k, v, window, documents), atol=1e-5, rtol=1e-5)
+
+
+def test_narrow_values_do_not_cost_a_cpu_all_scores() -> None:
+    ran = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran.append(op.name())
+            return op(*args, **(kwargs or {}))
+
+    q, k, v = torch.randn(1, 24, 4, 16), torch.randn(1, 24, 4, 16), torch.randn(1, 24, 4, 12)
+    with Watch():
+        attention(q, k, v, AttentionMask("sdpa"))
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in ran
 
 
 def test_flex_mask_enters_a_compiled_function() -> None:

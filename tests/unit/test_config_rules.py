@@ -11,7 +11,7 @@ from shardline.config.features import compatibility_page
 from shardline.config.files import preset_names
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.load import load_config
-from shardline.config.names import SCHEDULES, SPLIT_SCHEDULES
+from shardline.config.names import SCHEDULES, SPLIT_SCHEDULES, scaling_type
 from shardline.config.rule_table import RULES
 from shardline.config.rules import check, notes, pending, refuse_pending
 from shardline.config.schema import leaves
@@ -417,9 +417,9 @@ def test_a_model_that_is_not_read_yet_may_use_what_is_overridden():
 
 
 def test_the_rules_know_what_named_flavors_have():
-    for flavor in (flavor for flavors in FLAVORS.values() for flavor in flavors.values()):
+    for name, flavor in ((name, flavor) for name, flavors in FLAVORS.items() for flavor in flavors.values()):
         assert flavor.sliding_window is None
-        assert flavor.rope_scaling is None or flavor.rope_scaling.type == "llama3"
+        assert flavor.rope_scaling is None or flavor.rope_scaling.type == scaling_type(given(model__name=name))
 
 
 CHANGED = {

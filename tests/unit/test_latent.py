@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,7 +17,7 @@ from shardline.errors import ConfigError, UserError
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import fuse, logical_shapes
 from shardline.models.generate import generate
-from shardline.models.hf import hf_name
+from shardline.models.hf import hf_name, read_hf
 from shardline.models.hf_config import architecture_from_dict, hf_config
 from tests.model_state import logical_state
 
@@ -180,14 +183,15 @@ def test_widths_of_heads_follow_the_sizes() -> None:
         ({"head_dim": 12}, r"head_dim \(12\) must be latent.nope_dim \+ latent.rope_dim \(16\)"),
         ({"n_kv_heads": 2}, r"n_kv_heads \(2\) must be n_heads \(4\)"),
         ({"qkv_bias": True}, "no qkv_bias"),
-        ({"latent": {**LATENT, "v_dim": 17}}, r"v_dim \(17\) must not exceed nope_dim \+ rope_dim \(16\)"),
+        ({"latent": {**LATENT, "v_dim": 17}}, r"latent.v_dim \(17\) must not exceed head_dim \(16\)"),
         ({"latent": {**LATENT, "rope_dim": 5}}, "rope_dim"),
-        ({"latent": {"kv_rank": 12}}, "nope_dim"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Architecture(**SMALL, latent=LATENT).with_overrides(changes)
+    with pytest.raises(ConfigError, match=r"latent\.nope_dim"):
+        Architecture(**SMALL).with_overrides({"latent": {"kv_rank": 12}})
 
 
 @pytest.mark.parametrize(
@@ -214,3 +218,21 @@ def test_other_routers_are_not_exported() -> None:
     softmax = arch.with_overrides({"moe": {**arch.moe.model_dump(), "score": "softmax"}})
     with pytest.raises(UserError, match="DeepseekV3ForCausalLM has sigmoid scores"):
         hf_config(softmax)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """DeepSeek-V3's files hold a layer behind the last, which its model does not compute."""
+    reference = theirs("v3-dense")
+    reference.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    last = {name: value for name, value in tensors.items() if "layers.2." in name}
+    extra = {name.replace("layers.2.", "layers.3."): value.clone() for name, value in last.items()}
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for further in (1, 0):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": further}))
+        if further:
+            assert set(read_hf(tmp_path)) == set(logical_shapes(ours(reference).arch))
+        else:
+            with pytest.raises(UserError, match=r"unexpected: model\.layers\.3"):
+                read_hf(tmp_path)

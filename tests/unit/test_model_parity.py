@@ -39,6 +39,15 @@ LLAMA3 = {
 }
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LATENT = {
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 3,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -86,6 +95,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**EXPERTS, "decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 6},
     ),
+    "deepseek-v2-dense": ("DeepseekV2", {**LATENT, "q_lora_rank": None}),
+    "deepseek-v3-dense": ("DeepseekV3", {**LATENT, "q_lora_rank": 28, "tie_word_embeddings": True}),
 }
 
 
