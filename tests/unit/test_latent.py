@@ -17,7 +17,7 @@ from shardline.errors import ConfigError, UserError
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import fuse, logical_shapes
 from shardline.models.generate import generate
-from shardline.models.hf import hf_name, read_hf
+from shardline.models.hf import read_hf, stored_as
 from shardline.models.hf_config import architecture_from_dict, hf_config
 from tests.model_state import logical_state
 
@@ -95,7 +95,9 @@ def their_tensors(arch: Architecture, given: dict[str, Tensor]) -> dict[str, Ten
             part = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}[inside.split(".")[1]]
             found[name] = given[f"{mlp}.shared_experts.{part}.weight"]
         else:
-            found[name] = given[hf_name(name, latent=True)]
+            how = stored_as(name, arch.family)
+            assert how is not None
+            found[name] = given[how.name]
     return found
 
 
