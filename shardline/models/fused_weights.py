@@ -122,6 +122,8 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
             shapes[f"{name}.bias"] = (rows,)
     if arch.qk_norm:
         shapes["attention.q_norm.weight"] = shapes["attention.k_norm.weight"] = (arch.head_dim,)
+    if arch.sinks:
+        shapes["attention.sinks"] = (arch.n_heads,)
     return shapes if moe is None else {**shapes, **_expert_shapes(arch, moe)}
 
 

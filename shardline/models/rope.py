@@ -30,13 +30,17 @@ def rope_tables(arch: Architecture, positions: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos() * factor, angles.sin() * factor
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end; dimension i pairs with i + D/2.
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
+    """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end.
 
-    Computed in float32 whatever the type of x: compiled, the cast costs nothing, and large positions stay exact.
+    Dimension i pairs with i + D/2 (`halves`), or 2i with 2i + 1 (`neighbors`). Computed in float32 whatever the type of
+    x: compiled, the cast costs nothing, and large positions stay exact.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    if pairs == "halves":
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 def _powers(arch: Architecture) -> Tensor:
@@ -98,3 +102,11 @@ _SCALINGS: dict[str, Callable[[Architecture, RopeScaling, Tensor], tuple[Tensor,
     "llama3": _llama3,
     "yarn": _yarn,
 }
+
+
+def query_factors(arch: Architecture, positions: Tensor) -> Tensor | None:
+    """What layers without rotary positions multiply queries at `positions` (..., S) by: float32 (..., S), or None."""
+    if not arch.query_scale or arch.rope_layers is None:
+        return None
+    steps = torch.floor((positions.float() + 1) / arch.query_scale_step)
+    return torch.log1p(steps) * arch.query_scale + 1
