@@ -210,8 +210,9 @@ def _boundaries(tokens: Tensor, documents: Tensor | None) -> Tensor:
 
 def _block_mask(tokens: Tensor, window: int, documents: Tensor | None) -> Any:
     batch, length = tokens.shape
+    rows = None if documents is None or len(documents) == 1 else batch
     if documents is not None:
-        documents = documents.to(tokens.device)
+        documents = documents.to(tokens.device).expand(batch, -1)
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = query >= key
@@ -221,7 +222,6 @@ def _block_mask(tokens: Tensor, window: int, documents: Tensor | None) -> Any:
             seen = seen & (documents[b, query] == documents[b, key])
         return seen
 
-    rows = None if documents is None or len(documents) == 1 else batch
     build = _compiled(create_block_mask) if tokens.is_cuda else create_block_mask
     return build(visible, rows, None, length, length, device=tokens.device)
 

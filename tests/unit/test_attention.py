@@ -37,7 +37,9 @@ def packed_documents(batch: int, length: int, lengths: list[int]) -> Tensor:
     return changes.cumsum(1).int()
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None) -> Tensor:
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None, sink: Tensor | None = None
+) -> Tensor:
     """Query by query, in loops: nothing shared with the code under test."""
     out = torch.zeros_like(q)
     group = q.shape[2] // k.shape[2]
@@ -48,7 +50,9 @@ def definition(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor |
                 seen = [j for j in seen if documents[b, i] == documents[b, j]]
             for h in range(q.shape[2]):
                 scores = k[b, seen, h // group] @ q[b, i, h] / q.shape[3] ** 0.5
-                out[b, i, h] = scores.softmax(0) @ v[b, seen, h // group]
+                if sink is not None:
+                    scores = torch.cat((scores, sink[h : h + 1]))
+                out[b, i, h] = scores.softmax(0)[: len(seen)] @ v[b, seen, h // group]
     return out
 
 
@@ -63,6 +67,49 @@ def test_kernels_follow_the_definition(kernel: str, packed: bool, window: int) -
     mask = make_mask(architecture(), tokens, torch.float32, window, documents, kernel=kernel)
     found = attention(q, k, v, mask)
     torch.testing.assert_close(found, definition(q, k, v, window, documents), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "math", "flex"])
+@pytest.mark.parametrize(("window", "packed"), [(0, False), (5, True)])
+def test_sinks_take_part_in_the_softmax(kernel: str, window: int, packed: bool) -> None:
+    torch.manual_seed(0)
+    documents = packed_documents(2, 24, [7, 3, 11]) if packed else None
+    inputs = [torch.randn(2, 24, heads, 16, requires_grad=kernel != "flex") for heads in (4, 2, 2)]
+    sink = torch.tensor([-1.0, 0.5, 2.0, 3.0], requires_grad=kernel != "flex")
+    arch = architecture(sinks=True)
+    mask = make_mask(arch, torch.zeros(2, 24, dtype=torch.int64), torch.float32, window, documents, kernel=kernel)
+    found, expected = attention(*inputs, mask, sink), definition(*inputs, window, documents, sink)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    if kernel != "flex":  # whose gradients need a GPU
+        gradient = torch.randn_like(found)
+        for a, b in zip(*(torch.autograd.grad(x, (*inputs, sink), gradient) for x in (found, expected)), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_kernels_of_a_model_with_sinks_give_the_log_sum_exp() -> None:
+    assert choose_kernel(architecture(sinks=True), CPU, torch.float32, plain=True) == "cpu"
+    assert choose_kernel(architecture(sinks=True), CPU, torch.float32, plain=False) == "cpu"
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "flex"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_end_what_a_query_sees(kernel: str, packed: bool) -> None:
+    torch.manual_seed(0)
+    documents = packed_documents(2, 24, [7, 3, 11]) if packed else torch.zeros(2, 24, dtype=torch.int64)
+    q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)
+    arch = architecture(window_kind="chunked")
+    mask = make_mask(arch, q[:, :, 0, 0], torch.float32, 10, documents if packed else None, kernel=kernel)
+    apart = documents * 100 + torch.arange(24) // 10
+    torch.testing.assert_close(attention(q, k, v, mask), definition(q, k, v, 0, apart), atol=1e-5, rtol=1e-5)
+    assert make_mask(arch, q[:, :, 0, 0], torch.float32, 24).allowed is None  # one chunk: plain causal
+
+
+def test_chunks_are_documents_of_the_varlen_kernel() -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    mask = make_mask(architecture(window_kind="chunked"), tokens, torch.bfloat16, 4, None, kernel="varlen")
+    assert mask.boundaries is not None
+    assert mask.boundaries.tolist() == [0, 4, 6, 10, 12]
+    assert mask.window == 0
 
 
 def test_flex_mask_enters_a_compiled_function() -> None:

@@ -110,7 +110,7 @@ class Attending(OwnQueries):
                 self.lse.copy_(lse)
             self.begun = True
 
-    def result(self, dtype: torch.dtype, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    def result(self, dtype: torch.dtype, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(B, T, H, D) and (B, H, T); a sink comes last, once for all parts."""
         out, lse = (self.out, self.lse) if sink is None else add_sink(self.out, self.lse, sink)
         return out.transpose(1, 2).to(dtype).contiguous(), lse
