@@ -30,13 +30,7 @@ NOT_BUILT: dict[tuple[str, str], str] = {
     (model, flavor): feature
     for model, feature, flavors in (
         ("qwen3", "mixture of experts", "debugmodel_moe 30B-A3B 235B-A22B"),
-        (
-            "llama4",
-            "mixture of experts",
-            "debugmodel 17bx16e 17bx128e debugmodel_irope 17bx16e_irope 17bx128e_irope",
-        ),
         ("deepseek_v3", "latent attention, mixture of experts", "debugmodel debugmodel_flex_attn 16B 236B 671B"),
-        ("gpt_oss", "attention sinks, mixture of experts", "debugmodel 20b 120b"),
         ("flux", "image generation", "flux-debug flux-dev flux-schnell"),
     )
     for flavor in flavors.split()
@@ -97,20 +91,21 @@ def _file_endings(section: Any) -> list[str]:
 
 
 def has_window(config: Config) -> bool:
-    """Whether the model has, or may have, a sliding window. No named flavor has one."""
+    """Whether the model has, or may have, a sliding window."""
     overrides = config.model.overrides
     if "sliding_window" in overrides:
         return overrides["sliding_window"] is not None
-    return config.model.name == "auto" or _flavor_field(config, "sliding_window") is not None
+    named = config.model.name in ("auto", "gpt_oss") or config.model.flavor.endswith("_irope")
+    return named or _flavor_field(config, "sliding_window") is not None
 
 
 def scaling_type(config: Config) -> str | None:
-    """How rotary frequencies are scaled, None if that is not known yet. Named flavors scale as llama3 does."""
+    """How rotary frequencies are scaled, None if that is not known yet."""
     for scaling in (config.model.overrides.get("rope_scaling"), _flavor_field(config, "rope_scaling")):
         found = scaling.get("type") if isinstance(scaling, Mapping) else getattr(scaling, "type", None)
         if found is not None:
             return str(found)
-    return None if config.model.name == "auto" else "llama3"
+    return {"auto": None, "gpt_oss": "yarn"}.get(config.model.name, "llama3")
 
 
 def _flavor_field(config: Config, field: str) -> Any:

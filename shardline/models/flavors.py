@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline import registry
-from shardline.config.architecture import Architecture, RopeScaling, build
+from shardline.config.architecture import Architecture, MixtureOfExperts, RopeScaling, build
 from shardline.config.names import NOT_BUILT
 from shardline.config.schema import Model
 from shardline.errors import ConfigError, blame
@@ -36,8 +36,62 @@ _SCALING = RopeScaling(
 _PACKED_FLEX = {"attn_backend": "flex", "attn_mask_type": "block_causal"}
 _PACKED_VARLEN = {"attn_backend": "varlen", "attn_mask_type": "block_causal"}
 
+_llama4 = functools.partial(
+    _sized,
+    family="llama4_text",
+    vocab_size=202048,
+    max_seq_len=1048576,
+    rope_theta=500000.0,
+    norm_eps=1e-5,
+    rope_pairs="neighbors",
+)
+_SHARP_SCALING = RopeScaling(
+    type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192
+)
+_LONG = {"max_seq_len": 10485760, "rope_scaling": _SHARP_SCALING}
+
+
+def _llama4_experts(n_experts: int, width: int, every: int) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        n_experts=n_experts,
+        top_k=1,
+        expert_dim=width,
+        shared_dim=width,
+        every=every,
+        score="sigmoid",
+        scale_input=True,
+        balance_coeff=1e-3,
+    )
+
+
+def _irope(layers: int, chunk: int) -> dict[str, Any]:
+    """Each fourth layer without rotary positions, from the first one on; the others with attention in chunks."""
+    rotating = tuple(layer for layer in range(layers) if layer % 4)
+    chunks = {"sliding_window": chunk, "sliding_window_layers": rotating, "window_kind": "chunked"}
+    return {"rope_layers": rotating, **chunks, **_PACKED_FLEX}
+
+
+def _gpt_oss(dim: int, layers: int, n_experts: int) -> Architecture:
+    experts = MixtureOfExperts(
+        n_experts=n_experts,
+        top_k=4,
+        expert_dim=2880,
+        normalize=True,
+        router_bias=True,
+        activation="clamped",
+        balance_coeff=1e-3,
+    )
+    scaling = RopeScaling(type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
+    biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    sizes = {"head_dim": 64, "vocab_size": 201088, "rope_theta": 150000.0, "rope_scaling": scaling}
+    window = {"sliding_window": 128, "sliding_window_layers": tuple(range(0, layers, 2))}
+    return _sized(dim, layers, 64, 8, 2880, family="gpt_oss", sinks=True, moe=experts, **biases, **sizes, **window)
+
+
 # Llama 3.2 (1B, 3B) ties its embeddings and stretches its rotary frequencies; 8B, 70B and 405B do neither, as
 # TorchTitan has them. The published Llama 3.1 weights of those sizes do stretch: load them with model.name = "auto".
+# So do the published Llama 4 weights, whose fourth, eighth, ... layer has no rotary positions, whose queries and keys
+# have a norm (17Bx16E) and whose queries grow with their position. gpt-oss is as published.
 FLAVORS: dict[str, dict[str, Architecture]] = {
     "llama3": {
         "debugmodel": _llama3(256, 6, 16, 16, 768, vocab_size=2048),
@@ -59,6 +113,25 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
         "8B": _qwen3(4096, 36, 32, 8, 12288),
         "14B": _qwen3(5120, 40, 40, 8, 17408),
         "32B": _qwen3(5120, 64, 64, 8, 25600),
+    },
+    "llama4": {
+        flavor + ending: _llama4(*sizes, **fields, **(_irope(sizes[1], chunk) if ending else {}))
+        for flavor, chunk, sizes, fields in (
+            (
+                "debugmodel",
+                256,
+                (256, 6, 16, 16, 768),
+                {"vocab_size": 2048, "rope_scaling": _SHARP_SCALING, "moe": _llama4_experts(8, 512, every=2)},
+            ),
+            ("17bx16e", 8192, (5120, 48, 40, 8, 16384), {**_LONG, "moe": _llama4_experts(16, 8192, every=1)}),
+            ("17bx128e", 8192, (5120, 48, 40, 8, 16384), {"moe": _llama4_experts(128, 8192, every=2)}),
+        )
+        for ending in ("", "_irope")
+    },
+    "gpt_oss": {
+        "debugmodel": _gpt_oss(256, 4, n_experts=8),
+        "20b": _gpt_oss(2880, 24, n_experts=32),
+        "120b": _gpt_oss(2880, 36, n_experts=128),
     },
 }
 

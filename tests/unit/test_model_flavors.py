@@ -28,6 +28,12 @@ PUBLISHED = {
     ("qwen3", "8B"): 8_190_735_360,
     ("qwen3", "14B"): 14_768_307_200,
     ("qwen3", "32B"): 32_762_123_264,
+    ("llama4", "17bx16e"): 107_769_861_120,  # of the text model
+    ("llama4", "17bx128e"): 400_711_848_960,
+    ("llama4", "17bx16e_irope"): 107_769_861_120,
+    ("llama4", "17bx128e_irope"): 400_711_848_960,
+    ("gpt_oss", "20b"): 20_914_757_184,
+    ("gpt_oss", "120b"): 116_829_156_672,
 }
 
 
@@ -42,9 +48,26 @@ class Section:
 @pytest.mark.parametrize(("model", "flavor"), PUBLISHED)
 def test_parameter_counts(model: str, flavor: str) -> None:
     arch = FLAVORS[model][flavor]
+    if arch.moe is not None:  # the bias that balances experts is of training, it is not published
+        arch = arch.with_overrides({"moe": {**arch.moe.model_dump(), "balance_coeff": 0.0}})
     assert parameter_count(arch) == PUBLISHED[model, flavor]
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in Decoder(arch).parameters()) == PUBLISHED[model, flavor]
+
+
+def test_llama4_and_gpt_oss() -> None:
+    llama, gpt = FLAVORS["llama4"]["debugmodel_irope"], FLAVORS["gpt_oss"]["20b"]
+    assert (llama.dim, llama.n_layers, llama.n_heads, llama.ffn_dim, llama.vocab_size) == (256, 6, 16, 768, 2048)
+    assert (llama.rope_layers, llama.sliding_window_layers) == ((1, 2, 3, 5), (1, 2, 3, 5))
+    assert (llama.sliding_window, llama.window_kind, llama.attn_mask_type) == (256, "chunked", "block_causal")
+    assert llama.moe is not None
+    assert [llama.moe.holds(layer) for layer in range(6)] == [False, True] * 3
+    assert (llama.moe.expert_dim, llama.moe.shared_dim, llama.moe.scale_input) == (512, 512, True)
+    plain = FLAVORS["llama4"]["debugmodel"]
+    assert (plain.rope_layers, plain.sliding_window, plain.rope_pairs) == (None, None, "neighbors")
+    assert (gpt.sinks, gpt.sliding_window, gpt.sliding_window_layers) == (True, 128, tuple(range(0, 24, 2)))
+    assert gpt.moe is not None
+    assert (gpt.moe.top_k, gpt.moe.activation, gpt.moe.router_bias) == (4, "clamped", True)
 
 
 def test_debug_models() -> None:
