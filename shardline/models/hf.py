@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.fused_weights import logical_shapes
 from shardline.models.hf_config import architecture_from_hf, export_family, hf_config, read_config
+from shardline.models.mxfp4 import dequantize
 from shardline.storage.safetensors import Converter, Entry, HeaderRow, LazyTensors, header_of, torch_type, write_tensors
 from shardline.words import listed
 
@@ -63,6 +64,11 @@ _ARITHMETIC = (
     "norm_eps",
     "sliding_window",
     "sliding_window_layers",
+    "window_kind",
+    "rope_layers",
+    "query_scale",
+    "query_scale_step",
+    "rotated_norm",
 )
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
@@ -80,7 +86,7 @@ def hf_name(name: str) -> str:
 class HFTensors(LazyTensors):
     """The tensors of a Hugging Face folder, mapped from their files: a rank that uses some rows reads only these."""
 
-    def __init__(self, arch: Architecture, rows: dict[str, tuple[Path, HeaderRow]]) -> None:
+    def __init__(self, arch: Architecture, rows: dict[str, Row]) -> None:
         self.arch, self._rows = arch, rows
 
     def __getitem__(self, name: str) -> Tensor:
@@ -133,13 +139,49 @@ def _warn_of_differences(folder: Path, theirs: Architecture, ours: Architecture)
         )
 
 
-def _stored(folder: Path) -> dict[str, tuple[Path, HeaderRow]]:
+class Packed(NamedTuple):
+    """Experts in MXFP4: two stored tensors that are read as the one that a folder without it would have."""
+
+    blocks: HeaderRow
+    scales_path: Path
+    scales: HeaderRow
+    dtype: str = "BF16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, groups, _ = self.blocks.shape
+        return experts, 32 * groups, rows  # each expert's matrix is transposed
+
+    def read(self, path: Path, first: slice) -> Tensor:
+        blocks, scales = _map_tensor(path, self.blocks, first), _map_tensor(self.scales_path, self.scales, first)
+        return dequantize(blocks, scales).transpose(1, 2)
+
+
+Row = tuple[Path, HeaderRow | Packed]
+
+
+def _readable(stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Row]:
+    """The tensors of the text model, with those of MXFP4 put together."""
+    text = "language_model."
+    if any(name.startswith(text) for name in stored):  # beside a model of images
+        stored = {name.removeprefix(text): place for name, place in stored.items() if name.startswith(text)}
+    found: dict[str, Row] = {}
+    for name, (path, row) in stored.items():
+        base = name.removesuffix("_blocks")
+        if base != name and f"{base}_scales" in stored and len(row.shape) == 4:
+            found[base] = path, Packed(row, *stored[f"{base}_scales"])
+        elif f"{name.removesuffix('_scales')}_blocks" not in stored:
+            found[name] = path, row
+    return found
+
+
+def _stored(folder: Path) -> dict[str, Row]:
     """Every stored tensor's name, file and place in it."""
     index, single = folder / INDEX, folder / "model.safetensors"
     if index.is_file():
-        return _indexed(folder, index)
+        return _readable(_indexed(folder, index))
     if single.is_file():
-        return {name: (single, row) for name, row in _header(single).items()}
+        return _readable({name: (single, row) for name, row in _header(single).items()})
     if list(folder.glob("*.bin")):
         raise UserError(f"{folder} holds pickled weights (*.bin); only safetensors are read: save it as safetensors")
     raise UserError(f"{folder}: there is no model.safetensors and no {INDEX}")
@@ -170,21 +212,25 @@ def _header(path: Path) -> dict[str, HeaderRow]:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
 
-def _map_tensor(path: Path, row: HeaderRow) -> Tensor:
-    """A tensor over the file itself; writing to it changes a copy."""
+def _map_tensor(path: Path, row: HeaderRow | Packed, first: slice = slice(None)) -> Tensor:
+    """A tensor, or some of its rows, over the file itself; writing to it changes a copy."""
+    if isinstance(row, Packed):
+        return row.read(path, first)
     dtype = torch_type(row.dtype)
     size = row.elements * dtype.itemsize
     if size == 0:  # nothing can be mapped
-        return torch.empty(row.shape, dtype=dtype)
+        return torch.empty(row.shape, dtype=dtype)[first]
     try:
         raw = np.memmap(path, np.uint8, mode="c", offset=row.start, shape=(size,))
     except ValueError:
         raise UserError(f"{path}: it ends within a tensor of {size} bytes at byte {row.start}") from None
     # Headers are padded to 8 bytes by most writers; elements at other places are copied to where a CPU can load them.
-    return torch.from_numpy(raw if row.start % dtype.itemsize == 0 else np.array(raw)).view(dtype).view(row.shape)
+    return (
+        torch.from_numpy(raw if row.start % dtype.itemsize == 0 else np.array(raw)).view(dtype).view(row.shape)[first]
+    )
 
 
-def _check_tied(folder: Path, stored: dict[str, tuple[Path, HeaderRow]]) -> None:
+def _check_tied(folder: Path, stored: dict[str, Row]) -> None:
     """A tied model's file may repeat the embedding as lm_head; a different lm_head would be lost silently."""
     embedding = _OUTSIDE["tok_embeddings.weight"]
     if embedding not in stored:

@@ -6,7 +6,6 @@ layers and many micro-batches with two, and the numbers are extrapolated.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import torch
@@ -41,7 +40,7 @@ def step_collectives(
     if layout.world_size == 1:
         return {}
     if layout.pp == 1:
-        few, period = _layers(config, layout, arch)
+        few, period = _layers(config, layout, arch.n_layers)
         if few == arch.n_layers:
             return sent(few)
         return _extended(sent(few), sent(few + period), (arch.n_layers - few) // period)
@@ -56,16 +55,13 @@ def step_collectives(
     return _extended(sent(arch.n_layers, one), sent(arch.n_layers, two), count - 1)
 
 
-def _layers(config: Config, layout: Layout, arch: Architecture) -> tuple[int, int]:
+def _layers(config: Config, layout: Layout, layers: int) -> tuple[int, int]:
     """(layers to step with, layers after which the pattern repeats); buckets of DDP span layers, so they need all."""
     plain_replicas = layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1
     section = config.activation_checkpoint
     option = section.selective_ac_option
     period = int(option) if section.mode == "selective" and option.isdecimal() and int(option) > 0 else 1
-    layers, dense = arch.n_layers, 0
-    if arch.moe is not None:
-        period, dense = math.lcm(period, arch.moe.every), arch.moe.first_dense
-    few = max(FEW_LAYERS, -(-dense // period)) * period + layers % period
+    few = FEW_LAYERS * period + layers % period
     return (layers, period) if plain_replicas or layers <= few + period else (few, period)
 
 
@@ -83,8 +79,9 @@ def _step(
 ) -> Collectives:
     # Kernels, windows, compilation and offloading do not change what is sent (except windows in a ring), and some of
     # them cannot run without values.
-    plain = {"attn_backend": "auto", "sliding_window": None, "sliding_window_layers": None, "rope_layers": None}
-    arch = arch.with_overrides({**plain, "n_layers": layers})
+    of_layers = {"sliding_window_layers": None, "rope_layers": None}
+    plain = {"attn_backend": "auto", "sliding_window": None, **of_layers, "n_layers": layers}
+    arch = arch.with_overrides(plain)
     config = _without_memory(config, arch, layout, precision)
     training = config.training
     with fake_group(0, layout.world_size):
