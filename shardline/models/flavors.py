@@ -48,7 +48,7 @@ _llama4 = functools.partial(
 _SHARP_SCALING = RopeScaling(
     type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192
 )
-_LONG = {"max_seq_len": 10485760, "rope_scaling": _SHARP_SCALING}
+_LONG: dict[str, Any] = {"max_seq_len": 10485760, "rope_scaling": _SHARP_SCALING}
 
 
 def _llama4_experts(n_experts: int, width: int, every: int) -> MixtureOfExperts:
@@ -64,11 +64,18 @@ def _llama4_experts(n_experts: int, width: int, every: int) -> MixtureOfExperts:
     )
 
 
-def _irope(layers: int, chunk: int) -> dict[str, Any]:
-    """Each fourth layer without rotary positions, from the first one on; the others with attention in chunks."""
-    rotating = tuple(layer for layer in range(layers) if layer % 4)
+_DEBUG_LLAMA4: dict[str, Any] = {
+    "vocab_size": 2048,
+    "rope_scaling": _SHARP_SCALING,
+    "moe": _llama4_experts(8, 512, every=2),
+}
+
+
+def _with_irope(flavor: str, chunk: int, arch: Architecture) -> dict[str, Architecture]:
+    """The flavor, and one whose layers 0, 4, ... have no rotary positions, the others attention in chunks."""
+    rotating = tuple(layer for layer in range(arch.n_layers) if layer % 4)
     chunks = {"sliding_window": chunk, "sliding_window_layers": rotating, "window_kind": "chunked"}
-    return {"rope_layers": rotating, **chunks, **_PACKED_FLEX}
+    return {flavor: arch, f"{flavor}_irope": arch.with_overrides({"rope_layers": rotating, **chunks, **_PACKED_FLEX})}
 
 
 def _gpt_oss(dim: int, layers: int, n_experts: int) -> Architecture:
@@ -90,8 +97,8 @@ def _gpt_oss(dim: int, layers: int, n_experts: int) -> Architecture:
 
 # Llama 3.2 (1B, 3B) ties its embeddings and stretches its rotary frequencies; 8B, 70B and 405B do neither, as
 # TorchTitan has them. The published Llama 3.1 weights of those sizes do stretch: load them with model.name = "auto".
-# So do the published Llama 4 weights, whose fourth, eighth, ... layer has no rotary positions, whose queries and keys
-# have a norm (17Bx16E) and whose queries grow with their position. gpt-oss is as published.
+# Llama 4 is TorchTitan's too: the published weights have layers without rotary positions at 3, 7, ..., a norm of rotated
+# queries and keys (17Bx16E), and queries that grow with their position. gpt-oss is as published.
 FLAVORS: dict[str, dict[str, Architecture]] = {
     "llama3": {
         "debugmodel": _llama3(256, 6, 16, 16, 768, vocab_size=2048),
@@ -115,18 +122,9 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
         "32B": _qwen3(5120, 64, 64, 8, 25600),
     },
     "llama4": {
-        flavor + ending: _llama4(*sizes, **fields, **(_irope(sizes[1], chunk) if ending else {}))
-        for flavor, chunk, sizes, fields in (
-            (
-                "debugmodel",
-                256,
-                (256, 6, 16, 16, 768),
-                {"vocab_size": 2048, "rope_scaling": _SHARP_SCALING, "moe": _llama4_experts(8, 512, every=2)},
-            ),
-            ("17bx16e", 8192, (5120, 48, 40, 8, 16384), {**_LONG, "moe": _llama4_experts(16, 8192, every=1)}),
-            ("17bx128e", 8192, (5120, 48, 40, 8, 16384), {"moe": _llama4_experts(128, 8192, every=2)}),
-        )
-        for ending in ("", "_irope")
+        **_with_irope("debugmodel", 256, _llama4(256, 6, 16, 16, 768, **_DEBUG_LLAMA4)),
+        **_with_irope("17bx16e", 8192, _llama4(5120, 48, 40, 8, 16384, **_LONG, moe=_llama4_experts(16, 8192, 1))),
+        **_with_irope("17bx128e", 8192, _llama4(5120, 48, 40, 8, 16384, moe=_llama4_experts(128, 8192, 2))),
     },
     "gpt_oss": {
         "debugmodel": _gpt_oss(256, 4, n_experts=8),
