@@ -97,7 +97,7 @@ def _gpt_oss(dim: int, layers: int, n_experts: int) -> Architecture:
 
 # Llama 3.2 (1B, 3B) ties its embeddings and stretches its rotary frequencies; 8B, 70B and 405B do neither, as
 # TorchTitan has them. The published Llama 3.1 weights of those sizes do stretch: load them with model.name = "auto".
-# Llama 4 is TorchTitan's too: the published weights have layers without rotary positions at 3, 7, ..., a norm of rotated
+# Llama 4 is TorchTitan's too: the published weights have no rotary positions in layers 3, 7, ..., a norm of rotated
 # queries and keys (17Bx16E), and queries that grow with their position. gpt-oss is as published.
 FLAVORS: dict[str, dict[str, Architecture]] = {
     "llama3": {
