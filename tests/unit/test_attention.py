@@ -225,6 +225,11 @@ def test_kernel_for_packed_documents(hopper: set[str]) -> None:
     assert choose_kernel(architecture(attn_backend="varlen"), CUDA, bf16, plain=True) == "varlen"
     with pytest.raises(UserError, match=r"bfloat16 or float16, not float32; use 'flex'"):
         choose_kernel(architecture(attn_backend="varlen"), CUDA, f32, plain=False)
+    assert choose_kernel(architecture(sinks=True), CUDA, bf16, plain=True) == "cudnn"
+    assert choose_kernel(architecture(sinks=True), CUDA, bf16, plain=False) == "flex"
+    assert choose_kernel(architecture(sinks=True, attn_backend="sdpa"), CUDA, bf16, plain=False) == "efficient"
+    with pytest.raises(UserError, match=r"no gradient for attention sinks; use 'flex'"):
+        choose_kernel(architecture(sinks=True, attn_backend="varlen"), CUDA, bf16, plain=False)
 
 
 def test_a_failing_probe_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,10 +261,11 @@ def gpu_case(packed: bool, window: int, dtype: torch.dtype) -> tuple[list[Tensor
 
 
 def run(kernel: str, tensors: list[Tensor], documents: Tensor | None, window: int, grad: Tensor) -> list[Tensor]:
+    """The result and the gradients of `tensors`: q, k, v and perhaps a sink."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     tokens = torch.zeros(2, 512, dtype=torch.int64, device="cuda")
     mask = make_mask(architecture(head_dim=128), tokens, grad.dtype, window, documents, kernel=kernel)
-    out = attention(*leaves, mask)
+    out = attention(*leaves[:3], mask, *leaves[3:])
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -283,12 +289,32 @@ def test_cuda_kernels_agree(kernel: str, packed: bool, window: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "packed", "window"),
+    [
+        *((name, False, 0) for name in ("cudnn", "flash", "efficient", "flex")),
+        ("efficient", True, 60),
+        ("flex", True, 60),
+    ],
+)
+def test_cuda_kernels_agree_on_sinks(kernel: str, packed: bool, window: int) -> None:
+    tensors, documents, grad = gpu_case(packed, window, torch.bfloat16)
+    tensors.append(torch.linspace(-2, 6, 8, device="cuda"))
+    expected = run("math", [tensor.float() for tensor in tensors], documents, window, grad.float())
+    for found, wanted in zip(run(kernel, tensors, documents, window, grad), expected, strict=True):
+        error = (found.float() - wanted).norm() / wanted.norm()
+        assert error < 2e-2, (kernel, float(error))
+
+
+@pytest.mark.gpu
 def test_cuda_choice_runs_compiled() -> None:
     """The chosen kernels inside a compiled block: the same loss as eager, packed and plain."""
     from shardline.models.decoder import Decoder, block_function
     from shardline.models.init import init_weights
 
-    for changes in ({}, {"attn_mask_type": "block_causal"}, {"sliding_window": 40}):
+    packed = {"attn_mask_type": "block_causal"}
+    sinks = {"sinks": True, "sliding_window": 40, "sliding_window_layers": (0,)}
+    for changes in ({}, packed, {"sliding_window": 40}, {"sliding_window": 40, "window_kind": "chunked"}, sinks):
         torch._dynamo.reset()
         with torch.device("cuda"):
             model = Decoder(architecture(head_dim=64, **changes))
