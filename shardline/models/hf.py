@@ -225,9 +225,8 @@ def _map_tensor(path: Path, row: HeaderRow | Packed, first: slice = slice(None))
     except ValueError:
         raise UserError(f"{path}: it ends within a tensor of {size} bytes at byte {row.start}") from None
     # Headers are padded to 8 bytes by most writers; elements at other places are copied to where a CPU can load them.
-    return (
-        torch.from_numpy(raw if row.start % dtype.itemsize == 0 else np.array(raw)).view(dtype).view(row.shape)[first]
-    )
+    aligned = raw if row.start % dtype.itemsize == 0 else np.array(raw)
+    return torch.from_numpy(aligned).view(dtype).view(row.shape)[first]
 
 
 def _check_tied(folder: Path, stored: dict[str, Row]) -> None:
