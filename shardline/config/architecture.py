@@ -43,9 +43,9 @@ class RopeScaling(Section):
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
-        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+        if self.type == "llama3" and self.high_freq_factor < self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor ({self.low_freq_factor})"
+                f"high_freq_factor ({self.high_freq_factor}) must not be below low_freq_factor ({self.low_freq_factor})"
             )
         if self.type == "llama3" and self.original_max_position_embeddings is None:
             raise ValueError("llama3 scaling needs original_max_position_embeddings")
@@ -126,6 +126,19 @@ class MixtureOfExperts(Section):
 TABLES: dict[str, type[Section]] = {"rope_scaling": RopeScaling, "latent": LatentAttention, "moe": MixtureOfExperts}
 
 
+Family = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "llama4_text",
+    "gpt_oss",
+]
+
 # Fields of a mixture of experts that are settings of training: no Hugging Face config has them.
 TRAINING_FIELDS = ("balance_coeff", "aux_loss_coeff", "z_loss_coeff")
 
@@ -148,23 +161,43 @@ class Architecture(Section):
     rope_pairs: Literal["halves", "neighbors"] = Field(
         default="halves", description="Dimensions that rotate together: i and i + head_dim/2, or 2i and 2i + 1."
     )
+    rope_layers: tuple[int, ...] | None = Field(
+        default=None, description="Layers with rotary positions; unset means every layer."
+    )
+    query_scale: float = Field(
+        default=0.0,
+        ge=0,
+        description="Layers without rotary positions multiply the query at position p by"
+        " 1 + this * log(1 + floor((p + 1) / query_scale_step)); 0: they do not.",
+    )
+    query_scale_step: int = Field(default=8192, ge=1, description="Tokens after which the queries' factor grows.")
     norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon of RMSNorm.")
     qkv_bias: bool = Field(default=False, description="Bias on the query, key and value projections.")
     out_bias: bool = Field(default=False, description="Bias on the attention output projection.")
     mlp_bias: bool = Field(default=False, description="Bias on the feed-forward projections.")
     qk_norm: bool = Field(default=False, description="RMSNorm on each query and key head.")
+    rotated_norm: bool = Field(
+        default=False, description="RMS norm without weights on each query and key head that was rotated."
+    )
+    sinks: bool = Field(
+        default=False, description="A learned logit of each head takes part in the softmax, without a value."
+    )
     tie_word_embeddings: bool = Field(default=False, description="The output layer shares the embedding's weight.")
     sliding_window: int | None = Field(default=None, ge=1, description="Tokens that a query sees; unset: all.")
     sliding_window_layers: tuple[int, ...] | None = Field(
         default=None, description="Layers that use the window; unset means every layer."
     )
+    window_kind: Literal["sliding", "chunked"] = Field(
+        default="sliding", description="chunked: the window does not slide, it begins at multiples of its size."
+    )
     attn_mask_type: Literal["causal", "block_causal"] = Field(
         default="causal", description="block_causal separates packed documents."
     )
     attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"] = Field(
-        default="llama", description="Family whose Hugging Face names are used."
-    )
+    family: Literal[
+        *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
+        *("llama4_text", "gpt_oss"),
+    ] = Field(default="llama", description="Family whose Hugging Face names are used.")
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
 
     @model_validator(mode="before")
@@ -179,8 +212,9 @@ class Architecture(Section):
         width = _default_head_dim(filled.get("latent"), dim, heads)
         if filled.get("head_dim") in (None, 0) and width is not None:
             filled["head_dim"] = width
-        if isinstance(filled.get("sliding_window_layers"), list):
-            filled["sliding_window_layers"] = tuple(filled["sliding_window_layers"])
+        for name in ("sliding_window_layers", "rope_layers"):
+            if isinstance(filled.get(name), list):
+                filled[name] = tuple(filled[name])
         return filled
 
     @model_validator(mode="after")
@@ -191,9 +225,10 @@ class Architecture(Section):
             raise ValueError(f"head_dim ({self.head_dim}) must be even")
         if self.latent is not None:
             self._check_latent(self.latent)
-        outside = [layer for layer in self.sliding_window_layers or () if not 0 <= layer < self.n_layers]
-        if outside:
-            raise ValueError(f"sliding_window_layers names {outside}, but the layers are 0 to {self.n_layers - 1}")
+        for name in ("sliding_window_layers", "rope_layers"):
+            outside = [layer for layer in getattr(self, name) or () if not 0 <= layer < self.n_layers]
+            if outside:
+                raise ValueError(f"{name} names {outside}, but the layers are 0 to {self.n_layers - 1}")
         return self
 
     def _check_latent(self, latent: LatentAttention) -> None:
@@ -208,6 +243,8 @@ class Architecture(Section):
         wrong = [name for name in ("qkv_bias", "out_bias", "qk_norm") if getattr(self, name)]
         if wrong:
             raise ValueError(f"latent attention has no {wrong[0]}")
+        if self.sinks or self.rotated_norm or self.rope_layers is not None:
+            raise ValueError("latent attention has no sinks, no rotated_norm, and rotary positions in every layer")
 
     @property
     def rope_dim(self) -> int:
@@ -218,6 +255,10 @@ class Architecture(Section):
     def v_dim(self) -> int:
         """Width of a value head."""
         return self.head_dim if self.latent is None else self.latent.v_dim
+
+    def rotates(self, layer: int) -> bool:
+        """Whether the layer has rotary positions."""
+        return self.rope_layers is None or layer in self.rope_layers
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Architecture:
         """A copy with some fields changed.

@@ -28,15 +28,7 @@ LOADABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")  
 # Models of TorchTitan 0.2 that are not built: (model, flavor) -> what they need
 NOT_BUILT: dict[tuple[str, str], str] = {
     (model, flavor): feature
-    for model, feature, flavors in (
-        (
-            "llama4",
-            "mixture of experts",
-            "debugmodel 17bx16e 17bx128e debugmodel_irope 17bx16e_irope 17bx128e_irope",
-        ),
-        ("gpt_oss", "attention sinks, mixture of experts", "debugmodel 20b 120b"),
-        ("flux", "image generation", "flux-debug flux-dev flux-schnell"),
-    )
+    for model, feature, flavors in (("flux", "image generation", "flux-debug flux-dev flux-schnell"),)
     for flavor in flavors.split()
 }
 
@@ -95,11 +87,12 @@ def _file_endings(section: Any) -> list[str]:
 
 
 def has_window(config: Config) -> bool:
-    """Whether the model has, or may have, a sliding window. No named flavor has one."""
+    """Whether the model has, or may have, a sliding window."""
     overrides = config.model.overrides
     if "sliding_window" in overrides:
         return overrides["sliding_window"] is not None
-    return config.model.name == "auto" or _flavor_field(config, "sliding_window") is not None
+    named = config.model.name in ("auto", "gpt_oss") or config.model.flavor.endswith("_irope")
+    return named or _flavor_field(config, "sliding_window") is not None
 
 
 def scaling_type(config: Config) -> str | None:
@@ -108,7 +101,7 @@ def scaling_type(config: Config) -> str | None:
         found = scaling.get("type") if isinstance(scaling, Mapping) else getattr(scaling, "type", None)
         if found is not None:
             return str(found)
-    return {"auto": None, "deepseek_v3": "yarn"}.get(config.model.name, "llama3")
+    return {"auto": None, "deepseek_v3": "yarn", "gpt_oss": "yarn"}.get(config.model.name, "llama3")
 
 
 def _flavor_field(config: Config, field: str) -> Any:

@@ -238,8 +238,13 @@ def _uses_assets(config: Config) -> bool:
 def _override_rules() -> list[Rule]:
     """Architecture fields that are overridden although the model does not read them."""
 
-    def window_is_idle(config: Config) -> bool:
-        return config.model.overrides.get("sliding_window_layers") is not None and not has_window(config)
+    def window_is_idle(field: str) -> Test:
+        return lambda config: config.model.overrides.get(field) is not None and not has_window(config)
+
+    def scale_is_idle(config: Config) -> bool:
+        overrides = config.model.overrides
+        idle = overrides.get("rope_layers") is None and config.model.name != "auto"
+        return bool(overrides.get("query_scale")) and idle and not config.model.flavor.endswith("_irope")
 
     def scaling_is_idle(field: str) -> Test:
         default = RopeScaling.model_fields[field].default
@@ -254,10 +259,12 @@ def _override_rules() -> list[Rule]:
     def words(config: Config) -> str:
         return f"has no effect: rope_scaling.type is {scaling_type(config)!r}"
 
-    layers, scaling = _below("model.overrides", "sliding_window_layers rope_scaling")
+    scaling, scale = _below("model.overrides", "rope_scaling query_scale")
+    of_window, no_window = ("sliding_window_layers", "window_kind"), "has no effect: the model has no sliding_window"
     fields = dict.fromkeys(field for fields in SCALING_FIELDS.values() for field in fields)
     return [
-        Rule("note", (layers,), window_is_idle, "has no effect: the model has no sliding_window"),
+        *(Rule("note", (f"model.overrides.{field}",), window_is_idle(field), no_window) for field in of_window),
+        Rule("note", (scale,), scale_is_idle, "has no effect: every layer has rotary positions (rope_layers)"),
         *(Rule("note", (f"{scaling}.{field}",), scaling_is_idle(field), words) for field in fields),
     ]
 

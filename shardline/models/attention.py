@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
@@ -25,10 +25,12 @@ from shardline.models.partial_attention import (
     CUDNN_TILE,
     HALF,
     KERNELS,
+    add_sink,
     as_wide_as,
     fastest_kernel,
     fills_tiles,
     for_every_head,
+    sink_gradient,
 )
 
 SMALLEST_FLEX_HEAD = 16
@@ -37,12 +39,13 @@ SMALLEST_FLEX_HEAD = 16
 class AttentionMask(NamedTuple):
     """What a query may see, in the form its kernel takes. `window` counts the query itself; 0 means no window."""
 
-    kernel: str  # cudnn, flash, efficient, math, sdpa, varlen, flex; with `shared`, how keys travel
+    kernel: str  # cpu, cudnn, flash, efficient, math, sdpa, varlen, flex; with `shared`, how keys travel
     window: int = 0
     allowed: Tensor | None = None  # sdpa, math: (B or 1, 1, S, S) of bool; None is causal
     boundaries: Tensor | None = None  # varlen: (documents + 1,) of int32, first token of each document in (B * S)
     block_mask: Any = None  # flex
-    shared: Callable[..., Tensor] | None = None  # ranks share the sequence: (q, k, v, mask) -> this rank's out
+    factors: Tensor | None = None  # of each query's scores: float32, broadcasts to (B, S, H, D)
+    shared: Callable[..., Tensor] | None = None  # ranks share the sequence: (q, k, v, mask, sink) -> this rank's out
     each: int = 1  # shared: slices per rank
     table: Tensor | None = None  # shared: (slices, slices), what each slice sees of each other; None is causal
     documents: Tensor | None = None  # shared: (B, S) of the whole sequence
@@ -77,14 +80,24 @@ def remember(cache: LayerCache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return cache.k[:, :end], cache.v[:, :end]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Attention over (B, S, H, D); the result has the memory order of q, and its shape but for the values' width."""
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None = None) -> Tensor:
+    """Attention over (B, S, H, D); the result has the memory order of q, and its shape but for the values' width.
+
+    `sink` (H,) takes part in the softmax of each head as the score of a key whose value is 0.
+    """
+    if mask.factors is not None:
+        q = (q * mask.factors).to(q.dtype)
     if mask.shared is not None:
-        return mask.shared(q, k, v, mask)
+        return mask.shared(q, k, v, mask, sink)
     if mask.kernel == "varlen":
         return _varlen_kernel(q, k, v, mask)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # views: (B, H, S, D)
-    return _KERNELS[mask.kernel](q, k, v, mask).transpose(1, 2)
+    if sink is None:
+        return _KERNELS[mask.kernel](q, k, v, mask).transpose(1, 2)
+    if mask.kernel == "flex":
+        return _flex_kernel(q, k, v, mask, sink).transpose(1, 2)
+    out: Tensor = _WithSink.apply(q, k, v, sink, mask.allowed, mask.kernel)
+    return out.transpose(1, 2)
 
 
 # Masks: one per window size, built once for a batch
@@ -113,7 +126,7 @@ def make_masks(
     if cache is not None:
         if documents is not None:
             raise ValueError("documents cannot be given with a KV cache, which holds one document per row")
-        return {window: _cached_mask(tokens, window, cache) for window in set(windows(arch))}
+        return {window: _cached_mask(arch, tokens, dtype, window, cache) for window in set(windows(arch))}
     return {window: make_mask(arch, tokens, dtype, window, documents) for window in set(windows(arch))}
 
 
@@ -128,6 +141,8 @@ def make_mask(
     """One mask; `kernel` forces a kernel (tests and benchmarks compare them)."""
     length, device = tokens.shape[1], tokens.device
     window = 0 if window >= length else window
+    if arch.window_kind == "chunked" and window:
+        window, documents = 0, chunked_documents(length, window, documents)
     plain = window == 0 and documents is None
     kernel = kernel or choose_kernel(arch, device, dtype, plain, length)
     if kernel == "varlen":
@@ -137,7 +152,7 @@ def make_mask(
         return AttentionMask(kernel, window, block_mask=_block_mask(tokens, window, documents))
     if plain:
         return AttentionMask(kernel)
-    if kernel not in ("sdpa", "math"):
+    if kernel not in ("sdpa", "cpu", "efficient", "math"):
         raise ValueError(f"the {kernel} kernel supports neither documents nor a window")
     places = torch.arange(length, device=device)
     return AttentionMask(kernel, window, allowed=allowed_pairs(places, places, window, documents))
@@ -149,13 +164,24 @@ def check_attention(arch: Architecture, device: torch.device, dtype: torch.dtype
     return choose_kernel(arch, device, dtype, plain=not masked, length=length)
 
 
-def _cached_mask(tokens: Tensor, window: int, cache: KVCache) -> AttentionMask:
+def _cached_mask(arch: Architecture, tokens: Tensor, dtype: torch.dtype, window: int, cache: KVCache) -> AttentionMask:
     """The mask of new tokens, which see each other causally and all that the cache holds."""
-    end = cache.used + tokens.shape[1]
-    if cache.used == 0 and not 0 < window < end:
-        return AttentionMask("sdpa")
+    end, documents = cache.used + tokens.shape[1], None
+    window = 0 if window >= end else window
+    plain = cache.used == 0 and not window
+    kernel = fastest_kernel(tokens.device, dtype, arch.head_dim, masked=not plain) if arch.sinks else "sdpa"
+    if plain:
+        return AttentionMask(kernel)
+    if arch.window_kind == "chunked" and window:
+        window, documents = 0, chunked_documents(end, window, None)
     places = torch.arange(end, device=tokens.device)
-    return AttentionMask("sdpa", window, allowed=allowed_pairs(places[cache.used :], places, window, None))
+    return AttentionMask(kernel, window, allowed=allowed_pairs(places[cache.used :], places, window, documents))
+
+
+def chunked_documents(length: int, chunk: int, documents: Tensor | None) -> Tensor:
+    """(B or 1, length): documents that end at each multiple of `chunk` tokens too; masks keep them apart."""
+    chunks = torch.arange(length, device="cpu" if documents is None else documents.device)[None] // chunk
+    return chunks if documents is None else documents * (length // chunk + 1) + chunks
 
 
 def allowed_pairs(queries: Tensor, keys: Tensor, window: int, documents: Tensor | None) -> Tensor:
@@ -175,6 +201,7 @@ def _boundaries(tokens: Tensor, documents: Tensor | None) -> Tensor:
     batch, length = tokens.shape
     if documents is None:
         return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=tokens.device)
+    documents = documents.expand(batch, -1)
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     starts = F.pad(first.flatten().nonzero().flatten(), (0, 1), value=batch * length)
@@ -185,8 +212,9 @@ def _boundaries(tokens: Tensor, documents: Tensor | None) -> Tensor:
 
 def _block_mask(tokens: Tensor, window: int, documents: Tensor | None) -> Any:
     batch, length = tokens.shape
+    rows = None if documents is None or len(documents) == 1 else batch
     if documents is not None:
-        documents = documents.to(tokens.device)
+        documents = documents.to(tokens.device).expand(batch, -1)
 
     def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         seen = query >= key
@@ -196,7 +224,6 @@ def _block_mask(tokens: Tensor, window: int, documents: Tensor | None) -> Any:
             seen = seen & (documents[b, query] == documents[b, key])
         return seen
 
-    rows = None if documents is None else batch
     build = _compiled(create_block_mask) if tokens.is_cuda else create_block_mask
     return build(visible, rows, None, length, length, device=tokens.device)
 
@@ -209,15 +236,19 @@ def choose_kernel(
 ) -> str:
     """The kernel for this device, type and sequence length; `plain` means causal, without documents or window."""
     backend = arch.attn_backend
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    otherwise = "sdpa"
+    if arch.sinks:  # PyTorch's function does not give the log-sum-exp
+        otherwise = fastest_kernel(device, dtype, arch.head_dim, not plain, deterministic, fills_tiles(length))
     if device.type != "cuda":
         if backend in ("flex", "varlen"):
             raise UserError(
                 f"model.overrides.attn_backend = {backend!r} needs a CUDA device, but this run is on {device.type}; "
                 "'auto' and 'sdpa' give the same results here (--model.overrides.attn_backend=auto)"
             )
-        return "sdpa"
+        return otherwise
     if backend == "varlen":
-        reason = _no_varlen(arch.head_dim, dtype, device)
+        reason = _no_varlen(arch, dtype, device)
         if reason:
             raise UserError(
                 f"model.overrides.attn_backend = 'varlen' cannot be used: {reason}; "
@@ -230,19 +261,21 @@ def choose_kernel(
             f" {arch.head_dim}; 'sdpa' takes any (--model.overrides.attn_backend=sdpa)"
         )
     if backend == "flex" or (backend == "auto" and not plain):
-        if backend == "auto" and not _no_varlen(arch.head_dim, dtype, device):
+        if backend == "auto" and not _no_varlen(arch, dtype, device):
             return "varlen"
-        return "flex" if arch.head_dim >= SMALLEST_FLEX_HEAD else "sdpa"
+        return "flex" if arch.head_dim >= SMALLEST_FLEX_HEAD else otherwise
     if plain:
-        deterministic = torch.are_deterministic_algorithms_enabled()
         tiles = fills_tiles(length)
         fastest = fastest_kernel(device, dtype, arch.head_dim, False, deterministic, tiles, arch.v_dim)
-        return "sdpa" if fastest == "math" else fastest
-    return "sdpa"
+        return otherwise if fastest == "math" else fastest
+    return otherwise
 
 
-def _no_varlen(head_dim: int, dtype: torch.dtype, device: torch.device) -> str:
+def _no_varlen(arch: Architecture, dtype: torch.dtype, device: torch.device) -> str:
     """The reason why the varlen kernel cannot be used; empty when it can."""
+    head_dim = arch.head_dim
+    if arch.sinks:
+        return "it has no gradient for attention sinks"
     if dtype not in HALF:
         return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or head_dim > 256:
@@ -273,11 +306,37 @@ def _sdpa_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor
     return out[..., :width]
 
 
-def _flex_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def _flex_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None = None) -> Tensor:
     """Compiled with its block, or else by itself: uncompiled, FlexAttention would build all S x S scores."""
     alone = q.is_cuda and not torch.compiler.is_compiling()
     flex: Any = _compiled(flex_attention) if alone else flex_attention
-    return flex(q, k, v, block_mask=mask.block_mask, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.shape[1] != k.shape[1]
+    if sink is None:
+        return flex(q, k, v, block_mask=mask.block_mask, enable_gqa=grouped)
+    request = AuxRequest(lse=True)  # it has a gradient
+    out, more = flex(q, k, v, block_mask=mask.block_mask, enable_gqa=grouped, return_aux=request)
+    return add_sink(out, more.lse, sink)[0]
+
+
+class _WithSink(torch.autograd.Function):
+    """Attention with sinks by a kernel for a part of the keys, here with all of them.
+
+    The kernels take no gradient of the log-sum-exp. They need none: with the sink in `out` and `lse`, their backward is
+    that of the softmax with the sink.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, allowed: Tensor | None, kernel: str) -> Tensor:
+        out, lse = add_sink(*KERNELS[kernel].forward(q, k, v, allowed is None, allowed), sink)
+        ctx.save_for_backward(q, k, v, out, lse, sink, allowed)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sink, allowed = ctx.saved_tensors
+        dq, dk, dv = KERNELS[ctx.kernel].backward(gradient, q, k, v, out, lse, allowed is None, allowed)
+        return dq, dk, dv, sink_gradient(gradient, out, lse, sink), None, None
 
 
 def _varlen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
@@ -298,7 +357,7 @@ def _varlen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tens
 _KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]] = {
     "sdpa": _sdpa_kernel,
     "flex": _flex_kernel,
-    **dict.fromkeys(("cudnn", "flash", "efficient", "math"), _part_kernel),
+    **dict.fromkeys(KERNELS, _part_kernel),
 }
 
 _varlen: Callable[..., Any] | None = None

@@ -23,7 +23,9 @@ from shardline.models.latent import NORM_EPS, LatentSpec, LatentWeights, latent_
 from shardline.models.linear import linear, rms_norm, weight_queue
 from shardline.models.moe import ExpertExchange, ExpertWeights, RouterRun, moe
 from shardline.models.narrow import narrowed
-from shardline.models.rope import rope_tables, rotate
+from shardline.models.rope import query_factors, rope_tables, rotate
+
+Tables = tuple[Tensor, Tensor, Tensor | None]
 
 
 class BlockSpec(NamedTuple):
@@ -33,6 +35,8 @@ class BlockSpec(NamedTuple):
     group: int  # query heads per KV head
     gate_block: int
     norm_eps: float
+    rope_pairs: str = "halves"
+    rotated_norm: bool = False
     products: Products = Products()
     moe: MixtureOfExperts | None = None
     exchange: ExpertExchange = ExpertExchange()
@@ -50,6 +54,7 @@ class BlockWeights(NamedTuple):
     latent: LatentWeights | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
     wo: Tensor
     wo_bias: Tensor | None
     ffn_norm: Tensor
@@ -60,8 +65,8 @@ class BlockWeights(NamedTuple):
 def block_function(
     x: Tensor,
     weights: BlockWeights,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     mask: AttentionMask,
     spec: BlockSpec,
     shape: tuple[int, int],
@@ -77,8 +82,8 @@ def block_function(
 def expert_block_function(
     x: Tensor,
     weights: BlockWeights,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     mask: AttentionMask,
     spec: BlockSpec,
     shape: tuple[int, int],
@@ -102,25 +107,33 @@ def _shared_expert(x: Tensor, weights: FeedForwardWeights, spec: BlockSpec) -> T
 def attention_part(
     x: Tensor,
     w: BlockWeights,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     mask: AttentionMask,
     spec: BlockSpec,
     shape: tuple[int, int],
     cache: LayerCache | None,
 ) -> Tensor:
-    """Project, normalise, rotate, attend, project back. Values stay a view of the fused product."""
+    """Project, normalise, rotate, attend, project back. Values stay a view of the fused product.
+
+    Layers without rotary positions have neither `cos` nor `sin`.
+    """
     if w.latent is not None and spec.latent is not None:
+        assert cos is not None
+        assert sin is not None
         q, k, v, rows = latent_heads(x, w.latent, cos, sin, spec.latent, spec.products, shape)
     else:
         q, k, v, rows = project(x, w, spec, shape)  # (B, S, KV, group, D), (B, S, KV, 1, D) twice
         if w.q_norm is not None and w.k_norm is not None:
             q, k = rms_norm(q, w.q_norm, spec.norm_eps), rms_norm(k, w.k_norm, spec.norm_eps)
-        q, k = rotate(q, cos, sin).flatten(2, 3), rotate(k, cos, sin).flatten(2, 3)
-        v = v.squeeze(3)
+        if cos is not None and sin is not None:
+            q, k = rotate(q, cos, sin, spec.rope_pairs), rotate(k, cos, sin, spec.rope_pairs)
+            if spec.rotated_norm:
+                q, k = rms_norm(q, None, spec.norm_eps), rms_norm(k, None, spec.norm_eps)
+        q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.squeeze(3)
     if cache is not None:
         k, v = remember(cache, k, v)
-    return spec.products.row(attention(q, k, v, mask).reshape(*rows, -1), w.wo, w.wo_bias)
+    return spec.products.row(attention(q, k, v, mask, w.sinks).reshape(*rows, -1), w.wo, w.wo_bias)
 
 
 def project(
@@ -189,6 +202,7 @@ class Attention(nn.Module):
         self.wkv = Linear(kv, arch.dim, arch.qkv_bias) if split_kv else None
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
+        self.sinks = nn.Parameter(torch.empty(arch.n_heads)) if arch.sinks else None
         self.wo = Linear(arch.dim, heads, arch.out_bias)
 
 
@@ -273,13 +287,15 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)
         self.feed_forward = FeedForward(arch, arch.ffn_dim) if spec is None else None
         self.moe = None if spec is None else Moe(arch, spec)
-        self.window = window
+        self.window, self.rotates = window, arch.rotates(layer)
         width = arch.ffn_dim if spec is None else spec.shared_dim
         self.spec = BlockSpec(
             arch.head_dim,
             arch.n_heads // arch.n_kv_heads,
             gate_block(width),
             arch.norm_eps,
+            arch.rope_pairs,
+            arch.rotated_norm,
             moe=spec,
             latent=latent_spec(arch),
         )
@@ -316,6 +332,7 @@ class Block(nn.Module):
             latent=a.weights(part) if isinstance(a, LatentProjections) else None,
             q_norm=maybe(q_norm, "weight"),
             k_norm=maybe(k_norm, "weight"),
+            sinks=maybe(a, "sinks") if isinstance(a, Attention) else None,
             wo=part(a.wo.weight),
             wo_bias=maybe(a.wo, "bias"),
             ffn_norm=part(self.ffn_norm.weight),
@@ -333,8 +350,8 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         mask: AttentionMask,
         shape: tuple[int, int],
         cache: LayerCache | None = None,
@@ -346,8 +363,8 @@ class Block(nn.Module):
     def run(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         mask: AttentionMask,
         shape: tuple[int, int],
         cache: LayerCache | None,
@@ -409,7 +426,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(blocks)
         self.norm = RMSNorm(arch.dim, arch.norm_eps) if last else None
         self.output = Linear(arch.vocab_size, arch.dim) if last and not tied else None
-        self._tables: tuple[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
+        self._tables: tuple[tuple[int, torch.device], Tables] | None = None
 
     def hidden(
         self,
@@ -433,14 +450,18 @@ class Decoder(nn.Module):
             x = self.tok_embeddings(tokens)
             x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         assert x is not None
-        cos, sin = self._rope(tokens, positions, cache)
+        cos, sin, factors = self._rope(tokens, positions, cache)
         if self.context is not None and cache is None:
             masks = self.context.masks(self.arch, tokens, x.dtype, documents)
         else:
             masks = make_masks(self.arch, tokens, x.dtype, documents, cache)
         for index in stage.layers:
             block, layer = self.block(index), None if cache is None else cache.layer(index)
-            x = block(x, cos, sin, masks[block.window], (tokens.shape[0], tokens.shape[1]), layer)
+            mask, shape = masks[block.window], (tokens.shape[0], tokens.shape[1])
+            if block.rotates:
+                x = block(x, cos, sin, mask, shape, layer)
+            else:
+                x = block(x, None, None, mask._replace(factors=factors), shape, layer)
         if cache is not None:
             cache.used += tokens.shape[1]
         if not stage.last:
@@ -466,9 +487,10 @@ class Decoder(nn.Module):
         assert module is not None, "the output is in another stage"
         return local(module.weight)
 
-    def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines that broadcast to (B, S, KV, group, D/2); those of the default positions are cached.
+    def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tables:
+        """Cosines and sines that broadcast to (B, S, KV, group, D/2), and for layers without them factors of queries.
 
+        Those of the default positions are cached.
         They are not buffers: nothing needs to be recomputed when a model from the meta device gets its memory.
         """
         key = (tokens.shape[1], tokens.device)
@@ -481,6 +503,8 @@ class Decoder(nn.Module):
             start = 0 if cache is None else cache.used
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         cos, sin = (table[..., None, None, :] for table in rope_tables(self.arch, positions))
+        factors = query_factors(self.arch, positions)
+        tables = cos, sin, None if factors is None else factors[..., None, None]  # broadcast to (B, S, H, D)
         if default:
-            self._tables = (key, (cos, sin))
-        return cos, sin
+            self._tables = (key, tables)
+        return tables

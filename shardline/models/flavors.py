@@ -86,8 +86,70 @@ _V3_ROUTER = {
 _V2 = {"vocab_size": 102400, "attn_mask_type": "block_causal"}
 _V3 = {"vocab_size": 129280, "attn_mask_type": "block_causal", "family": "deepseek_v3"}
 
+
+_llama4 = functools.partial(
+    _sized,
+    family="llama4_text",
+    vocab_size=202048,
+    max_seq_len=1048576,
+    rope_theta=500000.0,
+    norm_eps=1e-5,
+    rope_pairs="neighbors",
+)
+_SHARP_SCALING = RopeScaling(
+    type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192
+)
+_LONG: dict[str, Any] = {"max_seq_len": 10485760, "rope_scaling": _SHARP_SCALING}
+
+
+def _llama4_experts(n_experts: int, width: int, every: int) -> MixtureOfExperts:
+    return MixtureOfExperts(
+        n_experts=n_experts,
+        top_k=1,
+        expert_dim=width,
+        shared_dim=width,
+        every=every,
+        score="sigmoid",
+        scale_input=True,
+        balance_coeff=1e-3,
+    )
+
+
+_DEBUG_LLAMA4: dict[str, Any] = {
+    "vocab_size": 2048,
+    "rope_scaling": _SHARP_SCALING,
+    "moe": _llama4_experts(8, 512, every=2),
+}
+
+
+def _with_irope(flavor: str, chunk: int, arch: Architecture) -> dict[str, Architecture]:
+    """The flavor, and one whose layers 0, 4, ... have no rotary positions, the others attention in chunks."""
+    rotating = tuple(layer for layer in range(arch.n_layers) if layer % 4)
+    chunks = {"sliding_window": chunk, "sliding_window_layers": rotating, "window_kind": "chunked"}
+    return {flavor: arch, f"{flavor}_irope": arch.with_overrides({"rope_layers": rotating, **chunks, **_PACKED_FLEX})}
+
+
+def _gpt_oss(dim: int, layers: int, n_experts: int) -> Architecture:
+    experts = MixtureOfExperts(
+        n_experts=n_experts,
+        top_k=4,
+        expert_dim=2880,
+        normalize=True,
+        router_bias=True,
+        activation="clamped",
+        balance_coeff=1e-3,
+    )
+    scaling = RopeScaling(type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
+    biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+    sizes = {"head_dim": 64, "vocab_size": 201088, "rope_theta": 150000.0, "rope_scaling": scaling}
+    window = {"sliding_window": 128, "sliding_window_layers": tuple(range(0, layers, 2))}
+    return _sized(dim, layers, 64, 8, 2880, family="gpt_oss", sinks=True, moe=experts, **biases, **sizes, **window)
+
+
 # Llama 3.2 (1B, 3B) ties its embeddings and stretches its rotary frequencies; 8B, 70B and 405B do neither, as
 # TorchTitan has them. The published Llama 3.1 weights of those sizes do stretch: load them with model.name = "auto".
+# Llama 4 is TorchTitan's too: the published weights have no rotary positions in layers 3, 7, ..., a norm of rotated
+# queries and keys (17Bx16E), and queries that grow with their position. gpt-oss is as published.
 FLAVORS: dict[str, dict[str, Architecture]] = {
     "llama3": {
         "debugmodel": _llama3(256, 6, 16, 16, 768, vocab_size=2048),
@@ -125,6 +187,16 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
         "16B": _deepseek(2048, 27, 16, 10944, _shared_experts(64, 6, 1408, 2), 0.707, None, **_V2),
         "236B": _deepseek(5120, 60, 128, 12288, _shared_experts(160, 6, 1536, 2, **_V2_ROUTER), 1.0, 1536, **_V2),
         "671B": _deepseek(7168, 61, 128, 18432, _shared_experts(256, 8, 2048, 1, **_V3_ROUTER), 1.0, 1536, **_V3),
+    },
+    "llama4": {
+        **_with_irope("debugmodel", 256, _llama4(256, 6, 16, 16, 768, **_DEBUG_LLAMA4)),
+        **_with_irope("17bx16e", 8192, _llama4(5120, 48, 40, 8, 16384, **_LONG, moe=_llama4_experts(16, 8192, 1))),
+        **_with_irope("17bx128e", 8192, _llama4(5120, 48, 40, 8, 16384, moe=_llama4_experts(128, 8192, 2))),
+    },
+    "gpt_oss": {
+        "debugmodel": _gpt_oss(256, 4, n_experts=8),
+        "20b": _gpt_oss(2880, 24, n_experts=32),
+        "120b": _gpt_oss(2880, 36, n_experts=128),
     },
 }
 

@@ -140,6 +140,8 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
         shapes["attention.kv_norm.weight"] = (arch.latent.kv_rank,)
     if arch.latent is not None and arch.latent.q_rank is not None:
         shapes["attention.q_norm.weight"] = (arch.latent.q_rank,)
+    if arch.sinks:
+        shapes["attention.sinks"] = (arch.n_heads,)
     return shapes if moe is None else {**shapes, **_expert_shapes(arch, moe)}
 
 

@@ -29,6 +29,7 @@ from shardline.config.architecture import TRAINING_FIELDS, Architecture
 from shardline.errors import UserError
 from shardline.models.fused_weights import keeps_type, logical_shapes
 from shardline.models.hf_config import CLASSES, architecture_from_hf, export_family, hf_config, read_config
+from shardline.models.mxfp4 import dequantize
 from shardline.storage.safetensors import Converter, Entry, HeaderRow, LazyTensors, header_of, torch_type, write_tensors
 from shardline.words import listed
 
@@ -134,7 +135,6 @@ _DEEPSEEK: dict[str, str | Stored] = {
     "attention.kv_norm": "self_attn.kv_a_layernorm",
     "attention.wkv_b": "self_attn.kv_b_proj",
     "moe.router.gate": "mlp.gate",
-    "moe.router.balance": Stored("mlp.gate.e_score_correction_bias"),
     **_gated("moe.shared_experts", "mlp.shared_experts"),
     **_each("mlp.experts", "gate_proj", "down_proj", "up_proj"),
 }
@@ -142,14 +142,18 @@ _NAMES: dict[str, dict[str, str | Stored]] = {
     "mixtral": {"moe.router.gate": "block_sparse_moe.gate", **_each("block_sparse_moe.experts", "w1", "w2", "w3")},
     "qwen3_moe": {"moe.router.gate": "mlp.gate", **_each("mlp.experts", "gate_proj", "down_proj", "up_proj")},
     "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v3": {**_DEEPSEEK, "moe.router.balance": Stored("mlp.gate.e_score_correction_bias")},
     "llama4_text": {
         **_gated("feed_forward", "feed_forward"),
         "moe.router.gate": "feed_forward.router",
         **_gated("moe.shared_experts", "feed_forward.shared_expert"),
         **_fused("feed_forward.experts", alternating=False),
     },
-    "gpt_oss": {"moe.router.gate": "mlp.router", **_fused("mlp.experts", alternating=True)},
+    "gpt_oss": {
+        "attention.sinks": Stored("self_attn.sinks"),
+        "moe.router.gate": "mlp.router",
+        **_fused("mlp.experts", alternating=True),
+    },
 }
 _TYPES = ("F64", "F32", "F16", "BF16")
 _ARITHMETIC = (
@@ -161,6 +165,11 @@ _ARITHMETIC = (
     "norm_eps",
     "sliding_window",
     "sliding_window_layers",
+    "window_kind",
+    "rope_layers",
+    "query_scale",
+    "query_scale_step",
+    "rotated_norm",
 )
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
@@ -192,7 +201,7 @@ class Located(NamedTuple):
 
     how: Stored | None  # None: nowhere, it is zero
     shape: tuple[int, ...]
-    rows: list[tuple[Path, HeaderRow]]  # one for each expert, or a single one
+    rows: list[Row]  # one for each expert, or a single one
 
 
 class HFTensors(LazyTensors):
@@ -210,7 +219,8 @@ class HFTensors(LazyTensors):
             return torch.zeros(shape)[place]
         if how.each:
             return torch.stack([_map_tensor(*row)[place[1:]] for row in rows[place[0]]])
-        return how.take(_map_tensor(*rows[0]))[place]
+        ((path, row),) = rows
+        return how.take(_map_tensor(path, row, place[0]))[(slice(None), *place[1:])]
 
     def dtype(self, name: str) -> torch.dtype:
         how, _, rows = self._rows[name]
@@ -252,7 +262,7 @@ def stored_shapes(arch: Architecture, family: str) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def find_tensors(arch: Architecture, family: str, stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Located]:
+def find_tensors(arch: Architecture, family: str, stored: Mapping[str, Row]) -> dict[str, Located]:
     """Where each logical tensor lies among the stored ones."""
     found = {}
     for name, shape in logical_shapes(arch).items():
@@ -305,13 +315,49 @@ def _arithmetic(*archs: Architecture) -> list[tuple[str, Any, Any]]:
     return [(name, tables[0][name], tables[1][name]) for name in tables[0]]
 
 
-def _stored(folder: Path) -> dict[str, tuple[Path, HeaderRow]]:
+class Packed(NamedTuple):
+    """Experts in MXFP4: two stored tensors that are read as the one that a folder without it would have."""
+
+    blocks: HeaderRow
+    scales_path: Path
+    scales: HeaderRow
+    dtype: str = "BF16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, groups, _ = self.blocks.shape
+        return experts, 32 * groups, rows  # each expert's matrix is transposed
+
+    def read(self, path: Path, first: slice) -> Tensor:
+        blocks, scales = _map_tensor(path, self.blocks, first), _map_tensor(self.scales_path, self.scales, first)
+        return dequantize(blocks, scales).transpose(1, 2)
+
+
+Row = tuple[Path, HeaderRow | Packed]
+
+
+def _readable(stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Row]:
+    """The tensors of the text model, with those of MXFP4 put together."""
+    text = "language_model."
+    if any(name.startswith(text) for name in stored):  # beside a model of images
+        stored = {name.removeprefix(text): place for name, place in stored.items() if name.startswith(text)}
+    found: dict[str, Row] = {}
+    for name, (path, row) in stored.items():
+        base = name.removesuffix("_blocks")
+        if base != name and f"{base}_scales" in stored and len(row.shape) == 4:
+            found[base] = path, Packed(row, *stored[f"{base}_scales"])
+        elif f"{name.removesuffix('_scales')}_blocks" not in stored:
+            found[name] = path, row
+    return found
+
+
+def _stored(folder: Path) -> dict[str, Row]:
     """Every stored tensor's name, file and place in it."""
     index, single = folder / INDEX, folder / "model.safetensors"
     if index.is_file():
-        return _indexed(folder, index)
+        return _readable(_indexed(folder, index))
     if single.is_file():
-        return {name: (single, row) for name, row in _header(single).items()}
+        return _readable({name: (single, row) for name, row in _header(single).items()})
     if list(folder.glob("*.bin")):
         raise UserError(f"{folder} holds pickled weights (*.bin); only safetensors are read: save it as safetensors")
     raise UserError(f"{folder}: there is no model.safetensors and no {INDEX}")
@@ -342,21 +388,24 @@ def _header(path: Path) -> dict[str, HeaderRow]:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
 
-def _map_tensor(path: Path, row: HeaderRow) -> Tensor:
-    """A tensor over the file itself; writing to it changes a copy."""
+def _map_tensor(path: Path, row: HeaderRow | Packed, first: slice = slice(None)) -> Tensor:
+    """A tensor, or some of its rows, over the file itself; writing to it changes a copy."""
+    if isinstance(row, Packed):
+        return row.read(path, first)
     dtype = torch_type(row.dtype)
     size = row.elements * dtype.itemsize
     if size == 0:  # nothing can be mapped
-        return torch.empty(row.shape, dtype=dtype)
+        return torch.empty(row.shape, dtype=dtype)[first]
     try:
         raw = np.memmap(path, np.uint8, mode="c", offset=row.start, shape=(size,))
     except ValueError:
         raise UserError(f"{path}: it ends within a tensor of {size} bytes at byte {row.start}") from None
     # Headers are padded to 8 bytes by most writers; elements at other places are copied to where a CPU can load them.
-    return torch.from_numpy(raw if row.start % dtype.itemsize == 0 else np.array(raw)).view(dtype).view(row.shape)
+    aligned = raw if row.start % dtype.itemsize == 0 else np.array(raw)
+    return torch.from_numpy(aligned).view(dtype).view(row.shape)[first]
 
 
-def _check_tied(folder: Path, stored: dict[str, tuple[Path, HeaderRow]]) -> None:
+def _check_tied(folder: Path, stored: dict[str, Row]) -> None:
     """A tied model's file may repeat the embedding as lm_head; a different lm_head would be lost silently."""
     embedding = _OUTSIDE["tok_embeddings.weight"]
     if embedding not in stored:

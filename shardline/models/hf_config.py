@@ -31,6 +31,8 @@ CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 # The values of keys that config.json leaves out: common ones, and those in which the families differ.
@@ -64,6 +66,43 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
     },
+    "llama4_text": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "attn_scale": 0.1,
+        "floor_scale": 8192,
+    },
+    "gpt_oss": {
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+    },
 }
 
 
@@ -93,7 +132,26 @@ _EXPERTS = {
         },
         {},
     ),
+    "llama4_text": _Experts(
+        {
+            "n_experts": "num_local_experts",
+            "top_k": "num_experts_per_tok",
+            "expert_dim": "intermediate_size",
+            "shared_dim": "intermediate_size",
+            "every": "interleave_moe_layer_step",
+        },
+        {"score": "sigmoid", "scale_input": True},
+    ),
+    "gpt_oss": _Experts(
+        {
+            "n_experts": "num_local_experts",
+            "top_k": ("num_experts_per_tok", "experts_per_token"),
+            "expert_dim": "intermediate_size",
+        },
+        {"normalize": True, "router_bias": True, "activation": "clamped"},
+    ),
 }
+_BIASED = ("llama", "qwen3", "qwen3_moe", "llama4_text", "gpt_oss")  # `attention_bias` counts
 _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -123,6 +181,10 @@ def architecture_from_hf(folder: Path) -> Architecture:
 
 def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
     family = config.get("model_type")
+    if family == "llama4":  # text and images: the text model is read
+        return architecture_from_dict(
+            {**(config.get("text_config") or {}), **_shared(config), "model_type": "llama4_text"}
+        )
     if family not in CLASSES:
         raise ConfigError(f"model_type {family!r} is not supported (supported: {', '.join(CLASSES)})")
     merged = {**_COMMON, **_DEFAULTS[family], **config}
@@ -133,7 +195,7 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
     theta, scaling = _rope(merged)
     window, layers = _sliding(family, merged)
     heads = merged["num_attention_heads"]
-    all_biases = bool(merged.get("attention_bias")) and family in ("llama", "qwen3", "qwen3_moe")
+    all_biases = bool(merged.get("attention_bias")) and family in _BIASED
     return build(
         {
             "family": family,
@@ -150,24 +212,55 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
             "norm_eps": merged["rms_norm_eps"],
             "qkv_bias": all_biases or family == "qwen2",
             "out_bias": all_biases,
-            "mlp_bias": bool(merged.get("mlp_bias")) and family == "llama",
+            "mlp_bias": (bool(merged.get("mlp_bias")) and family == "llama") or family == "gpt_oss",
             "qk_norm": family in ("qwen3", "qwen3_moe"),
+            "sinks": family == "gpt_oss",
             "moe": _experts(family, merged),
             "tie_word_embeddings": bool(merged["tie_word_embeddings"]),
             "sliding_window": window,
             "sliding_window_layers": layers,
             "init_std": merged["initializer_range"] or _COMMON["initializer_range"],
             **(deepseek.deepseek_fields(family, merged) if family in deepseek.DEFAULTS else {}),
+            **(_llama4_fields(merged) if family == "llama4_text" else {}),
         }
     )
 
 
+def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a model of text and images that hold for its text model too."""
+    return {key: config[key] for key in ("quantization_config", "tie_word_embeddings") if key in config}
+
+
+def _llama4_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions, chunks and the norm of queries and keys, which other families have otherwise."""
+    layers = range(config["num_hidden_layers"])
+    interval = config["no_rope_layer_interval"]
+    rotates = config.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in layers]  # 1: with positions
+    rope_layers = tuple(layer for layer in layers if rotates[layer])
+    every = config["interleave_moe_layer_step"]
+    held, expected = config.get("moe_layers"), [*range(every - 1, len(layers), every)]
+    if held is not None and list(held) != expected:
+        raise ConfigError(f"moe_layers {held} is not supported (only each {every}th layer is: {expected})")
+    return {
+        "ffn_dim": config["intermediate_size_mlp"],
+        "rope_pairs": "neighbors",
+        "rope_layers": None if len(rope_layers) == len(layers) else rope_layers,
+        "rotated_norm": bool(config["use_qk_norm"]),
+        "query_scale": float(config["attn_scale"]) if config["attn_temperature_tuning"] else 0.0,
+        "query_scale_step": int(config["floor_scale"]),
+        "window_kind": "chunked",
+    }
+
+
 def _refuse(family: str, config: Mapping[str, Any]) -> None:
     """Refuse keys that change the arithmetic."""
+    if family == "gpt_oss" and (config["swiglu_limit"], config["swiglu_alpha"]) != (7.0, 1.702):
+        limits = f"swiglu_limit {config['swiglu_limit']} and swiglu_alpha {config['swiglu_alpha']}"
+        raise ConfigError(f"{limits} are not supported (only 7.0 and 1.702 are)")
     if config["hidden_act"] not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {config['hidden_act']!r} is not supported (supported: 'silu')")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
+    method = (config.get("quantization_config") or {}).get("quant_method", "unknown")
+    if config.get("quantization_config") and (family, method) != ("gpt_oss", "mxfp4"):
         raise ConfigError(f"quantization_config ({method}) is not supported; use the unquantized weights")
     for key in ("attention_dropout", "router_jitter_noise"):
         if config.get(key):
@@ -249,28 +342,40 @@ def _original(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
 
 def _sliding(family: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
     """The window and the layers that use it (None: all layers); (None, None) without a window."""
-    window = config.get("sliding_window")
+    window = config.get("attention_chunk_size" if family == "llama4_text" else "sliding_window")
     if family == "llama" or family in deepseek.DEFAULTS or window is None:
         return None, None
     if family in ("mistral", "mixtral"):
         return window, None
-    if not config.get("use_sliding_window", False):
+    always = family in ("llama4_text", "gpt_oss")
+    if not always and not config.get("use_sliding_window", False):
         return None, None
     if family == "qwen3_moe":  # its model has one mask for all layers
         return window, None
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if kinds is None:
-        first = config.get("max_window_layers", 28)
-        chosen = tuple(range(min(first, layers), layers))
+        chosen = _usual_windows(family, config)
     else:
-        strange = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        kind_with = "chunked_attention" if family == "llama4_text" else "sliding_attention"
+        strange = sorted(set(kinds) - {kind_with, "full_attention"})
         if strange or len(kinds) != layers:
-            raise ConfigError(f"layer_types must name {layers} layers, full_attention or sliding_attention {strange}")
-        chosen = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
+            raise ConfigError(f"layer_types must name {layers} layers, full_attention or {kind_with} {strange}")
+        chosen = tuple(layer for layer, kind in enumerate(kinds) if kind == kind_with)
     if not chosen:
         return None, None
     return window, None if len(chosen) == layers else chosen
+
+
+def _usual_windows(family: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers with a window where config.json does not name them."""
+    layers = range(config["num_hidden_layers"])
+    if family == "gpt_oss":
+        return tuple(layers[::2])
+    if family == "llama4_text":
+        rope_layers = _llama4_fields(config)["rope_layers"]
+        return tuple(layers) if rope_layers is None else rope_layers
+    return tuple(layers[config.get("max_window_layers", 28) :])
 
 
 # Writing
@@ -293,6 +398,7 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
     only_qkv = arch.qkv_bias and not arch.out_bias
     part = arch.sliding_window_layers is not None
     one_window = (arch.sliding_window is not None and part, "has one window for all layers")
+    chunked = arch.sliding_window is not None and arch.window_kind == "chunked"
     rules: dict[str, list[tuple[bool, str]]] = {
         "llama": [
             (arch.qk_norm, "has no QK norm"),
@@ -315,12 +421,34 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
             (arch.mlp_bias, "has no feed-forward bias"),
             (not (every_bias or no_bias), "has biases on all attention projections or on none"),
         ],
+        "llama4_text": [
+            (arch.qk_norm, "has no QK norm with weights"),
+            (arch.mlp_bias, "has no feed-forward bias"),
+            (not (every_bias or no_bias), "has biases on all attention projections or on none"),
+            (arch.rope_pairs != "neighbors", "rotates neighbors"),
+            (arch.sliding_window is not None and not chunked, "has chunks, no sliding window"),
+            (arch.moe is not None and arch.moe.shared_dim != arch.moe.expert_dim, "has one width for all experts"),
+        ],
+        "gpt_oss": [
+            (arch.qk_norm, "has no QK norm"),
+            (not arch.mlp_bias, "always has biases on the experts"),
+            (not (every_bias or no_bias), "has biases on all attention projections or on none"),
+        ],
     }
     rules["mixtral"], rules["qwen3_moe"] = rules["mistral"], [*rules["qwen3"], one_window]
     if family in deepseek.DEFAULTS:
         return [text for broken, text in deepseek.deepseek_obstacles(arch, family) if broken]
-    common = [(arch.latent is not None, "has no latent attention")]
-    return [text for broken, text in (*common, *rules[family]) if broken] + _expert_obstacles(arch.moe, family)
+    others = family != "llama4_text"
+    everywhere = [
+        (arch.latent is not None, "has no latent attention"),
+        (arch.sinks and family != "gpt_oss", "has no attention sinks"),
+        (not arch.sinks and family == "gpt_oss", "always has attention sinks"),
+        (others and arch.rope_pairs == "neighbors", "does not rotate neighbors"),
+        (others and arch.rope_layers is not None, "has rotary positions in every layer"),
+        (others and arch.rotated_norm, "has no norm after the rotation"),
+        (others and chunked, "has no chunks"),
+    ]
+    return [text for broken, text in rules[family] + everywhere if broken] + _expert_obstacles(arch.moe, family)
 
 
 def _expert_obstacles(moe: MixtureOfExperts | None, family: str) -> list[str]:
@@ -364,11 +492,13 @@ def hf_config(
         "torch_dtype": dtype,
         **_rope_keys(arch),
     }
-    if family in ("llama", "qwen3", "qwen3_moe"):
+    if family in _BIASED:
         config["attention_bias"] = arch.qkv_bias
     if family == "llama":
         config["mlp_bias"] = arch.mlp_bias
-    if family != "llama" and family not in deepseek.DEFAULTS:
+    if family == "llama4_text":
+        config.update(_llama4_keys(arch))
+    elif family != "llama" and family not in deepseek.DEFAULTS:
         config.update(_window_keys(arch, family))
     if family in deepseek.DEFAULTS:
         config.update(deepseek.deepseek_keys(arch, family))
@@ -382,6 +512,28 @@ def _expert_keys(moe: MixtureOfExperts, family: str) -> dict[str, Any]:
     if "mlp_only_layers" in values:
         values["mlp_only_layers"] = list(range(moe.first_dense))
     return values
+
+
+def _llama4_keys(arch: Architecture) -> dict[str, Any]:
+    layers, every = range(arch.n_layers), 1 if arch.moe is None else arch.moe.every
+    return {
+        "intermediate_size_mlp": arch.ffn_dim,
+        "moe_layers": [*range(every - 1, arch.n_layers, every)],
+        "no_rope_layers": [int(arch.rotates(layer)) for layer in layers],
+        "use_qk_norm": arch.rotated_norm,
+        "attn_temperature_tuning": arch.query_scale > 0,
+        "attn_scale": arch.query_scale,
+        "floor_scale": arch.query_scale_step,
+        "attention_chunk_size": arch.sliding_window,
+        "layer_types": _layer_types(arch, "chunked_attention"),
+    }
+
+
+def _layer_types(arch: Architecture, kind: str) -> list[str]:
+    chosen = range(arch.n_layers) if arch.sliding_window_layers is None else arch.sliding_window_layers
+    if arch.sliding_window is None:
+        chosen = ()
+    return [kind if layer in chosen else "full_attention" for layer in range(arch.n_layers)]
 
 
 def _rope_keys(arch: Architecture) -> dict[str, Any]:
@@ -401,12 +553,13 @@ def _window_keys(arch: Architecture, family: str) -> dict[str, Any]:
         return {"sliding_window": arch.sliding_window}
     if family == "qwen3_moe":
         return {"use_sliding_window": arch.sliding_window is not None, "sliding_window": arch.sliding_window}
+    kinds = _layer_types(arch, "sliding_attention")
+    if family == "gpt_oss":
+        return {"sliding_window": arch.sliding_window, "layer_types": kinds, "swiglu_limit": 7.0, "swiglu_alpha": 1.702}
     if arch.sliding_window is None:
         return {"use_sliding_window": False, "sliding_window": None}
-    chosen = range(arch.n_layers) if arch.sliding_window_layers is None else arch.sliding_window_layers
-    kinds = ["sliding_attention" if layer in chosen else "full_attention" for layer in range(arch.n_layers)]
     # Older versions have only a first layer with the window; layer_types describes any choice of layers.
-    first = min(chosen, default=arch.n_layers)
+    first = next((layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"), arch.n_layers)
     return {
         "use_sliding_window": True,
         "sliding_window": arch.sliding_window,

@@ -82,8 +82,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight.to(x.dtype), eps)
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), None if weight is None else weight.to(x.dtype), eps)
 
 
 class _Linear(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
     out, lse = part(q, k, v, ...)                            softmax over these keys alone; lse is its weight
     merge_(out, lse, more, more_lse)                         softmax over both sets of keys
+    out, lse = add_sink(out, lse, sink)                      one more score without a value, after all parts
     dq, dk, dv = part_backward(g, q, k, v, out, lse, ...)    with the merged `out` and `lse`; gradients of parts add up
 
 Queries are (B, H, Q, D), keys and values (B, KV, K, D), lse (B, H, Q); values may be narrower than D. A row that sees
@@ -64,6 +65,22 @@ def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     out.mul_((lse - finite).exp_().unsqueeze(-1))
     out.add_(more * (more_lse - finite).exp_().unsqueeze(-1))
     lse.copy_(total)
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Part:
+    """Let one more key take part in the softmax, whose score is `sink` (H,) and whose value is 0.
+
+    With the result, `part_backward` gives the gradients of q, k and v.
+    """
+    sink = sink.to(lse.dtype)[:, None]
+    return (out * torch.sigmoid(lse - sink).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sink)
+
+
+def sink_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """The gradient of `sink`; `out` (B, H, Q, D) and `lse` (B, H, Q) are those with it."""
+    weight = (sink.to(lse.dtype)[:, None] - lse).exp()
+    own = (gradient.to(lse.dtype) * out.to(lse.dtype)).sum(dim=-1)
+    return -(weight * own).sum(dim=(0, 2)).to(sink.dtype)
 
 
 # The choice

@@ -113,3 +113,11 @@ _SCALINGS: dict[str, Callable[[Architecture, RopeScaling, Tensor], tuple[Tensor,
     "llama3": _llama3,
     "yarn": _yarn,
 }
+
+
+def query_factors(arch: Architecture, positions: Tensor) -> Tensor | None:
+    """What layers without rotary positions multiply queries at `positions` (..., S) by: float32 (..., S), or None."""
+    if not arch.query_scale or arch.rope_layers is None:
+        return None
+    steps = torch.floor((positions.float() + 1) / arch.query_scale_step)
+    return torch.log1p(steps) * arch.query_scale + 1

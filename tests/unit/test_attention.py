@@ -38,7 +38,9 @@ def packed_documents(batch: int, length: int, lengths: list[int]) -> Tensor:
     return changes.cumsum(1).int()
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None) -> Tensor:
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None, sink: Tensor | None = None
+) -> Tensor:
     """Query by query, in loops: nothing shared with the code under test."""
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     group = q.shape[2] // k.shape[2]
@@ -49,7 +51,9 @@ def definition(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor |
                 seen = [j for j in seen if documents[b, i] == documents[b, j]]
             for h in range(q.shape[2]):
                 scores = k[b, seen, h // group] @ q[b, i, h] / q.shape[3] ** 0.5
-                out[b, i, h] = scores.softmax(0) @ v[b, seen, h // group]
+                if sink is not None:
+                    scores = torch.cat((scores, sink[h : h + 1]))
+                out[b, i, h] = scores.softmax(0)[: len(seen)] @ v[b, seen, h // group]
     return out
 
 
@@ -79,6 +83,49 @@ def test_narrow_values_do_not_cost_a_cpu_all_scores() -> None:
     with Watch():
         attention(q, k, v, AttentionMask("sdpa"))
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in ran
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "math", "flex"])
+@pytest.mark.parametrize(("window", "packed"), [(0, False), (5, True)])
+def test_sinks_take_part_in_the_softmax(kernel: str, window: int, packed: bool) -> None:
+    torch.manual_seed(0)
+    documents = packed_documents(2, 24, [7, 3, 11]) if packed else None
+    inputs = [torch.randn(2, 24, heads, 16, requires_grad=kernel != "flex") for heads in (4, 2, 2)]
+    sink = torch.tensor([-1.0, 0.5, 2.0, 3.0], requires_grad=kernel != "flex")
+    arch = architecture(sinks=True)
+    mask = make_mask(arch, torch.zeros(2, 24, dtype=torch.int64), torch.float32, window, documents, kernel=kernel)
+    found, expected = attention(*inputs, mask, sink), definition(*inputs, window, documents, sink)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    if kernel != "flex":  # whose gradients need a GPU
+        gradient = torch.randn_like(found)
+        for a, b in zip(*(torch.autograd.grad(x, (*inputs, sink), gradient) for x in (found, expected)), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_kernels_of_a_model_with_sinks_give_the_log_sum_exp() -> None:
+    assert choose_kernel(architecture(sinks=True), CPU, torch.float32, plain=True) == "cpu"
+    assert choose_kernel(architecture(sinks=True), CPU, torch.float32, plain=False) == "cpu"
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "flex"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_chunks_end_what_a_query_sees(kernel: str, packed: bool) -> None:
+    torch.manual_seed(0)
+    documents = packed_documents(2, 24, [7, 3, 11]) if packed else torch.zeros(2, 24, dtype=torch.int64)
+    q, k, v = torch.randn(2, 24, 4, 16), torch.randn(2, 24, 2, 16), torch.randn(2, 24, 2, 16)
+    arch = architecture(window_kind="chunked")
+    mask = make_mask(arch, q[:, :, 0, 0], torch.float32, 10, documents if packed else None, kernel=kernel)
+    apart = documents * 100 + torch.arange(24) // 10
+    torch.testing.assert_close(attention(q, k, v, mask), definition(q, k, v, 0, apart), atol=1e-5, rtol=1e-5)
+    assert make_mask(arch, q[:, :, 0, 0], torch.float32, 24).allowed is None  # one chunk: plain causal
+
+
+def test_chunks_are_documents_of_the_varlen_kernel() -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    mask = make_mask(architecture(window_kind="chunked"), tokens, torch.bfloat16, 4, None, kernel="varlen")
+    assert mask.boundaries is not None
+    assert mask.boundaries.tolist() == [0, 4, 6, 10, 12]
+    assert mask.window == 0
 
 
 def test_flex_mask_enters_a_compiled_function() -> None:
@@ -201,6 +248,11 @@ def test_kernel_for_packed_documents(hopper: set[str]) -> None:
     assert choose_kernel(architecture(attn_backend="varlen"), CUDA, bf16, plain=True) == "varlen"
     with pytest.raises(UserError, match=r"bfloat16 or float16, not float32; use 'flex'"):
         choose_kernel(architecture(attn_backend="varlen"), CUDA, f32, plain=False)
+    assert choose_kernel(architecture(sinks=True), CUDA, bf16, plain=True) == "cudnn"
+    assert choose_kernel(architecture(sinks=True), CUDA, bf16, plain=False) == "flex"
+    assert choose_kernel(architecture(sinks=True, attn_backend="sdpa"), CUDA, bf16, plain=False) == "efficient"
+    with pytest.raises(UserError, match=r"no gradient for attention sinks; use 'flex'"):
+        choose_kernel(architecture(sinks=True, attn_backend="varlen"), CUDA, bf16, plain=False)
 
 
 def test_a_failing_probe_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -236,10 +288,11 @@ def gpu_case(packed: bool, window: int, dtype: torch.dtype) -> tuple[list[Tensor
 
 
 def run(kernel: str, tensors: list[Tensor], documents: Tensor | None, window: int, grad: Tensor) -> list[Tensor]:
+    """The result and the gradients of `tensors`: q, k, v and perhaps a sink."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     tokens = torch.zeros(2, 512, dtype=torch.int64, device="cuda")
     mask = make_mask(architecture(head_dim=128), tokens, grad.dtype, window, documents, kernel=kernel)
-    out = attention(*leaves, mask)
+    out = attention(*leaves[:3], mask, *leaves[3:])
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -263,12 +316,32 @@ def test_cuda_kernels_agree(kernel: str, packed: bool, window: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "packed", "window"),
+    [
+        *((name, False, 0) for name in ("cudnn", "flash", "efficient", "flex")),
+        ("efficient", True, 60),
+        ("flex", True, 60),
+    ],
+)
+def test_cuda_kernels_agree_on_sinks(kernel: str, packed: bool, window: int) -> None:
+    tensors, documents, grad = gpu_case(packed, window, torch.bfloat16)
+    tensors.append(torch.linspace(-2, 6, 8, device="cuda"))
+    expected = run("math", [tensor.float() for tensor in tensors], documents, window, grad.float())
+    for found, wanted in zip(run(kernel, tensors, documents, window, grad), expected, strict=True):
+        error = (found.float() - wanted).norm() / wanted.norm()
+        assert error < 2e-2, (kernel, float(error))
+
+
+@pytest.mark.gpu
 def test_cuda_choice_runs_compiled() -> None:
     """The chosen kernels inside a compiled block: the same loss as eager, packed and plain."""
     from shardline.models.decoder import Decoder, block_function
     from shardline.models.init import init_weights
 
-    for changes in ({}, {"attn_mask_type": "block_causal"}, {"sliding_window": 40}):
+    packed = {"attn_mask_type": "block_causal"}
+    sinks = {"sinks": True, "sliding_window": 40, "sliding_window_layers": (0,)}
+    for changes in ({}, packed, {"sliding_window": 40}, {"sliding_window": 40, "window_kind": "chunked"}, sinks):
         torch._dynamo.reset()
         with torch.device("cuda"):
             model = Decoder(architecture(head_dim=64, **changes))

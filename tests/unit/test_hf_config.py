@@ -288,6 +288,82 @@ def test_written_config_reads_back_to_the_same_architecture(arch: Architecture) 
     assert again == arch.with_overrides({"family": family, "sliding_window_layers": layers})
 
 
+EXPERTS = {"n_experts": 4, "top_k": 2, "expert_dim": 72}
+FAMILIES = [
+    {
+        "family": "llama4_text",
+        "rope_pairs": "neighbors",
+        "window_kind": "chunked",
+        "moe": {**EXPERTS, "shared_dim": 72, "score": "sigmoid", "scale_input": True, "every": 2},
+    },
+    {
+        "family": "gpt_oss",
+        "sinks": True,
+        "mlp_bias": True,
+        "moe": {**EXPERTS, "normalize": True, "router_bias": True, "activation": "clamped"},
+    },
+]
+LLAMA4_CHANGES: list[dict[str, Any]] = [
+    {"rope_layers": (0, 1, 3), "rotated_norm": True, "query_scale": 0.1, "query_scale_step": 64},
+    {"sliding_window": 8, "sliding_window_layers": (0, 1), "ffn_dim": 100},
+    {"sliding_window": 8, "qkv_bias": True, "out_bias": True},
+]
+GPT_OSS_CHANGES: list[dict[str, Any]] = [
+    {"sliding_window": 8, "sliding_window_layers": (0, 2), "qkv_bias": True, "out_bias": True},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 16}},
+    {"sliding_window": 8},
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "changes"),
+    [*((FAMILIES[0], changes) for changes in LLAMA4_CHANGES), *((FAMILIES[1], changes) for changes in GPT_OSS_CHANGES)],
+)
+def test_configs_with_experts_read_back_to_the_same_architecture(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    sizes = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 72, "vocab_size": 11}
+    arch = Architecture(**{**sizes, **base, **changes})
+    assert export_family(arch) == base["family"]
+    assert architecture_from_dict(json.loads(json.dumps(hf_config(arch)))) == arch
+
+
+def test_no_family_has_sinks_with_chunks() -> None:
+    sizes = {"dim": 64, "n_layers": 4, "n_heads": 4, "ffn_dim": 72, "vocab_size": 11}
+    arch = Architecture(**{**sizes, **FAMILIES[1], "window_kind": "chunked", "sliding_window": 8})
+    with pytest.raises(UserError, match=r"Llama4ForCausalLM .*; GptOssForCausalLM has no chunks"):
+        export_family(arch)
+
+
+def test_llama4_defaults() -> None:
+    arch = read("llama4_text", intermediate_size=40)
+    assert arch.rope_layers == arch.sliding_window_layers == (0, 1, 2)
+    assert (arch.sliding_window, arch.window_kind, arch.rope_pairs) == (8192, "chunked", "neighbors")
+    assert (arch.rotated_norm, arch.query_scale, arch.query_scale_step) == (True, 0.1, 8192)
+    assert (arch.ffn_dim, arch.head_dim, arch.rope_theta) == (16384, 128, 500000.0)
+    assert arch.moe is not None
+    assert (arch.moe.n_experts, arch.moe.top_k, arch.moe.expert_dim, arch.moe.shared_dim) == (16, 1, 40, 40)
+    text = {"model_type": "llama4_text", **SMALL, "intermediate_size": 40}
+    both = {"model_type": "llama4", "architectures": ["Llama4ForConditionalGeneration"], "text_config": text}
+    assert architecture_from_dict(both) == arch
+    with pytest.raises(ConfigError, match=r"moe_layers \[1, 2\] is not supported"):
+        read("llama4_text", moe_layers=[1, 2])
+    with pytest.raises(ConfigError, match=r"quantization_config \(fp8\)"):
+        architecture_from_dict({**both, "quantization_config": {"quant_method": "fp8"}})
+
+
+def test_gpt_oss_defaults() -> None:
+    arch = read("gpt_oss", quantization_config={"quant_method": "mxfp4"})  # its files are read
+    assert arch.sinks
+    assert (arch.sliding_window, arch.sliding_window_layers) == (128, (0, 2))
+    assert (arch.qkv_bias, arch.out_bias, arch.mlp_bias) == (True, True, True)
+    assert arch.rope_theta == 150000.0
+    assert arch.rope_scaling is not None
+    assert (arch.rope_scaling.factor, arch.rope_scaling.truncate) == (32.0, False)
+    assert arch.moe is not None
+    assert (arch.moe.n_experts, arch.moe.top_k, arch.moe.activation) == (128, 4, "clamped")
+    with pytest.raises(ConfigError, match=r"swiglu_limit 5\.0"):
+        read("gpt_oss", swiglu_limit=5.0)
+
+
 def test_an_override_moves_to_the_family_that_computes_it() -> None:
     base = read("llama")
     assert export_family(base) == "llama"

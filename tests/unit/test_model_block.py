@@ -56,6 +56,33 @@ def test_compiled_block_is_one_graph_with_the_same_gradients(mask: str, function
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("function", [block_function, checkpointed])
+def test_compiled_block_with_sinks_has_the_same_gradients(function: object) -> None:
+    model = build(ARCH.with_overrides({"sinks": True, "sliding_window": 4, "sliding_window_layers": (0, 2)}))
+    loss, expected = gradients(model)
+    torch._dynamo.reset()
+    counters.clear()
+    use(model, torch.compile(function, backend="aot_eager", fullgraph=True))
+    compiled_loss, found = gradients(model)
+    assert counters["stats"]["unique_graphs"] == 2
+    torch.testing.assert_close(compiled_loss, loss)
+    torch.testing.assert_close(found, expected)
+    assert all(found[f"layers.{layer}.attention.sinks"].abs().min() > 0 for layer in range(3))
+
+
+def test_layers_without_rotary_positions_see_no_order() -> None:
+    """But for their mask: a token that moves within what a query sees changes nothing."""
+    row = tokens()[:1]
+    swapped = row[:, [1, 0, *range(2, 16)]]
+    fields = {"n_layers": 1, "rope_layers": ()}
+    without, with_positions = build(ARCH.with_overrides(fields)), build(ARCH.with_overrides({"n_layers": 1}))
+    torch.testing.assert_close(without(swapped)[:, 2:], without(row)[:, 2:])
+    assert (with_positions(swapped)[:, 2:] - with_positions(row)[:, 2:]).abs().max() > 1e-3
+    scaled = build(ARCH.with_overrides({**fields, "query_scale": 0.5, "query_scale_step": 4}))
+    torch.testing.assert_close(scaled(row)[:, :3], without(row)[:, :3])  # until the first step
+    assert (scaled(row)[:, 4:] - without(row)[:, 4:]).abs().max() > 1e-4
+
+
 def test_layers_with_another_window_add_one_graph() -> None:
     model = build(ARCH.with_overrides({"sliding_window": 4, "sliding_window_layers": (1,)}))
     torch._dynamo.reset()

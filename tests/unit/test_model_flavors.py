@@ -35,6 +35,12 @@ PUBLISHED = {
     ("deepseek_v3", "16B"): 15_706_484_224,
     ("deepseek_v3", "236B"): 235_741_434_880,
     ("deepseek_v3", "671B"): 671_026_419_200,
+    ("llama4", "17bx16e"): 107_769_861_120,  # of the text model
+    ("llama4", "17bx128e"): 400_711_848_960,
+    ("llama4", "17bx16e_irope"): 107_769_861_120,
+    ("llama4", "17bx128e_irope"): 400_711_848_960,
+    ("gpt_oss", "20b"): 20_914_757_184,
+    ("gpt_oss", "120b"): 116_829_156_672,
 }
 ACTIVE = {  # in billions, as published
     ("qwen3", "8B"): 8.2,
@@ -56,9 +62,7 @@ class Section:
 @pytest.mark.parametrize(("model", "flavor"), PUBLISHED)
 def test_parameter_counts(model: str, flavor: str) -> None:
     arch = FLAVORS[model][flavor]
-    if (
-        arch.moe is not None and arch.family != "deepseek_v3"
-    ):  # the balancing bias is among V3's published weights alone
+    if arch.moe is not None and arch.family != "deepseek_v3":  # the published weights of V3 alone have the bias
         arch = arch.with_overrides({"moe": {"balance_coeff": 0.0}})
     assert parameter_count(arch) == PUBLISHED[model, flavor]
     with torch.device("meta"):
@@ -69,6 +73,21 @@ def test_parameter_counts(model: str, flavor: str) -> None:
 def test_active_parameter_counts(model: str, flavor: str) -> None:
     found = active_parameter_count(FLAVORS[model][flavor]) / 1e9
     assert found == pytest.approx(ACTIVE[model, flavor], rel=0.02)
+
+
+def test_llama4_and_gpt_oss() -> None:
+    llama, gpt = FLAVORS["llama4"]["debugmodel_irope"], FLAVORS["gpt_oss"]["20b"]
+    assert (llama.dim, llama.n_layers, llama.n_heads, llama.ffn_dim, llama.vocab_size) == (256, 6, 16, 768, 2048)
+    assert (llama.rope_layers, llama.sliding_window_layers) == ((1, 2, 3, 5), (1, 2, 3, 5))
+    assert (llama.sliding_window, llama.window_kind, llama.attn_mask_type) == (256, "chunked", "block_causal")
+    assert llama.moe is not None
+    assert [llama.moe.holds(layer) for layer in range(6)] == [False, True] * 3
+    assert (llama.moe.expert_dim, llama.moe.shared_dim, llama.moe.scale_input) == (512, 512, True)
+    plain = FLAVORS["llama4"]["debugmodel"]
+    assert (plain.rope_layers, plain.sliding_window, plain.rope_pairs) == (None, None, "neighbors")
+    assert (gpt.sinks, gpt.sliding_window, gpt.sliding_window_layers) == (True, 128, tuple(range(0, 24, 2)))
+    assert gpt.moe is not None
+    assert (gpt.moe.top_k, gpt.moe.activation, gpt.moe.router_bias) == (4, "clamped", True)
 
 
 def test_debug_models() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import ConfigError
-from shardline.models.attention import AttentionMask, make_masks, windows
+from shardline.models.attention import AttentionMask, chunked_documents, make_masks, windows
 from shardline.models.partial_attention import fastest_kernel
 from shardline.parallel.context.ring import shared_attention
 from shardline.parallel.context.slices import CAUSAL, FULL, MASKED, SKIP, Slices, causal_table
@@ -63,10 +63,14 @@ class ContextParallel:
             return {window: mask._replace(shared=ulysses_attention) for window, mask in masks.items()}
         if arch.attn_mask_type == "causal":
             documents = None
-        return {window: self._mask(window, length, documents, tokens.device) for window in set(windows(arch))}
+        return {window: self._mask(arch, window, length, documents, tokens.device) for window in set(windows(arch))}
 
-    def _mask(self, window: int, length: int, documents: Tensor | None, device: torch.device) -> AttentionMask:
+    def _mask(
+        self, arch: Architecture, window: int, length: int, documents: Tensor | None, device: torch.device
+    ) -> AttentionMask:
         window = 0 if window >= length else window
+        if arch.window_kind == "chunked" and window:
+            window, documents = 0, chunked_documents(length, window, documents)
         mask = AttentionMask(self.method, window, shared=shared_attention, each=self.slices.each)
         if documents is None:
             return mask

@@ -26,15 +26,15 @@ from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.transfers import Exchange, Transfer, distances
 from shardline.models.attention import AttentionMask, allowed_pairs
-from shardline.models.partial_attention import merge_, part, part_backward
+from shardline.models.partial_attention import add_sink, merge_, part, part_backward, sink_gradient
 from shardline.parallel.context.slices import CAUSAL, MASKED, AttentionPlan, Call, Slices, causal_plan, make_plan
 
 AXIS = "cp"
 
 
-def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None) -> Tensor:
     """(B, S / cp, H, D): what this rank's queries see of the whole sequence."""
-    out, _ = shared_attention_op(q, k, v, mask.table, mask.documents, mask.window, mask.each, mask.kernel)
+    out, _ = shared_attention_op(q, k, v, sink, mask.table, mask.documents, mask.window, mask.each, mask.kernel)
     return out
 
 
@@ -128,9 +128,10 @@ class Attending(OwnQueries):
                 self.lse.copy_(lse)
             self.begun = True
 
-    def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(B, T, H, D) and (B, H, T)."""
-        return self.out.transpose(1, 2).to(dtype).contiguous(), self.lse
+    def result(self, dtype: torch.dtype, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(B, T, H, D) and (B, H, T); a sink comes last, once for all parts."""
+        out, lse = (self.out, self.lse) if sink is None else add_sink(self.out, self.lse, sink)
+        return out.transpose(1, 2).to(dtype).contiguous(), lse
 
 
 class Differentiating(OwnQueries):
@@ -276,23 +277,23 @@ def _prepared(
 
 
 MASK = "Tensor? table, Tensor? documents, int window, int each"  # the arguments of `_prepared`
-SCHEMA = f"(Tensor q, Tensor k, Tensor v, {MASK}, str method) -> (Tensor, Tensor)"
+SCHEMA = f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {MASK}, str method) -> (Tensor, Tensor)"
 GRADIENT = (
     f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {MASK}, str method) -> (Tensor, Tensor, Tensor)"
 )
 
 
 @torch.library.custom_op("shardline::shared_attention", mutates_args=(), schema=SCHEMA)
-def shared_attention_op(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def shared_attention_op(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     *mask, method = options
     plan, seen = _prepared(q, *mask)
     attending = Attending(q, widths(k, v), plan, seen)
     (ring if method == "ring" else allgather)(attending, pack(k, v, plan.slices.each), plan)
-    return attending.result(q.dtype)
+    return attending.result(q.dtype, sink)
 
 
 @shared_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
     _announce(False, q, k, v, *options[-3:])
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
@@ -333,13 +334,18 @@ def _announce(backward: bool, q: Tensor, k: Tensor, v: Tensor, window: int, each
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, table, documents, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, table, documents)
+    q, k, v, sink, table, documents, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, table, documents, sink)
 
 
 def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    gradients = _shared_attention_backward_op(gradient, *ctx.saved_tensors, *ctx.options)
-    return *gradients, None, None, None, None, None
+    *kept, sink = ctx.saved_tensors
+    gradients = _shared_attention_backward_op(gradient, *kept, *ctx.options)
+    dsink = None
+    if sink is not None:
+        out, lse = kept[3:5]
+        dsink = sink_gradient(gradient.transpose(1, 2), out.transpose(1, 2), lse, sink)
+    return *gradients, dsink, None, None, None, None, None
 
 
 shared_attention_op.register_autograd(_differentiate, setup_context=_keep)

@@ -17,13 +17,16 @@ from shardline.models.attention import AttentionMask, attention
 AXIS = "cp"
 
 
-def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None) -> Tensor:
     """(B, S / cp, H, D): what this rank's queries see of the whole sequence."""
-    ranks = collectives.axis_size(AXIS)
+    axis = collectives.axis(AXIS)
+    ranks = axis.size
     if k.shape[2] < ranks:
         k, v = (tensor.repeat_interleave(ranks // k.shape[2], dim=2) for tensor in (k, v))
     q, k, v = (_to_heads(tensor, ranks) for tensor in (q, k, v))
-    return _to_tokens(attention(q, k, v, mask._replace(shared=None)), ranks)
+    own = None if sink is None else sink.chunk(ranks)[axis.rank]
+    whole = mask._replace(shared=None, factors=None)  # queries have been multiplied
+    return _to_tokens(attention(q, k, v, whole, own), ranks)
 
 
 def _to_heads(x: Tensor, ranks: int) -> Tensor:

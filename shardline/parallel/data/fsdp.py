@@ -83,8 +83,11 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
 
 
 def _expert_cut(ranks: int, experts: int, parameter: nn.Parameter) -> Shard | None:
-    """FSDP cuts whole experts; where a rank has fewer of them than there are ranks, their columns or rows of `dim`."""
-    if experts >= ranks or parameter.ndim < 3:
+    """FSDP cuts whole experts; where a rank has fewer of them than there are ranks, their columns or rows of `dim`.
+
+    Biases, which are small, go to the first ranks then; those of gate and up are (experts, 2, width).
+    """
+    if experts >= ranks or parameter.ndim < 3 or parameter.shape[1:-1] == (2,):
         return None
     return Shard(3 if parameter.ndim == 4 else 1)
 

@@ -48,6 +48,7 @@ PLAN: dict[str, Placement] = {
     "attention.wq.bias": Shard(0),
     "attention.wq_b.weight": Shard(0),
     "attention.wkv_b.weight": Shard(0),
+    "attention.sinks": Shard(0),
     "attention.wo.weight": Shard(1),
     "feed_forward.w13.weight": Shard(0),
     "feed_forward.w13.bias": Shard(0),

@@ -83,7 +83,8 @@ def _step(
 ) -> Collectives:
     # Kernels, windows, compilation and offloading do not change what is sent (except windows in a ring), and some of
     # them cannot run without values.
-    plain = {"attn_backend": "auto", "sliding_window": None, "sliding_window_layers": None, "n_layers": layers}
+    of_layers = {"sliding_window_layers": None, "rope_layers": None}
+    plain = {"attn_backend": "auto", "sliding_window": None, **of_layers, "n_layers": layers}
     arch = arch.with_overrides(plain)
     config = _without_memory(config, arch, layout, precision)
     training = config.training
