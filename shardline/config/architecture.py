@@ -194,10 +194,7 @@ class Architecture(Section):
         default="causal", description="block_causal separates packed documents."
     )
     attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
-    family: Literal[
-        *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
-        *("llama4_text", "gpt_oss"),
-    ] = Field(default="llama", description="Family whose Hugging Face names are used.")
+    family: Family = Field(default="llama", description="Family whose Hugging Face names are used.")
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
 
     @model_validator(mode="before")
