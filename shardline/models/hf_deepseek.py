@@ -15,14 +15,18 @@ from shardline.errors import ConfigError
 BALANCE_COEFF = 1e-3  # a setting of training, which config.json does not have: as V3 was trained
 GROUPED = "group_limited_greedy"
 
+# The values of keys that config.json leaves out
+_WIDTHS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
         "max_position_embeddings": 2048,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **_WIDTHS,
         "first_k_dense_replace": 0,
         "moe_intermediate_size": 1407,
         "n_routed_experts": 64,
@@ -33,11 +37,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v3": {
         "max_position_embeddings": 4096,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        **_WIDTHS,
         "first_k_dense_replace": 3,
         "moe_intermediate_size": 2048,
         "n_routed_experts": 256,
