@@ -11,7 +11,7 @@ from shardline.config.features import compatibility_page
 from shardline.config.files import preset_names
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.load import load_config
-from shardline.config.names import SCHEDULES, SPLIT_SCHEDULES, scaling_type
+from shardline.config.names import SCHEDULES, SPLIT_SCHEDULES, has_window, scaling_type
 from shardline.config.rule_table import RULES
 from shardline.config.rules import check, notes, pending, refuse_pending
 from shardline.config.schema import leaves
@@ -107,7 +107,7 @@ def test_rules_name_real_keys():
         ({"training__epochs": 1.0, "training__steps": 5}, "training.epochs: given together with training.steps = 5"),
         ({"optimizer__name": "adamw"}, "did you mean 'AdamW'"),
         ({"model__converters": ["fp8"]}, "got 'fp8'"),
-        ({"model__name": "llama4", "model__flavor": "17bx16"}, "did you mean '17bx16e'"),
+        ({"model__name": "flux", "model__flavor": "flux-de"}, "did you mean 'flux-dev'"),
         ({"profiling__enable_profiling": True, "profiling__profile_freq": 3}, "profiling.profile_freq: 3 steps"),
         (
             {"checkpoint__initial_load_in_hf": True, "checkpoint__initial_load_model_only": False},
@@ -331,6 +331,14 @@ def test_not_pending(keys):
             "model.overrides.sliding_window_layers has no effect: the model has no sliding_window",
         ),
         (
+            {"model__overrides": {"window_kind": "chunked"}},
+            "model.overrides.window_kind has no effect: the model has no sliding_window",
+        ),
+        (
+            {"model__overrides": {"query_scale": 0.1}},
+            "model.overrides.query_scale has no effect: every layer has rotary positions (rope_layers)",
+        ),
+        (
             {"model__overrides": {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 8.0, "mscale": 1.0}}},
             "model.overrides.rope_scaling.beta_fast, model.overrides.rope_scaling.mscale have no effect:"
             " rope_scaling.type is 'linear'",
@@ -417,9 +425,10 @@ def test_a_model_that_is_not_read_yet_may_use_what_is_overridden():
 
 
 def test_the_rules_know_what_named_flavors_have():
-    for name, flavor in ((name, flavor) for name, flavors in FLAVORS.items() for flavor in flavors.values()):
-        assert flavor.sliding_window is None
-        assert flavor.rope_scaling is None or flavor.rope_scaling.type == scaling_type(given(model__name=name))
+    for name, flavor, arch in ((name, *item) for name, flavors in FLAVORS.items() for item in flavors.items()):
+        config = given(model__name=name, model__flavor=flavor)
+        assert has_window(config) == (arch.sliding_window is not None)
+        assert arch.rope_scaling is None or arch.rope_scaling.type == scaling_type(config)
 
 
 CHANGED = {
