@@ -64,6 +64,12 @@ def test_tokens_travel_to_their_experts_and_back():
     assert counted == Counter(calls=7 * layers, bytes=each * layers)
 
 
+def test_biases_that_no_axis_cuts_are_stepped_too():
+    counted = traffic_of(2, tiny({"moe": EXPERTS}, dp_shard=2, **{EP: 2}))
+    assert counted[("ep", "all-to-all")]["calls"] == 7
+    assert counted[("world", "all-reduce")]["calls"] == 1
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_layers_with_and_without_experts_are_extended_apart(every):
     moe = {**EXPERTS, "every": every}
