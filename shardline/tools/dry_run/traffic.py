@@ -92,7 +92,8 @@ def _step(
         mesh = Mesh(layout, "cpu")
         model, applied = make_model(arch, config, mesh, precision)
         with fake_tensors():
-            model.to_empty(device="cpu")
+            for module in model.modules():  # each once: a router is a part of two modules where ranks share experts
+                module.to_empty(device="cpu", recurse=False)
             model.train()
             stepper = Stepper(
                 config, model, torch.optim.SGD(model.parameters(), lr=0.0), mesh, applied, torch.device("cpu")
