@@ -16,8 +16,8 @@ from shardline.config.architecture import Architecture
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, shard_slices
 from shardline.models.fused_weights import unfuse
-from shardline.models.hf import stored_entries
-from shardline.models.hf_config import export_family
+from shardline.models.huggingface.config import export_family
+from shardline.models.huggingface.files import stored_entries
 from shardline.storage.safetensors import Entry
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from shardline.checkpoint.format import Saved
 from shardline.config.schema import Config
 from shardline.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_file
-from shardline.models.hf_config import read_config
+from shardline.models.huggingface.config import read_config
 
 
 def tokenizer_of_run(config: Config) -> str:

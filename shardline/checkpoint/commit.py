@@ -41,7 +41,7 @@ from shardline.config.architecture import Architecture
 from shardline.config.schema import Checkpoint
 from shardline.errors import UserError
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.hf import write_hf
+from shardline.models.huggingface.files import write_hf
 from shardline.storage.atomic import sync_folder
 from shardline.storage.blocks import record_file
 from shardline.storage.crash_points import reach

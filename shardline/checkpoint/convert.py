@@ -28,8 +28,8 @@ from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.models.fused_weights import keeps_type, logical_shapes, parameter_count
-from shardline.models.hf import HFTensors, copy_assets, read_hf, write_hf
-from shardline.models.hf_config import architecture_from_hf
+from shardline.models.huggingface.config import architecture_from_hf
+from shardline.models.huggingface.files import HFTensors, copy_assets, read_hf, write_hf
 from shardline.precision.mixed import DTYPES
 from shardline.storage.safetensors import Entry, LazyTensors, entries_from, write_tensors
 

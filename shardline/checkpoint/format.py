@@ -33,7 +33,7 @@ from shardline.storage.safetensors import Entry, HeaderRow, header_of, name_of_t
 
 if TYPE_CHECKING:
     from shardline.checkpoint.reader import ShardFiles, TensorView
-    from shardline.models.hf import HFTensors
+    from shardline.models.huggingface.files import HFTensors
 
 FORMAT, VERSION = "shardline-checkpoint", 2
 MANIFEST = "manifest.json"
@@ -162,7 +162,7 @@ class Saved:
 
     def weights(self) -> TensorView | HFTensors:
         """The model under unfused names, each tensor read when asked for."""
-        from shardline.models.hf import read_hf
+        from shardline.models.huggingface.files import read_hf
 
         return read_hf(self.path, self.architecture) if self.is_hf else self.tensors("model/")
 

@@ -26,7 +26,7 @@ from shardline.config.schema import Config
 from shardline.errors import UserError, blame
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.hf import read_hf
+from shardline.models.huggingface.files import read_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
 from shardline.storage.blocks import Damaged

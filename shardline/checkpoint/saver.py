@@ -33,7 +33,7 @@ from shardline.config.schema import Config
 from shardline.config.write import to_toml
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
-from shardline.models.hf_config import export_family
+from shardline.models.huggingface.config import export_family
 from shardline.precision.mixed import DTYPES
 from shardline.run.stop import Request, why_not_saved
 from shardline.storage.crash_points import reach

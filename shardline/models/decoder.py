@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from shardline.config.architecture import Architecture, LatentAttention, MixtureOfExperts
 from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
 from shardline.models.dtensor import local, local_waiting
+from shardline.models.experts.moe import ExpertExchange, ExpertWeights, RouterRun, moe
 from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward
 from shardline.models.fused_weights import gate_block
 from shardline.models.latent import NORM_EPS, LatentSpec, LatentWeights, latent_heads, latent_spec
 from shardline.models.linear import linear, rms_norm, weight_queue
-from shardline.models.moe import ExpertExchange, ExpertWeights, RouterRun, moe
 from shardline.models.narrow import narrowed
 from shardline.models.rope import query_factors, rope_tables, rotate
 

@@ -12,7 +12,7 @@ from shardline.config.architecture import Architecture, MixtureOfExperts, RopeSc
 from shardline.config.names import NOT_BUILT
 from shardline.config.schema import Model
 from shardline.errors import ConfigError, blame
-from shardline.models.hf_config import architecture_from_hf
+from shardline.models.huggingface.config import architecture_from_hf
 
 
 def _sized(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **more: Any) -> Architecture:

@@ -22,7 +22,7 @@ from shardline.data.order import resolve_global_batch
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.models.decoder import Decoder
-from shardline.models.moe import RouterRun
+from shardline.models.experts.moe import RouterRun
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
 from shardline.parallel.data.ddp import replicate_parameters
 from shardline.parallel.data.fsdp import apply_fsdp

@@ -18,7 +18,7 @@ from shardline.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.generate import generate
-from shardline.models.hf import read_hf
+from shardline.models.huggingface.files import read_hf
 from shardline.models.state import load_logical_state
 from shardline.precision.mixed import Precision
 from shardline.run.device import choose_device, supports_bf16

@@ -15,7 +15,7 @@ from shardline.checkpoint.convert import size_of
 from shardline.cli.main import main
 from shardline.config.architecture import Architecture
 from shardline.models.fused_weights import logical_shapes, parameter_count
-from shardline.models.hf import INDEX, write_hf
+from shardline.models.huggingface.files import INDEX, write_hf
 from shardline.storage.safetensors import Entry
 
 BIG = Architecture(dim=1024, n_layers=16, n_heads=16, ffn_dim=2816, vocab_size=8192, max_seq_len=4096)

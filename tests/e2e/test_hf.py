@@ -19,7 +19,7 @@ from shardline.checkpoint.reader import TensorView
 from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.hf import INDEX, HFTensors
+from shardline.models.huggingface.files import INDEX, HFTensors
 from shardline.run.options import TrainOptions
 from shardline.training.trainer import Trainer
 from tests.e2e.tiny import run, tiny_config

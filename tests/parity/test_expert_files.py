@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
-from shardline.models import hf
-from shardline.models.hf_config import architecture_from_hf
+from shardline.models.huggingface import files as hf
+from shardline.models.huggingface.config import architecture_from_hf
 from shardline.storage.safetensors import HeaderRow, header_of
 from tests.model_state import hf_state
 from tests.parity.cases import case

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from shardline.models import grouped
 from shardline.models.dtensor import local
+from shardline.models.experts import grouped
 from shardline.parallel.expert import dispatch
 from tests.parity.cases import (
     COMPILE,

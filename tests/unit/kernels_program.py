@@ -1,4 +1,4 @@
-"""The kernels of optim/adam_kernel.py and models/row_kernels.py against torch: python -m tests.unit.kernels_program.
+"""The kernels of Adam and of rows of experts against torch: python -m tests.unit.kernels_program.
 
 On a GPU where there is one, else in Triton's interpreter. Ends with 0 where every result is right.
 """
@@ -12,7 +12,7 @@ ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-from shardline.models.row_kernels import add_up_kernel, swiglu_gradient_kernel, swiglu_kernel  # noqa: E402
+from shardline.models.experts.row_kernels import add_up_kernel, swiglu_gradient_kernel, swiglu_kernel  # noqa: E402
 from shardline.optim.adam_kernel import adam_kernel  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"

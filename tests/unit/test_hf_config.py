@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from shardline.config.architecture import Architecture, MixtureOfExperts, RopeScaling
 from shardline.errors import ConfigError, UserError
 from shardline.models.flavors import FLAVORS
-from shardline.models.hf_config import CLASSES, architecture_from_dict, architecture_from_hf, export_family, hf_config
+from shardline.models.huggingface.config import (
+    CLASSES,
+    architecture_from_dict,
+    architecture_from_hf,
+    export_family,
+    hf_config,
+)
 
 LLAMA_31: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -382,5 +388,5 @@ def test_an_override_moves_to_the_family_that_computes_it() -> None:
 
 
 def test_no_torch_before_it_is_needed() -> None:
-    code = "import sys, shardline.models.flavors, shardline.models.hf_config; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardline.models.flavors, shardline.models.huggingface.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,10 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardline.checkpoint.shards import held_weights
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.models import hf
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.hf import INDEX, HFTensors, find_tensors, is_logical, read_hf, stored_as, stored_entries, write_hf
+from shardline.models.huggingface import files as hf
+from shardline.models.huggingface.files import (
+    INDEX,
+    HFTensors,
+    find_tensors,
+    is_logical,
+    read_hf,
+    stored_as,
+    stored_entries,
+    write_hf,
+)
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
 from shardline.storage.safetensors import Entry, header_of, write_tensors

@@ -9,7 +9,7 @@ from torch import Tensor
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import fuse, logical_shapes
 from shardline.models.generate import generate
-from shardline.models.hf_config import architecture_from_dict
+from shardline.models.huggingface.config import architecture_from_dict
 from tests import proven
 from tests.model_state import logical_state
 

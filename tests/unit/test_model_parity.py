@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from shardline.models.decoder import Decoder
 from shardline.models.generate import generate
-from shardline.models.hf import read_hf, write_hf
+from shardline.models.huggingface.files import read_hf, write_hf
 from shardline.models.state import load_logical_state
 from shardline.storage.safetensors import Entry
 from tests import proven

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardline.config.architecture import MixtureOfExperts
-from shardline.models.moe import ExpertExchange, ExpertWeights, RouterRun, moe, route
+from shardline.models.experts.moe import ExpertExchange, ExpertWeights, RouterRun, moe, route
 
 BATCH, LENGTH, DIM, WIDTH = 3, 8, 16, 12
 RUN = RouterRun(sequences=2 * BATCH, seq_len=LENGTH)  # this is one of two micro-batches

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from shardline.config.architecture import MixtureOfExperts
-from shardline.models.moe import Exchange, ExpertWeights, RouterRun, moe, route
+from shardline.models.experts.moe import Exchange, ExpertWeights, RouterRun, moe, route
 
 DIM, WIDTH, EXPERTS = 16, 12, 5
 

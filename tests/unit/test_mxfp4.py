@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardline.models.hf import _map_tensor, _stored
-from shardline.models.mxfp4 import dequantize
+from shardline.models.huggingface.files import _map_tensor, _stored
+from shardline.models.huggingface.mxfp4 import dequantize
 
 
 def packed(experts: int = 3, rows: int = 8, columns: int = 64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,7 @@ from shardline.comm.job import job
 from shardline.comm.observe import Observed, Started, described, runs_on_host
 from shardline.comm.spans import now
 from shardline.comm.watchdog import pass_over
-from shardline.models.moe import Dispatched, add_up, spread
+from shardline.models.experts.moe import Dispatched, add_up, spread
 
 pass_over(__file__)
 AXIS = "ep"

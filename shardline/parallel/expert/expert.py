@@ -22,7 +22,7 @@ from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import routes_together
 from shardline.models.decoder import Decoder
-from shardline.models.moe import ExpertExchange, RouterRun
+from shardline.models.experts.moe import ExpertExchange, RouterRun
 from shardline.parallel.expert.dispatch import arrive, collect, depart, leave, plan_trip
 from shardline.parallel.tensor.tensor import replace_parameter
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from shardline.config.architecture import TRAINING_FIELDS, Architecture
 from shardline.errors import UserError
 from shardline.models.fused_weights import keeps_type, logical_shapes
-from shardline.models.hf_config import CLASSES, architecture_from_hf, export_family, hf_config, read_config
-from shardline.models.mxfp4 import dequantize
+from shardline.models.huggingface.config import CLASSES, architecture_from_hf, export_family, hf_config, read_config
+from shardline.models.huggingface.mxfp4 import dequantize
 from shardline.storage.safetensors import Converter, Entry, HeaderRow, LazyTensors, header_of, torch_type, write_tensors
 from shardline.words import listed
 

@@ -20,7 +20,7 @@ from shardline.config.architecture import (
     build,
 )
 from shardline.errors import ConfigError, UserError
-from shardline.models import hf_deepseek as deepseek
+from shardline.models.huggingface import deepseek
 
 CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardline.config.architecture import MixtureOfExperts
-from shardline.models.grouped import grouped_linear
+from shardline.models.experts.grouped import grouped_linear
 from shardline.models.linear import linear
 
 CLAMP, ALPHA = 7.0, 1.702  # of the clamped activation
@@ -277,7 +277,7 @@ def activated(gate: Tensor, up: Tensor, spec: MixtureOfExperts) -> Tensor:
 @torch.library.custom_op("shardline::swiglu", mutates_args=(), schema="(Tensor product, Tensor weights) -> Tensor")
 def _swiglu(product: Tensor, weights: Tensor) -> Tensor:
     """silu(gate) * up * weight in one kernel: (n, 2 width) and (n, 1) -> (n, width)."""
-    from shardline.models.row_kernels import swiglu_kernel
+    from shardline.models.experts.row_kernels import swiglu_kernel
 
     width = product.shape[1] // 2
     out = product.new_empty(product.shape[0], width)
@@ -292,7 +292,7 @@ def _swiglu(product: Tensor, weights: Tensor) -> Tensor:
     schema="(Tensor gradient, Tensor product, Tensor weights) -> (Tensor, Tensor)",
 )
 def _swiglu_gradient(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    from shardline.models.row_kernels import swiglu_gradient_kernel
+    from shardline.models.experts.row_kernels import swiglu_gradient_kernel
 
     width = product.shape[1] // 2
     of_product, of_weights = torch.empty_like(product), torch.empty_like(weights, memory_format=torch.contiguous_format)
@@ -324,7 +324,7 @@ def add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
     """(t k, dim) -> (t, dim): the sum of the k rows of each token."""
     if not rows.is_cuda:
         return rows.index_select(0, inverse).unflatten(0, (-1, k)).sum(1)
-    from shardline.models.row_kernels import BLOCK, add_up_kernel
+    from shardline.models.experts.row_kernels import BLOCK, add_up_kernel
 
     rows = rows.contiguous()
     out = rows.new_empty(inverse.shape[0] // k, rows.shape[1])
