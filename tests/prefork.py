@@ -177,7 +177,8 @@ def _execute_or_fork(self: Any, *given: Any) -> None:
     unusual = ("executable", "preexec_fn", "shell", "gid", "gids", "uid")
     usual = not any(call[name] for name in unusual) and call["umask"] < 0 and call["process_group"] < 0
     environment = dict(os.environ if call["env"] is None else call["env"])
-    usual = usual and not any(name.startswith("PYTHON") and name not in VARIABLES for name in environment)
+    of_python = [name for name in environment if name.startswith("PYTHON") and name != "PYTHON"]  # which make exports
+    usual = usual and set(of_python) <= set(VARIABLES)
     folder = os.path.abspath(call["cwd"] or ".")
     server = _server_of_this_process() if found and usual and os.path.isdir(folder) else None
     if server is None or found is None:

@@ -250,12 +250,12 @@ class Trial:
     def _check_last(self, reference: Trial, exact: bool) -> None:
         last, of_reference = (files.find_checkpoint(trial.checkpoints / f"step-{STEPS}") for trial in (self, reference))
         last.verify()
-        wanted = {name: of_reference.read(name) for name in of_reference.shards}
+        wanted = {name: of_reference.shards.read(name) for name in of_reference.shards}
         if last.kind == "model":
             saved = {f"model/{name}": tensor for name, tensor in last.weights().items()}
             wanted = {name: tensor for name, tensor in wanted.items() if name.startswith("model/")}
         else:
-            saved = {name: last.read(name) for name in last.shards}
+            saved = {name: last.shards.read(name) for name in last.shards}
         assert saved.keys() == wanted.keys()
         for name, a in saved.items():
             b = wanted[name]

@@ -21,6 +21,7 @@ import pytest
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.run import folder
 from shardline.run import lock as folder_lock
 from shardline.run.folder import RunFolder, open_run_folder
 from shardline.run.previous_run import CONFIG_HEADER
@@ -253,7 +254,9 @@ def test_what_cannot_be_moved_is_named_and_the_run_stays_whole(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_a_run_is_back_after_one_that_was_killed_before_its_first_step(tmp_path, begins, capsys):
+def test_a_run_is_back_after_one_that_was_killed_before_its_first_step(tmp_path, begins, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(folder, "say", said.append)
     earlier_run(tmp_path)
     before = contents(tmp_path)
     killed = start(tmp_path, overwrite=True, checkpoint=SAVING)
@@ -265,7 +268,7 @@ def test_a_run_is_back_after_one_that_was_killed_before_its_first_step(tmp_path,
         killed.metrics_path.touch()
     killed.lock.release()
     run = start(tmp_path, good=5, checkpoint=SAVING)
-    assert "is back in" in capsys.readouterr().err
+    assert [line for line in said if f"is back in {tmp_path}" in line]
     assert run.resume_step == 5
     run.close()
     assert contents(tmp_path) == before
@@ -531,6 +534,7 @@ def test_file_system_without_locks_has_the_heartbeat(tmp_path, monkeypatch, line
 
 ELSEWHERE = """
 import fcntl, socket, sys, time
+from shardline.run import folder
 from shardline.run import lock as folder_lock
 from tests.unit.test_run_folder import start
 
