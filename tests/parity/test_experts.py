@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardline.models.dtensor import local
-from shardline.models.experts import grouped
+from shardline.models.experts import rows
 from shardline.parallel.expert import dispatch
 from tests.parity.cases import (
     COMPILE,
@@ -121,7 +121,7 @@ def test_layout(harness: Harness, case: Case) -> None:
 def watched_transfers(trainer: Any) -> Iterator[None]:
     """Every transfer is started before it is needed, and what is computed in between is noted."""
     events: list[str] = []
-    start, landed, multiply = dispatch._start, dispatch._landed, grouped._multiply
+    start, landed, multiply = dispatch._start, dispatch._landed, rows.multiply
 
     def noted(name: str, function: Any) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -133,7 +133,7 @@ def watched_transfers(trainer: Any) -> Iterator[None]:
     with (
         patch.object(dispatch, "_start", noted("start", start)),
         patch.object(dispatch, "_landed", noted("land", landed)),
-        patch.object(grouped, "_multiply", noted("experts", multiply)),
+        patch.object(rows, "multiply", noted("experts", multiply)),
     ):
         yield
     starts, lands = events.count("start"), events.count("land")

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from shardline.config.architecture import MixtureOfExperts
-from shardline.models.experts.moe import Exchange, ExpertWeights, RouterRun, moe, route
+from shardline.models.experts.moe import ExpertExchange, ExpertWeights, RouterRun, moe, route
 
 DIM, WIDTH, EXPERTS = 16, 12, 5
 
@@ -34,7 +34,7 @@ def one_by_one(x: torch.Tensor, w: ExpertWeights, spec: MixtureOfExperts) -> tor
 @pytest.mark.parametrize(("top_k", "balance"), [(1, [9.0, 0, 0, 0, 0]), (2, [0, 0, -9.0, 0, 0]), (5, [0.0] * 5)])
 def test_output_and_gradients(tokens, top_k, balance):
     spec = MixtureOfExperts(n_experts=EXPERTS, top_k=top_k, expert_dim=WIDTH, balance_coeff=0.1)
-    grouped = lambda x, w: moe(x, w, spec, Exchange(), (1, tokens), RouterRun())[0]  # noqa: E731
+    grouped = lambda x, w: moe(x, w, spec, ExpertExchange(), (1, tokens), RouterRun())[0]  # noqa: E731
     results = []
     for function in (grouped, lambda x, w: one_by_one(x, w, spec)):
         x, w = drawn(tokens, DIM, seed=1).requires_grad_(), weights(balance, drawn(EXPERTS, DIM, seed=4))
@@ -47,7 +47,7 @@ def test_output_and_gradients(tokens, top_k, balance):
 def test_counts_of_skewed_tokens():
     spec = MixtureOfExperts(n_experts=EXPERTS, top_k=1, expert_dim=WIDTH, balance_coeff=0.1)
     w = weights([0, 0, 0, 9.0, 0], drawn(EXPERTS, DIM, seed=4))
-    _, tally = moe(drawn(7, DIM, seed=1), w, spec, Exchange(), (1, 7), RouterRun())
+    _, tally = moe(drawn(7, DIM, seed=1), w, spec, ExpertExchange(), (1, 7), RouterRun())
     assert tally.tolist() == [0, 0, 0, 7, 0]
 
 

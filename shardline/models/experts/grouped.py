@@ -30,7 +30,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     f"{_NAME}_linear", mutates_args=(), schema="(Tensor rows, Tensor weight, Tensor ends) -> Tensor"
 )
 def _linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _multiply(rows, weight.to(rows.dtype).transpose(1, 2), ends)
+    return multiply(rows, weight.to(rows.dtype).transpose(1, 2), ends)
 
 
 @_linear.register_fake
@@ -41,11 +41,11 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op(
     f"{_NAME}_linear_backward_rows", mutates_args=(), schema="(Tensor gradient, Tensor weight, Tensor ends) -> Tensor"
 )
-def _row_gradient(gradient: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _multiply(gradient.contiguous(), weight.to(gradient.dtype), ends)
+def row_gradient(gradient: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return multiply(gradient.contiguous(), weight.to(gradient.dtype), ends)
 
 
-@_row_gradient.register_fake
+@row_gradient.register_fake
 def _(gradient: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return gradient.new_empty(gradient.shape[0], weight.shape[2])
 
@@ -55,7 +55,7 @@ def _(gradient: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     mutates_args=(),
     schema="(Tensor gradient, Tensor rows, Tensor ends, ScalarType dtype) -> Tensor",
 )
-def _weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     gradient = gradient.contiguous()
     if _has_kernel(gradient):
         return F.grouped_mm(gradient.t(), rows, offs=ends).to(dtype)
@@ -65,7 +65,7 @@ def _weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor, dtype: torch.
     return out.to(dtype)
 
 
-@_weight_gradient.register_fake
+@weight_gradient.register_fake
 def _(gradient: Tensor, rows: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     return gradient.new_empty(len(ends), gradient.shape[1], rows.shape[1], dtype=dtype)
 
@@ -76,19 +76,19 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
-    d_rows = _row_gradient(gradient, weight, ends) if ctx.needs_input_grad[0] else None
+    d_rows = row_gradient(gradient, weight, ends) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return d_rows, None, None
     if weight_queue.active:
-        weight_queue.push((weight,), lambda: [_weight_gradient(gradient, rows, ends, weight.dtype)])
+        weight_queue.push((weight,), lambda: [weight_gradient(gradient, rows, ends, weight.dtype)])
         return d_rows, None, None
-    return d_rows, _weight_gradient(gradient, rows, ends, weight.dtype), None
+    return d_rows, weight_gradient(gradient, rows, ends, weight.dtype), None
 
 
 _linear.register_autograd(_backward, setup_context=_keep)
 
 
-def _multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+def multiply(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """rows (n, a) times matrices (E, a, b)."""
     if _has_kernel(rows):
         return F.grouped_mm(rows, matrices, offs=ends)

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from shardline.config.architecture import MixtureOfExperts
 from shardline.models.experts.grouped import grouped_linear
+from shardline.models.experts.rows import AddUp, Spread, expert_feed_forward
 from shardline.models.linear import linear
 
 CLAMP, ALPHA = 7.0, 1.702  # of the clamped activation
@@ -49,53 +50,37 @@ class Dispatched(NamedTuple):
     ends: Tensor  # (experts here,) int32: where the rows of each expert end
 
 
-# Every expert is on this rank: rows need not travel, and a trip is only the tokens of each expert.
-
-
-def stay(counts: Tensor) -> Any:
-    return counts
-
-
-def sort_here(x: Tensor, order: Tensor, inverse: Tensor, k: int, trip: Any) -> Tensor:
-    rows: Tensor = _Spread.apply(x, order, inverse, k)
-    return rows
-
-
-def are_here(rows: Tensor, weights: Tensor, trip: Any) -> Dispatched:
-    return Dispatched(rows, weights[:, 0], trip.cumsum(0).to(torch.int32))
-
-
-def stayed(results: Tensor, trip: Any) -> Tensor:
-    return results
-
-
-def add_up_here(rows: Tensor, order: Tensor, inverse: Tensor, k: int, trip: Any) -> Tensor:
-    out: Tensor = _AddUp.apply(rows, order, inverse, k)
-    return out
-
-
 def as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+class Travel(NamedTuple):
+    """How rows reach experts on other ranks.
+
+    For each of `parts` of the tokens, `plan` turns the counts of their experts into a trip, `depart` and `arrive` bring
+    rows to the ranks of their experts, `leave` and `collect` the results back.
+    """
+
+    plan: Callable[[Tensor], Any]
+    depart: Callable[[Tensor, Tensor, Tensor, int, Any], Tensor]
+    arrive: Callable[[Tensor, Tensor, Any], Dispatched]
+    leave: Callable[[Tensor, Any], Tensor]
+    collect: Callable[[Tensor, Tensor, Tensor, int, Any], Tensor]
+    parts: int
 
 
 class ExpertExchange(NamedTuple):
     """How tokens reach the experts: expert parallelism puts its collectives here.
 
-    `gather` gives the tokens that this rank routes, `scatter` takes their results back to the residual stream. For each
-    of `parts` of the tokens, `plan` turns the counts of their experts into a trip, `depart` and `arrive` bring rows to
-    the ranks of their experts, `leave` and `collect` the results back. `add_up` sums over the ranks that route other
-    tokens of the same sequences.
+    `gather` gives the tokens that this rank routes, `scatter` takes their results back to the residual stream. `travel`
+    is None where every expert is on this rank. `add_up` sums over the ranks that route other tokens of the same
+    sequences.
     """
 
     gather: Callable[[Tensor], Tensor] = as_it_is
     scatter: Callable[[Tensor], Tensor] = as_it_is
-    plan: Callable[[Tensor], Any] = stay
-    depart: Callable[[Tensor, Tensor, Tensor, int, Any], Tensor] = sort_here
-    arrive: Callable[[Tensor, Tensor, Any], Dispatched] = are_here
-    leave: Callable[[Tensor, Any], Tensor] = stayed
-    collect: Callable[[Tensor, Tensor, Tensor, int, Any], Tensor] = add_up_here
+    travel: Travel | None = None
     add_up: Callable[[Tensor], Tensor] = as_it_is
-    parts: int = 1
     place: int = 0  # this rank routes the place-th part of the rows of a micro-batch
     share: float = 1.0  # where ranks share an expert, each adds this share of the output's bias and of the losses
 
@@ -137,21 +122,54 @@ def moe(
     weights = routing.weights
     if losses:
         weights = _Carry.apply(weights, torch.stack([spec.losses[name] * value for name, value in losses.items()]))
-    tokens = (whole.chunk(exchange.parts) for whole in (x, routing.chosen, weights))
-    under_way = [_depart(part, exchange, spec) for part in zip(*tokens, strict=True)]
-    beside = None if shared is None else shared()
-    returning = []
-    for one in under_way:
-        here = exchange.arrive(one.rows, one.weights, one.trip)
-        returning.append(exchange.leave(experts(here, w, spec, exchange.share), one.trip))
-    outs = [
-        exchange.collect(rows, one.order, one.inverse, spec.top_k, one.trip)
-        for rows, one in zip(returning, under_way, strict=True)
-    ]
-    out = exchange.scatter(outs[0] if len(outs) == 1 else torch.cat(outs))
+    if exchange.travel is None:
+        out = _compute_here(x, routing, weights, w, spec, exchange.share)
+        beside = None if shared is None else shared()
+    else:
+        out, beside = _compute_there((x, routing.chosen, weights), exchange.travel, w, spec, exchange.share, shared)
+    out = exchange.scatter(out)
     values = [losses[name].detach() if losses else x.new_zeros((), dtype=torch.float32) for name in spec.losses]
     tally = torch.cat([routing.counts * exchange.share, *(value[None] for value in values)])
     return (out if beside is None else out + beside), tally
+
+
+def _compute_here(
+    x: Tensor, routing: Routing, weights: Tensor, w: ExpertWeights, spec: MixtureOfExperts, share: float
+) -> Tensor:
+    """Every expert is on this rank: tokens are sorted, computed and added up."""
+    order, inverse = sort_by_expert(routing.chosen)
+    ends = routing.counts.cumsum(0).to(torch.int32)
+    sorted_weights = Spread.apply(weights.reshape(-1, 1), order, inverse, 1)
+    if _is_plain(w, spec):
+        rows = expert_feed_forward(x, (order, inverse, spec.top_k), sorted_weights, ends, w.w13, w.w2)
+    else:
+        here = Dispatched(Spread.apply(x, order, inverse, spec.top_k), sorted_weights[:, 0], ends)
+        rows = experts(here, w, spec, share)
+    out: Tensor = AddUp.apply(rows, order, inverse, spec.top_k)
+    return out
+
+
+def _compute_there(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    travel: Travel,
+    w: ExpertWeights,
+    spec: MixtureOfExperts,
+    share: float,
+    shared: Callable[[], Tensor] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Tokens, the experts they chose and their weights travel in parts; the shared expert computes meanwhile."""
+    parts = zip(*(whole.chunk(travel.parts) for whole in tokens), strict=True)
+    under_way = [_depart(x, chosen, weights, travel, spec) for x, chosen, weights in parts]
+    beside = None if shared is None else shared()
+    returning = []
+    for one in under_way:
+        here = travel.arrive(one.rows, one.weights, one.trip)
+        returning.append(travel.leave(experts(here, w, spec, share), one.trip))
+    outs = [
+        travel.collect(rows, one.order, one.inverse, spec.top_k, one.trip)
+        for rows, one in zip(returning, under_way, strict=True)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs), beside
 
 
 class _UnderWay(NamedTuple):
@@ -164,13 +182,12 @@ class _UnderWay(NamedTuple):
     trip: Any
 
 
-def _depart(part: tuple[Tensor, Tensor, Tensor], exchange: ExpertExchange, spec: MixtureOfExperts) -> _UnderWay:
+def _depart(x: Tensor, chosen: Tensor, weights: Tensor, travel: Travel, spec: MixtureOfExperts) -> _UnderWay:
     """Sort tokens by their experts and send them."""
-    x, chosen, weights = part
     order, inverse = sort_by_expert(chosen)
-    trip = exchange.plan(count_tokens(chosen, spec))
-    sorted_weights = exchange.depart(weights.reshape(-1, 1), order, inverse, 1, trip)
-    return _UnderWay(exchange.depart(x, order, inverse, spec.top_k, trip), sorted_weights, order, inverse, trip)
+    trip = travel.plan(count_tokens(chosen, spec))
+    sorted_weights = travel.depart(weights.reshape(-1, 1), order, inverse, 1, trip)
+    return _UnderWay(travel.depart(x, order, inverse, spec.top_k, trip), sorted_weights, order, inverse, trip)
 
 
 def count_tokens(chosen: Tensor, spec: MixtureOfExperts) -> Tensor:
@@ -246,22 +263,25 @@ def sort_by_expert(chosen: Tensor) -> tuple[Tensor, Tensor]:
     return order, torch.empty_like(order).scatter(0, order, places)
 
 
+def _is_plain(w: ExpertWeights, spec: MixtureOfExperts) -> bool:
+    """Whether the experts are two products with SwiGLU between them, which one operation computes."""
+    return spec.activation == "silu" and not spec.scale_input and w.w13_bias is None and w.w2_bias is None
+
+
 def experts(sent: Dispatched, w: ExpertWeights, spec: MixtureOfExperts, bias_share: float = 1.0) -> Tensor:
     """The experts of this rank over their rows, times the rows' weights."""
-    rows, weights = sent.rows, sent.weights[:, None]
+    rows, weights, ends = sent.rows, sent.weights[:, None], sent.ends
+    if _is_plain(w, spec):
+        return expert_feed_forward(rows, None, weights, ends, w.w13, w.w2)
     if spec.scale_input:
         rows, weights = rows * weights.to(rows.dtype), torch.ones_like(weights)
-    product = grouped_linear(rows, w.w13.flatten(1, 2), sent.ends)
+    product = grouped_linear(rows, w.w13.flatten(1, 2), ends)
     own = None
     if w.w13_bias is not None:
-        own = torch.searchsorted(sent.ends, torch.arange(sent.rows.shape[0], device=product.device), right=True)
+        own = torch.searchsorted(ends, torch.arange(rows.shape[0], device=product.device), right=True)
         product = product + w.w13_bias.flatten(1, 2).to(product.dtype)[own]
-    if product.is_cuda and spec.activation == "silu":
-        middle = _swiglu(product, weights)
-    else:
-        gate, up = product.chunk(2, dim=-1)
-        middle = (activated(gate, up, spec) * weights).to(product.dtype)
-    out = grouped_linear(middle, w.w2, sent.ends)
+    gate, up = product.chunk(2, dim=-1)
+    out = grouped_linear((activated(gate, up, spec) * weights).to(product.dtype), w.w2, ends)
     if w.w2_bias is not None:
         out = out + (w.w2_bias[own] * (bias_share * weights)).to(out.dtype)
     return out
@@ -272,67 +292,6 @@ def activated(gate: Tensor, up: Tensor, spec: MixtureOfExperts) -> Tensor:
         return F.silu(gate) * up
     gate, up = gate.clamp(max=CLAMP), up.clamp(-CLAMP, CLAMP)
     return gate * torch.sigmoid(gate * ALPHA) * (up + 1)
-
-
-@torch.library.custom_op("shardline::swiglu", mutates_args=(), schema="(Tensor product, Tensor weights) -> Tensor")
-def _swiglu(product: Tensor, weights: Tensor) -> Tensor:
-    """silu(gate) * up * weight in one kernel: (n, 2 width) and (n, 1) -> (n, width)."""
-    from shardline.models.experts.row_kernels import swiglu_kernel
-
-    width = product.shape[1] // 2
-    out = product.new_empty(product.shape[0], width)
-    if out.numel():
-        swiglu_kernel[(out.shape[0],)](product, weights.contiguous(), out, width, BLOCK=_power_of_two(width))
-    return out
-
-
-@torch.library.custom_op(
-    "shardline::swiglu_gradient",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor product, Tensor weights) -> (Tensor, Tensor)",
-)
-def _swiglu_gradient(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    from shardline.models.experts.row_kernels import swiglu_gradient_kernel
-
-    width = product.shape[1] // 2
-    of_product, of_weights = torch.empty_like(product), torch.empty_like(weights, memory_format=torch.contiguous_format)
-    if gradient.numel():
-        inputs = (gradient.contiguous(), product, weights.contiguous(), of_product, of_weights)
-        swiglu_gradient_kernel[(product.shape[0],)](*inputs, width, BLOCK=_power_of_two(width))
-    return of_product, of_weights
-
-
-def _power_of_two(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
-_swiglu.register_fake(lambda product, weights: product.new_empty(product.shape[0], product.shape[1] // 2))
-_swiglu_gradient.register_fake(lambda gradient, *inputs: tuple(torch.empty_like(one) for one in inputs))
-_swiglu.register_autograd(
-    lambda ctx, gradient: _swiglu_gradient(gradient, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
-
-
-def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
-    """(t, dim) -> (t k, dim): each token k times, in the given order."""
-    return x.index_select(0, order // k)
-
-
-@torch.library.custom_op("shardline::add_up", mutates_args=(), schema="(Tensor rows, Tensor inverse, int k) -> Tensor")
-def add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """(t k, dim) -> (t, dim): the sum of the k rows of each token."""
-    if not rows.is_cuda:
-        return rows.index_select(0, inverse).unflatten(0, (-1, k)).sum(1)
-    from shardline.models.experts.row_kernels import BLOCK, add_up_kernel
-
-    rows = rows.contiguous()
-    out = rows.new_empty(inverse.shape[0] // k, rows.shape[1])
-    add_up_kernel[(out.shape[0], -(-out.shape[1] // BLOCK))](rows, inverse, out, out.shape[1], K=k, BLOCK=BLOCK)
-    return out
-
-
-add_up.register_fake(lambda rows, inverse, k: rows.new_empty(inverse.shape[0] // k, rows.shape[1]))
 
 
 class _Carry(torch.autograd.Function):
@@ -346,29 +305,3 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, gradient.new_ones(ctx.losses)
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.k = k
-        return spread(x, order, k)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return add_up(gradient, inverse, ctx.k), None, None, None
-
-
-class _AddUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k = k
-        return add_up(rows, inverse, k)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return spread(gradient, order, ctx.k), None, None, None

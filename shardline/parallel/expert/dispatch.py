@@ -29,7 +29,8 @@ from shardline.comm.job import job
 from shardline.comm.observe import Observed, Started, described, runs_on_host
 from shardline.comm.spans import now
 from shardline.comm.watchdog import pass_over
-from shardline.models.experts.moe import Dispatched, add_up, spread
+from shardline.models.experts.moe import Dispatched
+from shardline.models.experts.rows import add_up, spread
 
 pass_over(__file__)
 AXIS = "ep"

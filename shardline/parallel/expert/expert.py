@@ -22,7 +22,7 @@ from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import routes_together
 from shardline.models.decoder import Decoder
-from shardline.models.experts.moe import ExpertExchange, RouterRun
+from shardline.models.experts.moe import ExpertExchange, RouterRun, Travel
 from shardline.parallel.expert.dispatch import arrive, collect, depart, leave, plan_trip
 from shardline.parallel.tensor.tensor import replace_parameter
 
@@ -63,14 +63,8 @@ def exchange(mesh: Mesh, sequence_parallel: bool, early: bool) -> ExpertExchange
     if shared:
         chosen = chosen._replace(add_up=functools.partial(_add_up, axes=tuple(shared)))
     if layout.ep > 1:
-        chosen = chosen._replace(
-            plan=functools.partial(plan_trip, early=early),
-            depart=depart,
-            arrive=arrive,
-            leave=leave,
-            collect=collect,
-            parts=2,
-        )
+        plan = functools.partial(plan_trip, early=early)
+        chosen = chosen._replace(travel=Travel(plan, depart, arrive, leave, collect, parts=2))
     return chosen
 
 

@@ -1,0 +1,199 @@
+"""Rows of experts: sorting tokens into rows, adding rows up, and the feed-forward part of all experts at once.
+
+`expert_feed_forward` keeps only its input and the first product for the backward pass. The sorted rows are copies of
+tokens that are kept anyway, and the middle is one cheap pass over the product: both are made again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardline.models.experts.grouped import multiply, row_gradient, weight_gradient
+from shardline.models.linear import weight_queue
+
+
+@torch.library.custom_op("shardline::swiglu", mutates_args=(), schema="(Tensor product, Tensor weights) -> Tensor")
+def _swiglu(product: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up * weight: (n, 2 width) and (n, 1) -> (n, width)."""
+    width = product.shape[1] // 2
+    if not product.is_cuda:
+        return (F.silu(product[:, :width]) * product[:, width:] * weights).to(product.dtype)
+    from shardline.models.experts.row_kernels import swiglu_kernel
+
+    out = product.new_empty(product.shape[0], width)
+    if out.numel():
+        swiglu_kernel[(out.shape[0],)](product, weights.contiguous(), out, width, BLOCK=_power_of_two(width))
+    return out
+
+
+@torch.library.custom_op(
+    "shardline::swiglu_gradient",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor product, Tensor weights) -> (Tensor, Tensor)",
+)
+def _swiglu_gradient(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    width = product.shape[1] // 2
+    if not product.is_cuda:
+        return _swiglu_gradient_by_torch(gradient, product, weights)
+    from shardline.models.experts.row_kernels import swiglu_gradient_kernel
+
+    of_product, of_weights = torch.empty_like(product), torch.empty_like(weights, memory_format=torch.contiguous_format)
+    if gradient.numel():
+        inputs = (gradient.contiguous(), product, weights.contiguous(), of_product, of_weights)
+        swiglu_gradient_kernel[(product.shape[0],)](*inputs, width, BLOCK=_power_of_two(width))
+    return of_product, of_weights
+
+
+def _power_of_two(width: int) -> int:
+    return 1 << (width - 1).bit_length()
+
+
+_swiglu.register_fake(lambda product, weights: product.new_empty(product.shape[0], product.shape[1] // 2))
+_swiglu_gradient.register_fake(lambda gradient, *inputs: tuple(torch.empty_like(one) for one in inputs))
+
+
+def _swiglu_gradient_by_torch(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = product.float().chunk(2, dim=1)
+    given, bent = gradient.float(), gate.sigmoid()
+    of_weights = (given * gate * bent * up).sum(1, keepdim=True)
+    given = given * weights
+    of_gate, of_up = given * up * bent * (1 + gate * (1 - bent)), given * gate * bent
+    return torch.cat([of_gate, of_up], dim=1).to(product.dtype), of_weights.to(weights.dtype)
+
+
+def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
+    """(t, dim) -> (t k, dim): each token k times, in the given order."""
+    return x.index_select(0, order // k)
+
+
+@torch.library.custom_op("shardline::add_up", mutates_args=(), schema="(Tensor rows, Tensor inverse, int k) -> Tensor")
+def add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
+    """(t k, dim) -> (t, dim): the sum of the k rows of each token."""
+    if not rows.is_cuda:
+        return rows.index_select(0, inverse).unflatten(0, (-1, k)).sum(1)
+    from shardline.models.experts.row_kernels import BLOCK, add_up_kernel
+
+    rows = rows.contiguous()
+    out = rows.new_empty(inverse.shape[0] // k, rows.shape[1])
+    add_up_kernel[(out.shape[0], -(-out.shape[1] // BLOCK))](rows, inverse, out, out.shape[1], K=k, BLOCK=BLOCK)
+    return out
+
+
+add_up.register_fake(lambda rows, inverse, k: rows.new_empty(inverse.shape[0] // k, rows.shape[1]))
+
+
+class Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return spread(x, order, k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return add_up(gradient, inverse, ctx.k), None, None, None
+
+
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return add_up(rows, inverse, k)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return spread(gradient, order, ctx.k), None, None, None
+
+
+# ---- the feed-forward part -------------------------------------------------------------------------------------------
+
+
+def expert_feed_forward(
+    x: Tensor, sorting: tuple[Tensor, Tensor, int] | None, weights: Tensor, ends: Tensor, w13: Tensor, w2: Tensor
+) -> Tensor:
+    """w2 (silu(gate) * up * weight) for rows sorted by expert, whose weights are (n, 1).
+
+    x are the rows (n, dim), or with `sorting` (order, inverse, k) the tokens that they are copies of. w13 is
+    (experts, 2, width, dim), w2 (experts, dim, width).
+    """
+    order, inverse, k = sorting or (None, None, 0)
+    out: Tensor = _feed_forward(x, order, inverse, k, weights, ends, w13, w2)[0]
+    return out
+
+
+@torch.library.custom_op(
+    "shardline::expert_feed_forward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? order, Tensor? inverse, int k, Tensor weights, Tensor ends, Tensor w13, Tensor w2)"
+    " -> (Tensor, Tensor)",
+)
+def _feed_forward(
+    x: Tensor,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    k: int,
+    weights: Tensor,
+    ends: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+) -> tuple[Tensor, Tensor]:
+    rows = x if order is None else spread(x, order, k)
+    product = multiply(rows, w13.flatten(1, 2).to(x.dtype).transpose(1, 2), ends)
+    return multiply(_swiglu(product, weights), w2.to(x.dtype).transpose(1, 2), ends), product
+
+
+@_feed_forward.register_fake
+def _(
+    x: Tensor,
+    order: Tensor | None,
+    inverse: Tensor | None,
+    k: int,
+    weights: Tensor,
+    ends: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+) -> tuple[Tensor, Tensor]:
+    rows = x.shape[0] if order is None else order.shape[0]
+    return x.new_empty(rows, w2.shape[1]), x.new_empty(rows, 2 * w13.shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, order, inverse, ctx.k, *rest = inputs
+    ctx.set_materialize_grads(False)  # the product, which is only kept, has none
+    ctx.save_for_backward(x, order, inverse, *rest, output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Any, ...]:
+    x, order, inverse, weights, ends, w13, w2, product = ctx.saved_tensors
+    of_middle = row_gradient(gradient, w2, ends)
+
+    def of_w2() -> Tensor:
+        return weight_gradient(gradient, _swiglu(product, weights), ends, w2.dtype)
+
+    later = weight_queue.active
+    if later:
+        weight_queue.push((w2,), lambda: [of_w2()])
+    d_w2 = None if later else of_w2()
+    of_product, of_weights = _swiglu_gradient(of_middle, product, weights)
+    del of_middle
+
+    def of_w13() -> Tensor:
+        rows = x if order is None else spread(x, order, ctx.k)
+        return weight_gradient(of_product, rows, ends, w13.dtype).view(w13.shape)
+
+    if later:
+        weight_queue.push((w13,), lambda: [of_w13()])
+    d_w13 = None if later else of_w13()
+    of_rows = row_gradient(of_product, w13.flatten(1, 2), ends)
+    of_x = of_rows if order is None else add_up(of_rows, inverse, ctx.k)
+    return of_x, None, None, None, of_weights, None, d_w13, d_w2
+
+
+_feed_forward.register_autograd(_backward, setup_context=_keep)
