@@ -53,7 +53,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
     if section.state_dtype == "bfloat16" and wide:
         return NarrowAdam(adam)
-    one_kernel = section.implementation == "fused" and not section.early_step_in_backward and GPUAdam.serves(adam)
+    one_kernel = section.implementation == "fused" and GPUAdam.serves(adam) and not section.early_step_in_backward
     return GPUAdam(adam) if one_kernel else adam
 
 

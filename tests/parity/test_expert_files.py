@@ -45,9 +45,9 @@ def train_and_map(settings: dict[str, Any]) -> tuple[Record, list[int]]:
     mapped: list[int] = []
     map_tensor = hf._map_tensor
 
-    def recorded(path: Path, row: HeaderRow) -> Tensor:
+    def recorded(path: Path, row: HeaderRow, *rows: slice) -> Tensor:
         mapped.append(row.start)
-        return map_tensor(path, row)
+        return map_tensor(path, row, *rows)
 
     with patch.object(hf, "_map_tensor", recorded):
         record = train(settings, None)
