@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from shardline.config.layout import resolve_layout
+from shardline.config.load import load_config
 from shardline.models.dtensor import local
+from shardline.models.flavors import resolve
+from shardline.precision.mixed import Precision
+from shardline.tools.dry_run.traffic import step_collectives
 from tests.parity.cases import (
     COMPILE,
     DUAL_PIPE,
@@ -26,7 +31,7 @@ from tests.parity.cases import (
     layers,
     model,
 )
-from tests.parity.harness import Harness, compare
+from tests.parity.harness import Harness, compare, complete
 
 MIXTRAL = model(moe={"n_experts": 8, "top_k": 2, "expert_dim": 32, "normalize": True})
 FULL = {"activation_checkpoint.mode": "full"}
@@ -111,6 +116,15 @@ CASES = [
 def test_layout(harness: Harness, case: Case) -> None:
     reference = harness.reference(case.overrides, case.timeout)
     compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)
+
+
+def test_a_dry_run_counts_the_bytes_that_travel(harness: Harness) -> None:
+    """Where every expert gets the same number of tokens, as a dry run has it."""
+    forced = case("forced", DEEPSEEK, FORCED, ep(4), fsdp=2, tp=2)
+    config = load_config(overrides=complete(forced.overrides, forced.ranks))
+    layout, precision = resolve_layout(config.parallelism, forced.ranks), Precision(*[torch.float32] * 3)
+    planned = step_collectives(resolve(config.model), config, layout, precision, 1)[("ep", "all-to-all")]["bytes"]
+    assert {row["ep"] for row in harness.run(forced.overrides, forced.ranks).comm_bytes} == {planned}
 
 
 # ---- skew: the numbers of one process, and no rank waits for rows that nobody sends ----------------------------------
