@@ -293,6 +293,13 @@ def _splits_experts(config: Config) -> bool:
     return config.parallelism.expert_parallel_degree > 1
 
 
+def _asks_for_overlap(config: Config) -> bool:
+    """Whether the schedule is one in which other trainers overlap a micro-batch's experts with another's."""
+    section = config.parallelism
+    overlaps = find_schedule(section.pipeline_parallel_schedule) == "DualPipeV" and is_pipelined(config)
+    return overlaps and _splits_experts(config) and section.pipeline_parallel_expert_parallel_overlap
+
+
 def _deepep_words(config: Config) -> str:
     missing = "" if importlib.util.find_spec("deep_ep") else ", whose package, deep_ep, is not installed"
     return f"kernels of DeepEP{missing}; 'standard' sends tokens by all-to-all"
@@ -562,7 +569,7 @@ RULES: list[Rule] = [
     Rule(
         "note",
         ("parallelism.pipeline_parallel_expert_parallel_overlap",),
-        lambda c: _splits_experts(c) and is_pipelined(c) and c.parallelism.pipeline_parallel_expert_parallel_overlap,
+        _asks_for_overlap,
         f"has no effect: {EXPERTS_WAIT}",
     ),
     _lr_rule("lr_scheduler.warmup_steps"),

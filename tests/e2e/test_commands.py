@@ -451,8 +451,8 @@ def test_dry_run_marks_what_is_not_built_and_writes_nothing(tmp_path, monkeypatc
     text = capsys.readouterr().out
     assert "8,030,261,248" in text
     assert "layers.*.attention.wo.weight" in text
-    assert main(["train", "--model.name=llama4", "--model.flavor=17bx16e", "--dry-run"]) == 0
-    assert "not built yet: model.name = 'llama4' (mixture of experts)" in capsys.readouterr().out
+    assert main(["train", "--memory_estimation.enable", "--dry-run"]) == 0
+    assert "not built yet: memory_estimation.enable = true (memory estimation)" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

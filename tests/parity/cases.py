@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from tests.parity.harness import BFLOAT16, FLOAT32, Tolerances
 from tests.parity.pool import TIMEOUT_SECONDS
 
@@ -438,3 +440,9 @@ CASES = [
 ]
 BY_NAME = {entry.name: entry for entry in CASES}
 assert len(BY_NAME) == len(CASES), "two cases have one name"
+
+
+def marked(cases: list[Case], fast: set[str]) -> list[Any]:
+    """Cases for pytest: those of `make test` by name, each of which says something that no other says; the rest slow."""
+    assert fast <= {one.name for one in cases}
+    return [pytest.param(one, id=one.name, marks=[] if one.name in fast else [pytest.mark.slow]) for one in cases]

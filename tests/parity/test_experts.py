@@ -9,9 +9,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardline.config.layout import resolve_layout
+from shardline.config.load import load_config
 from shardline.models.dtensor import local
 from shardline.models.experts import rows
+from shardline.models.flavors import resolve
 from shardline.parallel.expert import dispatch
+from shardline.precision.mixed import Precision
+from shardline.tools.dry_run.traffic import step_collectives
 from tests.parity.cases import (
     COMPILE,
     DUAL_PIPE,
@@ -28,9 +33,10 @@ from tests.parity.cases import (
     case,
     ep,
     layers,
+    marked,
     model,
 )
-from tests.parity.harness import Harness, compare
+from tests.parity.harness import Harness, compare, complete
 
 MIXTRAL = model(moe={"n_experts": 8, "top_k": 2, "expert_dim": 32, "normalize": True})
 FULL = {"activation_checkpoint.mode": "full"}
@@ -109,9 +115,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
-)
+FAST = {
+    *("moe-tp2-whole", "moe-fsdp2-ep2", "moe-tp2-ep2-whole", "moe-fsdp2-tp2-ep2-etp2", "moe-ddp2-fsdp2-ep2"),
+    *("moe-cp2-ep2", "moe-pp2-zbv-fsdp2-ep2", "moe-fsdp2-ep2-op", "moe-fsdp2-ep2-compile", "moe-fsdp2-ep2-early"),
+    *("moe-fsdp4-ep2-many", "moe-lamb-fsdp2-ep2", "losses-tp2-ep2-whole", "losses-cp2-tp2-ep4", "losses-pp2"),
+    *("losses-accumulate", "losses-fsdp2-ep2-full", "forced-tp2"),
+}
+
+
+@pytest.mark.parametrize("case", marked(CASES, FAST))
 def test_layout(harness: Harness, case: Case) -> None:
     reference = harness.reference(case.overrides, case.timeout)
     compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)
@@ -152,6 +164,15 @@ def test_rows_travel_while_experts_compute(harness: Harness) -> None:
     layout = case("moe-fsdp2-ep2", DEEPSEEK, ep(2), fsdp=2)
     result = harness.run(layout.overrides, 2, watched_transfers)
     compare(harness.reference(layout.overrides), result, layout.tolerances)
+
+
+def test_a_dry_run_counts_the_bytes_that_travel(harness: Harness) -> None:
+    """Where every expert gets the same number of tokens, as a dry run has it."""
+    forced = case("forced", DEEPSEEK, FORCED, ep(4), fsdp=2, tp=2)
+    config = load_config(overrides=complete(forced.overrides, forced.ranks))
+    layout, precision = resolve_layout(config.parallelism, forced.ranks), Precision(*[torch.float32] * 3)
+    planned = step_collectives(resolve(config.model), config, layout, precision, 1)[("ep", "all-to-all")]["bytes"]
+    assert {row["ep"] for row in harness.run(forced.overrides, forced.ranks).comm_bytes} == {planned}
 
 
 # ---- skew: the numbers of one process, and no rank waits for rows that nobody sends ----------------------------------

@@ -17,6 +17,7 @@ from tests.parity.cases import (
     Case,
     case,
     layers,
+    marked,
     model,
 )
 from tests.parity.harness import Harness, compare
@@ -89,7 +90,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
+FAST = {
+    *("gpt-oss-tp2-whole", "gpt-oss-fsdp2-ep2", "gpt-oss-cp2-ring-documents", "gpt-oss-cp2-ulysses", "gpt-oss-pp2-zbv"),
+    *("gpt-oss-fsdp2-compile", "llama4-tp2", "llama4-fsdp2-ep2", "llama4-cp2-ring", "llama4-cp2-ulysses"),
+}
+
+
+@pytest.mark.parametrize("case", marked(CASES, FAST))
 def test_layout(harness: Harness, case: Case) -> None:
     reference = harness.reference(case.overrides, case.timeout)
     compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)

@@ -16,6 +16,7 @@ from tests.parity.cases import (
     Case,
     case,
     layers,
+    marked,
     model,
 )
 from tests.parity.harness import Harness, compare
@@ -67,9 +68,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.slow else []) for case in CASES]
-)
+FAST = {
+    *("latent-fsdp2-low-op-ac", "latent-tp2-low-async-no-sequence", "latent-tp2-compile", "latent-cp2-ring"),
+    *("latent-cp2-allgather-documents", "latent-cp2-ulysses", "latent-pp2-zbv", "latent-experts-tp2-ep2"),
+}
+
+
+@pytest.mark.parametrize("case", marked(CASES, FAST))
 def test_layout(harness: Harness, case: Case) -> None:
     reference = harness.reference(case.overrides, case.timeout)
     compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)

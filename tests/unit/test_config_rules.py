@@ -201,7 +201,11 @@ def test_not_pending(keys):
             " back inside their own micro-batch",
         ),
         (
-            {"parallelism__expert_parallel_degree": 2, "parallelism__pipeline_parallel_degree": 2},
+            {
+                "parallelism__expert_parallel_degree": 2,
+                "parallelism__pipeline_parallel_degree": 2,
+                "parallelism__pipeline_parallel_schedule": "DualPipeV",
+            },
             "parallelism.pipeline_parallel_expert_parallel_overlap has no effect: tokens travel to their experts and"
             " back inside their own micro-batch",
         ),
