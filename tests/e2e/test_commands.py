@@ -452,7 +452,7 @@ def test_dry_run_marks_what_is_not_built_and_writes_nothing(tmp_path, monkeypatc
     assert "8,030,261,248" in text
     assert "layers.*.attention.wo.weight" in text
     assert main(["train", "--memory_estimation.enable", "--dry-run"]) == 0
-    assert "not built yet: memory_estimation.enable = true (memory estimation)" in capsys.readouterr().out
+    assert "not built yet: memory_estimation.enable = True (memory estimation)" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -443,6 +443,6 @@ assert len(BY_NAME) == len(CASES), "two cases have one name"
 
 
 def marked(cases: list[Case], fast: set[str]) -> list[Any]:
-    """Cases for pytest: those of `make test` by name, each of which says something that no other says; the rest slow."""
+    """Cases for pytest: those of `make test` by name, each of which says what no other says; the rest is slow."""
     assert fast <= {one.name for one in cases}
     return [pytest.param(one, id=one.name, marks=[] if one.name in fast else [pytest.mark.slow]) for one in cases]

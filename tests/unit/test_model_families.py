@@ -1,15 +1,23 @@
 """Llama 4 and gpt-oss: logits, gradients and generation against transformers in float32, on tiny random models."""
 
+import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import fuse, logical_shapes
 from shardline.models.generate import generate
 from shardline.models.huggingface.config import architecture_from_dict
+from shardline.models.huggingface.files import read_hf, write_hf
+from shardline.models.huggingface.mxfp4 import dequantize
+from shardline.models.state import load_logical_state
+from shardline.storage.safetensors import Entry
 from tests import proven
 from tests.model_state import logical_state
 
@@ -53,6 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama4-one-chunk": ("Llama4", {**LLAMA4, "attention_chunk_size": 64, "attn_temperature_tuning": False}),
     "gpt-oss": ("GptOss", {"sliding_window": 7, "rope_parameters": YARN}),
+    "gpt-oss-mxfp4": ("GptOss", {"intermediate_size": 64, "sliding_window": 7}),
     "gpt-oss-one-kv-head": ("GptOss", {"sliding_window": 7, "num_key_value_heads": 1, "attention_bias": False}),
 }
 _OUTSIDE = {"embed_tokens.weight": "tok_embeddings.weight", "norm.weight": "norm.weight"}
@@ -132,6 +141,58 @@ def test_logits_equal_transformers(case: str) -> None:
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     proven.note("family", CASES[case][0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folders_are_read_and_written_bit_for_bit(case: str, tmp_path: Path) -> None:
+    reference = theirs(case)
+    reference.save_pretrained(tmp_path / "theirs")
+    tensors = read_hf(tmp_path / "theirs")
+    model = Decoder(tensors.arch)
+    load_logical_state(model, tensors)
+    state, out = logical_state(model), tmp_path / "ours"
+    expected = logical(dict(reference.named_parameters()))
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        assert torch.equal(value, expected[name]), name
+    entries = [Entry(name, tuple(t.shape), t.dtype, functools.partial(state.get, name)) for name, t in state.items()]
+    write_hf(entries, model.arch, out)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert type(again) is type(reference)
+    for name, value in reference.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_packed_experts_of_a_folder_are_read(tmp_path: Path) -> None:
+    """A folder as published: the experts in MXFP4, everything else in bfloat16."""
+    reference = theirs("gpt-oss-mxfp4")
+    reference.save_pretrained(tmp_path)
+    source, tensors = torch.Generator().manual_seed(0), {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor.bfloat16()
+            continue
+        experts, columns, rows = tensor.shape
+        shape = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=source)
+        tensors[f"{name}_scales"] = torch.randint(120, 126, shape, dtype=torch.uint8, generator=source)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = read_hf(tmp_path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    whole = dequantize(tensors[f"{name}_blocks"], tensors[f"{name}_scales"])
+    assert torch.equal(read["layers.1.moe.experts.w1.weight"], whole[:, ::2])
+    assert torch.equal(read["layers.1.moe.experts.w3.weight"], whole[:, 1::2])
+    assert torch.equal(
+        read.part("layers.1.moe.experts.w3.weight", (slice(2, 4), slice(1, 5))), whole[2:4, 1::2][:, 1:5]
+    )
+    assert read.dtype("layers.1.moe.experts.w1.weight") == torch.bfloat16
 
 
 @pytest.mark.parametrize("case", ["llama4", "gpt-oss"])
