@@ -205,6 +205,7 @@ def equal_scores(trainer: Any) -> Iterator[None]:
 
 ONE_EACH = model(moe={"n_experts": 4, "top_k": 1, "expert_dim": 32, "balance_coeff": 0.01})
 ONE_TOKEN = {"training.seq_len": 1, "training.global_batch_size": 2}
+FAST_SKEW = {"one-fsdp4-ep4", "one-token-fsdp2-ep2", "none-fsdp2-ep2", "ties-fsdp2-ep2"}
 SKEWED = [
     (everything_to_one_expert, case("one-fsdp4-ep4", ONE_EACH, ep(4), fsdp=4), 4.0),
     (everything_to_one_expert, case("one-tp2-ep2", ONE_EACH, ep(2), tp=2), 4.0),
@@ -216,7 +217,13 @@ SKEWED = [
 ]
 
 
-@pytest.mark.parametrize(("skew", "case", "load"), [pytest.param(*row, id=row[1].name) for row in SKEWED])
+@pytest.mark.parametrize(
+    ("skew", "case", "load"),
+    [
+        pytest.param(*row, id=row[1].name, marks=[] if row[1].name in FAST_SKEW else [pytest.mark.slow])
+        for row in SKEWED
+    ],
+)
 def test_skew(harness: Harness, skew: Any, case: Case, load: float | None) -> None:
     alone = {key: value for key, value in case.overrides.items() if not key.startswith("parallelism.")}
     reference, result = harness.run(alone, 1, skew), harness.run(case.overrides, case.ranks, skew)

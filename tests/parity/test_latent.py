@@ -69,8 +69,8 @@ CASES = [
 
 
 FAST = {
-    *("latent-fsdp2-low-op-ac", "latent-tp2-low-async-no-sequence", "latent-tp2-compile", "latent-cp2-ring"),
-    *("latent-cp2-allgather-documents", "latent-cp2-ulysses", "latent-pp2-zbv", "latent-experts-tp2-ep2"),
+    *("latent-fsdp2-low-op-ac", "latent-tp2-low-async-no-sequence", "latent-cp2-ring"),
+    *("latent-cp2-allgather-documents", "latent-cp2-ulysses", "latent-experts-tp2-ep2"),
 }
 
 
