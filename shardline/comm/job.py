@@ -78,6 +78,7 @@ class JobState:
     waiter: ThreadPoolExecutor | None = None  # notes when transfers end, while spans are recorded
     spaces: dict[str, Space] = field(default_factory=dict)  # group name -> memory that its ranks share
     workspaces: dict[str, int] = field(default_factory=dict)  # group name -> bytes of PyTorch's own workspace
+    rows_under_way: dict[int, Any] = field(default_factory=dict)  # of experts: address of what is sent -> the transfer
 
     def set_axes(self, axes: dict[str, Axis]) -> None:
         """Replace the axes, and with them all that belonged to the old ones."""
@@ -87,6 +88,7 @@ class JobState:
             self.members["dp_shard"] = self.members["fsdp"]  # the name of FSDP's collectives, which run over cp, too
         self.joined.clear()
         self.direct.clear()
+        self.rows_under_way.clear()
         self.traffic.take()
         exposed.begin_run()
 

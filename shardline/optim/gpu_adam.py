@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline.models.dtensor import local
 from shardline.models.narrow import narrow_copy
 from shardline.optim.bfloat16_moments import adam_state
 
@@ -27,9 +26,12 @@ class GPUAdam(torch.optim.Optimizer):
 
     @staticmethod
     def serves(pattern: torch.optim.Adam) -> bool:
-        """Whether the kernel can make this optimizer's steps: float32 on a GPU, and Triton is there."""
-        held = [local(parameter) for group in pattern.param_groups for parameter in group["params"]]
-        if not all(part.is_cuda and part.dtype == torch.float32 for part in held):
+        """Whether the kernel can make this optimizer's steps: whole float32 parameters on a GPU, and Triton is there.
+
+        Shards of several ranks keep torch's own kernel: ours has not run on more than one GPU.
+        """
+        parameters = [parameter for group in pattern.param_groups for parameter in group["params"]]
+        if not all(p.is_cuda and p.dtype == torch.float32 and not hasattr(p, "to_local") for p in parameters):
             return False
         try:
             import triton  # noqa: F401
@@ -56,12 +58,12 @@ class GPUAdam(torch.optim.Optimizer):
         state["step"] += 1
         count, (beta1, beta2) = int(state["step"].item()), group["betas"]
         assert parameter.grad is not None
-        weight, copy = local(parameter.detach()), narrow_copy(parameter)
+        weight, copy = parameter.detach(), narrow_copy(parameter)
         adam_kernel[(-(-weight.numel() // BLOCK),)](
             weight,
-            local(parameter.grad).contiguous(),
-            local(state["exp_avg"]),
-            local(state["exp_avg_sq"]),
+            parameter.grad.contiguous(),
+            state["exp_avg"],
+            state["exp_avg_sq"],
             weight if copy is None else copy,
             weight.numel(),
             group["lr"],

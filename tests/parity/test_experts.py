@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from shardline.comm.job import job
 from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
 from shardline.models.dtensor import local
@@ -154,7 +155,7 @@ def watched_transfers(trainer: Any) -> Iterator[None]:
     assert events[:first].count("start") == 4, "rows and weights of both parts are under way before one is waited for"
     computed = [at for at, event in enumerate(events) if event == "experts"]
     assert any("start" in events[a:b] and "land" in events[a:b] for a, b in itertools.pairwise(computed))
-    assert not dispatch._on_the_way
+    assert not job.rows_under_way
     row = trainer.telemetry.row
     assert row["ep_comm_seconds"] > 0
     assert 0 <= row["ep_hidden_fraction"] <= 1

@@ -34,7 +34,6 @@ from shardline.models.experts.rows import add_up, spread
 
 pass_over(__file__)
 AXIS = "ep"
-MOST_ON_THE_WAY = 256
 
 
 class Trip(NamedTuple):
@@ -91,22 +90,15 @@ class _OnTheWay(NamedTuple):
     arrives: Tensor
 
 
-_on_the_way: dict[int, _OnTheWay] = {}  # address of the rows that are sent -> the transfer
-
-
 def _start(x: Tensor, on_host: Tensor, back: bool) -> None:
     """Begin to send x, whose rows are sorted by destination; `back` to where rows of `on_host` came from."""
-    if len(_on_the_way) >= MOST_ON_THE_WAY:  # their results are not wanted, as after an error in a step
-        for one in _on_the_way.values():
-            one.started.wait()
-        _on_the_way.clear()
-    _on_the_way[_address(x)] = _transfer(x, on_host, back)
+    job.rows_under_way[_address(x)] = _transfer(x, on_host, back)
 
 
 def _landed(x: Tensor, on_host: Tensor, back: bool) -> Tensor:
     """What arrives when all ranks send their x."""
     x = x.contiguous()
-    transfer = _on_the_way.pop(_address(x), None) or _transfer(x, on_host, back)
+    transfer = job.rows_under_way.pop(_address(x), None) or _transfer(x, on_host, back)
     transfer.started.wait()
     return transfer.arrives
 
