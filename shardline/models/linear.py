@@ -1,7 +1,7 @@
 """Products with weights that are stored in another type than they compute in, and deferred weight gradients.
 
 The narrow copy of a weight is made where it is used, in forward and in backward, and not kept in between: at the end of
-forward, when memory is short, there would be a copy of every weight.
+forward, when memory is short, there would be a copy of every weight. (One GPU alone keeps copies: narrow.py.)
 """
 
 from __future__ import annotations
