@@ -34,7 +34,8 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import logical_shapes
-from shardline.models.huggingface.files import is_logical, shape_problems
+from shardline.models.huggingface.files import shape_problems
+from shardline.models.huggingface.stored import is_logical
 from shardline.storage.safetensors import LazyTensors, name_of_type
 from shardline.words import listed
 

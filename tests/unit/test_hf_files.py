@@ -24,12 +24,11 @@ from shardline.models.huggingface.files import (
     INDEX,
     HFTensors,
     find_tensors,
-    is_logical,
     read_hf,
-    stored_as,
     stored_entries,
     write_hf,
 )
+from shardline.models.huggingface.stored import is_logical, stored_as
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
 from shardline.storage.safetensors import Entry, header_of, write_tensors

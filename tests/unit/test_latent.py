@@ -18,7 +18,8 @@ from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import fuse, logical_shapes
 from shardline.models.generate import generate
 from shardline.models.huggingface.config import architecture_from_dict, hf_config
-from shardline.models.huggingface.files import read_hf, stored_as
+from shardline.models.huggingface.files import read_hf
+from shardline.models.huggingface.stored import stored_as
 from tests.model_state import logical_state
 
 transformers = pytest.importorskip("transformers")
