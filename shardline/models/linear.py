@@ -72,6 +72,16 @@ def accumulate(waiting: list[Waiting]) -> None:
 weight_queue = WeightQueue()
 
 
+def gradient_of(weight: Tensor, needed: bool, compute: Callable[[], Tensor]) -> Tensor | None:
+    """The gradient of a weight for a backward pass, or None where it is not needed or is queued for later."""
+    if not needed:
+        return None
+    if weight_queue.active:
+        weight_queue.push((weight,), lambda: [compute()])
+        return None
+    return compute()
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., in) times weight (out, in) in the type of x, whatever the type of the weight."""
     narrow_bias = None if bias is None else bias.to(x.dtype)
@@ -96,11 +106,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
-        dw = None
-        if ctx.needs_input_grad[1] and weight_queue.active:
-            weight_queue.push((weight,), lambda: [_weight_gradient(x, gradient, weight.dtype)])
-        elif ctx.needs_input_grad[1]:
-            dw = _weight_gradient(x, gradient, weight.dtype)
+        dw = gradient_of(weight, ctx.needs_input_grad[1], lambda: _weight_gradient(x, gradient, weight.dtype))
         return dx, dw, gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from shardline.config.architecture import MixtureOfExperts
+from shardline.models.experts import rows
 from shardline.models.experts.moe import ExpertExchange, ExpertWeights, RouterRun, moe, route
 
 DIM, WIDTH, EXPERTS = 16, 12, 5
@@ -57,3 +58,18 @@ def test_equal_scores_choose_different_experts():
     assert all(len(set(chosen)) == 3 for chosen in routing.chosen.tolist())
     assert int(routing.counts.sum()) == 27
     torch.testing.assert_close(routing.weights, torch.full((9, 3), 1 / EXPERTS))
+
+
+def test_frozen_experts_cost_no_gradient(monkeypatch):
+    computed = []
+    plain = rows.weight_gradient
+    monkeypatch.setattr(rows, "weight_gradient", lambda *given: computed.append(given) or plain(*given))
+    spec = MixtureOfExperts(n_experts=EXPERTS, top_k=2, expert_dim=WIDTH)
+    w = weights([0.0] * EXPERTS, drawn(EXPERTS, DIM, seed=4))
+    w.w13.requires_grad_(False)
+    x = drawn(7, DIM, seed=1).requires_grad_()
+    moe(x, w, spec, ExpertExchange(), (1, 7), RouterRun())[0].sum().backward()
+    assert w.w13.grad is None
+    assert w.w2.grad is not None
+    assert x.grad is not None
+    assert len(computed) == 1

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardline.models.linear import weight_queue
+from shardline.models.linear import gradient_of
 
 _NAME = "shardline::grouped"
 
@@ -77,12 +77,8 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, ends = ctx.saved_tensors
     d_rows = row_gradient(gradient, weight, ends) if ctx.needs_input_grad[0] else None
-    if not ctx.needs_input_grad[1]:
-        return d_rows, None, None
-    if weight_queue.active:
-        weight_queue.push((weight,), lambda: [weight_gradient(gradient, rows, ends, weight.dtype)])
-        return d_rows, None, None
-    return d_rows, weight_gradient(gradient, rows, ends, weight.dtype), None
+    needed = ctx.needs_input_grad[1]
+    return d_rows, gradient_of(weight, needed, lambda: weight_gradient(gradient, rows, ends, weight.dtype)), None
 
 
 _linear.register_autograd(_backward, setup_context=_keep)

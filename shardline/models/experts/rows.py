@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardline.models.experts.grouped import multiply, row_gradient, weight_gradient
-from shardline.models.linear import weight_queue
+from shardline.models.linear import gradient_of
 
 
 @torch.library.custom_op("shardline::swiglu", mutates_args=(), schema="(Tensor product, Tensor weights) -> Tensor")
@@ -21,7 +21,8 @@ def _swiglu(product: Tensor, weights: Tensor) -> Tensor:
     """silu(gate) * up * weight: (n, 2 width) and (n, 1) -> (n, width)."""
     width = product.shape[1] // 2
     if not product.is_cuda:
-        return (F.silu(product[:, :width]) * product[:, width:] * weights).to(product.dtype)
+        gate, up = _wide(product).chunk(2, dim=1)
+        return (F.silu(gate) * up * weights).to(product.dtype)
     from shardline.models.experts.row_kernels import swiglu_kernel
 
     out = product.new_empty(product.shape[0], width)
@@ -48,6 +49,10 @@ def _swiglu_gradient(gradient: Tensor, product: Tensor, weights: Tensor) -> tupl
     return of_product, of_weights
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _power_of_two(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
@@ -57,8 +62,8 @@ _swiglu_gradient.register_fake(lambda gradient, *inputs: tuple(torch.empty_like(
 
 
 def _swiglu_gradient_by_torch(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = product.float().chunk(2, dim=1)
-    given, bent = gradient.float(), gate.sigmoid()
+    gate, up = _wide(product).chunk(2, dim=1)
+    given, bent = _wide(gradient), gate.sigmoid()
     of_weights = (given * gate * bent * up).sum(1, keepdim=True)
     given = given * weights
     of_gate, of_up = given * up * bent * (1 + gate * (1 - bent)), given * gate * bent
@@ -172,25 +177,18 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Any, ...]:
     x, order, inverse, weights, ends, w13, w2, product = ctx.saved_tensors
-    of_middle = row_gradient(gradient, w2, ends)
 
     def of_w2() -> Tensor:
         return weight_gradient(gradient, _swiglu(product, weights), ends, w2.dtype)
-
-    later = weight_queue.active
-    if later:
-        weight_queue.push((w2,), lambda: [of_w2()])
-    d_w2 = None if later else of_w2()
-    of_product, of_weights = _swiglu_gradient(of_middle, product, weights)
-    del of_middle
 
     def of_w13() -> Tensor:
         rows = x if order is None else spread(x, order, ctx.k)
         return weight_gradient(of_product, rows, ends, w13.dtype).view(w13.shape)
 
-    if later:
-        weight_queue.push((w13,), lambda: [of_w13()])
-    d_w13 = None if later else of_w13()
+    *_, needs_w13, needs_w2 = ctx.needs_input_grad
+    d_w2 = gradient_of(w2, needs_w2, of_w2)
+    of_product, of_weights = _swiglu_gradient(row_gradient(gradient, w2, ends), product, weights)
+    d_w13 = gradient_of(w13, needs_w13, of_w13)
     of_rows = row_gradient(of_product, w13.flatten(1, 2), ends)
     of_x = of_rows if order is None else add_up(of_rows, inverse, ctx.k)
     return of_x, None, None, None, of_weights, None, d_w13, d_w2
