@@ -48,7 +48,7 @@ class Trip(NamedTuple):
         return self.counts[1].sum(0).cumsum(0).to(torch.int32)
 
 
-def plan_trip(counts: Tensor, early: bool = True) -> Trip:
+def plan_trip(counts: Tensor, early: bool) -> Trip:
     """Exchange the counts (experts,) of this rank's rows."""
     sent = counts.view(collectives.axis(AXIS).size, -1)
     both = torch.stack([sent, collectives.all_to_all(sent, AXIS)])

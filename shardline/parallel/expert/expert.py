@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardline.comm import collectives
@@ -24,14 +24,7 @@ from shardline.config.layout import routes_together
 from shardline.models.decoder import Decoder
 from shardline.models.experts.moe import ExpertExchange, RouterRun, Travel
 from shardline.parallel.expert.dispatch import arrive, collect, depart, leave, plan_trip
-from shardline.parallel.tensor.tensor import replace_parameter
-
-# Ending of a parameter's name -> how ranks that share each expert cut it; the other parameters of experts are whole
-PLAN: dict[str, Placement] = {
-    "experts.w13.weight": Shard(2),
-    "experts.w13.bias": Shard(2),
-    "experts.w2.weight": Shard(2),
-}
+from shardline.parallel.tensor.tensor import planned_cut, replace_parameter
 
 
 def exchange(mesh: Mesh, sequence_parallel: bool, early: bool) -> ExpertExchange:
@@ -89,5 +82,5 @@ def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool, run: Rout
             continue
         placements: list[Placement] = [Shard(0)]
         if shared:
-            placements.append(next((p for ending, p in PLAN.items() if name.endswith(ending)), Replicate()))
+            placements.append(planned_cut(name))
         replace_parameter(model, name, distribute_tensor(parameter.detach(), cut, placements, src_data_rank=None))

@@ -144,6 +144,11 @@ def placement(name: str, plan: TensorParallel, tied: bool) -> Placement:
     head = "tok_embeddings.weight" if tied else "output.weight"
     if name == head and not plan.loss_parallel:
         return Replicate()
+    return planned_cut(name)
+
+
+def planned_cut(name: str) -> Placement:
+    """How ranks that share a layer cut the parameter `name`."""
     return next((cut for ending, cut in PLAN.items() if name.endswith(ending)), Replicate())
 
 
