@@ -59,21 +59,22 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     freed = config.parallelism.fsdp_reshard_after_forward
     one_stage = config.parallelism.pipeline_parallel_degree == 1  # in a pipeline every micro-batch needs the weights
     reshard = one_stage if freed == "default" else freed == "always"
-    kept_whole = {p for p in model.parameters() if not p.requires_grad}  # small, and never cast
-    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload, "ignored_params": kept_whole}
+    routers = [block.moe.router for block in model.blocks() if block.moe is not None]
+    whole = {router.balance for router in routers if router.balance is not None}  # moved by counts, and never cast
+    options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     for block in model.blocks():
         if block.moe is not None and mesh.layout.ep > 1:  # the experts are sharded over other ranks than the rest
             rest = block.without_experts()
-            fully_shard(rest, mesh=dp, reshard_after_forward=reshard, **options)
+            fully_shard(rest, mesh=dp, reshard_after_forward=reshard, ignored_params=whole, **options)
             ranks, experts = mesh.of_experts("replicas", "expert_shard"), block.moe.spec.n_experts // mesh.layout.ep
             cut = functools.partial(_expert_cut, mesh.layout.expert_shard, experts)
-            options["ignored_params"] = kept_whole | set(rest.parameters())
-            fully_shard(block, mesh=ranks, reshard_after_forward=reshard, shard_placement_fn=cut, **options)
-            options["ignored_params"] = kept_whole
+            others = whole | set(rest.parameters())
+            of_experts: dict[str, Any] = {"mesh": ranks, "shard_placement_fn": cut, "ignored_params": others}
+            fully_shard(block, reshard_after_forward=reshard, **of_experts, **options)
         else:
-            fully_shard(block, mesh=dp, reshard_after_forward=reshard, **options)
+            fully_shard(block, mesh=dp, reshard_after_forward=reshard, ignored_params=whole, **options)
     # The modules of the root (embedding, norm, head) are used first and last: freeing them in between gains nothing.
-    fully_shard(model, mesh=dp, reshard_after_forward=False, **options)
+    fully_shard(model, mesh=dp, reshard_after_forward=False, ignored_params=whole, **options)
     for name in ENTRY_METHODS:
         register_fsdp_forward_method(model, name)
     waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() else None
