@@ -3,7 +3,8 @@
     none            keep everything
     full            keep each block's input, compute the block again
     selective "2"   every 2nd block as in `full`, the others as in `none`
-    selective "op"  keep the outputs of attention and of every other matrix product, compute the rest again
+    selective "op"  keep the outputs of attention and of every other matrix product, and rows that have travelled to
+                    experts; compute the rest again, the experts' own products included
     memory_budget   the compiler chooses what to keep within a share of `none`'s memory
 
 The wrapper sits around the block's pure function, so a compiled block has it inside its graph.
