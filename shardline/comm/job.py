@@ -78,7 +78,8 @@ class JobState:
     waiter: ThreadPoolExecutor | None = None  # notes when transfers end, while spans are recorded
     spaces: dict[str, Space] = field(default_factory=dict)  # group name -> memory that its ranks share
     workspaces: dict[str, int] = field(default_factory=dict)  # group name -> bytes of PyTorch's own workspace
-    rows_under_way: dict[int, Any] = field(default_factory=dict)  # of experts: address of what is sent -> the transfer
+    carrier: Any = None  # sends rows to experts (parallel/expert/dispatch.py)
+    rows_under_way: dict[int, Any] = field(default_factory=dict)  # of experts: address of a ticket -> the transfer
 
     def set_axes(self, axes: dict[str, Axis]) -> None:
         """Replace the axes, and with them all that belonged to the old ones."""
@@ -88,6 +89,7 @@ class JobState:
             self.members["dp_shard"] = self.members["fsdp"]  # the name of FSDP's collectives, which run over cp, too
         self.joined.clear()
         self.direct.clear()
+        self.carrier = None
         self.rows_under_way.clear()
         self.traffic.take()
         exposed.begin_run()

@@ -314,6 +314,7 @@ EXPERT_DEGREE = "parallelism.expert_parallel_degree"
 EXPERT_KEYS = (
     "parallelism.expert_tensor_parallel_degree",
     "parallelism.expert_parallel_comm_backend",
+    "parallelism.expert_parallel_dispatch_dtype",
     "parallelism.pipeline_parallel_expert_parallel_overlap",
 )
 

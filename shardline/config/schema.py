@@ -186,8 +186,11 @@ class Parallelism(Section):
     )
     expert_parallel_degree: Positive = key(1, "Ranks that split the experts.")
     expert_tensor_parallel_degree: Positive = key(1, "Ranks that split each expert's matrices.")
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = key(
-        "standard", "Kernels that send tokens to experts."
+    expert_parallel_comm_backend: Literal["standard", "all_to_all", "symmetric", "deepep"] = key(
+        "standard", "What sends tokens to experts; standard: all_to_all or symmetric, whichever is faster here."
+    )
+    expert_parallel_dispatch_dtype: Literal["same", "float8"] = key(
+        "same", "Type in which tokens travel to experts; their results and all gradients keep theirs."
     )
 
 

@@ -38,6 +38,8 @@ _ATTENTION_OPS = (
     "_scaled_dot_product_attention_math",
 )
 
+_TRAVEL_OPS = {f"shardline::expert_{name}" for name in ("plan", "put", "land", "put_back", "gather")}
+
 
 def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *, compiled: bool) -> None:
     """Wrap each block's function as `section` says, and log which blocks were wrapped."""
@@ -104,7 +106,7 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
 
 def _travels(op: Any) -> bool:
     """Whether `op` sends tokens to their experts or back: computing it again would send them again."""
-    return op.name() in ("shardline::expert_land", "shardline::expert_land_back")
+    return op.name() in _TRAVEL_OPS
 
 
 def _product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:

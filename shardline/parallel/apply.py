@@ -97,9 +97,8 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     check_experts(model.arch, mesh.layout)
     if model.arch.moe is not None:
         sequence_parallel = done.tensor is not None and done.tensor.sequence_parallel
-        recompute = config.activation_checkpoint
-        early = recompute.mode != "selective" or recompute.selective_ac_option != "op"
-        apply_experts(model, mesh, sequence_parallel, router_run(config, mesh), early)
+        narrow = config.parallelism.expert_parallel_dispatch_dtype == "float8"
+        apply_experts(model, mesh, sequence_parallel, router_run(config, mesh), narrow)
         if mesh.layout.ep > 1:
             log.info("%d experts over %d ranks", model.arch.moe.n_experts, mesh.layout.ep)
     if done.tensor is not None:

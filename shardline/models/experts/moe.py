@@ -57,15 +57,15 @@ def as_it_is(x: Tensor) -> Tensor:
 class Travel(NamedTuple):
     """How rows reach experts on other ranks.
 
-    For each of `parts` of the tokens, `plan` turns the counts of their experts into a trip, `depart` and `arrive` bring
-    rows to the ranks of their experts, `leave` and `collect` the results back.
+    For each of `parts` of the tokens, `depart` sends them to the experts that they chose, out of a number of experts,
+    with their weights. `arrive` gives what has come for the experts here, `leave` sends their results back, and
+    `collect` adds up those of each token.
     """
 
-    plan: Callable[[Tensor], Any]
-    depart: Callable[[Tensor, Tensor, Tensor, int, Any], Tensor]
-    arrive: Callable[[Tensor, Tensor, Any], Dispatched]
+    depart: Callable[[Tensor, Tensor, Tensor, int], Any]
+    arrive: Callable[[Any], Dispatched]
     leave: Callable[[Tensor, Any], Tensor]
-    collect: Callable[[Tensor, Tensor, Tensor, int, Any], Tensor]
+    collect: Callable[[Tensor, Any], Tensor]
     parts: int
 
 
@@ -159,40 +159,16 @@ def _compute_there(
 ) -> tuple[Tensor, Tensor | None]:
     """Tokens, the experts they chose and their weights travel in parts; the shared expert computes meanwhile."""
     parts = zip(*(whole.chunk(travel.parts) for whole in tokens), strict=True)
-    under_way = [_depart(x, chosen, weights, travel, spec) for x, chosen, weights in parts]
+    under_way = [travel.depart(x, chosen, weights, spec.n_experts) for x, chosen, weights in parts]
     beside = None if shared is None else shared()
-    returning = []
-    for one in under_way:
-        here = travel.arrive(one.rows, one.weights, one.trip)
-        returning.append(travel.leave(experts(here, w, spec, share), one.trip))
-    outs = [
-        travel.collect(rows, one.order, one.inverse, spec.top_k, one.trip)
-        for rows, one in zip(returning, under_way, strict=True)
-    ]
+    returning = [travel.leave(experts(travel.arrive(one), w, spec, share), one) for one in under_way]
+    outs = [travel.collect(results, one) for results, one in zip(returning, under_way, strict=True)]
     return outs[0] if len(outs) == 1 else torch.cat(outs), beside
 
 
-class _UnderWay(NamedTuple):
-    """Some tokens on the way to their experts."""
-
-    rows: Tensor
-    weights: Tensor
-    order: Tensor
-    inverse: Tensor
-    trip: Any
-
-
-def _depart(x: Tensor, chosen: Tensor, weights: Tensor, travel: Travel, spec: MixtureOfExperts) -> _UnderWay:
-    """Sort tokens by their experts and send them."""
-    order, inverse = sort_by_expert(chosen)
-    trip = travel.plan(count_tokens(chosen, spec))
-    sorted_weights = travel.depart(weights.reshape(-1, 1), order, inverse, 1, trip)
-    return _UnderWay(travel.depart(x, order, inverse, spec.top_k, trip), sorted_weights, order, inverse, trip)
-
-
-def count_tokens(chosen: Tensor, spec: MixtureOfExperts) -> Tensor:
+def count_tokens(chosen: Tensor, n_experts: int) -> Tensor:
     """(E,) int64: how many of the choices (t, k) are each expert's."""
-    return (chosen.reshape(-1, 1) == torch.arange(spec.n_experts, device=chosen.device)).sum(0)
+    return (chosen.reshape(-1, 1) == torch.arange(n_experts, device=chosen.device)).sum(0)
 
 
 def route(x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, forced: bool = False) -> Routing:
@@ -208,7 +184,7 @@ def route(x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, forced: bool = Fa
     weights = scores.gather(-1, chosen)
     if spec.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routing(chosen, weights * spec.scale, count_tokens(chosen, spec), logits, scores)
+    return Routing(chosen, weights * spec.scale, count_tokens(chosen, spec.n_experts), logits, scores)
 
 
 def router_losses(

@@ -1,132 +1,114 @@
-"""Rows travel to the ranks of their experts and back: two all-to-alls whose sizes depend on the routing.
+"""Rows travel to the ranks of their experts and back; their sizes depend on the routing.
 
     this rank's rows, sorted by expert      | 0 | 1 | 2 | 3 |       experts 0 and 1 are on rank 0, 2 and 3 on rank 1
       counts exchanged first                (how many rows each rank has for each expert of each other)
-    arrived, by source rank                 rank 0: | 0 1 | 0 1 |
-      sorted by expert                      rank 0: | 0 0 | 1 1 |
+    arrived, sorted by expert               rank 0: | 0 0 | 1 1 |   of an expert, the rows of rank 0 come first
 
-Each transfer is two operations: the one that makes the rows to be sent also starts sending them, the one that needs
-what arrives waits for it. What stands between the two, here the shared expert or another part of the tokens, runs while
-rows travel:
+Each transfer is two operations: one starts sending rows, another waits for what arrives. What stands between the two,
+here the shared expert or another part of the tokens, runs while rows travel:
 
-    forward    spread + start | shared expert | land, sort | experts | leave + start | next part | land back | add up
-    backward   spread + start | next part | land, sort | experts | leave + start | shared expert | land back | add up
+    forward    put | shared expert | land | experts | put back | next part | gather
+    backward   put | next part | land | experts | put back | shared expert | gather
 
-For autograd and the compiler all of these are pure functions: `land` gives the same where nothing was started before.
-The sizes are read on the host once per layer and part, for all its transfers.
+`put` and `gather` are each other's gradient, and so are `land` and `put back`. What passes between the two operations
+of a transfer, forward or backward, is a ticket: a tensor of one element whose address names the transfer. To autograd
+and to the compiler all four are functions of tensors; no checkpointing runs them one by one again.
+
+A `Carrier` does the sending: all_to_all.py, or symmetric.py between the memories of GPUs.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from shardline.comm import collectives
 from shardline.comm.job import job
-from shardline.comm.observe import Observed, Started, described, runs_on_host
-from shardline.comm.spans import now
-from shardline.comm.watchdog import pass_over
-from shardline.models.experts.moe import Dispatched
-from shardline.models.experts.rows import add_up, spread
-
-pass_over(__file__)
-AXIS = "ep"
+from shardline.models.experts.moe import Dispatched, count_tokens, sort_by_expert
+from shardline.parallel.expert.all_to_all import AXIS
+from shardline.precision.float8 import ROWS, from_float8, to_float8
 
 
-class Trip(NamedTuple):
-    """How many rows go where; `counts` (2, ranks, experts of a rank): sent to and received from each rank."""
+class Carrier(Protocol):
+    """Sends rows over the expert-parallel axis.
 
-    counts: Tensor
-    on_host: Tensor  # (2, ranks) in host memory: rows sent to and received from each rank
-    early: bool  # start a transfer as soon as its rows are there
+    Rows may have a `side`: a few float32 numbers each, in the order of the choices (t k, c). `table` (ranks, experts)
+    has the rows that each rank has for each expert, `sizes` (ranks, ranks) those that each sends to each, on the host.
+    """
 
-    @property
-    def ends(self) -> Tensor:
-        return self.counts[1].sum(0).cumsum(0).to(torch.int32)
+    def plan(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Table and sizes, from the counts (experts,) of this rank's rows."""
 
+    def send(self, rows: Tensor, side: Tensor | None, order: Tensor, k: int, table: Tensor, sizes: Tensor) -> object:
+        """Start to send rows (t, ...), each k times, in the given order, which is that of the experts."""
 
-def plan_trip(counts: Tensor, early: bool) -> Trip:
-    """Exchange the counts (experts,) of this rank's rows."""
-    sent = counts.view(collectives.axis(AXIS).size, -1)
-    both = torch.stack([sent, collectives.all_to_all(sent, AXIS)])
-    return Trip(both, both.sum(2).cpu(), early)
+    def landed(self, transfer: object, table: Tensor, sizes: Tensor) -> list[Tensor]:
+        """What has arrived for the experts of this rank, sorted by expert, and its side."""
 
+    def send_back(self, rows: Tensor, side: Tensor | None, table: Tensor, sizes: Tensor) -> object:
+        """Start to send rows that are sorted as `landed` gave them to where they came from."""
 
-def depart(x: Tensor, order: Tensor, inverse: Tensor, k: int, trip: Trip) -> Tensor:
-    """Each token k times, sorted by expert, on the way to the ranks of the experts."""
-    out: Tensor = _depart(x, order, inverse, k, trip.on_host, trip.early)
-    return out
+    def gathered(self, transfer: object, inverse: Tensor, k: int) -> list[Tensor]:
+        """The sum of the k rows of each token, and their side in the order of the choices."""
 
 
-def arrive(rows: Tensor, weights: Tensor, trip: Trip) -> Dispatched:
+class UnderWay(NamedTuple):
+    """Some tokens on the way to their experts and back."""
+
+    ticket: Tensor
+    order: Tensor
+    inverse: Tensor
+    table: Tensor
+    sizes: Tensor
+    k: int
+    width: int
+    dtype: torch.dtype
+    narrow: bool
+
+
+def depart(x: Tensor, chosen: Tensor, weights: Tensor, n_experts: int, narrow: bool) -> UnderWay:
+    """Send tokens (t, dim) to the experts they chose (t, k), with their weights; `narrow` in float8."""
+    order, inverse = sort_by_expert(chosen)
+    table, sizes = _plan(count_tokens(chosen, n_experts))
+    k = chosen.shape[1]
+    ticket = _put(x, weights.reshape(-1, 1), order, inverse, table, sizes, k, narrow)
+    return UnderWay(ticket, order, inverse, table, sizes, k, x.shape[1], x.dtype, narrow)
+
+
+def arrive(one: UnderWay) -> Dispatched:
     """What has arrived for the experts of this rank."""
-    sorted_rows = _sort(_land(rows, trip.on_host), trip.counts, trip.on_host, trip.early)
-    theirs = _sort(_land(weights, trip.on_host), trip.counts, trip.on_host, trip.early)
-    return Dispatched(sorted_rows, theirs[:, 0], trip.ends)
+    given = (one.table, one.sizes, one.order.shape[0], one.width, one.dtype, one.narrow)
+    rows, weights, ends = _land(one.ticket, *given)
+    return Dispatched(rows, weights[:, 0], ends)
 
 
-def leave(results: Tensor, trip: Trip) -> Tensor:
-    """The results by source rank, on the way back."""
-    out: Tensor = _leave(results, trip.counts, trip.on_host, trip.early)
+def leave(results: Tensor, one: UnderWay) -> Tensor:
+    """Send results back."""
+    ticket: Tensor = _put_back(results, None, one.table, one.sizes)
+    return ticket
+
+
+def collect(ticket: Tensor, one: UnderWay) -> Tensor:
+    """The sum of the k results of each token."""
+    given = (one.order, one.inverse, one.table, one.sizes, one.k, one.width, one.dtype, False)
+    out: Tensor = _gather(ticket, *given)[0]
     return out
 
 
-def collect(rows: Tensor, order: Tensor, inverse: Tensor, k: int, trip: Trip) -> Tensor:
-    """The sum of the k results of each token, which come back from the experts."""
-    returned = _land_back(rows, trip.on_host, order.shape[0])
-    out: Tensor = _add_up(returned, order, inverse, k, trip.on_host, trip.early)
-    return out
+def _carrier() -> Carrier:
+    carrier: Carrier = job.carrier
+    return carrier
 
 
-# ---- transfers -------------------------------------------------------------------------------------------------------
+def _ticket(transfer: object, device: torch.device) -> Tensor:
+    ticket = torch.zeros(1, device=device)
+    job.rows_under_way[ticket.data_ptr()] = (ticket, transfer)
+    return ticket
 
 
-class _OnTheWay(NamedTuple):
-    started: Started
-    sent: Tensor  # kept: its address is the key, and memory must not be used again while it is read
-    arrives: Tensor
-
-
-def _start(x: Tensor, on_host: Tensor, back: bool) -> None:
-    """Begin to send x, whose rows are sorted by destination; `back` to where rows of `on_host` came from."""
-    job.rows_under_way[_address(x)] = _transfer(x, on_host, back)
-
-
-def _landed(x: Tensor, on_host: Tensor, back: bool) -> Tensor:
-    """What arrives when all ranks send their x."""
-    x = x.contiguous()
-    transfer = job.rows_under_way.pop(_address(x), None) or _transfer(x, on_host, back)
-    transfer.started.wait()
-    return transfer.arrives
-
-
-def _address(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()  # that of a tensor without elements is 0
-
-
-def _transfer(x: Tensor, on_host: Tensor, back: bool) -> _OnTheWay:
-    over = job.axes[AXIS]
-    sent, received = on_host.flip(0).tolist() if back else on_host.tolist()
-    out = x.new_empty(sum(received), *x.shape[1:])
-    size = (sum(sent) - sent[over.rank]) * x.element_size() * x.shape[1:].numel()
-    on_cpu = runs_on_host(over.group, x.device)
-    call = Observed(AXIS, "all_to_all", described("all_to_all", AXIS, x), size, on_cpu, background=True)
-    start = now()
-    work = dist.all_to_all_single(out, x, received, sent, group=over.group, async_op=True)
-    assert work is not None
-    return _OnTheWay(Started(start, work, call), x, out)
-
-
-def _by_expert(received: Tensor, total: int) -> Tensor:
-    """The order that sorts rows (source rank, expert) by (expert, source rank); received is (ranks, experts)."""
-    lengths = received.t().flatten()
-    starts = (received.flatten().cumsum(0) - received.flatten()).view_as(received).t().flatten()
-    shifts = starts - (lengths.cumsum(0) - lengths)
-    places = torch.arange(total, device=received.device)
-    return places + torch.repeat_interleave(shifts, lengths, output_size=total)
+def _transfer(ticket: Tensor) -> object:
+    return job.rows_under_way.pop(ticket.data_ptr())[1]
 
 
 # ---- operations: each is given its gradient below --------------------------------------------------------------------
@@ -136,109 +118,182 @@ def _op(name: str, schema: str) -> Any:
     return torch.library.custom_op(f"shardline::expert_{name}", mutates_args=(), schema=schema)
 
 
-@_op("depart", "(Tensor x, Tensor order, Tensor inverse, int k, Tensor on_host, bool early) -> Tensor")
-def _depart(x: Tensor, order: Tensor, inverse: Tensor, k: int, on_host: Tensor, early: bool) -> Tensor:
-    rows = spread(x, order, k)
-    if early:
-        _start(rows, on_host, back=False)
-    return rows
+@_op("plan", "(Tensor counts) -> (Tensor, Tensor)")
+def _plan(counts: Tensor) -> tuple[Tensor, Tensor]:
+    return _carrier().plan(counts)
 
 
-@_op("land", "(Tensor rows, Tensor on_host) -> Tensor")
-def _land(rows: Tensor, on_host: Tensor) -> Tensor:
-    return _landed(rows, on_host, back=False)
+@_op(
+    "put",
+    "(Tensor x, Tensor? weights, Tensor order, Tensor inverse, Tensor table, Tensor sizes, int k, bool narrow)"
+    " -> Tensor",
+)
+def _put(
+    x: Tensor,
+    weights: Tensor | None,
+    order: Tensor,
+    inverse: Tensor,
+    table: Tensor,
+    sizes: Tensor,
+    k: int,
+    narrow: bool,
+) -> Tensor:
+    rows, side = x.contiguous(), weights
+    if narrow:
+        assert weights is not None
+        rows, scales = to_float8(x)
+        rows, side = rows.view(torch.uint8), torch.cat([weights, scales.repeat_interleave(k, 0)], dim=1)
+    return _ticket(_carrier().send(rows, side, order, k, table, sizes), x.device)
 
 
-@_op("land_again", "(Tensor rows, Tensor on_host, SymInt arrive) -> Tensor")
-def _land_again(rows: Tensor, on_host: Tensor, arrive: int) -> Tensor:
-    """`land` where it is known how many rows arrive: as many as before."""
-    return _landed(rows, on_host, back=False)
+@_op(
+    "land",
+    "(Tensor ticket, Tensor table, Tensor sizes, SymInt sent, SymInt width, ScalarType dtype, bool narrow)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _land(
+    ticket: Tensor, table: Tensor, sizes: Tensor, sent: int, width: int, dtype: torch.dtype, narrow: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, their weights, and where those of each expert end; this rank has `sent` rows."""
+    rows, weights = _carrier().landed(_transfer(ticket), table, sizes)
+    if narrow:
+        rows, weights = from_float8(rows.view(ROWS), weights[:, 1:], dtype), weights[:, :1].clone()
+    over = job.axes[AXIS]
+    mine = table.view(over.size, over.size, -1)[:, over.rank]
+    return rows, weights, mine.sum(0).cumsum(0).to(torch.int32)
 
 
-@_op("sort", "(Tensor arrived, Tensor counts, Tensor on_host, bool early) -> Tensor")
-def _sort(arrived: Tensor, counts: Tensor, on_host: Tensor, early: bool) -> Tensor:
-    return arrived.index_select(0, _by_expert(counts[1], arrived.shape[0]))
+@_op("land_again", "(Tensor ticket, Tensor table, Tensor sizes, SymInt rows, SymInt width, ScalarType dtype) -> Tensor")
+def _land_again(ticket: Tensor, table: Tensor, sizes: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """`land` without weights, where it is known how many rows arrive: as many as before."""
+    return _carrier().landed(_transfer(ticket), table, sizes)[0]
 
 
-@_op("leave", "(Tensor results, Tensor counts, Tensor on_host, bool early) -> Tensor")
-def _leave(results: Tensor, counts: Tensor, on_host: Tensor, early: bool) -> Tensor:
-    by_source = results.new_empty(max(1, results.shape[0]), results.shape[1])[: results.shape[0]]  # with an address
-    by_source.index_copy_(0, _by_expert(counts[1], results.shape[0]), results)
-    if early:
-        _start(by_source, on_host, back=True)
-    return by_source
+@_op("put_back", "(Tensor rows, Tensor? weights, Tensor table, Tensor sizes) -> Tensor")
+def _put_back(rows: Tensor, weights: Tensor | None, table: Tensor, sizes: Tensor) -> Tensor:
+    side = None if weights is None else weights.contiguous()
+    return _ticket(_carrier().send_back(rows.contiguous(), side, table, sizes), rows.device)
 
 
-@_op("land_back", "(Tensor rows, Tensor on_host, SymInt arrive) -> Tensor")
-def _land_back(rows: Tensor, on_host: Tensor, arrive: int) -> Tensor:
-    return _landed(rows, on_host, back=True)
+@_op(
+    "gather",
+    "(Tensor ticket, Tensor order, Tensor inverse, Tensor table, Tensor sizes, int k, SymInt width, ScalarType dtype,"
+    " bool weighted) -> (Tensor, Tensor)",
+)
+def _gather(
+    ticket: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    table: Tensor,
+    sizes: Tensor,
+    k: int,
+    width: int,
+    dtype: torch.dtype,
+    weighted: bool,
+) -> tuple[Tensor, Tensor]:
+    """The sum of each token's rows, and the numbers beside them, which `weighted` says are there."""
+    out, *side = _carrier().gathered(_transfer(ticket), inverse, k)
+    return out, side[0] if weighted else out.new_empty(0, 1, dtype=torch.float32)
 
 
-@_op("add_up", "(Tensor rows, Tensor order, Tensor inverse, int k, Tensor on_host, bool early) -> Tensor")
-def _add_up(rows: Tensor, order: Tensor, inverse: Tensor, k: int, on_host: Tensor, early: bool) -> Tensor:
-    return add_up(rows, inverse, k)
+# ---- what they return, without values --------------------------------------------------------------------------------
 
 
-_depart.register_fake(lambda x, order, *rest: x.new_empty(order.shape[0], x.shape[1]))
-_land_again.register_fake(lambda rows, on_host, arrive: _planned(rows, arrive))
-_sort.register_fake(lambda arrived, *rest: torch.empty_like(arrived))
-_leave.register_fake(lambda results, *rest: torch.empty_like(results, memory_format=torch.contiguous_format))
-_land_back.register_fake(lambda rows, on_host, arrive: _planned(rows, arrive))
-_add_up.register_fake(lambda rows, order, inverse, k, *rest: rows.new_empty(order.shape[0] // k, rows.shape[1]))
+@_plan.register_fake
+def _(counts: Tensor) -> tuple[Tensor, Tensor]:
+    ranks = job.axes[AXIS].size
+    if job.traffic.plans:
+        job.traffic.planned(AXIS, "all-gather", (ranks - 1) * counts.nbytes)
+    return counts.new_empty(ranks, counts.shape[0]), counts.new_empty(ranks, ranks, device="cpu")
+
+
+_put.register_fake(lambda x, *rest: x.new_empty(1, dtype=torch.float32))
+_put_back.register_fake(lambda rows, *rest: rows.new_empty(1, dtype=torch.float32))
 
 
 @_land.register_fake
-def _(rows: Tensor, on_host: Tensor) -> Tensor:
-    if job.traffic.plans:  # as many rows from every rank as to it
-        return _planned(rows, rows.shape[0])
-    return rows.new_empty(torch.library.get_ctx().new_dynamic_size(), rows.shape[1])
+def _(
+    ticket: Tensor, table: Tensor, sizes: Tensor, sent: int, width: int, dtype: torch.dtype, narrow: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = sent if job.traffic.plans else torch.library.get_ctx().new_dynamic_size()  # a dry run: as many as it sends
+    _planned(sent, width * (1 if narrow else dtype.itemsize) + (8 if narrow else 4))
+    ends = table.new_empty(table.shape[1] // table.shape[0], dtype=torch.int32)
+    return ticket.new_empty(rows, width, dtype=dtype), ticket.new_empty(rows, 1), ends
 
 
-def _planned(x: Tensor, rows: int) -> Tensor:
-    """The rows that arrive, without values; a dry run learns what is sent for them."""
-    out = x.new_empty(rows, x.shape[1])
+@_land_again.register_fake
+def _(ticket: Tensor, table: Tensor, sizes: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    _planned(rows, width * dtype.itemsize)
+    return ticket.new_empty(rows, width, dtype=dtype)
+
+
+@_gather.register_fake
+def _(
+    ticket: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    table: Tensor,
+    sizes: Tensor,
+    k: int,
+    width: int,
+    dtype: torch.dtype,
+    weighted: bool,
+) -> tuple[Tensor, Tensor]:
+    _planned(order.shape[0], width * dtype.itemsize + (4 if weighted else 0))
+    out = ticket.new_empty(order.shape[0] // k, width, dtype=dtype)
+    return out, ticket.new_empty(order.shape[0] if weighted else 0, 1)
+
+
+def _planned(rows: int, size: int) -> None:
+    """A dry run learns that rows of `size` bytes travel."""
     if job.traffic.plans:
         ranks = job.axes[AXIS].size
-        job.traffic.planned(AXIS, "all-to-all", (ranks - 1) / ranks * out.nbytes)
-    return out
+        job.traffic.planned(AXIS, "all-to-all", (ranks - 1) / ranks * rows * size)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the arguments but the first, whose rows are counted."""
-    ctx.save_for_backward(*(one for one in inputs[1:] if isinstance(one, Tensor)))
-    ctx.numbers = [one for one in inputs[1:] if not isinstance(one, Tensor)]
-    ctx.rows = inputs[0].shape[0]
+# ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def _depart_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    order, inverse, on_host = ctx.saved_tensors
-    return _add_up(gradient, order, inverse, ctx.numbers[0], on_host, False), None, None, None, None, None
+def _keep_put(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, order, inverse, table, sizes, ctx.k, _ = inputs
+    ctx.save_for_backward(order, inverse, table, sizes)
+    ctx.width, ctx.dtype, ctx.weighted = x.shape[1], x.dtype, weights is not None
 
 
-def _add_up_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    order, inverse, on_host = ctx.saved_tensors
-    return _depart(gradient, order, inverse, ctx.numbers[0], on_host, ctx.numbers[1]), None, None, None, None, None
+def _put_gradient(ctx: Any, ticket: Tensor) -> tuple[Any, ...]:
+    of_x, of_weights = _gather(ticket, *ctx.saved_tensors, ctx.k, ctx.width, ctx.dtype, ctx.weighted)
+    return of_x, of_weights if ctx.weighted else None, *[None] * 6
 
 
-def _land_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return _land_back(gradient, *ctx.saved_tensors, ctx.rows), None
+def _keep_land(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[1:3])
 
 
-def _land_back_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return _land_again(gradient, *ctx.saved_tensors, ctx.rows), None, None
+def _land_gradient(ctx: Any, of_rows: Tensor, of_weights: Tensor, _: None) -> tuple[Any, ...]:
+    return _put_back(of_rows, of_weights, *ctx.saved_tensors), *[None] * 6
 
 
-def _sort_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return _leave(gradient, *ctx.saved_tensors, ctx.numbers[0]), None, None, None
+def _keep_put_back(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, _, table, sizes = inputs
+    ctx.save_for_backward(table, sizes)
+    ctx.shape, ctx.dtype = rows.shape, rows.dtype
 
 
-def _leave_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return _sort(gradient, *ctx.saved_tensors, False), None, None, None
+def _put_back_gradient(ctx: Any, ticket: Tensor) -> tuple[Any, ...]:
+    return _land_again(ticket, *ctx.saved_tensors, *ctx.shape, ctx.dtype), None, None, None
 
 
-_depart.register_autograd(_depart_gradient, setup_context=_keep)
-_add_up.register_autograd(_add_up_gradient, setup_context=_keep)
-_land.register_autograd(_land_gradient, setup_context=_keep)
-_land_back.register_autograd(_land_back_gradient, setup_context=_keep)
-_sort.register_autograd(_sort_gradient, setup_context=_keep)
-_leave.register_autograd(_leave_gradient, setup_context=_keep)
+def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, order, inverse, table, sizes, ctx.k, *_ = inputs
+    ctx.save_for_backward(order, inverse, table, sizes)
+
+
+def _gather_gradient(ctx: Any, of_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+    order, inverse, table, sizes = ctx.saved_tensors
+    return _put(of_out, None, order, inverse, table, sizes, ctx.k, False), *[None] * 8
+
+
+_put.register_autograd(_put_gradient, setup_context=_keep_put)
+_land.register_autograd(_land_gradient, setup_context=_keep_land)
+_put_back.register_autograd(_put_back_gradient, setup_context=_keep_put_back)
+_gather.register_autograd(_gather_gradient, setup_context=_keep_gather)

@@ -19,20 +19,18 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardline.comm import collectives
+from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import routes_together
 from shardline.models.decoder import Decoder
 from shardline.models.experts.moe import ExpertExchange, RouterRun, Travel
-from shardline.parallel.expert.dispatch import arrive, collect, depart, leave, plan_trip
+from shardline.parallel.expert.all_to_all import AllToAll
+from shardline.parallel.expert.dispatch import arrive, collect, depart, leave
 from shardline.parallel.tensor.tensor import planned_cut, replace_parameter
 
 
-def exchange(mesh: Mesh, sequence_parallel: bool, early: bool) -> ExpertExchange:
-    """How tokens reach the experts in this layout.
-
-    Transfers start `early`, before what is needed of them: not where checkpointing runs single operations again, which
-    would send again what has arrived.
-    """
+def exchange(mesh: Mesh, sequence_parallel: bool, narrow: bool) -> ExpertExchange:
+    """How tokens reach the experts in this layout; `narrow`: in float8."""
     layout, chosen = mesh.layout, ExpertExchange()
     if routes_together(layout):
         into, back = (
@@ -56,8 +54,8 @@ def exchange(mesh: Mesh, sequence_parallel: bool, early: bool) -> ExpertExchange
     if shared:
         chosen = chosen._replace(add_up=functools.partial(_add_up, axes=tuple(shared)))
     if layout.ep > 1:
-        plan = functools.partial(plan_trip, early=early)
-        chosen = chosen._replace(travel=Travel(plan, depart, arrive, leave, collect, parts=2))
+        travel = Travel(functools.partial(depart, narrow=narrow), arrive, leave, collect, parts=2)
+        chosen = chosen._replace(travel=travel)
     return chosen
 
 
@@ -67,15 +65,16 @@ def _add_up(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return x
 
 
-def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun, early: bool) -> None:
+def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun, narrow: bool) -> None:
     """Give this rank its experts (still on the meta device) and the blocks the way of tokens to them."""
     layout = mesh.layout
-    way = exchange(mesh, sequence_parallel, early)
+    way = exchange(mesh, sequence_parallel, narrow)
     for block in model.blocks():
         if block.moe is not None:
             block.spec = block.spec._replace(exchange=way, run=run)
     if layout.ep == 1:
         return
+    job.carrier = AllToAll()
     shared, cut = layout.etp > 1, mesh.of_experts("ep", "etp")
     for name, parameter in list(model.named_parameters()):
         if ".experts." not in name:
