@@ -148,6 +148,39 @@ class DeviceClock:
         return Times(total, exposed)
 
 
+@dataclass
+class RowClock:
+    """Events around rows that kernels send to experts, and around the waits for rows; off except in sampled steps."""
+
+    on: bool = False
+    _sent: list[tuple[Any, Any]] = field(default_factory=list)
+    _waited: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def sending(self) -> contextlib.AbstractContextManager[None]:
+        return self._around(self._sent)
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return self._around(self._waited)
+
+    @contextlib.contextmanager
+    def _around(self, spans: list[tuple[Any, Any]]) -> Iterator[None]:
+        """Around work that is put into the current stream."""
+        if not self.on:
+            yield
+            return
+        span = _events()
+        span[0].record()
+        yield
+        span[1].record()
+        spans.append(span)
+
+    def take(self) -> Times | None:
+        """The times of the step that the device has just finished; None where kernels sent nothing."""
+        sent, waited = self._sent, self._waited
+        self._sent, self._waited = [], []
+        return Times(sum(map(_elapsed, sent)), sum(map(_elapsed, waited))) if sent else None
+
+
 def _events() -> tuple[Any, Any]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -155,17 +188,21 @@ def _events() -> tuple[Any, Any]:
 class Sampler:
     """Measures the communication over some axes in a step that will be logged: `begin` before it, `end` after it.
 
-    On a GPU events time the tensor-parallel operations; what NCCL carries over other axes is not measured.
+    On a GPU events time the tensor-parallel operations, and rows that kernels send to experts; what NCCL carries over
+    other axes is not measured.
     """
 
-    def __init__(self, device: torch.device, clock: DeviceClock, spans: Spans, axes: Sequence[str] = ("tp",)) -> None:
-        self.clock, self.spans, self.device = clock, spans, device
+    def __init__(
+        self, device: torch.device, clock: DeviceClock, rows: RowClock, spans: Spans, axes: Sequence[str] = ("tp",)
+    ) -> None:
+        self.clock, self.rows, self.spans, self.device = clock, rows, spans, device
         self.by_events = [axis for axis in axes if axis == "tp" and device.type == "cuda"]
         self.by_host = [axis for axis in axes if axis not in self.by_events]
 
     def begin(self) -> None:
         if self.by_events:
             self.clock.axis = "tp"
+        self.rows.on = self.device.type == "cuda"
         if self.by_host:
             self.spans.stop("step")  # a run before may have failed in the middle of a step
             self.spans.record("step")
@@ -180,4 +217,9 @@ class Sampler:
             recorded = self.spans.take("step")
             self.spans.stop("step")
             found |= {axis: host_times(recorded, axis) for axis in self.by_host}
+        if self.rows.on:
+            torch.cuda.synchronize(self.device)
+            self.rows.on = False
+            by_kernels = self.rows.take()
+            found |= {} if by_kernels is None else {"ep": by_kernels}
         return found

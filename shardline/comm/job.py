@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardline.comm.exposed_time import exposed
-from shardline.comm.hidden_time import DeviceClock
+from shardline.comm.hidden_time import DeviceClock, RowClock
 from shardline.comm.spans import Spans
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class JobState:
     traffic: Traffic = field(default_factory=Traffic)
     spans: Spans = field(default_factory=Spans)
     clock: DeviceClock = field(default_factory=DeviceClock)
+    row_clock: RowClock = field(default_factory=RowClock)
     watchdog: Watchdog | None = None
     waiter: ThreadPoolExecutor | None = None  # notes when transfers end, while spans are recorded
     spaces: dict[str, Space] = field(default_factory=dict)  # group name -> memory that its ranks share
@@ -102,7 +103,7 @@ class JobState:
             self.waiter.shutdown(wait=False)
             self.waiter = None
         self.set_axes({})
-        self.clock = DeviceClock()
+        self.clock, self.row_clock = DeviceClock(), RowClock()
 
     def waiting_thread(self) -> ThreadPoolExecutor:
         if self.waiter is None:

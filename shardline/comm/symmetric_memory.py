@@ -61,7 +61,7 @@ def _try_out(axis: str) -> None:
     hosts: list[str] = [""] * collectives.axis_size(axis)
     dist.all_gather_object(hosts, socket.gethostname(), group=collectives.axis(axis).group)
     if len(set(hosts)) > 1:
-        raise RuntimeError("ranks of a tensor-parallel group are on different hosts")
+        raise RuntimeError(f"ranks of one {axis} group are on different hosts")
     if share_a_gpu(collectives.axis_size(axis)) and os.environ.get(SHARED_DEVICE) != "1":
         raise RuntimeError(f"ranks share a GPU and {SHARED_DEVICE} is not 1")
     region = Region(axis, ALIGNMENT, torch.device("cuda", torch.cuda.current_device()))

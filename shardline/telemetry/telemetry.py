@@ -59,7 +59,9 @@ class Telemetry:
         axes = ["tp"] if tensor_parallel else []
         if mesh.layout.ep > 1 and runs_on_host(job.axes["ep"].group, device):
             axes.append("ep")
-        self.sampler = Sampler(device, job.clock, job.spans, axes) if axes else None
+        self.sampler = (
+            Sampler(device, job.clock, job.row_clock, job.spans, axes) if axes or mesh.layout.ep > 1 else None
+        )
         self.row: dict[str, Any] = {}
         self.stopped_by: str | None = None  # what ended the run early, for its closing lines
 

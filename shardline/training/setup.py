@@ -50,6 +50,7 @@ from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.parallel.apply import Applied, make_model
 from shardline.parallel.context.context import attention_words
+from shardline.parallel.expert.choose import choose_carrier
 from shardline.parallel.pipeline.schedules import warnings
 from shardline.parallel.pipeline.stages import plan_pipeline
 from shardline.parallel.replica_check import check_replicas
@@ -239,7 +240,8 @@ class Setup:
             log.info("learning rate %g for a global batch of %d", self.base_lr, batch)
         cache = cache_folder(config.training.cache_folder)
         self.async_tensor = async_tp.prepare(config, self.arch, mesh, applied.tensor, dtype, device, cache)
-        for line in self.async_tensor.lines:
+        carried = choose_carrier(config, self.arch, mesh, dtype, device)
+        for line in (*self.async_tensor.lines, *filter(None, [carried])):
             log.info("%s", line)
         self.stepper = Stepper(config, self.model, self.optimizer, mesh, applied, device)
         self.identity = DataIdentity(

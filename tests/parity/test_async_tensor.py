@@ -59,7 +59,7 @@ def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: 
         if real:
             changes.enter_context(patch.object(autotune, "MOST_ROUNDS", 2))
         else:
-            changes.enter_context(patch.object(autotune, "_timed", own_clock))
+            changes.enter_context(patch.object(autotune, "timed", own_clock))
         if not measures:
             changes.enter_context(patch.object(async_tp, "measure", side_effect=AssertionError("it measured")))
         done = async_tp.prepare(config, arch, mesh, plan, torch.float32, device, cache)

@@ -14,6 +14,11 @@ if not ON_GPU:
 
 from shardline.models.experts.row_kernels import add_up_kernel, swiglu_gradient_kernel, swiglu_kernel  # noqa: E402
 from shardline.optim.adam_kernel import adam_kernel  # noqa: E402
+from shardline.parallel.expert.row_transfer_kernels import (  # noqa: E402
+    routes_kernel,
+    send_rows_kernel,
+    share_counts_kernel,
+)
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -67,7 +72,68 @@ def check_swiglu() -> None:
     torch.testing.assert_close(of_other, of_weights)
 
 
+def check_row_transfers() -> None:
+    """Three ranks in one process, two experts each, one of which gets nothing: rows go to their experts and back."""
+    ranks, experts, tokens, k, width = 3, 6, 5, 2, 20
+    source = torch.Generator().manual_seed(3)
+    scores = torch.rand(ranks, tokens, experts, generator=source)
+    scores[:, :, 4] = -1
+    chosen = scores.topk(k, dim=2).indices.flatten(1)
+    rows = torch.randn(ranks, tokens, width, generator=source).to(DEVICE)
+    side = torch.rand(ranks, tokens * k, 2, generator=source).to(DEVICE)
+    order = chosen.argsort(dim=1, stable=True)
+    counts = torch.nn.functional.one_hot(chosen, experts).sum(1).to(DEVICE)
+    room = ranks * tokens * k
+    begins = room * width * 4
+    sizes = {"BACK": False, "RANKS": 4, "EXPERTS": 8}
+
+    def memory(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.zeros(ranks, size, dtype=torch.uint8, device=DEVICE)
+        return whole, torch.tensor([one.data_ptr() for one in whole], device=DEVICE)
+
+    tables, addresses = memory(ranks * experts * 8)
+    for rank in range(ranks):
+        share_counts_kernel[(ranks,)](counts[rank], addresses, rank, experts, BLOCK=8)
+    for table in tables:
+        assert torch.equal(table.view(torch.int64).view(ranks, experts), counts)
+
+    there, addresses = memory(begins + room * 2 * 4)
+    for rank in range(ranks):
+        routes = torch.empty(2, experts, dtype=torch.int64, device=DEVICE)
+        routes_kernel[(experts,)](counts, *routes, rank, ranks, experts, **sizes)
+        send_rows_kernel[(tokens * k, 2)](
+            rows[rank].view(torch.int32), side[rank], order[rank].to(DEVICE), *routes, addresses,
+            begins, width, experts, 2, ranks,
+            K=k, SIDE=2, BACK=False, BLOCKS=8, BLOCK=16,
+        )  # fmt: skip
+    arrived = []
+    for rank in range(ranks):
+        wanted = [(e, r, i) for e in (2 * rank, 2 * rank + 1) for r in range(ranks) for i in order[r].tolist()
+                  if chosen[r, i] == e]  # fmt: skip
+        n = len(wanted)
+        found = there[rank, : n * width * 4].view(torch.float32).view(n, width)
+        beside = there[rank, begins : begins + n * 8].view(torch.float32).view(n, 2)
+        assert torch.equal(found, torch.stack([rows[r, i // k] for _, r, i in wanted]))
+        assert torch.equal(beside, torch.stack([side[r, i] for _, r, i in wanted]))
+        arrived.append((found.clone(), beside.clone()))
+
+    back, addresses = memory(begins + room * 2 * 4)
+    for rank, (found, beside) in enumerate(arrived):
+        routes = torch.empty(2, experts, dtype=torch.int64, device=DEVICE)
+        routes_kernel[(experts,)](counts, *routes, rank, ranks, experts, **{**sizes, "BACK": True})
+        send_rows_kernel[(len(found), 2)](
+            found.view(torch.int32), beside, found, *routes, addresses, begins, width, experts, 2, ranks,
+            K=1, SIDE=2, BACK=True, BLOCKS=8, BLOCK=16,
+        )  # fmt: skip
+    for rank in range(ranks):
+        returned = back[rank, : tokens * k * width * 4].view(torch.float32).view(-1, width)
+        beside = back[rank, begins : begins + tokens * k * 8].view(torch.float32).view(-1, 2)
+        assert torch.equal(returned, rows[rank][order[rank].to(DEVICE) // k])
+        assert torch.equal(beside, side[rank][order[rank].to(DEVICE)])
+
+
 if __name__ == "__main__":
+    check_row_transfers()
     check_swiglu()
     for optimizer in (torch.optim.AdamW, torch.optim.Adam):
         for of_gradient in (torch.float32, torch.bfloat16):

@@ -154,8 +154,8 @@ def run_measured(times, rounds, tells_pace=False):
         patch.object(autotune, "_tells_pace", lambda trial: tells_pace),
         patch.object(autotune, "Trial", FakeTrial),
         patch.object(autotune, "_failure", failed),
-        patch.object(autotune, "_timed", timed),
-        patch.object(autotune, "_agreed", lambda found, device: found),
+        patch.object(autotune, "timed", timed),
+        patch.object(autotune, "slowest", lambda found, device: found),
     ):
         tried = [SERIAL, Choice("ring"), Choice("ring", 2)]
         return measure(Shape(PRODUCT), tried, CPU, rounds), runs

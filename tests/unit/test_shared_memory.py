@@ -134,7 +134,7 @@ def test_ranks_on_different_hosts_are_told_so(monkeypatch):
     monkeypatch.setattr(dist, "all_gather_object", gather)
     monkeypatch.setattr(collectives, "axis_size", lambda name: 2)
     monkeypatch.setattr(collectives, "axis", lambda name: SimpleNamespace(size=2, group=f"ranks of {name}"))
-    assert symmetric_memory.unusable(torch.device("cuda")) == "ranks of a tensor-parallel group are on different hosts"
+    assert symmetric_memory.unusable(torch.device("cuda")) == "ranks of one tp group are on different hosts"
 
 
 @pytest.mark.parametrize(("local", "gpus", "shared"), [(8, 8, False), (2, 1, True), (4, 2, True), (None, 1, True)])

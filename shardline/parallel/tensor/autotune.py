@@ -228,12 +228,12 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
         del wanted
         refused = {choice.backend: failures[choice] for choice in tried if failures[choice]}
         works = [who for who in runs if who in parts or who.backend not in refused]
-        timed = _agreed([_timed(runs[who], device, in_a_row) for who in works], device)
+        timed = slowest([timed(runs[who], device, in_a_row) for who in works], device)
         first = dict(zip(works, timed, strict=True))
         enough = HOPELESS * min(first[who] for who in works if who not in parts)
         kept = [who for who in works if who in parts or first[who] < enough or who == SERIAL]
-        slowest = max(first[who] for who in kept) * in_a_row
-        count = rounds or min(max(int(MOMENT / slowest), LEAST_ROUNDS), MOST_ROUNDS)
+        longest = max(first[who] for who in kept) * in_a_row
+        count = rounds or min(max(int(MOMENT / longest), LEAST_ROUNDS), MOST_ROUNDS)
         medians = first | _medians(runs, kept, count, device, in_a_row)
         best = min(medians[who] for who in kept if who not in parts)
         near = [who for who in kept if who not in parts and medians[who] < NEAR * best]
@@ -258,8 +258,8 @@ def _medians(
     for turn in range(rounds):
         first = turn % len(some)
         for who in (*some[first:], *some[:first]):
-            samples[who].append(_timed(runs[who], device, in_a_row))
-    agreed = _agreed([seconds for who in some for seconds in samples[who]], device)
+            samples[who].append(timed(runs[who], device, in_a_row))
+    agreed = slowest([seconds for who in some for seconds in samples[who]], device)
     return {who: statistics.median(agreed[place * rounds : (place + 1) * rounds]) for place, who in enumerate(some)}
 
 
@@ -329,7 +329,7 @@ def _norm(tensor: Tensor, order: float = 2) -> float:
     return float(torch.linalg.vector_norm(tensor, order, dtype=torch.promote_types(tensor.dtype, torch.float32)))
 
 
-def _timed(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:
+def timed(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:
     dist.barrier()
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -351,7 +351,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _agreed(seconds: list[float], device: torch.device) -> list[float]:
+def slowest(seconds: list[float], device: torch.device) -> list[float]:
     """The slowest rank's seconds: the same numbers, and so the same choices, on every rank."""
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
     agreed: list[float] = collectives.max_in_place(values, "world").tolist()
