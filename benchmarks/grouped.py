@@ -1,8 +1,8 @@
 """Products of experts: all at once, one dense product of the same size, and a loop over the experts.
 
-    python benchmarks/grouped.py            # 64 experts, top 6 and 128 experts, top 8 on a GPU; tiny on CPU
+    python benchmarks/grouped.py   # 64 experts, top 6, several numbers of tokens; 128 experts, top 8; tiny on CPU
 
-Prints one JSON line for each number of experts and each load: the milliseconds of the first product, of the gradient of
+Prints one JSON line for each size and each load: the milliseconds of the first product, of the gradient of
 its rows and of that of its weights.
 """
 
@@ -30,7 +30,7 @@ class Size(NamedTuple):
 
 ON_GPU = torch.cuda.is_available()
 SIZES = (
-    [Size(64, 6, 2048, 2816, 16384), Size(128, 8, 2048, 1536, 16384)]
+    [Size(64, 6, 2048, 2816, tokens) for tokens in (2048, 4096, 8192, 16384, 43691)] + [Size(128, 8, 2048, 1536, 16384)]
     if ON_GPU
     else [Size(8, 2, 64, 96, 512), Size(16, 2, 64, 48, 512)]
 )

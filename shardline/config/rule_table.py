@@ -300,6 +300,10 @@ def _asks_for_overlap(config: Config) -> bool:
     return overlaps and _splits_experts(config) and section.pipeline_parallel_expert_parallel_overlap
 
 
+def _wants_deepep(config: Config) -> bool:
+    return _splits_experts(config) and config.parallelism.expert_parallel_comm_backend == "deepep"
+
+
 def _deepep_words(config: Config) -> str:
     missing = "" if importlib.util.find_spec("deep_ep") else ", whose package, deep_ep, is not installed"
     return f"kernels of DeepEP{missing}; 'standard' sends tokens by all-to-all"
@@ -411,7 +415,7 @@ RULES: list[Rule] = [
     # Pending: features that are not built yet.
     _not_built(_model_feature, "model.name", when=lambda c: bool(_flavors_not_built(c))),
     _not_built("low precision", "model.converters"),
-    _not_built(_deepep_words, "parallelism.expert_parallel_comm_backend", when=_splits_experts),
+    _not_built(_deepep_words, "parallelism.expert_parallel_comm_backend", when=_wants_deepep),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
     _not_built("simulated communication", "comm.mode"),
     _not_built("flight recorder", *_below("comm", "trace_buf_size save_traces_folder save_traces_file_prefix")),

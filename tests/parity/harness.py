@@ -262,7 +262,10 @@ def _watch_gradients(trainer: Any, record: Record) -> None:
 
     def watched(*arguments: Any, **options: Any) -> Any:
         if not record.gradients:
-            record.gradients, record.gradient_prints = _whole(trainer, lambda parameter: parameter.grad)
+            scale = getattr(trainer.optimizer, "scale", 1.0)  # of an optimizer that clips gradients as it reads them
+            record.gradients, record.gradient_prints = _whole(
+                trainer, lambda parameter: None if parameter.grad is None else parameter.grad * scale
+            )
         return update(*arguments, **options)
 
     trainer.optimizer.step = watched
