@@ -20,7 +20,7 @@ from shardline.models.flavors import FLAVORS
 from shardline.models.fused_weights import logical_shapes
 from shardline.models.state import load_logical_state
 from tests import processes
-from tests.unit import titan
+from tests.unit.checkpoint import titan
 
 SIZES = {
     "dim": titan.DIM,
@@ -37,7 +37,7 @@ SIZES = {
 OVERRIDES = tuple(f"--model.overrides.{name}={value}" for name, value in SIZES.items())
 MODEL = ("--model.name=llama3", "--model.flavor=debugmodel", *OVERRIDES)
 TOKENS = torch.arange(2 * 30).view(2, 30) * 13 % titan.VOCAB
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def write(folder: Path, state: dict[str, Any]) -> Path:
@@ -167,7 +167,7 @@ def test_rows_of_pairs_become_halves() -> None:
 
 def test_parts_of_two_ranks(tmp_path: Path, call: Any) -> None:
     folder = tmp_path / "step-9"
-    words = [sys.executable, "-m", "tests.unit.titan", str(folder)]
+    words = [sys.executable, "-m", "tests.unit.checkpoint.titan", str(folder)]
     ranks = [processes.start([*words, str(rank), "2"], cwd=ROOT) for rank in range(2)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     assert len(list(folder.glob("__*_*.distcp"))) >= 2

@@ -16,9 +16,9 @@ from shardline.checkpoint.mirror import Mirror, check_free
 from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.storage.location import locate
+from tests import faulty_storage
 from tests.e2e.tiny import run
-from tests.unit import faulty_storage
-from tests.unit.faulty_storage import faults
+from tests.faulty_storage import faults
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 URL = "faulty://bucket/run"

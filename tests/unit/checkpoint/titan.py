@@ -1,6 +1,6 @@
 """A small decoder as TorchTitan has it, written down independently: its names, and rotations of neighbouring pairs.
 
-    python -m tests.unit.titan FOLDER RANK RANKS
+    python -m tests.unit.checkpoint.titan FOLDER RANK RANKS
 
 writes the weights of one of several ranks with torch.distributed.checkpoint.
 """

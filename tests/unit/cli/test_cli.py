@@ -16,7 +16,7 @@ from shardline.cli.main import dispatch, main
 from shardline.errors import UserError
 from shardline.run.options import TrainOptions
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

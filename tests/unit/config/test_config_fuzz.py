@@ -24,7 +24,7 @@ from shardline.errors import ConfigError
 from shardline.precision.mixed import choose_precision
 from shardline.tools.bench.comm import _with_dim
 from tests.examples import examples
-from tests.unit.config_strategies import ANYTHING, EDGES, FLAG_WORDS, KEYS, configs
+from tests.unit.config.config_strategies import ANYTHING, EDGES, FLAG_WORDS, KEYS, configs
 
 quick = settings(max_examples=examples(300), deadline=None, derandomize=True)
 
@@ -137,7 +137,7 @@ def test_whether_a_key_was_given_is_asked_only_where_the_written_config_tells_it
     """`to_toml` leaves these keys out when they were not given; everywhere else the value alone decides."""
     asked = {
         argument
-        for file in (Path(__file__).parents[2] / "shardline").rglob("*.py")
+        for file in (Path(__file__).parents[3] / "shardline").rglob("*.py")
         for argument in re.findall(r"(?<!def )is_set\(([^)]+)\)", file.read_text())
     }
     # The questions of the writer and of the note about the cut of stages; of the command that converts checkpoints

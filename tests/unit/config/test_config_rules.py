@@ -22,7 +22,7 @@ from shardline.models.rope import inverse_frequencies
 from shardline.optim.lr_schedule import lr_factor
 from shardline.parallel.pipeline.schedules import build_schedule
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SEEDS = Path(__file__).parent / "seeds"
 
 SEED_MARKS = {
@@ -641,5 +641,5 @@ def test_replicas_are_refused_what_shards_are_not(more):
 
 
 def test_the_compatibility_page_is_up_to_date():
-    page = Path(__file__).parents[2] / "docs" / "compatibility.md"
+    page = Path(__file__).parents[3] / "docs" / "compatibility.md"
     assert page.read_text() == compatibility_page(), "run `make docs`"

@@ -7,7 +7,7 @@ from shardline.config.load import load_config
 from shardline.config.schema import leaves
 from shardline.config.write import diff, markdown, to_toml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def reload(tmp_path, text):

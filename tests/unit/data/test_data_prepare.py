@@ -155,7 +155,7 @@ from shardline.data.prepare import prepare
 from shardline.data.sources import Source
 from shardline.data.tokenizer import ByteTokenizer
 from shardline.errors import UserError
-from tests.unit.test_data_prepare import grouped
+from tests.unit.data.test_data_prepare import grouped
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 out, stop, pause, limit = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 overwrite = bool(int(sys.argv[5]))
@@ -181,7 +181,7 @@ def start(
     out: Path, stop: int = -1, pause: float = 0.0, limit: int = 0, overwrite: bool = False
 ) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", SCRIPT, str(out), str(stop), str(pause), str(limit), str(int(overwrite))]
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     return processes.start(words, stdout=subprocess.PIPE, text=True, cwd=root)
 
 

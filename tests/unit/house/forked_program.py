@@ -15,7 +15,7 @@ def main(what: str, *words: str) -> None:
     elif what == "raise":
         raise ValueError("raised")
     elif what == "start":
-        subprocess.run([sys.executable, "-m", "tests.unit.forked_program", "parent"], check=True)
+        subprocess.run([sys.executable, "-m", "tests.unit.house.forked_program", "parent"], check=True)
     elif what == "parent":
         print(os.getpid(), os.getppid(), flush=True)
         while os.getppid() != 1:  # until the one that started this has ended

@@ -8,7 +8,7 @@ import pytest
 from shardline.config.load import load_config
 from shardline.tools.dry_run.dry_run import describe
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[3] / "configs"
 PARAMETERS = {"8B": 8_030_261_248, "70B": 70_553_706_496, "405B": 405_853_388_800}
 # File -> ranks, what the lines must say
 WANTED = {

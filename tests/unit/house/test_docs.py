@@ -7,7 +7,7 @@ import pytest
 
 from shardline.cli.main import COMMANDS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("shardline", "tests", "benchmarks", "configs", "examples", "docs")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "shardline"
+PACKAGE = Path(__file__).parents[3] / "shardline"
 LEVELS = {
     "train": 21,
     "__main__": 21,

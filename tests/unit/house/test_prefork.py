@@ -11,7 +11,7 @@ import pytest
 
 from tests import leftovers, prefork, progress, proven
 
-WORDS = [sys.executable, "-m", "tests.unit.forked_program"]
+WORDS = [sys.executable, "-m", "tests.unit.house.forked_program"]
 pytestmark = pytest.mark.skipif(not prefork.wanted(), reason="programs are executed here")
 
 
@@ -102,4 +102,4 @@ def test_the_line_of_progress(capsys):
 
 
 def test_root_is_the_repository():
-    assert (prefork.ROOT / "tests" / "unit" / Path(__file__).name).is_file()
+    assert (prefork.ROOT / "tests" / "unit" / "house" / Path(__file__).name).is_file()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests import processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 UNDER_NOHUP = """
 import signal, sys

@@ -109,7 +109,7 @@ def test_a_report_keeps_an_error_and_tells_a_lost_peer_from_it(tmp_path, monkeyp
 def test_a_rank_turns_what_it_did_not_handle_into_exit_codes(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDLINE_REPORT", str(tmp_path / "report.json"))
     codes = {"users": 2, "bug": 1, "interrupted": 143, "exits": 5, "fine": 0}
-    assert {name: run(f"tests.unit.test_launch:{name}", ()) for name in codes} == codes
+    assert {name: run(f"tests.unit.launch.test_launch:{name}", ()) for name in codes} == codes
     assert read_report(tmp_path / "report.json").text == "IndexError: list index out of range"
 
 

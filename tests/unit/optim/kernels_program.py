@@ -1,4 +1,4 @@
-"""The kernels of Adam and of rows of experts against torch: python -m tests.unit.kernels_program.
+"""The kernels of Adam and of rows of experts against torch: python -m tests.unit.optim.kernels_program.
 
 On a GPU where there is one, else in Triton's interpreter. Ends with 0 where every result is right.
 """

@@ -14,7 +14,7 @@ from shardline.optim.early_step import EarlyStep, step_early
 from shardline.optim.lr_schedule import set_lr
 from shardline.optim.optimizer import build_optimizer
 from shardline.optim.state import optimizer_state
-from tests.unit.optimizer_state import load_optimizer_state
+from tests.unit.optim.optimizer_state import load_optimizer_state
 
 LAYERS = 8
 

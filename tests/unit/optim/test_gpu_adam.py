@@ -14,21 +14,21 @@ from shardline.models.narrow import keep_narrow, narrow_copy, narrowed
 from shardline.optim.clip import clip_, clipping_factor
 from shardline.optim.gpu_adam import GPUAdam
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRITON = ROOT / ".venv" / "triton"
 
 
 @pytest.mark.skipif(not (TRITON / "triton").is_dir(), reason="Triton's interpreter is not installed")
 def test_the_kernels_in_the_interpreter():
     environment = {**os.environ, "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.unit.kernels_program"]
+    command = [sys.executable, "-m", "tests.unit.optim.kernels_program"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
 def test_the_kernels_on_a_gpu():
-    subprocess.run([sys.executable, "-m", "tests.unit.kernels_program"], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "tests.unit.optim.kernels_program"], cwd=ROOT, check=True, timeout=300)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from shardline.optim.lamb import fused_parts, whole_norms
 from shardline.optim.optimizer import build_optimizer
 from shardline.optim.state import optimizer_state
 from tests.model_state import logical_state
-from tests.unit.optimizer_state import load_optimizer_state
+from tests.unit.optim.optimizer_state import load_optimizer_state
 
 LR, BETA1, BETA2, EPS, DECAY, TRUST = 0.02, 0.9, 0.95, 1e-6, 0.1, 0.01
 SIZES = {

@@ -14,7 +14,7 @@ from shardline.errors import ConfigError, UserError
 from shardline.optim import optimizer as module
 from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.optim.state import optimizer_state
-from tests.unit.optimizer_state import load_optimizer_state
+from tests.unit.optim.optimizer_state import load_optimizer_state
 
 DEFAULTS = {
     "name": "AdamW",

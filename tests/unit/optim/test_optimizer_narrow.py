@@ -9,8 +9,8 @@ from shardline.optim import bfloat16_moments as narrow_adam
 from shardline.optim.bfloat16_moments import NarrowAdam
 from shardline.optim.optimizer import build_optimizer
 from shardline.optim.state import optimizer_state
-from tests.unit.optimizer_state import load_optimizer_state
-from tests.unit.test_optimizer import Tiny, config, train
+from tests.unit.optim.optimizer_state import load_optimizer_state
+from tests.unit.optim.test_optimizer import Tiny, config, train
 
 
 def narrow(**options):

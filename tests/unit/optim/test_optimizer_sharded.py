@@ -22,9 +22,9 @@ from shardline.optim.early_step import EarlyStep, step_early
 from shardline.optim.lamb import whole_norms
 from shardline.optim.optimizer import build_optimizer
 from shardline.optim.state import optimizer_state
-from tests.unit.optimizer_state import load_optimizer_state
-from tests.unit.test_early_step import one_rank
-from tests.unit.test_lamb import config, decoder, norm, set_gradients
+from tests.unit.optim.optimizer_state import load_optimizer_state
+from tests.unit.optim.test_early_step import one_rank
+from tests.unit.optim.test_lamb import config, decoder, norm, set_gradients
 
 RANKS = 4
 CASES: dict[str, Callable[[], None]] = {}

@@ -1,6 +1,6 @@
 """The kernels of parallel/tensor/fused_kernels.py on a GPU, in one process that is all ranks: for compute-sanitizer.
 
-    python -m tests.unit.fused_alone [PROGRAMS]
+    python -m tests.unit.parallel.fused_alone [PROGRAMS]
 
 Gathering, all rows have arrived. Scattering, a rank's memory of another is its own: what it sends is what it waits for.
 With PROGRAMS, so many share the tiles and each multiplies two; else as many as in a run. Ends with 0 where every result

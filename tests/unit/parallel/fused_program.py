@@ -1,6 +1,6 @@
 """The kernels of parallel/tensor/fused_kernels.py in Triton's interpreter: every program of every rank is a process.
 
-    python -m tests.unit.fused_program gather|scatter RANKS ABREAST REPEATS SEED [TURNS [PLACES]]
+    python -m tests.unit.parallel.fused_program gather|scatter RANKS ABREAST REPEATS SEED [TURNS [PLACES]]
 
 Programs of a rank begin a product together and end it together, as kernels on one stream do; ranks run free. There are
 PLACES for them, ABREAST where nothing is said, and the next begins when one has ended, as on a GPU. Memory is shared by

@@ -11,7 +11,7 @@ from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.parallel.data.compression import LowRankExchange, is_worthwhile
 from tests.parity.harness import Harness
-from tests.unit.test_data_parallel import ranks
+from tests.unit.parallel.test_data_parallel import ranks
 
 ROWS, COLUMNS, RANK = 24, 40, 4
 SHAPES = [torch.Size((ROWS, COLUMNS)), torch.Size((COLUMNS,)), torch.Size((3, 2))]

@@ -24,7 +24,7 @@ from shardline.parallel.data.fsdp import CountedGather, CountedScatter, TimedWor
 from shardline.precision.mixed import choose_precision
 from shardline.training.setup import build_model
 from tests.parity.harness import MODEL
-from tests.unit.test_data_parallel import ranks
+from tests.unit.parallel.test_data_parallel import ranks
 
 CPU = torch.device("cpu")
 BLOCKS = 4

@@ -17,7 +17,7 @@ from shardline.parallel.replica_check import CHUNK, check_replicas, fingerprint
 from shardline.precision.mixed import choose_precision
 from shardline.training.setup import build_model
 from tests.parity.harness import MODEL
-from tests.unit.test_data_parallel import ranks
+from tests.unit.parallel.test_data_parallel import ranks
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from shardline.comm import collectives
 from shardline.parallel.tensor import fused
 from shardline.parallel.tensor.tile_order import column_of_tiles, gathering_shard, row_of_tiles, scattering_shard
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRITON = Path(sys.prefix) / "triton"  # apart: torch's compiler must not find it on a machine without a GPU
 
 
@@ -138,6 +138,6 @@ def test_the_slowest_rank_chooses_tiles_in_as_many_rounds_as_take_a_moment(monke
 )
 def test_in_the_interpreter(words):
     environment = {**os.environ, "PYTHONPATH": f"{TRITON}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.unit.fused_program", *words.split()]
+    command = [sys.executable, "-m", "tests.unit.parallel.fused_program", *words.split()]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RIGHT = "12 right"
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
 def run(*before: str, words: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    command = [*before, sys.executable, "-m", "tests.unit.fused_alone", *words]
+    command = [*before, sys.executable, "-m", "tests.unit.parallel.fused_alone", *words]
     path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
     environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)

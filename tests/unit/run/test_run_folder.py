@@ -478,7 +478,7 @@ def test_racing_processes_never_share_an_unnamed_folder(tmp_path, monkeypatch):
 
 HOLDER = """
 import os, sys, time
-from tests.unit.test_run_folder import start
+from tests.unit.run.test_run_folder import start
 run = start(sys.argv[1])
 child = os.fork() if sys.argv[2] == "fork" else None
 if not child:  # the child, once it has let go of what it inherited
@@ -490,7 +490,7 @@ time.sleep(60)
 @pytest.mark.parametrize("kind", ["alone", "fork"])
 def test_killed_run_lets_the_folder_go(tmp_path, kind, lines):
     """Also when a forked data worker of it lives on."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     holder = processes.start(
         [sys.executable, "-c", HOLDER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True, cwd=root
     )
@@ -536,7 +536,7 @@ ELSEWHERE = """
 import fcntl, socket, sys, time
 from shardline.run import folder
 from shardline.run import lock as folder_lock
-from tests.unit.test_run_folder import start
+from tests.unit.run.test_run_folder import start
 
 folder_lock.BEAT_SECONDS = 0.1
 socket.gethostname = lambda: "node7"
@@ -555,7 +555,7 @@ sys.stdin.readline()
 def elsewhere(folder: Path, locks: str) -> Iterator[subprocess.Popen[str]]:
     """A run that holds the folder on another machine."""
     command = [sys.executable, "-c", ELSEWHERE, str(folder), locks]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     with processes.running(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as process:
         assert process.stdout.readline() == "held\n"
         yield process

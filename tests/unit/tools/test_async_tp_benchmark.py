@@ -9,7 +9,7 @@ import torch
 
 from shardline.comm import collectives
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "async_tp.py"
+PATH = Path(__file__).parents[3] / "benchmarks" / "async_tp.py"
 
 
 @pytest.fixture

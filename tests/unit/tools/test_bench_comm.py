@@ -22,7 +22,7 @@ from shardline.tools.bench.comm import measure_all, parse_sizes
 from tests.e2e.tiny import command
 from tests.parity.pool import Pool
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KEYS = ["benchmark", "op", "dim", "world", "bytes", "dtype", "iterations", "milliseconds", "algbw_gbs", "busbw_gbs"]
 KEYS += ["device", "backend", "torch"]
 

@@ -18,7 +18,7 @@ from shardline.parallel.pipeline.schedules import build_schedule
 from shardline.parallel.pipeline.timeline import in_flight, simulate
 from shardline.tools.schedule import drawing
 
-DOCS = Path(__file__).parents[2] / "docs" / "parallelism.md"
+DOCS = Path(__file__).parents[3] / "docs" / "parallelism.md"
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 
 
