@@ -43,8 +43,8 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
     "tests.faults.programs": (),
     "tests.faults.wire": (),
     "tests.parity.pool": (),
-    "tests.unit.forked_program": (),
-    "tests.unit.titan": (),
+    "tests.unit.house.forked_program": (),
+    "tests.unit.checkpoint.titan": (),
     "torch.distributed.run": (),
 }
 LEAVES = ("shardline.launch.rank_main", "tests.faults.nursery", "tests.parity.pool")  # start no programs themselves

@@ -15,9 +15,9 @@ from shardline.errors import ConfigError, UserError
 from shardline.run.options import TrainOptions
 from shardline.storage.location import locate
 from shardline.training.trainer import Trainer
+from tests import faulty_storage
 from tests.e2e.tiny import command, flags, rows, run, tiny_config
-from tests.unit import faulty_storage
-from tests.unit.faulty_storage import faults
+from tests.faulty_storage import faults
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 URL = "faulty://bucket/run"
@@ -173,7 +173,7 @@ def test_two_ranks_fetch_one_copy(tmp_path: Path) -> None:
     """Each rank asks for it, one fetches it, both start from it."""
     run(tmp_path / "run", **SAVING)
     shutil.copytree(tmp_path / "run" / "checkpoint", tmp_path / "away")
-    url, custom = f"far://{tmp_path}/away", "--experimental.custom_import=tests.unit.far_storage"
+    url, custom = f"far://{tmp_path}/away", "--experimental.custom_import=tests.far_storage"
     settings = {**SAVING, "training__global_batch_size": 4, "training__local_batch_size": 2, "training__steps": 1}
     words = flags(tmp_path / "next", **settings, checkpoint__initial_load_path=url)
     done = command("train", "--nproc", "2", *words, custom)

@@ -1,0 +1,54 @@
+"""What the pages name exists: files, config keys, commands; and the words of the glossary stand there once."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shardline.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("shardline", "tests", "benchmarks", "configs", "examples", "docs")
+
+
+def named_files(text: str) -> set[str]:
+    """Paths in backticks or links whose first folder is one of ours, or one of the package's."""
+    found = set(re.findall(r"(?<![\w/.-])((?:[a-z_]+/)+[\w.-]+\.(?:py|md|toml|yaml|sh))", text))
+    rooms = {path.name for path in (ROOT / "shardline").iterdir() if path.is_dir()}
+    return {path for path in found if path.split("/")[0] in {*FOLDERS, *rooms}}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page):
+    missing = [
+        path for path in sorted(named_files(page.read_text()))
+        if not any((place / path).exists() for place in (ROOT, ROOT / "shardline", page.parent))
+    ]  # fmt: skip
+    assert not missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+    assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_that_a_page_names_exist(page):
+    named = set(re.findall(r"(?:^|`)shardline ([a-z]+)", page.read_text(), re.MULTILINE))
+    assert named <= {str(name).split()[0] for name in COMMANDS}
+
+
+def test_the_map_names_twenty_places_and_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| ") and ".py`" in line]
+    assert len(rows) >= 20
+    rooms = [path.name for path in (ROOT / "shardline").iterdir() if (path / "__init__.py").exists()]
+    assert not [room for room in rooms if not re.search(rf"^ .*\b{room}\b", text, re.MULTILINE)]
+
+
+def test_the_glossary_explains_each_word_once():
+    words = re.findall(r"^\| \*\*([\w -]+)\*\*", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert len(words) >= 30
+    assert len(words) == len(set(words))

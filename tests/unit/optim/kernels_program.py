@@ -1,0 +1,141 @@
+"""The kernels of Adam and of rows of experts against torch: python -m tests.unit.optim.kernels_program.
+
+On a GPU where there is one, else in Triton's interpreter. Ends with 0 where every result is right.
+"""
+
+import math
+import os
+
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from shardline.models.experts.row_kernels import add_up_kernel, swiglu_gradient_kernel, swiglu_kernel  # noqa: E402
+from shardline.optim.adam_kernel import adam_kernel  # noqa: E402
+from shardline.parallel.expert.row_transfer_kernels import (  # noqa: E402
+    routes_kernel,
+    send_rows_kernel,
+    share_counts_kernel,
+)
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+def check_adam(kind: type[torch.optim.Adam], dtype: torch.dtype) -> None:
+    source = torch.Generator(DEVICE).manual_seed(0)
+    wanted = torch.nn.Parameter(torch.randn(37, 11, generator=source, device=DEVICE))
+    found, m, v = wanted.detach().clone(), torch.zeros_like(wanted), torch.zeros_like(wanted)
+    narrow = torch.empty_like(found, dtype=torch.bfloat16)
+    lr, decay, eps, scale = 1e-2, 0.1, 1e-8, 0.25
+    optimizer = kind([wanted], lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=decay)
+    for count in range(1, 6):
+        gradient = torch.randn(37, 11, generator=source, device=DEVICE).to(dtype)
+        wanted.grad = gradient.float() * scale
+        optimizer.step()
+        numbers = (lr, 0.9, 0.95, eps, decay, lr / (1 - 0.9**count), math.sqrt(1 - 0.95**count), scale)
+        adam_kernel[(-(-found.numel() // 128),)](
+            found, gradient, m, v, narrow, found.numel(), *numbers,
+            DECOUPLED=kind is torch.optim.AdamW, NARROW=True, BLOCK=128,
+        )  # fmt: skip
+    torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-6)
+    cut_off = 0 if ON_GPU else 2**-7  # the interpreter does not round
+    torch.testing.assert_close(narrow, found.to(torch.bfloat16), rtol=cut_off, atol=0)
+
+
+def check_add_up() -> None:
+    source = torch.Generator().manual_seed(1)
+    tokens, k, width = 5, 3, 20
+    rows = torch.randn(tokens * k, width, generator=source).to(DEVICE)
+    inverse = torch.randperm(tokens * k, generator=source).to(DEVICE)
+    out = torch.empty(tokens, width, device=DEVICE)
+    add_up_kernel[(tokens, 2)](rows, inverse, out, width, K=k, BLOCK=16)
+    torch.testing.assert_close(out, rows[inverse].view(tokens, k, width).sum(1))
+
+
+def check_swiglu() -> None:
+    source = torch.Generator().manual_seed(2)
+    rows, width = 5, 20
+    product = torch.randn(rows, 2 * width, generator=source).to(DEVICE).requires_grad_()
+    weights = torch.rand(rows, 1, generator=source).to(DEVICE).requires_grad_()
+    gate, up = product.chunk(2, dim=1)
+    wanted = torch.nn.functional.silu(gate) * up * weights
+    given = torch.randn(rows, width, generator=source).to(DEVICE)
+    of_product, of_weights = torch.autograd.grad(wanted, (product, weights), given)
+    inputs = product.detach(), weights.detach()
+    out, of_one, of_other = torch.empty_like(wanted), torch.empty_like(product), torch.empty_like(weights)
+    swiglu_kernel[(rows,)](*inputs, out, width, BLOCK=32)
+    swiglu_gradient_kernel[(rows,)](given, *inputs, of_one, of_other, width, BLOCK=32)
+    torch.testing.assert_close(out, wanted.detach())
+    torch.testing.assert_close(of_one, of_product)
+    torch.testing.assert_close(of_other, of_weights)
+
+
+def check_row_transfers() -> None:
+    """Three ranks in one process, two experts each, one of which gets nothing: rows go to their experts and back."""
+    ranks, experts, tokens, k, width = 3, 6, 5, 2, 20
+    source = torch.Generator().manual_seed(3)
+    scores = torch.rand(ranks, tokens, experts, generator=source)
+    scores[:, :, 4] = -1
+    chosen = scores.topk(k, dim=2).indices.flatten(1)
+    rows = torch.randn(ranks, tokens, width, generator=source).to(DEVICE)
+    side = torch.rand(ranks, tokens * k, 2, generator=source).to(DEVICE)
+    order = chosen.argsort(dim=1, stable=True)
+    counts = torch.nn.functional.one_hot(chosen, experts).sum(1).to(DEVICE)
+    room = ranks * tokens * k
+    begins = room * width * 4
+    sizes = {"BACK": False, "RANKS": 4, "EXPERTS": 8}
+
+    def memory(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = torch.zeros(ranks, size, dtype=torch.uint8, device=DEVICE)
+        return whole, torch.tensor([one.data_ptr() for one in whole], device=DEVICE)
+
+    tables, addresses = memory(ranks * experts * 8)
+    for rank in range(ranks):
+        share_counts_kernel[(ranks,)](counts[rank], addresses, rank, experts, BLOCK=8)
+    for table in tables:
+        assert torch.equal(table.view(torch.int64).view(ranks, experts), counts)
+
+    there, addresses = memory(begins + room * 2 * 4)
+    for rank in range(ranks):
+        routes = torch.empty(2, experts, dtype=torch.int64, device=DEVICE)
+        routes_kernel[(experts,)](counts, *routes, rank, ranks, experts, **sizes)
+        send_rows_kernel[(tokens * k, 2)](
+            rows[rank].view(torch.int32), side[rank], order[rank].to(DEVICE), *routes, addresses,
+            begins, width, experts, 2, ranks,
+            K=k, SIDE=2, BACK=False, BLOCKS=8, BLOCK=16,
+        )  # fmt: skip
+    arrived = []
+    for rank in range(ranks):
+        wanted = [(e, r, i) for e in (2 * rank, 2 * rank + 1) for r in range(ranks) for i in order[r].tolist()
+                  if chosen[r, i] == e]  # fmt: skip
+        n = len(wanted)
+        found = there[rank, : n * width * 4].view(torch.float32).view(n, width)
+        beside = there[rank, begins : begins + n * 8].view(torch.float32).view(n, 2)
+        assert torch.equal(found, torch.stack([rows[r, i // k] for _, r, i in wanted]))
+        assert torch.equal(beside, torch.stack([side[r, i] for _, r, i in wanted]))
+        arrived.append((found.clone(), beside.clone()))
+
+    back, addresses = memory(begins + room * 2 * 4)
+    for rank, (found, beside) in enumerate(arrived):
+        routes = torch.empty(2, experts, dtype=torch.int64, device=DEVICE)
+        routes_kernel[(experts,)](counts, *routes, rank, ranks, experts, **{**sizes, "BACK": True})
+        send_rows_kernel[(len(found), 2)](
+            found.view(torch.int32), beside, found, *routes, addresses, begins, width, experts, 2, ranks,
+            K=1, SIDE=2, BACK=True, BLOCKS=8, BLOCK=16,
+        )  # fmt: skip
+    for rank in range(ranks):
+        returned = back[rank, : tokens * k * width * 4].view(torch.float32).view(-1, width)
+        beside = back[rank, begins : begins + tokens * k * 8].view(torch.float32).view(-1, 2)
+        assert torch.equal(returned, rows[rank][order[rank].to(DEVICE) // k])
+        assert torch.equal(beside, side[rank][order[rank].to(DEVICE)])
+
+
+if __name__ == "__main__":
+    check_row_transfers()
+    check_swiglu()
+    for optimizer in (torch.optim.AdamW, torch.optim.Adam):
+        for of_gradient in (torch.float32, torch.bfloat16):
+            check_adam(optimizer, of_gradient)
+    check_add_up()
