@@ -26,7 +26,7 @@ from shardline.config.layout import Layout
 from shardline.config.schema import Config
 from shardline.errors import ConfigError, blame
 from shardline.models.decoder import Stage
-from shardline.models.fused_weights import logical_shapes, used_by_a_token
+from shardline.models.fused_weights import layer_sizes
 from shardline.parallel.pipeline.schedules import build_schedule, theoretical_bubble
 from shardline.parallel.pipeline.timeline import Schedule
 from shardline.words import listed, ranges
@@ -164,12 +164,8 @@ def module_weights(arch: Architecture, seq_len: int) -> Weights:
     Of its experts, a layer computes with as many per token as the token uses.
     """
     attention = arch.n_heads * (arch.head_dim + arch.v_dim) // 2 * seq_len  # FLOPs like those of as many parameters
-    held, used = [0] * arch.n_layers, [attention] * arch.n_layers
-    for name, shape in logical_shapes(arch).items():
-        if name.startswith("layers."):
-            layer, size = int(name.split(".")[1]), math.prod(shape)
-            held[layer] += size
-            used[layer] += used_by_a_token(arch, name, size)
+    held, met = zip(*layer_sizes(arch), strict=True)
+    used = [size + attention for size in met]
     table = arch.vocab_size * arch.dim
     head = arch.dim + table
     all_held, all_used = table + sum(held) + head, sum(used) + head
