@@ -67,6 +67,11 @@ def test_tokens_travel_to_their_experts_and_back():
     assert counted["bytes"] == layers * each * 3 // 4
 
 
+def test_without_a_number_of_ranks_experts_have_enough():
+    config = tiny({"moe": EXPERTS}, tp=2, **{EP: 4})
+    assert describe(config).startswith("llama3 debugmodel on 4 ranks: dp_shard 2 x tp 2 (experts: ep 4)")
+
+
 def test_biases_that_no_axis_cuts_are_stepped_too():
     counted = traffic_of(2, tiny({"moe": EXPERTS}, dp_shard=2, **{EP: 2}))
     assert counted[("ep", "all-to-all")]["calls"] > 0
