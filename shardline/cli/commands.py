@@ -362,6 +362,21 @@ def _start_options(parsed: Parsed) -> TrainOptions:
     return TrainOptions(nproc=parsed.options["nproc"] or 0, words=parsed.words, **named)
 
 
+def _schedule(parsed: Parsed) -> int:
+    from shardline.tools.schedule import command
+
+    if not parsed.file and not parsed.flags:
+        return command(None, **parsed.named())
+    keys = {"pp": "degree", "schedule": "schedule", "csv": "schedule_csv"}
+    given = {key: parsed.options[name] for name, key in keys.items() if parsed.options[name] is not None}
+    if "schedule" in given:
+        given.setdefault("schedule_csv", None)  # that of the config would be drawn instead
+    parsed.flags += [f"--parallelism.pipeline_parallel_{key}={value}" for key, value in given.items()]
+    config = load(parsed.file, parsed.flags, check_model=True)
+    with _placing(config):
+        return command(config, **parsed.named())
+
+
 _OPS = "all_reduce,all_gather,reduce_scatter,all_to_all,p2p"
 BENCH_COMM = Command(
     "bench comm",
@@ -427,20 +442,27 @@ TRACE_OVERLAP = Command(
 SCHEDULE = Command(
     "schedule",
     "Draw a pipeline schedule and report its cost, without running anything.",
-    (),
+    ("[FILE]",),
     (
         Option("pp", "Pipeline ranks.", int, "N", low=1),
         Option("microbatches", "Micro-batches per step.", int, "N", low=1),
-        Option("schedule", "Name of the schedule; unset: 1F1B.", str, "NAME"),
+        Option("schedule", "Name of the schedule; unset: the config's, or 1F1B.", str, "NAME"),
         Option("stages-per-rank", "Stages on each rank; unset: the fewest possible.", int, "N", low=1),
         Option("csv", "Read the schedule, its ranks and micro-batches from this file.", str, "FILE"),
         Option("svg", "Also write the drawing to this file.", str, "FILE"),
         Option("compare", "Print a table of all schedules instead.", bool),
         Option("json", "Print one JSON object per schedule, with the time of each action.", bool),
     ),
-    "shardline.tools.schedule:command",
-    details=f"NAME: {', '.join(SCHEDULES)}.",
+    _schedule,
+    config_flags=True,
+    details=f"""\
+NAME: {", ".join(SCHEDULES)}.
+FILE, --preset and --section.key flags give a config: its schedule is drawn, with stages cut as a run cuts them and
+passes as long as their layers have work. --pp, --microbatches, --schedule, --stages-per-rank and --csv replace what
+it says; a schedule of --csv must have as many ranks and micro-batches.""",
     examples=(
+        "shardline schedule run.toml",
+        "shardline schedule run.toml --pp 8 --microbatches 32 --compare",
         "shardline schedule --pp 8 --microbatches 32 --schedule Interleaved1F1B --stages-per-rank 2",
         "shardline schedule --pp 4 --microbatches 8 --schedule ZBVZeroBubble --svg zbv.svg",
         "shardline schedule --pp 8 --microbatches 32 --compare",

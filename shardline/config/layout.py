@@ -95,6 +95,15 @@ def resolve_layout(section: Parallelism, world_size: int) -> Layout:
     return _with_experts(layout, section.expert_parallel_degree, section.expert_tensor_parallel_degree)
 
 
+def fewest_ranks(section: Parallelism) -> int:
+    """The ranks that the degrees need; `data_parallel_shard_degree = -1` is as small as expert parallelism allows."""
+    ranks = math.prod(max(1, getattr(section, key)) for key in KEYS.values())
+    ep, among = section.expert_parallel_degree, section.context_parallel_degree * section.tensor_parallel_degree
+    if section.data_parallel_shard_degree == -1 and ep > 1:
+        ranks *= math.lcm(among, ep * section.expert_tensor_parallel_degree) // among
+    return ranks
+
+
 def with_degrees(config: Config, layout: Layout) -> Config:
     """The config with a number for every degree, so that rules that depend on them can be checked."""
     if config.parallelism.data_parallel_shard_degree == layout.dp_shard:

@@ -109,6 +109,17 @@ def active_parameter_count(arch: Architecture) -> int:
     return sum(used_by_a_token(arch, name, math.prod(shape)) for name, shape in logical_shapes(arch).items())
 
 
+def layer_sizes(arch: Architecture) -> list[tuple[int, int]]:
+    """(parameters, parameters that one token meets) of each layer."""
+    held, used = [0] * arch.n_layers, [0] * arch.n_layers
+    for name, shape in logical_shapes(arch).items():
+        if name.startswith("layers."):
+            layer, size = int(name.split(".")[1]), math.prod(shape)
+            held[layer] += size
+            used[layer] += used_by_a_token(arch, name, size)
+    return list(zip(held, used, strict=True))
+
+
 def active_words(arch: Architecture) -> str:
     """` (1,234 for each token)`, behind the number of all parameters; nothing where they are the same."""
     return "" if arch.moe is None else f" ({active_parameter_count(arch):,} for each token)"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardline.models.fused_weights import active_parameter_count
+from shardline.models.fused_weights import layer_sizes
 
 if TYPE_CHECKING:
     from shardline.config.architecture import Architecture
@@ -132,9 +132,15 @@ def flops_per_token(arch: Architecture, seq_len: int) -> float:
     term counts the whole square of scores, as if there were no causal mask; recomputation by activation checkpointing
     is not counted. The output projection is a product and counts, also when it shares the embedding's weight.
     """
-    embedding = 0 if arch.tie_word_embeddings else arch.vocab_size * arch.dim
-    multiplied = active_parameter_count(arch) - embedding
-    return 6.0 * multiplied + 6.0 * arch.n_layers * arch.n_heads * (arch.head_dim + arch.v_dim) * seq_len
+    layers, output = flops_by_part(arch, seq_len)
+    return sum(layers) + output
+
+
+def flops_by_part(arch: Architecture, seq_len: int) -> tuple[list[float], float]:
+    """What `flops_per_token` counts for each layer, and for norm and output together."""
+    attention = arch.n_heads * (arch.head_dim + arch.v_dim) * seq_len
+    layers = [6.0 * (met + attention) for _, met in layer_sizes(arch)]
+    return layers, 6.0 * (arch.dim + arch.vocab_size * arch.dim)
 
 
 def read(numbers: Tensor) -> list[float]:

@@ -2,20 +2,23 @@
 
 rank 0  FFFF..B-B-B-B-       a column is the time of one forward pass: F 1, B 2, I 1, W 1
 rank 1  .FFFFB-B-B-B-..      . idle
+
+With a config, the passes of a stage take as long as its layers have work; 1 is the mean of a forward pass.
 """
 
 from __future__ import annotations
 
 import json as json_lines
+import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardline.config.names import SCHEDULES
-from shardline.errors import UserError
+from shardline.errors import ConfigError, UserError
 from shardline.parallel.pipeline.schedules import (
     CLOSED_FORMS,
     build_schedule,
@@ -24,16 +27,22 @@ from shardline.parallel.pipeline.schedules import (
     theoretical_bubble,
     warnings,
 )
-from shardline.parallel.pipeline.timeline import ACTION_KINDS, Schedule, TimedAction, Timeline, in_flight, simulate
-from shardline.words import counted
+from shardline.parallel.pipeline.timeline import ACTION_KINDS, Schedule, Timeline, in_flight, simulate
+from shardline.words import counted, ranges, sized
+
+if TYPE_CHECKING:  # these need torch, which a schedule without a config does not
+    from shardline.config.schema import Config
+    from shardline.tools.stage_costs import StageCosts, StagedModel
 
 MOST_PASSES = 200_000  # more would take minutes and fill no screen
+MOST_COLUMNS = 4  # for a unit of time, so that a short pass has one; a still shorter one may have none
 DEFAULT = "1F1B"
 # Terminal colours of each kind; a rank's second, fourth, ... stage has the paler one.
 COLORS = {"F": (44, 104), "B": (42, 102), "I": (46, 106), "W": (43, 103)}
 
 
 def command(
+    config: Config | None,
     pp: int | None,
     microbatches: int | None,
     schedule: str | None,
@@ -45,28 +54,42 @@ def command(
 ) -> int:
     if compare:
         _refuse_together("--compare", schedule=schedule, csv=csv, svg=svg)
-        rows = [_numbers(one) for one in _all_schedules(*_sizes(pp, microbatches, stages_per_rank), stages_per_rank)]
+    elif csv is not None:
+        _refuse_together("--csv", schedule=schedule)
+    model = None
+    if config is not None:
+        from shardline.tools.stage_costs import read_model
+
+        model = read_model(config, microbatches)
+        pp, microbatches = _sizes(model.layout.pp, model.microbatches, stages_per_rank)
+    if compare:
+        made = _all_schedules(*_sizes(pp, microbatches, stages_per_rank), stages_per_rank, model)
+        rows = [_numbers(*pair) for pair in made]
+        if not rows:
+            raise UserError("shardline schedule: the model cannot be cut for any schedule")
         print("\n".join(json_lines.dumps(row) for row in rows) if json else comparison(rows))
         return 0
-    if csv is not None:
-        _refuse_together("--csv", schedule=schedule)
+    if model is not None:
+        found = model.schedule(stages_per_rank)
+    elif csv is not None:
         found = read_csv(csv)  # numbers that were given must agree with it
         found = build_schedule("", pp or found.ranks, microbatches or found.microbatches, stages_per_rank, csv)
     else:
         found = build_schedule(
             schedule or DEFAULT, *_sizes(pp, microbatches, stages_per_rank), stages_per_rank=stages_per_rank
         )
-    timeline = simulate(found)
+    costs = model and model.costs(found.stages)
+    timeline = simulate(found, weights=costs and costs.cost)
     if svg is not None:
         from shardline.tools.schedule_svg import draw
 
-        _write(Path(svg), draw(found, timeline, title(found), bubble_line(found, timeline)))
+        _write(Path(svg), draw(found, timeline, title(found), bubble_line(found, timeline, costs)))
     if json:
         spans = [[[str(span.action), span.start, span.end] for span in row] for row in timeline.spans]
-        print(json_lines.dumps({**_numbers(found), "actions": spans}))
+        print(json_lines.dumps({**_numbers(found, costs), "actions": spans}))
     else:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        print(report(found, timeline, shutil.get_terminal_size((120, 24)).columns, color))
+        print(report(found, timeline, shutil.get_terminal_size((120, 24)).columns, color, costs))
     for warning in warnings(found):
         print(f"warning: {warning}", file=sys.stderr)
     return 0
@@ -89,14 +112,20 @@ def _sizes(pp: int | None, microbatches: int | None, stages_per_rank: int | None
     return pp, microbatches
 
 
-def _all_schedules(ranks: int, microbatches: int, stages_per_rank: int | None) -> list[Schedule]:
-    """Every schedule, with the requested stages per rank if it can run with them."""
-    made = []
+def _all_schedules(
+    ranks: int, microbatches: int, stages_per_rank: int | None, model: StagedModel | None
+) -> Iterator[tuple[Schedule, StageCosts | None]]:
+    """Every schedule and what its stages cost, with the requested stages per rank if it can run with them.
+
+    A schedule for which the model cannot be cut is named and left out.
+    """
     for name in SCHEDULES:
         counts = stages_per_rank_of(name)
         count = stages_per_rank if stages_per_rank is not None and stages_per_rank in counts else counts.low
-        made.append(build_schedule(name, ranks, microbatches, count))
-    return made
+        try:
+            yield build_schedule(name, ranks, microbatches, count), model and model.costs(ranks * count)
+        except ConfigError as error:
+            print(f"note: {name} is left out: {error}", file=sys.stderr)
 
 
 def _write(path: Path, text: str) -> None:
@@ -106,40 +135,76 @@ def _write(path: Path, text: str) -> None:
         raise UserError(f"--svg {path}: cannot be written: {error.strerror}") from error
 
 
-def _numbers(schedule: Schedule) -> dict[str, Any]:
-    timeline = simulate(schedule)
+def _numbers(schedule: Schedule, costs: StageCosts | None) -> dict[str, Any]:
+    """The numbers of a schedule; lists are by rank, and those of `costs` by stage inside of a rank."""
+    timeline = simulate(schedule, weights=costs and costs.cost)
+    held = [list(schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+    of_stages = {} if costs is None else costs._asdict()
     return {
         "schedule": schedule.name,
         "ranks": schedule.ranks,
         "microbatches": schedule.microbatches,
-        "stages": [list(schedule.stages_of(rank)) for rank in range(schedule.ranks)],
+        "stages": held,
         "total": timeline.total,
         "bubble": timeline.bubble,
         "closed_form": theoretical_bubble(schedule) if schedule.name in CLOSED_FORMS else None,
         "idle": list(timeline.idle),
         "in_flight": list(in_flight(schedule)),
+        **{name: [[values[stage] for stage in own] for own in held] for name, values in of_stages.items()},
     }
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def report(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> str:
+def report(schedule: Schedule, timeline: Timeline, width: int, color: bool, costs: StageCosts | None = None) -> str:
     """Title, drawing, legend, bubble, and a line for each rank."""
     held = in_flight(schedule)
     lines = [title(schedule), "", *drawing(schedule, timeline, width, color), ""]
-    lines += [bubble_line(schedule, timeline), ""]
-    lines.append(f"{'rank':>4}  {'idle':>6}  {'in flight':>9}  {'micro-batches':>13}  stages")
-    for rank, idle in enumerate(timeline.idle):
-        own = schedule.stages_of(rank)
-        lines.append(
-            f"{rank:>4}  {100 * idle:>5.1f}%  {held[rank]:>9}  {_plain(held[rank] / len(own)):>13}  "
-            f"{' '.join(map(str, own))}"
-        )
+    lines += [bubble_line(schedule, timeline, costs), ""]
+    ranks = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
+    columns = {"stages": [" ".join(map(str, own)) for own in ranks]}
+    head, *rest = _aligned(columns | dict(_cost_columns(ranks, costs) if costs else ()))
+    lines.append(f"{'rank':>4}  {'idle':>6}  {'in flight':>9}  {'micro-batches':>13}  {head}")
+    for rank, (idle, own) in enumerate(zip(timeline.idle, ranks, strict=True)):
+        numbers = f"{rank:>4}  {100 * idle:>5.1f}%  {held[rank]:>9}  {_plain(held[rank] / len(own)):>13}"
+        lines.append(f"{numbers}  {rest[rank]}")
     lines.append(
         "in flight: the most activations of one stage and micro-batch held at once; micro-batches: the same per stage"
     )
+    if costs is not None:
+        lines.append("cost: the time of a forward pass of each stage, by the FLOPs of its layers; 1 is the mean")
+    if costs is not None and any(costs.transfers):
+        lines.append(
+            "to experts: how often rows travel, there and back, in the forward passes of a micro-batch, and about how"
+            " much\na rank sends; backward passes send as much again"
+        )
     return "\n".join(lines)
+
+
+def _cost_columns(ranks: Sequence[Sequence[int]], costs: StageCosts) -> Iterator[tuple[str, list[str]]]:
+    """The columns that a config adds to the table of ranks."""
+
+    def total(values: Sequence[int]) -> list[int]:
+        return [sum(values[stage] for stage in own) for own in ranks]
+
+    yield "cost", [" ".join(f"{costs.cost[stage]:.2f}" for stage in own) for own in ranks]
+    if any(costs.transfers):
+        both = zip(total(costs.transfers), total(costs.sent), strict=True)
+        yield "to experts", [f"{times} x, {sized(size)}" for times, size in both]
+    layers = [ranges(layer for stage in own for layer in costs.layers[stage]) or "none" for own in ranks]
+    if any(costs.with_experts):
+        layers = [f"{own} ({n} with experts)" for own, n in zip(layers, total(costs.with_experts), strict=True)]
+    yield "layers", layers
+
+
+def _aligned(columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """The lines of a table, head first."""
+    padded = []
+    for head, cells in columns.items():
+        width = max(map(len, (head, *cells)))
+        padded.append([cell.ljust(width) for cell in (head, *cells)])
+    return ["  ".join(line).rstrip() for line in zip(*padded, strict=True)]
 
 
 def title(schedule: Schedule) -> str:
@@ -149,52 +214,63 @@ def title(schedule: Schedule) -> str:
     return f"{schedule.name}: {counted(schedule.ranks, 'rank')}, {each}, {schedule.microbatches} micro-batch{several}"
 
 
-def bubble_line(schedule: Schedule, timeline: Timeline) -> str:
-    closed = f" (closed form {100 * theoretical_bubble(schedule):.1f}%)" if schedule.name in CLOSED_FORMS else ""
-    share = f"the share of {timeline.total:g} time units in which ranks are idle"
+def bubble_line(schedule: Schedule, timeline: Timeline, costs: StageCosts | None = None) -> str:
+    theory = f"{100 * theoretical_bubble(schedule):.1f}%"
+    closed = f" (closed form {theory})" if schedule.name in CLOSED_FORMS else ""
+    if costs is not None:
+        closed = f" ({theory} with equal stages)"
+    share = f"the share of {_plain(timeline.total)} time units in which ranks are idle"
     return f"bubble {100 * timeline.bubble:.1f}%{closed}: {share}"
 
 
 def drawing(schedule: Schedule, timeline: Timeline, width: int, color: bool) -> list[str]:
     """A line for each rank and a legend. Actions have names if these fit into one line, else wrapped letters."""
     label = max(len(f"rank {schedule.ranks - 1}  "), 6)
-    units = round(timeline.total)
     longest = max(len(str(span.action)) for row in timeline.spans for span in row)
-    named = label + units * (longest + 1) <= width
-    cell = longest + 1 if named else 1
-    rows = [_row(schedule, rank, spans, units, cell, named, color) for rank, spans in enumerate(timeline.spans)]
-    per_line = max(10, (width - label) // cell)
+    shortest = min(span.end - span.start for row in timeline.spans for span in row)
+    columns = _columns_for(longest + 1, shortest)  # of a unit of time
+    named = shortest * MOST_COLUMNS >= 1 and label + _column(timeline.total, columns) <= width
+    if not named:
+        columns = _columns_for(1, shortest)
+    rows = [_row(schedule, rank, timeline, columns, named, color) for rank in range(schedule.ranks)]
+    per_line = max(10, width - label) // columns * columns
     lines = []
-    for start in range(0, units, per_line):
+    for start in range(0, len(rows[0]), per_line):
         if start:
             lines.append("")
-        if units > per_line:
-            lines.append(f"{'time':<{label}}{start}")
+        if len(rows[0]) > per_line:
+            lines.append(f"{'time':<{label}}{start // columns}")
         for rank, row in enumerate(rows):
             lines.append(f"{f'rank {rank}':<{label}}" + "".join(row[start : start + per_line]).rstrip())
-    return [*lines, "", _legend(schedule, named, color)]
+    return [*lines, "", _legend(schedule, named, color, columns)]
 
 
-def _row(
-    schedule: Schedule, rank: int, spans: Sequence[TimedAction], units: int, cell: int, named: bool, color: bool
-) -> list[str]:
-    """The text of each unit of time of a rank, `cell` columns wide."""
-    row = [".".ljust(cell)] * units
+def _columns_for(characters: int, time: float) -> int:
+    """How wide a unit of time is, if an action that takes this much time has this many characters."""
+    return math.ceil(characters / max(time, 1 / MOST_COLUMNS) - 1e-6)
+
+
+def _column(time: float, columns: int) -> int:
+    """The column nearest to a time. Halves are frequent, and sums are not exact: they all go up."""
+    return math.floor(time * columns + 0.5 + 1e-6)
+
+
+def _row(schedule: Schedule, rank: int, timeline: Timeline, columns: int, named: bool, color: bool) -> list[str]:
+    """The text of each column of a rank."""
+    row = ["." if not named or column % columns == 0 else " " for column in range(_column(timeline.total, columns))]
     own = schedule.stages_of(rank)
-    for span in spans:
+    for span in timeline.spans[rank]:
         kind, stage, _ = span.action
-        start, length = round(span.start), round(span.end - span.start)
+        start, end = _column(span.start, columns), _column(span.end, columns)
         later = own.index(stage)
         name = str(span.action) if named else kind.lower() if later else kind
         # A gap after a name separates neighbours; without colours, dashes show how long an action takes.
-        text = name.ljust(length * cell - named, " " if color else "-") + " " * named
-        for unit in range(length):
-            piece = text[unit * cell : (unit + 1) * cell]
-            row[start + unit] = f"\x1b[30;{COLORS[kind][later % 2]}m{piece}\x1b[0m" if color else piece
+        text = (name.ljust(end - start - named, " " if color else "-") + " " * named)[: end - start]
+        row[start:end] = [f"\x1b[30;{COLORS[kind][later % 2]}m{piece}\x1b[0m" if color else piece for piece in text]
     return row
 
 
-def _legend(schedule: Schedule, named: bool, color: bool) -> str:
+def _legend(schedule: Schedule, named: bool, color: bool, columns: int) -> str:
     kinds = [kind for kind in ACTION_KINDS if any(a.kind == kind for order in schedule.orders for a in order)]
     words = [
         f"\x1b[30;{COLORS[kind][0]}m{kind}\x1b[0m {ACTION_KINDS[kind]}" if color else f"{kind} {ACTION_KINDS[kind]}"
@@ -205,7 +281,8 @@ def _legend(schedule: Schedule, named: bool, color: bool) -> str:
         words.append("2F5: forward of stage 2, micro-batch 5")
     elif several:
         words.append("small letters: a rank's later stages")
-    return "   ".join([*words, ". idle"])
+    unit = [f"{columns} columns: 1 time unit"] if columns > 1 and not named else []
+    return "   ".join([*words, ". idle", *unit])
 
 
 def comparison(rows: Sequence[dict[str, Any]]) -> str:

@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
-from shardline.config.layout import routes_together
+from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout, routes_together
 from shardline.models.decoder import Decoder
 from shardline.models.experts.moe import ExpertExchange, RouterRun, Travel
 from shardline.parallel.expert.all_to_all import AllToAll
@@ -57,6 +58,18 @@ def exchange(mesh: Mesh, sequence_parallel: bool, narrow: bool) -> ExpertExchang
         travel = Travel(functools.partial(depart, narrow=narrow), arrive, leave, collect, parts=2)
         chosen = chosen._replace(travel=travel)
     return chosen
+
+
+def sent_in_a_pass(arch: Architecture, layout: Layout, tokens: int, itemsize: int) -> int:
+    """Bytes that a rank sends in one pass through a layer with experts, if tokens are spread evenly over these.
+
+    Rows of `dim` numbers of `itemsize` bytes travel to the experts and back, and a weight in float32 with each of them,
+    one way. `tokens` are those of a micro-batch, of which ranks route different parts.
+    """
+    if arch.moe is None:
+        return 0
+    routed = tokens // layout.cp // (1 if routes_together(layout) else layout.tp)
+    return routed * arch.moe.top_k * (2 * arch.dim * itemsize + 4) * (layout.ep - 1) // layout.ep
 
 
 def _add_up(x: Tensor, axes: tuple[str, ...]) -> Tensor:

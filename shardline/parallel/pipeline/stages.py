@@ -26,7 +26,7 @@ from shardline.config.layout import Layout
 from shardline.config.schema import Config
 from shardline.errors import ConfigError, blame
 from shardline.models.decoder import Stage
-from shardline.models.fused_weights import logical_shapes, used_by_a_token
+from shardline.models.fused_weights import layer_sizes
 from shardline.parallel.pipeline.schedules import build_schedule, theoretical_bubble
 from shardline.parallel.pipeline.timeline import Schedule
 from shardline.words import listed, ranges
@@ -62,28 +62,39 @@ class PipelinePlan(NamedTuple):
         )
 
 
-def plan_pipeline(config: Config, arch: Architecture, layout: Layout) -> PipelinePlan | None:
-    """The plan of a run with pipeline stages, None without them. A plan that cannot run is a ConfigError."""
+def plan_pipeline(
+    config: Config, arch: Architecture, layout: Layout, stages_per_rank: int | None = None
+) -> PipelinePlan | None:
+    """The plan of a run with pipeline stages, None without them. A plan that cannot run is a ConfigError.
+
+    `stages_per_rank = None` takes as many as the config asks for.
+    """
     if layout.pp == 1:
         return None
-    section = config.parallelism
-    size, batch = section.pipeline_parallel_microbatch_size, config.training.local_batch_size
+    section, count = config.parallelism, count_microbatches(config)
+    csv = section.pipeline_parallel_schedule_csv or None
+    per_rank = stages_per_rank or requested_stages_per_rank(config, arch, layout.pp)
+    with blame(f"{SECTION}.pipeline_parallel_schedule{'_csv' if csv else ''}"):
+        schedule = build_schedule(section.pipeline_parallel_schedule, layout.pp, count, per_rank, csv)
+    if schedule.splits and config.compile.enable and "model" in config.compile.components:
+        raise ConfigError(
+            f"{schedule.name} computes weight gradients apart from input gradients, which compiled blocks cannot do;"
+            ' set parallelism.pipeline_parallel_schedule = "Interleaved1F1B", or compile.enable = false'
+        )
+    stages = tuple(cut_stages(config, arch, schedule.stages))
+    return PipelinePlan(schedule, stages, section.pipeline_parallel_microbatch_size)
+
+
+def count_microbatches(config: Config) -> int:
+    """How many micro-batches the pipeline makes of a batch."""
+    size, batch = config.parallelism.pipeline_parallel_microbatch_size, config.training.local_batch_size
     if batch % size:
         good = ", ".join(str(divisor) for divisor in range(1, batch + 1) if batch % divisor == 0)
         raise ConfigError(
             f"{SECTION}.pipeline_parallel_microbatch_size = {size} does not divide training.local_batch_size = {batch};"
             f" sizes that do: {good}"
         )
-    csv = section.pipeline_parallel_schedule_csv or None
-    stages = requested_stages_per_rank(config, arch, layout.pp)
-    with blame(f"{SECTION}.pipeline_parallel_schedule{'_csv' if csv else ''}"):
-        schedule = build_schedule(section.pipeline_parallel_schedule, layout.pp, batch // size, stages, csv)
-    if schedule.splits and config.compile.enable and "model" in config.compile.components:
-        raise ConfigError(
-            f"{schedule.name} computes weight gradients apart from input gradients, which compiled blocks cannot do;"
-            ' set parallelism.pipeline_parallel_schedule = "Interleaved1F1B", or compile.enable = false'
-        )
-    return PipelinePlan(schedule, tuple(cut_stages(config, arch, schedule.stages)), size)
+    return batch // size
 
 
 def requested_stages_per_rank(config: Config, arch: Architecture, ranks: int) -> int | None:
@@ -164,12 +175,8 @@ def module_weights(arch: Architecture, seq_len: int) -> Weights:
     Of its experts, a layer computes with as many per token as the token uses.
     """
     attention = arch.n_heads * (arch.head_dim + arch.v_dim) // 2 * seq_len  # FLOPs like those of as many parameters
-    held, used = [0] * arch.n_layers, [attention] * arch.n_layers
-    for name, shape in logical_shapes(arch).items():
-        if name.startswith("layers."):
-            layer, size = int(name.split(".")[1]), math.prod(shape)
-            held[layer] += size
-            used[layer] += used_by_a_token(arch, name, size)
+    held, met = zip(*layer_sizes(arch), strict=True)
+    used = [size + attention for size in met]
     table = arch.vocab_size * arch.dim
     head = arch.dim + table
     all_held, all_used = table + sum(held) + head, sum(used) + head

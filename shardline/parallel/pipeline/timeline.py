@@ -6,7 +6,7 @@ rank 1   .   1F0 1B0 1B0 1F1 ...              a dot: idle, which a schedule is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -89,11 +89,18 @@ def needs(action: Action, stages: int, split: bool) -> tuple[Action, ...]:
     return (own,) if stage == stages - 1 else (own, Action("I" if split else "B", stage + 1, microbatch))
 
 
-def simulate(schedule: Schedule, costs: Mapping[str, float] = COSTS, transfer: float = 0.0) -> Timeline:
+def simulate(
+    schedule: Schedule,
+    costs: Mapping[str, float] = COSTS,
+    transfer: float = 0.0,
+    weights: Sequence[float] | None = None,
+) -> Timeline:
     """Start every action as early as its rank and its inputs allow. An order that would wait forever is a ConfigError.
 
-    `transfer` is the time that a message takes between two ranks, which go on computing meanwhile.
+    `transfer` is the time that a message takes between two ranks, which go on computing meanwhile. `weights` multiply
+    the time of each stage's actions; None: all stages take equally long.
     """
+    weights = weights or [1.0] * schedule.stages
     split = {(action.stage, action.microbatch) for order in schedule.orders for action in order if action.kind == "I"}
     ends: dict[Action, float] = {}
     spans: list[list[TimedAction]] = [[] for _ in schedule.orders]
@@ -112,7 +119,7 @@ def simulate(schedule: Schedule, costs: Mapping[str, float] = COSTS, transfer: f
                 break
             arrivals = (ends[one] + transfer * (schedule.placement[one.stage] != rank) for one in inputs)
             start = max([clocks[rank], *arrivals])
-            ends[action] = clocks[rank] = start + costs[action.kind]
+            ends[action] = clocks[rank] = start + costs[action.kind] * weights[action.stage]
             spans[rank].append(TimedAction(action, start, ends[action]))
             ready += waiting.pop(action, [])
     stuck = [(needed, rank) for needed, found in waiting.items() for rank in found]

@@ -10,7 +10,7 @@ import torch
 from shardline import registry
 from shardline.comm.mesh import crossing_lines
 from shardline.config.architecture import Architecture
-from shardline.config.layout import AXES, EXPERT_AXES, KEYS, Layout, with_degrees
+from shardline.config.layout import AXES, EXPERT_AXES, Layout, fewest_ranks, with_degrees
 from shardline.config.names import MOMENTS
 from shardline.config.rules import checked_layout, expert_notes, notes, pending
 from shardline.config.schema import Config
@@ -44,8 +44,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     """
     registry.import_custom(config.experimental.custom_import)
     missing = pending(config)
-    named = math.prod(max(1, getattr(config.parallelism, key)) for key in KEYS.values())
-    layout = checked_layout(config, world_size or named)
+    layout = checked_layout(config, world_size or fewest_ranks(config.parallelism))
     ranks = f"{layout.world_size} ranks: {layout}" if layout.world_size > 1 else "1 rank"
     lines = [f"{config.model.name} {config.model.flavor} on {ranks}"]
     lines += _mesh_lines(layout, ranks_per_node)

@@ -14,6 +14,7 @@ from shardline.run.device import (
     choose_device,
     device_identity,
     device_name,
+    flops_by_part,
     flops_per_token,
     peak_by_name,
     peak_flops,
@@ -130,6 +131,15 @@ def test_flops_count_the_parameters_of_the_model(changes):
         model = Decoder(arch)
     multiplied = sum(p.numel() for p in model.parameters()) - model.tok_embeddings.weight.numel()
     assert flops_per_token(arch, 128) == 6 * multiplied + 12 * 2 * 4 * arch.head_dim * 128
+
+
+def test_flops_count_the_experts_that_a_token_uses():
+    moe = {"n_experts": 8, "top_k": 2, "expert_dim": 24, "shared_dim": 40, "first_dense": 1, "router_bias": True}
+    arch = Architecture(dim=32, n_layers=3, n_heads=4, ffn_dim=48, vocab_size=64, moe=moe)
+    dense = 4 * 32 * 32 + 2 * 32 + 3 * 32 * 48 + 2 * 4 * 8 * 128
+    sparse = dense - 3 * 32 * 48 + 8 * 32 + 8 + 2 * 3 * 32 * 24 + 3 * 32 * 40
+    assert flops_by_part(arch, 128) == ([6 * dense, 6 * sparse, 6 * sparse], 6 * (32 + 64 * 32))
+    assert flops_per_token(arch, 128) == 6 * (dense + 2 * sparse + 32 + 64 * 32)
 
 
 @pytest.mark.gpu

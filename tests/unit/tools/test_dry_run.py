@@ -24,6 +24,7 @@ from shardline.tools.dry_run.dry_run import describe
 from shardline.tools.dry_run.fake import fake_group
 from shardline.tools.dry_run.shapes import build_rank, chosen_ranks, held, same_shapes, shapes
 from shardline.tools.dry_run.traffic import step_collectives
+from shardline.tools.stage_costs import read_model
 
 FLOAT32 = Precision(torch.float32, torch.float32, torch.float32)
 TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "ffn_dim": 64, "vocab_size": 333}
@@ -65,6 +66,35 @@ def test_tokens_travel_to_their_experts_and_back():
     assert rest == 0
     each = rows * 4 * 2 * (2 * TINY["dim"] + 1) + parts * 8 * EXPERTS["n_experts"]
     assert counted["bytes"] == layers * each * 3 // 4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dp_shard": 2, EP: 2},
+        {"cp": 2, EP: 2},
+        {"dp_shard": 2, "tp": 2, EP: 4},
+        {"dp_shard": 2, "tp": 2, EP: 2, ETP: 2},
+    ],
+    ids=str,
+)
+def test_the_formula_of_what_travels_in_a_pass(settings):
+    """`shardline schedule` computes it, a dry run counts it. Counts of rows travel too, forward, as int64."""
+    config = tiny({"moe": EXPERTS, "n_layers": 4}, pp=2, training__local_batch_size=3, **settings)
+    model = read_model(config, None)
+    costs = model.costs(2)
+    assert costs.with_experts[0] > 0
+    assert costs.transfers == tuple(2 * layers for layers in costs.with_experts)
+    counted = traffic_of(model.layout.world_size, config)[("ep", "all-to-all")]
+    calls = 3 * costs.with_experts[0]  # through a layer with experts, of three micro-batches
+    parts, ep = counted["calls"] // (7 * calls), model.layout.ep
+    counts = parts * 8 * EXPERTS["n_experts"] * (ep - 1) // ep
+    assert counted["bytes"] == 3 * 2 * costs.sent[0] + calls * counts
+
+
+def test_without_a_number_of_ranks_experts_have_enough():
+    config = tiny({"moe": EXPERTS}, tp=2, **{EP: 4})
+    assert describe(config).startswith("llama3 debugmodel on 4 ranks: dp_shard 2 x tp 2 (experts: ep 4)")
 
 
 def test_biases_that_no_axis_cuts_are_stepped_too():

@@ -1,0 +1,78 @@
+"""What the pipeline stages of a config cost: the work of their layers, and the rows that travel to experts.
+
+Work is counted as MFU counts it: of its experts, a layer has as many as a token uses; the last stage has the output.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout, check_experts, fewest_ranks
+from shardline.config.rules import checked_layout
+from shardline.config.schema import Config
+from shardline.errors import ConfigError
+from shardline.models.flavors import resolve
+from shardline.parallel.expert.expert import sent_in_a_pass
+from shardline.parallel.pipeline.stages import count_microbatches, cut_stages, plan_pipeline
+from shardline.parallel.pipeline.timeline import Schedule
+from shardline.precision.mixed import choose_precision
+from shardline.run.device import flops_by_part
+
+
+class StageCosts(NamedTuple):
+    """What each stage holds, first to last, and what its forward pass of a micro-batch costs."""
+
+    layers: tuple[tuple[int, ...], ...]
+    with_experts: tuple[int, ...]  # how many of these layers
+    cost: tuple[float, ...]  # its time; the mean is 1
+    transfers: tuple[int, ...]  # how often rows travel between ranks, to experts and back
+    sent: tuple[int, ...]  # bytes that a rank sends in them
+
+
+class StagedModel(NamedTuple):
+    """A config with a pipeline, and what follows from it."""
+
+    config: Config
+    arch: Architecture
+    layout: Layout
+    microbatches: int
+
+    def schedule(self, stages_per_rank: int | None) -> Schedule:
+        """The schedule of a run with this config."""
+        plan = plan_pipeline(self.config, self.arch, self.layout, stages_per_rank)
+        assert plan is not None, "read_model refuses a config without a pipeline"
+        return plan.schedule
+
+    def costs(self, count: int) -> StageCosts:
+        """What `count` stages cost, cut as a run cuts them, with the types of a run on GPUs."""
+        training, arch, ep = self.config.training, self.arch, self.layout.ep
+        stages = cut_stages(self.config, arch, count)
+        flops, output = flops_by_part(arch, training.seq_len)
+        work = [sum(flops[layer] for layer in stage.layers) + stage.last * output for stage in stages]
+        experts = [0 if arch.moe is None else sum(map(arch.moe.holds, stage.layers)) for stage in stages]
+        precision = choose_precision(self.config, torch.device("cuda"), has_bfloat16=True)
+        tokens = self.config.parallelism.pipeline_parallel_microbatch_size * training.seq_len
+        each = sent_in_a_pass(arch, self.layout, tokens, precision.compute.itemsize)
+        return StageCosts(
+            layers=tuple(stage.layers for stage in stages),
+            with_experts=tuple(experts),
+            cost=tuple(one * count / sum(work) for one in work),
+            transfers=tuple(2 * number * (ep > 1) for number in experts),
+            sent=tuple(number * each for number in experts),
+        )
+
+
+def read_model(config: Config, microbatches: int | None) -> StagedModel:
+    """The model of a config on the fewest ranks that it needs; `microbatches` replace the config's."""
+    section = config.parallelism
+    if section.pipeline_parallel_degree == 1:
+        raise ConfigError("parallelism.pipeline_parallel_degree = 1: there is no pipeline to draw; give --pp 2 or more")
+    if microbatches is not None:
+        batch = microbatches * section.pipeline_parallel_microbatch_size
+        config = config.replace({"training.local_batch_size": batch, "training.global_batch_size": -1})
+    layout, arch = checked_layout(config, fewest_ranks(section)), resolve(config.model)
+    check_experts(arch, layout)
+    return StagedModel(config, arch, layout, count_microbatches(config))
