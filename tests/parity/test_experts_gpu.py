@@ -14,7 +14,7 @@ import pytest
 
 from shardline.comm.job import job
 from shardline.parallel.expert.all_to_all import AllToAll
-from shardline.parallel.expert.symmetric import Symmetric
+from shardline.parallel.expert.symmetric import SharedMemory
 from tests.parity.cases import BF16, COMPILE, ZBV, Case, case, ep, layers
 from tests.parity.harness import BFLOAT16, DEVICE, FLOAT32, Harness, compare
 from tests.parity.test_experts import DEEPSEEK, FULL, MIXTRAL, OP, an_expert_without_tokens, everything_to_one_expert
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICE != "cuda", reason="SHARDLINE_PARITY_DEVICE is not cuda"),
 ]
-CARRIERS = {"symmetric": Symmetric, "all_to_all": AllToAll}
+CARRIERS = {"symmetric": SharedMemory, "all_to_all": AllToAll}
 CASES = [
     case("fsdp2-ep2", DEEPSEEK, ep(2), fsdp=2),
     case("fsdp2-ep2-bf16", MIXTRAL, ep(2), BF16, fsdp=2),

@@ -20,7 +20,7 @@ from shardline.config.schema import Config
 from shardline.models.experts.moe import count_tokens, sort_by_expert
 from shardline.parallel.expert.all_to_all import AXIS, AllToAll
 from shardline.parallel.expert.dispatch import Carrier
-from shardline.parallel.expert.symmetric import Symmetric, unusable
+from shardline.parallel.expert.symmetric import SharedMemory, unusable
 from shardline.parallel.tensor.autotune import slowest, timed
 
 ROUNDS, IN_A_ROW = 5, 4
@@ -36,7 +36,7 @@ def choose_carrier(config: Config, arch: Architecture, mesh: Mesh, dtype: torch.
     reason = unusable(device)
     if reason is None:
         trip = Trip(arch.moe, arch.dim, _tokens(config, mesh), dtype, device)
-        kernels, fallback = Symmetric(device), AllToAll()
+        kernels, fallback = SharedMemory(device), AllToAll()
         with job.traffic.uncounted():
             reason = trip.difference(kernels, fallback)
     if reason is not None:

@@ -40,7 +40,7 @@ class _Sent(NamedTuple):
     kept: tuple[Any, ...]  # what is read until then
 
 
-class Symmetric:
+class SharedMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._turns: dict[str, int] = {}

@@ -228,8 +228,8 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
         del wanted
         refused = {choice.backend: failures[choice] for choice in tried if failures[choice]}
         works = [who for who in runs if who in parts or who.backend not in refused]
-        timed = slowest([timed(runs[who], device, in_a_row) for who in works], device)
-        first = dict(zip(works, timed, strict=True))
+        begun = slowest([timed(runs[who], device, in_a_row) for who in works], device)
+        first = dict(zip(works, begun, strict=True))
         enough = HOPELESS * min(first[who] for who in works if who not in parts)
         kept = [who for who in works if who in parts or first[who] < enough or who == SERIAL]
         longest = max(first[who] for who in kept) * in_a_row
