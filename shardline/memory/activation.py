@@ -158,10 +158,15 @@ def _elsewhere(model: Decoder, wanted: str) -> bool:
 
 
 def _set_memory_budget(section: ActivationCheckpoint, compiled: bool) -> None:
-    """Set the compiler's budget, which is process-wide: every build sets it, also back to keeping everything."""
+    """Set what the compiler keeps, which is process-wide: every build sets it, also back to keeping everything.
+
+    It may also make again, in backward, what a product reads and one pass over kept tensors gives, such as SwiGLU's
+    output: for Llama 3 8B that is a tenth of the memory, and less than a hundredth of the time.
+    """
     wanted = section.mode == "memory_budget"
     if compiled:
         import torch._functorch.config as functorch
 
+        functorch.ban_recompute_materialized_backward = False
         functorch.activation_memory_budget = section.memory_budget if wanted else 1.0
         functorch.visualize_memory_budget_pareto = wanted and section.visualize_memory_budget_pareto

@@ -1,4 +1,4 @@
-"""What a rank sets up before it touches a device: NCCL's variables, and the cores that it runs on."""
+"""What a rank sets up before it touches a device: NCCL's variables, the GPU's allocator, the cores that it runs on."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ VARIABLES = {
     "net_gdr_level": "NCCL_NET_GDR_LEVEL",
 }
 
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # whoever sets one of these chooses by himself
+
 
 def prepare_rank(config: Config) -> list[str]:
     """Set the rank up before its first use of a device or of threads, and return lines for the log."""
@@ -32,6 +34,8 @@ def prepare_rank(config: Config) -> list[str]:
         settings = ", ".join(f"{name}={value}" for name, value in variables.items())
         effect = "" if torch.cuda.is_available() else " (no effect: there is no GPU)"
         lines.append(f"NCCL settings: {settings}{effect}")
+    if torch.cuda.is_available() and not any(os.environ.get(name) for name in ALLOCATOR):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # fewer holes between allocations
     if config.comm.bind_cpus:
         lines.append(_bind())
     return lines

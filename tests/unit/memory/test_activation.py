@@ -12,9 +12,11 @@ from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
+from shardline.config.schema import ActivationCheckpoint
 from shardline.errors import ConfigError
 from shardline.memory import activation
 from shardline.models.decoder import Decoder
+from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward
 from shardline.models.init import init_weights
 from shardline.parallel.apply import apply
 from shardline.precision.mixed import Precision, choose_precision
@@ -163,3 +165,24 @@ def test_tensor_parallel_ranks_compute_products_of_their_own_parts_again(pool, n
 def test_an_option_that_is_no_number_is_an_error():
     with pytest.raises(ConfigError, match="every"):
         run(["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=every"])
+
+
+def test_a_compiled_block_keeps_no_middle_of_its_feed_forward_part():
+    """SwiGLU's output is one pass over the product before it, which is kept."""
+    with torch.device("meta"):
+        model = Decoder(ARCH)
+    activation.apply_activation_checkpoint(model, ActivationCheckpoint(mode="none"), compiled=True)
+    torch._dynamo.reset()
+    x, w13, w2 = torch.randn(6, 8, requires_grad=True), torch.randn(2 * 20, 8), torch.randn(8, 20)
+    weights = FeedForwardWeights(w13.requires_grad_(), None, w2.requires_grad_(), None)
+    kept = []
+
+    def keep(tensor):
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    block = torch.compile(lambda x: feed_forward(x, weights, 20, Products()), backend="aot_eager_decomp_partition")
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x).sum().backward()
+    assert (6, 1, 20) in kept  # gate and up
+    assert (6, 20) not in kept
