@@ -354,6 +354,16 @@ def _bench_overlap(parsed: Parsed) -> int:
     return run(config, _start_options(parsed), **options)
 
 
+def _bench_experts(parsed: Parsed) -> int:
+    keys = {"model": "model.name", "flavor": "model.flavor", "ep": "parallelism.expert_parallel_degree"}
+    parsed.flags += [f"--{key}={parsed.options[name]}" for name, key in keys.items()]
+    config = load(parsed.file, parsed.flags, check_model=True)
+    from shardline.tools.bench.experts import run
+
+    options = parsed.named("tokens", "skew", "dtype", "float8", "carrier", "iterations", "json")
+    return run(config, _start_options(parsed), **options)
+
+
 def _start_options(parsed: Parsed) -> TrainOptions:
     """How the ranks of a benchmark start; nproc 0 leaves their number to the layout."""
     from shardline.run.options import TrainOptions
@@ -377,6 +387,10 @@ def _schedule(parsed: Parsed) -> int:
         return command(config, **parsed.named())
 
 
+_BENCH_DTYPE = Option(
+    "dtype", f"{', '.join(DTYPES)}; unset: bfloat16 on a GPU, else float32.", str, "TYPE", choices=DTYPES
+)
+_CARRIERS = ("all_to_all", "symmetric")
 _OPS = "all_reduce,all_gather,reduce_scatter,all_to_all,p2p"
 BENCH_COMM = Command(
     "bench comm",
@@ -413,7 +427,7 @@ BENCH_OVERLAP = Command(
         Option("seq", "Tokens per sequence.", int, "N", default=8192, low=1),
         Option("batch", "Sequences per micro-batch.", int, "N", default=1, low=1),
         Option("backend", "Measure this backend beside serial; unset: every one that can run.", str, "NAME"),
-        Option("dtype", f"{', '.join(DTYPES)}; unset: bfloat16 on a GPU, else float32.", str, "TYPE", choices=DTYPES),
+        _BENCH_DTYPE,
         _ITERATIONS,
         _JSON,
         _processes("; unset: as many as --tp needs"),
@@ -424,6 +438,34 @@ BENCH_OVERLAP = Command(
     examples=(
         "shardline bench overlap --model llama3 --flavor 8B --tp 2 --seq 8192 --batch 1",
         "shardline bench overlap --flavor debugmodel --tp 2 --seq 256 --backend ring --json",
+    ),
+)
+BENCH_EXPERTS = Command(
+    "bench experts",
+    "Measure how fast rows travel to experts on other ranks, and how much of that a layer hides.",
+    (),
+    (
+        Option("model", "Model family.", str, "NAME", default="deepseek_v3"),
+        Option("flavor", "Size of the model.", str, "NAME", default="16B"),
+        Option("ep", "Expert-parallel ranks.", int, "N", default=2, low=1),
+        Option("tokens", "Tokens of each rank; unset: 8192 on a GPU, else 512.", int, "N", low=2),
+        Option("skew", "Second routing: rows of the fullest rank over the mean; 1: none.", float, "X", (), (), 2.5, 1),
+        _BENCH_DTYPE,
+        Option("float8", "Send tokens to the experts in float8.", bool),
+        Option("carrier", "all_to_all or symmetric; unset: every one that can run.", str, "NAME", choices=_CARRIERS),
+        _ITERATIONS,
+        _JSON,
+        _processes("; unset: as many as --ep needs"),
+        *_RENDEZVOUS,
+    ),
+    _bench_experts,
+    config_flags=True,
+    details="Each for a balanced routing and a skewed one, in which one rank gets --skew times the mean number of rows,"
+    "\nat most 0.9 of all rows.",
+    examples=(
+        "shardline bench experts --model deepseek_v3 --flavor 16B --ep 2 --tokens 8192",
+        "shardline bench experts --model qwen3 --flavor 30B-A3B --ep 8 --skew 4 --float8",
+        "shardline bench experts --flavor debugmodel --ep 2 --json",
     ),
 )
 TRACE_OVERLAP = Command(
@@ -474,6 +516,6 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
-        *(BENCH_COMM, BENCH_OVERLAP, TRACE_OVERLAP, SCHEDULE),
+        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, SCHEDULE),
     )
 }

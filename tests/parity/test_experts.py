@@ -13,9 +13,10 @@ from shardline.comm.job import job
 from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
 from shardline.models.dtensor import local
-from shardline.models.experts import rows
+from shardline.models.experts import moe, rows
 from shardline.models.flavors import resolve
 from shardline.parallel.expert import dispatch
+from shardline.precision.float8 import from_float8, to_float8
 from shardline.precision.mixed import Precision
 from shardline.tools.dry_run.traffic import step_collectives
 from tests.parity.cases import (
@@ -175,6 +176,44 @@ def test_a_dry_run_counts_the_bytes_that_travel(harness: Harness) -> None:
     collectives = step_collectives(resolve(config.model), config, layout, precision, 1)
     planned = sum(row["bytes"] for (axis, _), row in collectives.items() if axis == "ep")
     assert {row["ep"] for row in harness.run(forced.overrides, forced.ranks).comm_bytes} == {planned}
+
+
+# ---- float8: tokens are rounded on their way to experts, results and gradients are not -------------------------------
+
+FLOAT8 = {"parallelism.expert_parallel_dispatch_dtype": "float8"}
+
+
+@contextlib.contextmanager
+def rounded_tokens(trainer: Any) -> Iterator[None]:
+    """One process whose experts see tokens as float8 gives them."""
+    compute = moe._compute_here
+
+    def rounded(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return compute(x + (from_float8(*to_float8(x), x.dtype) - x).detach(), *arguments)
+
+    with patch.object(moe, "_compute_here", rounded):
+        yield
+
+
+@pytest.mark.parametrize(
+    "case",
+    marked(
+        [
+            case("float8-fsdp2-ep2", DEEPSEEK, ep(2), FLOAT8, fsdp=2),
+            case("float8-tp2-ep2-full", MIXTRAL, ep(2), FLOAT8, FULL, tp=2),
+            case("float8-cp2-ep2-op", MIXTRAL, ep(2), FLOAT8, OP, cp=2),
+            case("float8-fsdp4-ep4-compile", DEEPSEEK, ep(4), FLOAT8, COMPILE, fsdp=4),
+        ],
+        {"float8-fsdp2-ep2"},
+    ),
+)
+def test_tokens_travel_in_float8(harness: Harness, case: Case) -> None:
+    alone = {key: value for key, value in case.overrides.items() if not key.startswith(("parallelism.", "compile."))}
+    reference, result = harness.run(alone, 1, rounded_tokens), harness.run(case.overrides, case.ranks)
+    compare(reference, result, case.tolerances)
+    plain = harness.run({**case.overrides, "parallelism.expert_parallel_dispatch_dtype": "same"}, case.ranks)
+    for narrow, wide in zip(result.comm_bytes, plain.comm_bytes, strict=True):
+        assert narrow["ep"] < 0.9 * wide["ep"]  # one of four transfers has a quarter of the bytes, and scales
 
 
 # ---- skew: the numbers of one process, and no rank waits for rows that nobody sends ----------------------------------

@@ -6,7 +6,9 @@ do not give the very numbers of the all-to-all are no candidate.
 
 from __future__ import annotations
 
-import statistics
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,39 +23,41 @@ from shardline.models.experts.moe import count_tokens, sort_by_expert
 from shardline.parallel.expert.all_to_all import AXIS, AllToAll
 from shardline.parallel.expert.dispatch import Carrier
 from shardline.parallel.expert.symmetric import SharedMemory, unusable
-from shardline.parallel.tensor.autotune import slowest, timed
+from shardline.parallel.tensor.autotune import medians
 
 ROUNDS, IN_A_ROW = 5, 4
+
+
+def carriers(device: torch.device) -> tuple[dict[str, Carrier], dict[str, str]]:
+    """The carriers that can send rows of this device, by name, and why others cannot; the same on every rank."""
+    found: dict[str, Carrier] = {"all_to_all": AllToAll()}
+    reason = unusable(device)
+    if reason is not None:
+        return found, {"symmetric": reason}
+    return {**found, "symmetric": SharedMemory(device)}, {}
 
 
 def choose_carrier(config: Config, arch: Architecture, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> str:
     """Set the carrier of this run; returns a line for the log. All ranks call it together."""
     asked = config.parallelism.expert_parallel_comm_backend
-    if arch.moe is None or mesh.layout.ep == 1 or asked in ("all_to_all", "deepep"):
+    nothing_to_choose = device.type != "cuda" and asked == "standard"
+    if arch.moe is None or mesh.layout.ep == 1 or asked in ("all_to_all", "deepep") or nothing_to_choose:
         return ""
-    if asked == "standard" and device.type != "cuda":
-        return ""
-    reason = unusable(device)
-    if reason is None:
-        trip = Trip(arch.moe, arch.dim, _tokens(config, mesh), dtype, device)
-        kernels, fallback = SharedMemory(device), AllToAll()
-        with job.traffic.uncounted():
-            reason = trip.difference(kernels, fallback)
-    if reason is not None:
-        return f"Experts: rows travel by all-to-all; kernels over shared memory cannot be used here ({reason})"
-    if asked == "symmetric":
-        job.carrier = kernels
-        return "Experts: rows travel by kernels over shared memory"
+    found, refused = carriers(device)
+    trip = Trip(arch.moe, arch.dim, _tokens(config, mesh), dtype, device)
     with job.traffic.uncounted():
-        by_kernels, by_all_to_all = (trip.seconds(carrier) for carrier in (kernels, fallback))
-    faster, times = "kernels over shared memory", f"{by_kernels * 1e3:.2f} ms against {by_all_to_all * 1e3:.2f}"
-    if by_all_to_all <= by_kernels:
-        symmetric_memory.keep(())
-        faster, times = "all-to-all", f"{by_all_to_all * 1e3:.2f} ms against {by_kernels * 1e3:.2f} by kernels"
-    else:
-        job.carrier = kernels
-        times += f" by all-to-all, {symmetric_memory.space(AXIS, device).bytes / 2**30:.2f} GiB shared"
-    return f"Experts: rows travel by {faster}, there and back in {times}"
+        reason = refused.get("symmetric") or trip.difference(found["symmetric"], found["all_to_all"])
+        if reason:
+            return f"Experts: rows travel by all-to-all; kernels over shared memory cannot be used here ({reason})"
+        times = {"symmetric": 0.0} if asked == "symmetric" else trip.times(found)
+    fastest = min(times, key=lambda name: times[name])
+    job.carrier = found[fastest]
+    if fastest == "all_to_all":
+        symmetric_memory.space(AXIS, device).keep(())
+    how = {"all_to_all": "all-to-all", "symmetric": "kernels over shared memory"}
+    several = ", ".join(f"{1e3 * times[name]:.2f} ms by {how[name]}" for name in sorted(times, key=lambda n: times[n]))
+    measured = f", there and back in {several}" if len(times) > 1 else ""
+    return f"Experts: rows travel by {how[fastest]}{measured}"
 
 
 def _tokens(config: Config, mesh: Mesh) -> int:
@@ -101,6 +105,8 @@ class Trip:
             symmetric_memory.start_anew()
         return reason
 
-    def seconds(self, carrier: Carrier) -> float:
-        samples = [timed(lambda: self.run(carrier), self.device, IN_A_ROW) for _ in range(ROUNDS)]
-        return statistics.median(slowest(samples, self.device))
+    def times(self, found: dict[str, Carrier]) -> dict[str, float]:
+        """Seconds of a trip there and back."""
+        runs: dict[Any, Callable[[], Any]]
+        runs = {name: functools.partial(self.run, carrier) for name, carrier in found.items()}
+        return medians(runs, list(runs), ROUNDS, self.device, IN_A_ROW)

@@ -234,14 +234,14 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
         kept = [who for who in works if who in parts or first[who] < enough or who == SERIAL]
         longest = max(first[who] for who in kept) * in_a_row
         count = rounds or min(max(int(MOMENT / longest), LEAST_ROUNDS), MOST_ROUNDS)
-        medians = first | _medians(runs, kept, count, device, in_a_row)
-        best = min(medians[who] for who in kept if who not in parts)
-        near = [who for who in kept if who not in parts and medians[who] < NEAR * best]
+        found = first | medians(runs, kept, count, device, in_a_row)
+        best = min(found[who] for who in kept if who not in parts)
+        near = [who for who in kept if who not in parts and found[who] < NEAR * best]
         more = min(int(RUN_OFF / (best * in_a_row * len(near))), MOST_ROUNDS)
         if rounds is None and len(near) > 1 and more > count:
-            medians |= _medians(runs, near, more, device, in_a_row)
-    times = {choice: medians[choice] for choice in tried if choice in medians}
-    alone = {part: medians[part] for part in parts}
+            found |= medians(runs, near, more, device, in_a_row)
+    times = {choice: found[choice] for choice in tried if choice in found}
+    alone = {part: found[part] for part in parts}
     return Measured(shape.product, times=times, chosen=fastest(times), refused=refused, **alone)
 
 
@@ -250,7 +250,7 @@ def _tells_pace(trial: Trial) -> bool:
     return trial.device.type == "cuda" and bool(trial.gradients)
 
 
-def _medians(
+def medians(
     runs: dict[Any, Callable[[], Any]], some: Sequence[Any], rounds: int, device: torch.device, in_a_row: int
 ) -> dict[Any, float]:
     """Median seconds of some of the runs, which take turns; none always follows the same other one."""
