@@ -40,6 +40,7 @@ OWN_KEYS = {
     "model.overrides",
     "optimizer.decay_norms",
     "parallelism.async_tensor_parallel_backend",
+    "parallelism.expert_parallel_dispatch_dtype",
     "optimizer.early_step_clipping",
     "optimizer.lr_scaling",
     "optimizer.lr_scaling_base_batch",

@@ -90,7 +90,7 @@ def test_peak_memory_of_the_cpu_follows_what_is_held_and_can_be_reset():
 
 
 def test_peak_memory_is_not_inherited_from_the_starting_process():
-    held = torch.ones(600 * 2**20 // 4)
+    held = torch.ones(2**30 // 4)
     code = "import torch; from shardline.run.device import *; print(peak_memory_gib(torch.device('cpu')))"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(child.stdout) < held.nbytes / 2**30
