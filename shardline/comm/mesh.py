@@ -35,7 +35,7 @@ class Mesh:
     """The groups of one layout. Built on every rank, after `start_process_group`, with the same `offload`."""
 
     def __init__(self, layout: Layout, device_type: str, offload: bool = False) -> None:
-        self.layout = layout
+        self.layout, self.device_type = layout, device_type
         self.world_size = layout.world_size
         self.rank = dist.get_rank() if self.world_size > 1 else 0
         self.coordinates = layout.coordinates(self.rank)

@@ -6,7 +6,6 @@ that compilation and activation checkpointing may wrap. The blocks share one fun
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,8 @@ from torch.nn import functional as F
 from shardline.config.architecture import Architecture, LatentAttention, MixtureOfExperts
 from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
 from shardline.models.dtensor import local, local_waiting
-from shardline.models.experts.moe import ExpertExchange, ExpertWeights, RouterRun, moe
-from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward
+from shardline.models.experts.moe import ExpertExchange, ExpertWeights, RouterRun, SharedExpert, moe
+from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward, narrow, widen
 from shardline.models.fused_weights import gate_block
 from shardline.models.latent import NORM_EPS, LatentSpec, LatentWeights, latent_heads, latent_spec
 from shardline.models.linear import linear, rms_norm, weight_queue
@@ -95,13 +94,16 @@ def expert_block_function(
     assert w.experts is not None
     assert spec.moe is not None
     normed = rms_norm(x, w.ffn_norm, spec.norm_eps)
-    shared = None if w.ffn is None else functools.partial(_shared_expert, normed, w.ffn, spec)
+    shared = None if w.ffn is None else _shared_expert(normed, w.ffn, spec)
     out, tally = moe(normed.flatten(0, -2), w.experts, spec.moe, spec.exchange, shape, spec.run, shared)
     return x + out.view_as(x), tally
 
 
-def _shared_expert(x: Tensor, weights: FeedForwardWeights, spec: BlockSpec) -> Tensor:
-    return feed_forward(x, weights, spec.gate_block, spec.products).flatten(0, -2)
+def _shared_expert(x: Tensor, weights: FeedForwardWeights, spec: BlockSpec) -> SharedExpert:
+    return SharedExpert(
+        lambda: widen(x, weights, spec.products),
+        lambda product: narrow(product, weights, spec.gate_block, spec.products).flatten(0, -2),
+    )
 
 
 def attention_part(

@@ -46,7 +46,17 @@ class FeedForwardWeights(NamedTuple):
 
 
 def feed_forward(x: Tensor, w: FeedForwardWeights, gate_block: int, products: Products) -> Tensor:
-    """down(silu(gate(x)) * up(x)); the rows of w13 alternate: `gate_block` of gate, `gate_block` of up."""
+    """down(silu(gate(x)) * up(x))."""
+    return narrow(widen(x, w, products), w, gate_block, products)
+
+
+def widen(x: Tensor, w: FeedForwardWeights, products: Products) -> Tensor:
+    """gate(x) and up(x) in one."""
     (product,) = products.column(x, (w.w13,), (w.w13_bias,))
+    return product
+
+
+def narrow(product: Tensor, w: FeedForwardWeights, gate_block: int, products: Products) -> Tensor:
+    """down(silu(gate) * up); the rows of w13 alternate: `gate_block` of gate, `gate_block` of up."""
     gate, up = product.unflatten(-1, (-1, 2, gate_block)).unbind(-2)  # (t, F / block, block) each
     return products.row((F.silu(gate) * up).flatten(-2), w.w2, w.w2_bias)

@@ -35,7 +35,8 @@ def prepare_rank(config: Config) -> list[str]:
         effect = "" if torch.cuda.is_available() else " (no effect: there is no GPU)"
         lines.append(f"NCCL settings: {settings}{effect}")
     if torch.cuda.is_available() and not any(os.environ.get(name) for name in ALLOCATOR):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # fewer holes between allocations
+        settle = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+        settle("expandable_segments:True")  # fewer holes between allocations
     if config.comm.bind_cpus:
         lines.append(_bind())
     return lines

@@ -12,6 +12,7 @@ import torch
 from shardline.comm.job import job
 from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
+from shardline.models import decoder, feed_forward
 from shardline.models.dtensor import local
 from shardline.models.experts import moe, rows
 from shardline.models.flavors import resolve
@@ -132,10 +133,9 @@ def test_layout(harness: Harness, case: Case) -> None:
 
 
 @contextlib.contextmanager
-def watched_transfers(trainer: Any) -> Iterator[None]:
-    """Every transfer is started before it is needed, and what is computed in between is noted."""
+def noted_transfers(trainer: Any) -> Iterator[list[str]]:
+    """What happens in a run, in its order: transfers start and land, and what is computed in between."""
     events: list[str] = []
-    ticket, transfer, multiply = dispatch._ticket, dispatch._transfer, rows.multiply
 
     def noted(name: str, function: Any) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -144,27 +144,56 @@ def watched_transfers(trainer: Any) -> Iterator[None]:
 
         return run
 
+    def widen(*arguments: Any) -> torch.Tensor:
+        product = feed_forward.widen(*arguments)
+        product.register_hook(lambda gradient: events.append("shared"))
+        return product
+
     with (
-        patch.object(dispatch, "_ticket", noted("start", ticket)),
-        patch.object(dispatch, "_transfer", noted("land", transfer)),
-        patch.object(rows, "multiply", noted("experts", multiply)),
+        patch.object(dispatch, "_ticket", noted("start", dispatch._ticket)),
+        patch.object(dispatch, "_transfer", noted("land", dispatch._transfer)),
+        patch.object(rows, "multiply", noted("experts", rows.multiply)),
+        patch.object(decoder, "widen", noted("shared", widen)),
+        patch.object(decoder, "narrow", noted("shared", decoder.narrow)),
     ):
-        yield
-    starts, lands = events.count("start"), events.count("land")
-    assert starts == lands > 0, "a transfer begins only when it is needed"
-    first = events.index("land")
-    assert events[:first].count("start") == 2, "both parts are under way before one is waited for"
-    computed = [at for at, event in enumerate(events) if event == "experts"]
-    assert any("start" in events[a:b] and "land" in events[a:b] for a, b in itertools.pairwise(computed))
+        yield events
+    assert events.count("start") == events.count("land") > 0
     assert not job.rows_under_way
     row = trainer.telemetry.row
     assert row["ep_comm_seconds"] > 0
     assert 0 <= row["ep_hidden_fraction"] <= 1
 
 
-def test_rows_travel_while_experts_compute(harness: Harness) -> None:
-    layout = case("moe-fsdp2-ep2", DEEPSEEK, ep(2), fsdp=2)
-    result = harness.run(layout.overrides, 2, watched_transfers)
+@contextlib.contextmanager
+def hidden_behind_the_other_part(trainer: Any) -> Iterator[None]:
+    with noted_transfers(trainer) as events:
+        yield
+    first = events.index("land")
+    assert events[:first].count("start") == 2, "both parts are under way before one is waited for"
+    computed = [at for at, event in enumerate(events) if event == "experts"]
+    assert any("start" in events[a:b] and "land" in events[a:b] for a, b in itertools.pairwise(computed))
+
+
+@contextlib.contextmanager
+def hidden_behind_the_shared_expert(trainer: Any) -> Iterator[None]:
+    """Half of it runs during each transfer of forward; the gradients of its second half during the first of backward.
+
+    The gradients of the first half run during the other one, after what is noted here.
+    """
+    with noted_transfers(trainer) as events:
+        yield
+    way = ["start", "shared", "land", "experts", "experts", "start", "shared", "land"]
+    assert events[: len(way)] == way
+    back = ["start", "shared", "land", "start", "land"]  # the products of the experts' gradients are not noted
+    assert back in [events[at : at + len(back)] for at in range(len(events))]
+
+
+@pytest.mark.parametrize(
+    ("moe", "watched"), [(MIXTRAL, hidden_behind_the_other_part), (DEEPSEEK, hidden_behind_the_shared_expert)]
+)
+def test_rows_travel_while_something_computes(harness: Harness, moe: Any, watched: Any) -> None:
+    layout = case("moe-fsdp2-ep2", moe, ep(2), fsdp=2)
+    result = harness.run(layout.overrides, 2, watched)
     compare(harness.reference(layout.overrides), result, layout.tolerances)
 
 

@@ -69,6 +69,13 @@ class Travel(NamedTuple):
     parts: int
 
 
+class SharedExpert(NamedTuple):
+    """The expert that every token uses, in two halves: `begin` gives what `finish` takes."""
+
+    begin: Callable[[], Tensor]
+    finish: Callable[[Tensor], Tensor]
+
+
 class ExpertExchange(NamedTuple):
     """How tokens reach the experts: expert parallelism puts its collectives here.
 
@@ -108,7 +115,7 @@ def moe(
     exchange: ExpertExchange,
     shape: tuple[int, int],
     run: RouterRun,
-    shared: Callable[[], Tensor] | None = None,
+    shared: SharedExpert | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The experts over x (t, dim), rows of a micro-batch of `shape` (B, S), and this rank's tally of it.
 
@@ -124,7 +131,7 @@ def moe(
         weights = _Carry.apply(weights, torch.stack([spec.losses[name] * value for name, value in losses.items()]))
     if exchange.travel is None:
         out = _compute_here(x, routing, weights, w, spec, exchange.share)
-        beside = None if shared is None else shared()
+        beside = None if shared is None else shared.finish(shared.begin())
     else:
         out, beside = _compute_there((x, routing.chosen, weights), exchange.travel, w, spec, exchange.share, shared)
     out = exchange.scatter(out)
@@ -155,13 +162,18 @@ def _compute_there(
     w: ExpertWeights,
     spec: MixtureOfExperts,
     share: float,
-    shared: Callable[[], Tensor] | None,
+    shared: SharedExpert | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Tokens, the experts they chose and their weights travel in parts; the shared expert computes meanwhile."""
+    """Tokens, the experts they chose and their weights travel in parts.
+
+    The shared expert computes meanwhile: its first half while tokens travel, its second while results do. In backward
+    it is the other way round.
+    """
     parts = zip(*(whole.chunk(travel.parts) for whole in tokens), strict=True)
     under_way = [travel.depart(x, chosen, weights, spec.n_experts) for x, chosen, weights in parts]
-    beside = None if shared is None else shared()
+    half = None if shared is None else shared.begin()
     returning = [travel.leave(experts(travel.arrive(one), w, spec, share), one) for one in under_way]
+    beside = None if shared is None or half is None else shared.finish(half)
     outs = [travel.collect(results, one) for results, one in zip(returning, under_way, strict=True)]
     return outs[0] if len(outs) == 1 else torch.cat(outs), beside
 

@@ -17,6 +17,7 @@ from shardline.models.experts.rows import add_up, spread
 
 pass_over(__file__)
 AXIS = "ep"
+ROUTES = 4  # lines after the counts of a table, for what a carrier makes of them
 
 
 class _Transfer(NamedTuple):
@@ -31,9 +32,10 @@ class AllToAll:
 
     def plan(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         over = collectives.axis(AXIS)
-        table = counts.new_empty(over.size, counts.shape[0])
-        collectives.gather_into(table.view(-1), counts, AXIS)
-        return table, table.view(over.size, over.size, -1).sum(2).cpu()
+        table = counts.new_empty(over.size + ROUTES, counts.shape[0])
+        of_ranks = table[: over.size]
+        collectives.gather_into(of_ranks.view(-1), counts, AXIS)
+        return table, of_ranks.view(over.size, over.size, -1).sum(2).cpu()
 
     def send(self, rows: Tensor, side: Tensor | None, order: Tensor, k: int, table: Tensor, sizes: Tensor) -> object:
         sorted_side = [] if side is None else [side.index_select(0, order)]
@@ -41,11 +43,11 @@ class AllToAll:
 
     def landed(self, transfer: object, table: Tensor, sizes: Tensor) -> list[Tensor]:
         arrived = _finished(transfer)
-        by_expert = _by_expert(_received(table), arrived[0].shape[0])
+        by_expert = _by_expert(received(table), arrived[0].shape[0])
         return [one.index_select(0, by_expert) for one in arrived]
 
     def send_back(self, rows: Tensor, side: Tensor | None, table: Tensor, sizes: Tensor) -> object:
-        by_expert = _by_expert(_received(table), rows.shape[0])
+        by_expert = _by_expert(received(table), rows.shape[0])
         whole = [rows] if side is None else [rows, side]
         by_source = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in whole]
         for one, source in zip(by_source, whole, strict=True):
@@ -81,10 +83,10 @@ def _finished(transfers: object) -> list[Tensor]:
     return [one.arrives.to(one.device) for one in transfers]
 
 
-def _received(table: Tensor) -> Tensor:
+def received(table: Tensor) -> Tensor:
     """(ranks, experts of this rank): the rows that each rank has for them."""
     over = job.axes[AXIS]
-    return table.view(over.size, over.size, -1)[:, over.rank]
+    return table[: over.size].view(over.size, over.size, -1)[:, over.rank]
 
 
 def _by_expert(received: Tensor, total: int) -> Tensor:

@@ -61,10 +61,10 @@ def choose_carrier(config: Config, arch: Architecture, mesh: Mesh, dtype: torch.
 
 
 def _tokens(config: Config, mesh: Mesh) -> int:
-    """The tokens of a part: half of those that a rank routes in a micro-batch."""
+    """The tokens that a rank routes in a micro-batch."""
     layout, section = mesh.layout, config.training
     shared_by = layout.cp * (1 if routes_together(layout) else layout.tp)
-    return max(1, section.local_batch_size * section.seq_len // shared_by // 2)
+    return max(1, section.local_batch_size * section.seq_len // shared_by)
 
 
 class Trip:

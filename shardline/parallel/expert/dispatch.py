@@ -26,15 +26,16 @@ from torch import Tensor
 
 from shardline.comm.job import job
 from shardline.models.experts.moe import Dispatched, count_tokens, sort_by_expert
-from shardline.parallel.expert.all_to_all import AXIS
+from shardline.parallel.expert.all_to_all import AXIS, ROUTES, received
 from shardline.precision.float8 import ROWS, from_float8, to_float8
 
 
 class Carrier(Protocol):
     """Sends rows over the expert-parallel axis.
 
-    Rows may have a `side`: a few float32 numbers each, in the order of the choices (t k, c). `table` (ranks, experts)
-    has the rows that each rank has for each expert, `sizes` (ranks, ranks) those that each sends to each, on the host.
+    Rows may have a `side`: a few float32 numbers each, in the order of the choices (t k, c). `table` has a line for
+    each rank, with the rows that it has for each expert, and `ROUTES` more lines. `sizes` (ranks, ranks) has the rows
+    that each rank sends to each, on the host; they may come there only while rows travel, and are read later.
     """
 
     def plan(self, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +103,7 @@ def _carrier() -> Carrier:
 
 
 def _ticket(transfer: object, device: torch.device) -> Tensor:
-    ticket = torch.zeros(1, device=device)
+    ticket = torch.empty(1, device=device)
     job.rows_under_way[ticket.data_ptr()] = (ticket, transfer)
     return ticket
 
@@ -158,9 +159,7 @@ def _land(
     rows, weights = _carrier().landed(_transfer(ticket), table, sizes)
     if narrow:
         rows, weights = from_float8(rows.view(ROWS), weights[:, 1:], dtype), weights[:, :1].clone()
-    over = job.axes[AXIS]
-    mine = table.view(over.size, over.size, -1)[:, over.rank]
-    return rows, weights, mine.sum(0).cumsum(0).to(torch.int32)
+    return rows, weights, received(table).sum(0).cumsum(0).to(torch.int32)
 
 
 @_op("land_again", "(Tensor ticket, Tensor table, Tensor sizes, SymInt rows, SymInt width, ScalarType dtype) -> Tensor")
@@ -204,7 +203,7 @@ def _(counts: Tensor) -> tuple[Tensor, Tensor]:
     ranks = job.axes[AXIS].size
     if job.traffic.plans:
         job.traffic.planned(AXIS, "all-gather", (ranks - 1) * counts.nbytes)
-    return counts.new_empty(ranks, counts.shape[0]), counts.new_empty(ranks, ranks, device="cpu")
+    return counts.new_empty(ranks + ROUTES, counts.shape[0]), counts.new_empty(ranks, ranks, device="cpu")
 
 
 _put.register_fake(lambda x, *rest: x.new_empty(1, dtype=torch.float32))
@@ -217,7 +216,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = sent if job.traffic.plans else torch.library.get_ctx().new_dynamic_size()  # a dry run: as many as it sends
     _planned(sent, width * (1 if narrow else dtype.itemsize) + (8 if narrow else 4))
-    ends = table.new_empty(table.shape[1] // table.shape[0], dtype=torch.int32)
+    ends = table.new_empty(table.shape[1] // job.axes[AXIS].size, dtype=torch.int32)
     return ticket.new_empty(rows, width, dtype=dtype), ticket.new_empty(rows, 1), ends
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
-from shardline.config.architecture import Architecture
+from shardline.config.architecture import Architecture, MixtureOfExperts
 from shardline.config.layout import Layout, routes_together
 from shardline.models.decoder import Decoder
 from shardline.models.experts.moe import ExpertExchange, RouterRun, Travel
@@ -30,8 +30,13 @@ from shardline.parallel.expert.dispatch import arrive, collect, depart, leave
 from shardline.parallel.tensor.tensor import planned_cut, replace_parameter
 
 
-def exchange(mesh: Mesh, sequence_parallel: bool, narrow: bool) -> ExpertExchange:
-    """How tokens reach the experts in this layout; `narrow`: in float8."""
+def exchange(mesh: Mesh, moe: MixtureOfExperts, sequence_parallel: bool, narrow: bool) -> ExpertExchange:
+    """How tokens reach the experts in this layout; `narrow`: in float8.
+
+    Transfers hide behind the shared expert. Where there is none, and the host carries rows, tokens travel in two parts,
+    each while the experts compute the other. On GPUs two parts took longer than one: each has products of its own, and
+    the gradients of the weights are then sums of two.
+    """
     layout, chosen = mesh.layout, ExpertExchange()
     if routes_together(layout):
         into, back = (
@@ -55,7 +60,8 @@ def exchange(mesh: Mesh, sequence_parallel: bool, narrow: bool) -> ExpertExchang
     if shared:
         chosen = chosen._replace(add_up=functools.partial(_add_up, axes=tuple(shared)))
     if layout.ep > 1:
-        travel = Travel(functools.partial(depart, narrow=narrow), arrive, leave, collect, parts=2)
+        parts = 2 if not moe.shared_dim and mesh.device_type == "cpu" else 1
+        travel = Travel(functools.partial(depart, narrow=narrow), arrive, leave, collect, parts)
         chosen = chosen._replace(travel=travel)
     return chosen
 
@@ -81,7 +87,8 @@ def _add_up(x: Tensor, axes: tuple[str, ...]) -> Tensor:
 def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun, narrow: bool) -> None:
     """Give this rank its experts (still on the meta device) and the blocks the way of tokens to them."""
     layout = mesh.layout
-    way = exchange(mesh, sequence_parallel, narrow)
+    assert model.arch.moe is not None
+    way = exchange(mesh, model.arch.moe, sequence_parallel, narrow)
     for block in model.blocks():
         if block.moe is not None:
             block.spec = block.spec._replace(exchange=way, run=run)

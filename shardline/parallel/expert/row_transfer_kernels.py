@@ -17,37 +17,31 @@ def share_counts_kernel(counts, addresses, own, experts, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def routes_kernel(
-    table, starts, places, own, ranks, experts, BACK: tl.constexpr, RANKS: tl.constexpr, EXPERTS: tl.constexpr
-):
-    """Where each block of rows starts here, and its place on the rank it is sent to.
+def routes_kernel(table, own, ranks, experts, RANKS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Where each block of rows starts here, and its place on the rank it is sent to, in four lines after the counts.
 
     A block has the rows that one rank has for one expert. They lie in two orders: with the rank, by expert; with the
-    expert's rank, by expert and then by source. Block b is expert b of this rank, or, on the way back, the rows of rank
-    b % ranks for the (b / ranks)-th expert of this one.
+    expert's rank, by expert and then by source. On the way there, block b is expert b of this rank; on the way back, it
+    is the rows of rank b % ranks for the (b / ranks)-th expert of this one.
     """
-    block = tl.program_id(0)
+    block, back = tl.program_id(0), tl.program_id(1)
     of_a_rank = experts // ranks
-    source, expert = own, block
-    if BACK:
-        source, expert = block % ranks, own * of_a_rank + block // ranks
+    source = tl.where(back == 1, block % ranks, own)
+    expert = tl.where(back == 1, own * of_a_rank + block // ranks, block)
     rank, column = tl.arange(0, RANKS)[:, None], tl.arange(0, EXPERTS)[None, :]
     counts = tl.load(table + rank * experts + column, mask=(rank < ranks) & (column < experts), other=0)
     first = expert // of_a_rank * of_a_rank
     with_source = tl.sum(tl.where((rank == source) & (column < expert), counts, 0))
     sooner = ((column >= first) & (column < expert)) | ((column == expert) & (rank < source))
     with_expert = tl.sum(tl.where(sooner, counts, 0))
-    if BACK:
-        tl.store(starts + block, with_expert)
-        tl.store(places + block, with_source)
-    else:
-        tl.store(starts + block, with_source)
-        tl.store(places + block, with_expert)
+    lines = table + (ranks + 2 * back) * experts + block
+    tl.store(lines, tl.where(back == 1, with_expert, with_source))
+    tl.store(lines + experts, tl.where(back == 1, with_source, with_expert))
 
 
 @triton.jit
 def send_rows_kernel(
-    rows, side, order, starts, places, addresses, side_begins, words, blocks, of_a_rank, ranks,
+    rows, side, order, table, addresses, side_begins, words, experts, ranks,
     K: tl.constexpr, SIDE: tl.constexpr, BACK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program i writes row i, `words` of 4 bytes, to its place on its rank, and the SIDE numbers beside it.
@@ -56,15 +50,16 @@ def send_rows_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     known = tl.arange(0, BLOCKS)
-    begun = tl.load(starts + known, mask=known < blocks, other=1 << 62) <= row
+    starts = table + (ranks + 2 * BACK) * experts
+    begun = tl.load(starts + known, mask=known < experts, other=1 << 62) <= row
     block = tl.sum(begun.to(tl.int32)) - 1
-    target = tl.load(places + block) + row - tl.load(starts + block)
+    target = tl.load(starts + experts + block) + row - tl.load(starts + block)
     choice = row
     if BACK:
         memory = tl.load(addresses + block % ranks)
         token = row
     else:
-        memory = tl.load(addresses + block // of_a_rank)
+        memory = tl.load(addresses + block // (experts // ranks))
         choice = tl.load(order + row)
         token = choice // K
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from shardline.comm import collectives, symmetric_memory
 from shardline.comm.job import job
-from shardline.comm.observe import Observed, described
+from shardline.comm.observe import Observed
 from shardline.comm.symmetric_memory import READ, READY, Region, space
 from shardline.comm.watchdog import pass_over
 from shardline.models.experts.rows import add_up
-from shardline.parallel.expert.all_to_all import AXIS
+from shardline.parallel.expert.all_to_all import AXIS, ROUTES
 
 pass_over(__file__)
 BLOCK = 2048  # words of 4 bytes that a program writes
@@ -36,6 +36,7 @@ class _Sent(NamedTuple):
     shape: tuple[int, ...]  # of the rows that have room here
     dtype: torch.dtype
     side: int  # numbers beside each row
+    sent: list[int]  # rows to each rank, where this is known
     ended: Any  # event: this rank has written all of its rows
     kept: tuple[Any, ...]  # what is read until then
 
@@ -47,12 +48,12 @@ class SharedMemory:
         self._counted: dict[int, tuple[Any, Tensor]] = {}  # address of sizes -> when they are there
 
     def plan(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        from shardline.parallel.expert.row_transfer_kernels import share_counts_kernel
+        from shardline.parallel.expert.row_transfer_kernels import routes_kernel, share_counts_kernel
 
         over, experts = space(AXIS, self.device), counts.shape[0]
         ranks = collectives.axis_size(AXIS)
         region = self._region("counts", ranks * experts * 8)
-        table = counts.new_empty(ranks, experts)
+        table = counts.new_empty(ranks + ROUTES, experts)
         sizes = torch.empty(ranks, ranks, dtype=counts.dtype, pin_memory=True)
         arrived = torch.cuda.Event()
         over.fork()
@@ -62,37 +63,39 @@ class SharedMemory:
             share_counts_kernel[grid](counts, region.addresses, region.rank, experts, BLOCK=block)
             _signal(region, READY, over.side)
             _wait(region, READY, over.side)
-            table.copy_(region.of(region.rank, (ranks, experts), counts.dtype))
+            table[:ranks].copy_(region.of(region.rank, (ranks, experts), counts.dtype))
             _signal(region, READ, over.side)
-            sizes.copy_(table.view(ranks, ranks, -1).sum(2), non_blocking=True)
+            sizes.copy_(table[:ranks].view(ranks, ranks, -1).sum(2), non_blocking=True)
             arrived.record()
+            powers = {"RANKS": _power_of_two(ranks), "EXPERTS": block}
+            routes_kernel[(experts, 2)](table, region.rank, ranks, experts, **powers)
         self._counted[sizes.data_ptr()] = (arrived, counts)
         return table, sizes
 
     def send(self, rows: Tensor, side: Tensor | None, order: Tensor, k: int, table: Tensor, sizes: Tensor) -> object:
-        ranks, experts = table.shape
-        room = ranks * rows.shape[0] * min(k, experts // ranks)
-        return self._send("there", rows, side, order, k, table, (order.shape[0], room))
+        ranks = collectives.axis_size(AXIS)
+        room = ranks * rows.shape[0] * min(k, table.shape[1] // ranks)
+        return self._send("there", rows, side, order, k, table, (order.shape[0], room), [])
 
     def landed(self, transfer: object, table: Tensor, sizes: Tensor) -> list[Tensor]:
         assert isinstance(transfer, _Sent)
         counted = self._counted.pop(sizes.data_ptr(), None)
         if counted is not None:
             counted[0].synchronize()
-        own = transfer.region.rank
-        rows, *side = self._arrived(transfer, sizes[own], int(sizes[:, own].sum()))
+        of_ranks, own = sizes.tolist(), transfer.region.rank
+        rows, *side = self._arrived(transfer, of_ranks[own], sum(line[own] for line in of_ranks))
         landed = [rows.clone(), *(one.clone() for one in side)]
         self._read(transfer)
         return landed
 
     def send_back(self, rows: Tensor, side: Tensor | None, table: Tensor, sizes: Tensor) -> object:
-        own = collectives.axis(AXIS).rank
-        room = int(sizes.sum(1).max())  # rows that a rank has sent; every rank has sent as many
-        return self._send("back", rows, side, None, 1, table, (rows.shape[0], room), sizes[:, own])
+        of_ranks, own = sizes.tolist(), collectives.axis(AXIS).rank
+        room = max(sum(line) for line in of_ranks)  # the most rows that come back to a rank: those that it has sent
+        return self._send("back", rows, side, None, 1, table, (rows.shape[0], room), [line[own] for line in of_ranks])
 
     def gathered(self, transfer: object, inverse: Tensor, k: int) -> list[Tensor]:
         assert isinstance(transfer, _Sent)
-        rows, *side = self._arrived(transfer, transfer.kept[0], inverse.shape[0])
+        rows, *side = self._arrived(transfer, transfer.sent, inverse.shape[0])
         gathered = [add_up(rows, inverse, k), *(one.index_select(0, inverse) for one in side)]
         self._read(transfer)
         return gathered
@@ -106,63 +109,55 @@ class SharedMemory:
         k: int,
         table: Tensor,
         size: tuple[int, int],
-        sent: Tensor | None = None,
+        sent: list[int],
     ) -> _Sent:
         """Start to write `size[0]` rows; `size[1]` is the most that can arrive at a rank."""
-        from shardline.parallel.expert.row_transfer_kernels import routes_kernel, send_rows_kernel
+        from shardline.parallel.expert.row_transfer_kernels import send_rows_kernel
 
-        (count, room), (ranks, experts) = size, table.shape
-        rows, over = rows.contiguous(), space(AXIS, self.device)
+        (count, room), experts, back = size, table.shape[1], way == "back"
+        over, ranks = space(AXIS, self.device), collectives.axis_size(AXIS)
         words, numbers = rows.shape[1] * rows.element_size() // 4, 0 if side is None else side.shape[1]
         begins = -(-room * words * 4 // ROOM) * ROOM
         region = self._region(way, begins + room * numbers * 4)
-        routes = torch.empty(2, experts, dtype=torch.int64, device=self.device)
-        kept = (sent, rows, side, order, table, routes)
         ended = torch.cuda.Event()
         over.fork()
         with torch.cuda.stream(over.side), job.row_clock.sending():
-            of_table = {"BACK": way == "back", "RANKS": _power_of_two(ranks), "EXPERTS": _power_of_two(experts)}
-            routes_kernel[(experts,)](table, *routes, region.rank, ranks, experts, **of_table)
             _wait(region, READ, over.side)
             if count:
                 send_rows_kernel[(count, -(-words // BLOCK))](
                     rows.view(torch.int32),
                     rows if side is None else side,
                     rows if order is None else order,
-                    *routes,
+                    table,
                     region.addresses,
                     begins,
                     words,
                     experts,
-                    experts // ranks,
                     ranks,
                     K=k,
                     SIDE=numbers,
-                    BACK=way == "back",
+                    BACK=back,
                     BLOCKS=_power_of_two(experts),
                     BLOCK=min(BLOCK, _power_of_two(words)),
                 )
             _signal(region, READY, over.side)
             ended.record()
-        return _Sent(region, (room, rows.shape[1]), rows.dtype, numbers, ended, kept)
+        return _Sent(region, (room, rows.shape[1]), rows.dtype, numbers, sent, ended, (rows, side, order, table))
 
-    def _arrived(self, transfer: _Sent, sent: Tensor, count: int) -> list[Tensor]:
+    def _arrived(self, transfer: _Sent, sent: list[int], count: int) -> list[Tensor]:
         """Views of the first `count` rows that have arrived and of their side, once all ranks have written."""
-        region, (room, width) = transfer.region, transfer.shape
+        region, (room, width), kind = transfer.region, transfer.shape, transfer.dtype
         stream = torch.cuda.current_stream(self.device)
-        whole = region.of(region.rank, (room * width,), transfer.dtype)
-        of_a_row = width * transfer.dtype.itemsize + 4 * transfer.side
-        size = int(sent.sum() - sent[region.rank]) * of_a_row
-        tag = described("rows", AXIS, whole[: count * width])
+        size = (sum(sent) - sent[region.rank]) * (width * kind.itemsize + 4 * transfer.side)
+        tag = f"rows over {AXIS} of ({count}, {width}) {str(kind).removeprefix('torch.')}"
         with Observed(AXIS, "all_to_all", tag, size, on_host=False), job.row_clock.waiting():
             _wait(region, READY, stream)
             stream.wait_event(transfer.ended)
-        rows = whole[: count * width].view(count, width)
+        rows = region.of(region.rank, (room, width), kind)[:count]
         if not transfer.side:
             return [rows]
-        begins = -(-room * width * transfer.dtype.itemsize // ROOM) * ROOM
-        side = region.of(region.rank, (room * transfer.side,), torch.float32, begins)
-        return [rows, side[: count * transfer.side].view(count, transfer.side)]
+        begins = -(-room * width * kind.itemsize // ROOM) * ROOM
+        return [rows, region.of(region.rank, (room, transfer.side), torch.float32, begins)[:count]]
 
     def _read(self, transfer: _Sent) -> None:
         _signal(transfer.region, READ, torch.cuda.current_stream(self.device))

@@ -9,7 +9,6 @@ The router is the identity on the first numbers of a token, which are large for 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -25,13 +24,14 @@ from shardline.models.experts.moe import (
     ExpertWeights,
     RouterRun,
     Routing,
+    SharedExpert,
     Travel,
     experts,
     moe,
     route,
 )
 from shardline.models.experts.rows import add_up
-from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward
+from shardline.models.feed_forward import FeedForwardWeights, Products, narrow, widen
 from shardline.models.fused_weights import gate_block
 from shardline.parallel.expert.all_to_all import AXIS
 
@@ -116,7 +116,10 @@ class ExpertLayer:
     def forward(self, x: Tensor, travel: Travel, with_shared: bool = True) -> Tensor:
         shared = None
         if self.shared is not None and with_shared:
-            shared = functools.partial(feed_forward, x, self.shared, gate_block(self.spec.shared_dim), Products())
+            weights, block = self.shared, gate_block(self.spec.shared_dim)
+            shared = SharedExpert(
+                lambda: widen(x, weights, Products()), lambda product: narrow(product, weights, block, Products())
+            )
         run = RouterRun(seq_len=x.shape[0])
         return moe(x, self.weights, self.spec, ExpertExchange(travel=travel), (1, x.shape[0]), run, shared)[0]
 

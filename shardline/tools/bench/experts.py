@@ -91,7 +91,7 @@ def run(
         routings = {"balanced": balanced_choices(count, layer.spec, device)}
         if skew > 1:
             routings["skewed"] = skewed_choices(count, layer.spec, device, skew)
-        travel = exchange(mesh, sequence_parallel=False, narrow=float8).travel
+        travel = exchange(mesh, layer.spec, sequence_parallel=False, narrow=float8).travel
         assert travel is not None
         common = {"benchmark": "experts", "model": config.model.name, "flavor": config.model.flavor, "ep": degree}
         for routing, chosen in routings.items():
@@ -142,6 +142,8 @@ def measure(
     """Rows of the four transfers, and of the layer."""
     x, job.carrier = layer.tokens(chosen), carrier
     table, sizes = carrier.plan(count_tokens(chosen, layer.spec.n_experts))
+    if layer.device.type == "cuda":
+        torch.cuda.synchronize(layer.device)  # sizes may still be on their way to the host
     loads = loads_of(table, sizes, chosen)
     _check(layer, x, travel, OFF_FLOAT8 if float8 else OFF)
     told = {"rank_load": round(loads.rank_load, 3), "expert_load": round(loads.expert_load, 3)}
@@ -166,8 +168,8 @@ def layer_row(times: dict[str, float], tokens: int) -> dict[str, Any]:
 
 
 def loads_of(table: Tensor, sizes: Tensor, chosen: Tensor) -> Loads:
-    """`table` (ranks, experts) and `sizes` (ranks, ranks) have the rows of each rank for each expert and each rank."""
-    ranks, n_experts = table.shape
+    """`table` and `sizes` (ranks, ranks) have the rows of each rank for each expert and each rank."""
+    ranks, n_experts = len(sizes), table.shape[1]
     away = sizes - sizes.diag().diag()
     meets = torch.zeros(len(chosen), ranks, device=chosen.device).scatter_(1, chosen // (n_experts // ranks), 1.0)
     tokens = collectives.sum_in_place(meets.sum(0), AXIS)
@@ -175,7 +177,7 @@ def loads_of(table: Tensor, sizes: Tensor, chosen: Tensor) -> Loads:
         rows=int(max(away.sum(0).max(), away.sum(1).max())),
         tokens=int(tokens.max()),
         rank_load=_over_mean(sizes.sum(0)),
-        expert_load=_over_mean(table.sum(0)),
+        expert_load=_over_mean(table[:ranks].sum(0)),
     )
 
 

@@ -85,7 +85,11 @@ def check_row_transfers() -> None:
     counts = torch.nn.functional.one_hot(chosen, experts).sum(1).to(DEVICE)
     room = ranks * tokens * k
     begins = room * width * 4
-    sizes = {"BACK": False, "RANKS": 4, "EXPERTS": 8}
+
+    def routed(rank: int) -> torch.Tensor:
+        table = torch.cat([counts, torch.zeros(4, experts, dtype=torch.int64, device=DEVICE)])
+        routes_kernel[(experts, 2)](table, rank, ranks, experts, RANKS=4, EXPERTS=8)
+        return table
 
     def memory(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         whole = torch.zeros(ranks, size, dtype=torch.uint8, device=DEVICE)
@@ -99,11 +103,9 @@ def check_row_transfers() -> None:
 
     there, addresses = memory(begins + room * 2 * 4)
     for rank in range(ranks):
-        routes = torch.empty(2, experts, dtype=torch.int64, device=DEVICE)
-        routes_kernel[(experts,)](counts, *routes, rank, ranks, experts, **sizes)
         send_rows_kernel[(tokens * k, 2)](
-            rows[rank].view(torch.int32), side[rank], order[rank].to(DEVICE), *routes, addresses,
-            begins, width, experts, 2, ranks,
+            rows[rank].view(torch.int32), side[rank], order[rank].to(DEVICE), routed(rank), addresses,
+            begins, width, experts, ranks,
             K=k, SIDE=2, BACK=False, BLOCKS=8, BLOCK=16,
         )  # fmt: skip
     arrived = []
@@ -119,10 +121,8 @@ def check_row_transfers() -> None:
 
     back, addresses = memory(begins + room * 2 * 4)
     for rank, (found, beside) in enumerate(arrived):
-        routes = torch.empty(2, experts, dtype=torch.int64, device=DEVICE)
-        routes_kernel[(experts,)](counts, *routes, rank, ranks, experts, **{**sizes, "BACK": True})
         send_rows_kernel[(len(found), 2)](
-            found.view(torch.int32), beside, found, *routes, addresses, begins, width, experts, 2, ranks,
+            found.view(torch.int32), beside, found, routed(rank), addresses, begins, width, experts, ranks,
             K=1, SIDE=2, BACK=True, BLOCKS=8, BLOCK=16,
         )  # fmt: skip
     for rank in range(ranks):

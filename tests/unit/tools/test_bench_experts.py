@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -279,13 +280,16 @@ def watched_ways(model):
     chosen = skewed_choices(16, layer.spec, CPU, 2.5)
     x = layer.tokens(chosen)
     assert torch.equal(layer.routing(x).chosen.sort(1).values, chosen)
-    events, multiply, feed_forward = [], expert_rows.multiply, expert_layer.feed_forward
+    events, multiply = [], expert_rows.multiply
+    halves = {name: getattr(expert_layer, name) for name in ("widen", "narrow")}
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_rows, "multiply", lambda *given: events.append("experts") or multiply(*given))
-        patch.setattr(expert_layer, "feed_forward", lambda *given: events.append("shared") or feed_forward(*given))
+        for name, half in halves.items():
+            noted = functools.partial(lambda half, *given: events.append("shared") or half(*given), half)
+            patch.setattr(expert_layer, name, noted)
         job.carrier = Watched(events)
-        travel = exchange(mesh, False, False).travel
+        travel = exchange(mesh, layer.spec, False, False).travel
         for way in (travel, one_after_another(travel)):
             layer.both_ways(x, way, torch.ones_like(x))
             seen.append(list(events))
@@ -295,18 +299,13 @@ def watched_ways(model):
 
 
 def test_transfers_overlap_in_one_way_and_not_in_the_other(pool):
-    """No clock: both parts and the shared expert start before anything is waited for, or every start is followed by its
-    wait, forward and backward.
-    """
+    """No clock: half of the shared expert runs during each transfer, or every start is followed by its wait."""
     for overlapped, serial in pool.run(2, watched_ways, "deepseek_v3"):
         products = ["experts", "experts"]
-        part = ["land", *products, "start"]
-        assert overlapped[:13] == ["start", "start", "shared", *part, *part, "land", "land"]
-        backward = [event for event in overlapped[13:] if event != "experts"]
-        assert backward[:3] == ["start", "start", "land"]
-        assert (backward.count("start"), backward.count("land")) == (4, 4)
-        assert serial[:7] == ["start", "land", "shared", *products, "start", "land"]
-        assert [event for event in serial[7:] if event != "experts"] == ["start", "land"] * 2
+        assert overlapped[:8] == ["start", "shared", "land", *products, "start", "shared", "land"]
+        assert [event for event in overlapped[8:] if event != "experts"] == ["start", "land"] * 2
+        assert serial[:8] == ["start", "land", "shared", *products, "start", "land", "shared"]
+        assert [event for event in serial[8:] if event != "experts"] == ["start", "land"] * 2
 
 
 def outputs(model, dtype, narrow, skew):
@@ -314,7 +313,7 @@ def outputs(model, dtype, narrow, skew):
     mesh = two_ranks()
     layer = ExpertLayer(debug_arch(model), dtype, CPU)
     chosen = skewed_choices(32, layer.spec, CPU, skew)
-    x, travel = layer.tokens(chosen), exchange(mesh, False, narrow).travel
+    x, travel = layer.tokens(chosen), exchange(mesh, layer.spec, False, narrow).travel
     job.carrier = AllToAll()
     table, sizes = job.carrier.plan(chosen.flatten().bincount(minlength=8))
     experts._check(layer, x, travel, experts.OFF_FLOAT8 if narrow else 0.02)
@@ -347,7 +346,7 @@ def one_expert_off():
 
     layer.by_loop = wrong
     try:
-        experts._check(layer, x, exchange(mesh, False, False).travel, experts.OFF)
+        experts._check(layer, x, exchange(mesh, layer.spec, False, False).travel, experts.OFF)
     except WrongResult as error:
         return str(error)
     return "nothing"
