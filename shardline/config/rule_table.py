@@ -30,14 +30,15 @@ from shardline.config.names import (
 from shardline.config.schema import Config, LRScheduler, leaves
 from shardline.config.types import show
 
-Kind = Literal["refused", "pending", "idle", "note"]
+Kind = Literal["refused", "pending", "missing", "idle", "note"]
 Test = Callable[[Config], bool]
 Words = str | Callable[[Config], str]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A row: where the test holds, its keys are refused, not built yet, without effect (idle), or worth a note.
+    """A row: where the test holds, its keys are refused, not built yet, in need of a package that is missing, without
+    effect (idle), or worth a note.
 
     A key that ends in `.` stands for every key below it. `words` is the reason, or the feature that is missing.
     """
@@ -66,6 +67,15 @@ def _refuse(key: str, when: Test, words: Words, remedy: str = "") -> Rule:
 
 def _not_built(feature: Words, *keys: str, when: Test = lambda config: True) -> Rule:
     return Rule("pending", keys, when, feature)
+
+
+def _missing(package: str, key: str, when: Test, instead: str) -> Rule:
+    """A key that needs a package where the test holds: `train` refuses it if that is not installed."""
+
+    def is_missing(config: Config) -> bool:
+        return when(config) and importlib.util.find_spec(package) is None
+
+    return Rule("missing", (key,), is_missing, f"needs the package {package}, which is not installed", instead)
 
 
 def _idle(reason: str, when: Test, *keys: str) -> Rule:
@@ -300,13 +310,8 @@ def _asks_for_overlap(config: Config) -> bool:
     return overlaps and _splits_experts(config) and section.pipeline_parallel_expert_parallel_overlap
 
 
-def _wants_deepep(config: Config) -> bool:
+def _sends_by_deepep(config: Config) -> bool:
     return _splits_experts(config) and config.parallelism.expert_parallel_comm_backend == "deepep"
-
-
-def _deepep_words(config: Config) -> str:
-    missing = "" if importlib.util.find_spec("deep_ep") else ", whose package, deep_ep, is not installed"
-    return f"kernels of DeepEP{missing}; 'standard' sends tokens by all-to-all"
 
 
 EXPERTS_WAIT = "tokens travel to their experts and back inside their own micro-batch"
@@ -315,9 +320,10 @@ LESS_LAYERS = _below(
     "parallelism", "pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers"
 )
 EXPERT_DEGREE = "parallelism.expert_parallel_degree"
+EXPERT_BACKEND = "parallelism.expert_parallel_comm_backend"
 EXPERT_KEYS = (
     "parallelism.expert_tensor_parallel_degree",
-    "parallelism.expert_parallel_comm_backend",
+    EXPERT_BACKEND,
     "parallelism.expert_parallel_dispatch_dtype",
     "parallelism.pipeline_parallel_expert_parallel_overlap",
 )
@@ -412,16 +418,29 @@ RULES: list[Rule] = [
         lambda c: f"expected 'headtail' or 'none', got {c.parallelism.context_parallel_load_balancer!r}",
         remedy="'headtail' balances causal masks",
     ),
+    _refuse(
+        "parallelism.expert_parallel_dispatch_dtype",
+        lambda c: _sends_by_deepep(c) and c.parallelism.expert_parallel_dispatch_dtype == "float8",
+        f"float8 is not built with {EXPERT_BACKEND} = 'deepep'",
+        remedy="set it to 'same', or the backend to 'standard'",
+    ),
+    _refuse(
+        "debug.deterministic",
+        lambda c: _sends_by_deepep(c) and c.debug.deterministic,
+        "new memory is filled first, which DeepEP's kernels do not wait for before they write to it",
+        remedy=f"set {EXPERT_BACKEND} = 'standard'",
+    ),
     # Pending: features that are not built yet.
     _not_built(_model_feature, "model.name", when=lambda c: bool(_flavors_not_built(c))),
     _not_built("low precision", "model.converters"),
-    _not_built(_deepep_words, "parallelism.expert_parallel_comm_backend", when=_wants_deepep),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
     _not_built("simulated communication", "comm.mode"),
     _not_built("flight recorder", *_below("comm", "trace_buf_size save_traces_folder save_traces_file_prefix")),
     _not_built("memory estimation", "memory_estimation.enable"),
     _not_built("replica groups", "fault_tolerance.enable"),
     _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
+    # Missing: packages that are not installed.
+    _missing("deep_ep", EXPERT_BACKEND, _sends_by_deepep, instead="'standard' sends tokens without it"),
     # Idle: keys that are given and have no effect. Of several reasons the first is reported.
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),
     _idle(EXPERTS_WAIT, _splits_experts, "parallelism.pipeline_parallel_expert_parallel_overlap"),

@@ -41,12 +41,18 @@ def pending(config: Config) -> dict[str, str]:
     return found
 
 
+def missing(config: Config) -> dict[str, str]:
+    """Keys whose value needs a package that is not installed here: key -> what it needs."""
+    return {key: f"{config.value(key)!r} {rule.sentence(config)}" for rule, key in _matches(config, "missing")}
+
+
 def refuse_pending(config: Config) -> None:
-    """Raise a ConfigError that names the keys whose feature is not built yet: `train` cannot run them."""
+    """Raise a ConfigError that names the keys that `train` cannot run: not built yet, or a package is missing."""
     rows = [
         line(config.origin(key), key, f"{config.value(key)!r} is not built yet ({feature})")
         for key, feature in pending(config).items()
     ]
+    rows += [line(config.origin(key), key, sentence) for key, sentence in missing(config).items()]
     if rows:
         raise ConfigError("\n".join(rows))
 

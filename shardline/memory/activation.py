@@ -39,6 +39,7 @@ _ATTENTION_OPS = (
 )
 
 _TRAVEL_OPS = {f"shardline::expert_{name}" for name in ("plan", "put", "land", "put_back", "gather")}
+_TRAVEL_OPS |= {f"shardline::deepep_{name}" for name in ("put", "land", "put_back", "gather")}
 
 
 def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *, compiled: bool) -> None:

@@ -98,7 +98,8 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     if model.arch.moe is not None:
         sequence_parallel = done.tensor is not None and done.tensor.sequence_parallel
         narrow = config.parallelism.expert_parallel_dispatch_dtype == "float8"
-        apply_experts(model, mesh, sequence_parallel, router_run(config, mesh), narrow)
+        by_deepep = config.parallelism.expert_parallel_comm_backend == "deepep"
+        apply_experts(model, mesh, sequence_parallel, router_run(config, mesh), narrow, by_deepep)
         if mesh.layout.ep > 1:
             log.info("%d experts over %d ranks", model.arch.moe.n_experts, mesh.layout.ep)
     if done.tensor is not None:

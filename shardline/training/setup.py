@@ -50,6 +50,7 @@ from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.parallel.apply import Applied, make_model
 from shardline.parallel.context.context import attention_words
+from shardline.parallel.expert import deepep
 from shardline.parallel.expert.choose import choose_carrier
 from shardline.parallel.pipeline.schedules import warnings
 from shardline.parallel.pipeline.stages import plan_pipeline
@@ -123,6 +124,8 @@ class Setup:
         if self.owns_group:
             self.closing.callback(stop_process_group)
         self.mesh = Mesh(self.layout, self.device.type, offload)
+        if self.layout.ep > 1 and self.config.parallelism.expert_parallel_comm_backend == "deepep":
+            deepep.start(self.arch.dim, self.precision.compute, self.device)
 
     def _keep_batch(self) -> None:
         """Keep the checkpoint's global batch on another number of ranks: accumulation adapts."""

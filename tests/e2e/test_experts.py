@@ -1,5 +1,6 @@
 """What a user sees of experts: the preset, rows and tables; and bad input: exit code 2, numbers, what would fit."""
 
+import os
 import subprocess
 import sys
 
@@ -76,12 +77,31 @@ def test_an_expert_too_narrow_for_tensor_parallelism(tmp_path, capsys):
     assert "an expert's width, 15, is not a multiple of it" in capsys.readouterr().err
 
 
+DEEPEP = ["--parallelism.expert_parallel_comm_backend=deepep", "--parallelism.expert_parallel_degree=2", "--nproc=2"]
+
+
 def test_kernels_that_are_not_there(tmp_path, capsys):
-    keys = ["--parallelism.expert_parallel_comm_backend=deepep", "--parallelism.expert_parallel_degree=2", "--nproc=2"]
-    assert main([*words(tmp_path / "run"), *keys]) == 2
+    assert main([*words(tmp_path / "run"), *DEEPEP]) == 2
     error = capsys.readouterr().err
-    assert "deep_ep, is not installed; 'standard' sends tokens by all-to-all" in error
+    assert "needs the package deep_ep, which is not installed; 'standard' sends tokens without it" in error
     assert len(error.strip().splitlines()) == 1
+    assert main([*words(tmp_path / "run"), *DEEPEP, "--dry-run"]) == 0
+    assert "needs the package deep_ep, which is not installed" in capsys.readouterr().out
+
+
+def test_kernels_that_cannot_be_used(tmp_path):
+    """Here the package is there and cannot be imported, as on a machine without CUDA."""
+    (tmp_path / "deep_ep.py").write_text("raise ImportError('libcuda.so.1: cannot open shared object file')")
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "shardline", *words(tmp_path / "run"), *DEEPEP]
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 2, done.stderr
+    reason = "'deepep' cannot be used here (libcuda.so.1: cannot open shared object file)"
+    assert done.stderr.strip().splitlines() == [
+        f"error: command line: parallelism.expert_parallel_comm_backend: {reason}; 'standard' sends tokens without it"
+    ]
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_checkpoint_with_another_number_of_experts(tmp_path, capsys):

@@ -134,13 +134,19 @@ class Harness:
             yield path
 
     def run(
-        self, overrides: Overrides, ranks: int, mutation: Mutation | None = None, timeout: float = TIMEOUT_SECONDS
+        self,
+        overrides: Overrides,
+        ranks: int,
+        mutation: Mutation | None = None,
+        timeout: float = TIMEOUT_SECONDS,
+        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> Result:
+        """Every rank builds its trainer and trains inside `around()`."""
         folder = self.folder / f"run-{next(self._numbers)}"
         settings = self.settings(overrides, ranks) | {"job.dump_folder": str(folder)}
         layout = resolve_layout(load_config(overrides=settings).parallelism, ranks)
         try:
-            records = self.pool.run(ranks, train, settings, mutation, timeout=timeout)
+            records = self.pool.run(ranks, train, settings, mutation, around, timeout=timeout)
             result = join(records, layout, folder)
             if mutation is None and any(key.startswith(LAYOUT_KEYS) for key in overrides):
                 result.layout = f"{ranks} {json.dumps(overrides, sort_keys=True, default=str)}"
@@ -192,11 +198,15 @@ class Record:
     parameter_prints: dict[str, str] = field(default_factory=dict)
 
 
-def train(settings: dict[str, Any], mutation: Mutation | None) -> Record:
+def train(
+    settings: dict[str, Any],
+    mutation: Mutation | None,
+    around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Record:
     """A worker's part of a case: build the trainer, run its loop, write down what it did."""
     from shardline.training.trainer import Trainer
 
-    with _chosen_device(), _own_logging():
+    with _chosen_device(), _own_logging(), around():
         trainer = Trainer(load_config(overrides=settings))
         record = Record()
         with contextlib.nullcontext() if mutation is None else mutation(trainer):

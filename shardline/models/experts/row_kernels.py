@@ -11,14 +11,14 @@ BLOCK = 2048
 
 @triton.jit
 def add_up_kernel(rows, inverse, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """out[t] = sum of rows[inverse[t k + i]] over i < K, in float32; rows are `width` long."""
+    """out[t] = sum of rows[inverse[t k + i]] over i < K, in float32, without places of -1; rows are `width` long."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
     total = tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(K):
         row = tl.load(inverse + token * K + i).to(tl.int64)
-        total += tl.load(rows + row * width + columns, mask=here, other=0).to(tl.float32)
+        total += tl.load(rows + row * width + columns, mask=here & (row >= 0), other=0).to(tl.float32)
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=here)
 
 

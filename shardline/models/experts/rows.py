@@ -77,14 +77,15 @@ def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
 
 @torch.library.custom_op("shardline::add_up", mutates_args=(), schema="(Tensor rows, Tensor inverse, int k) -> Tensor")
 def add_up(rows: Tensor, inverse: Tensor, k: int) -> Tensor:
-    """(t k, dim) -> (t, dim): the sum of the k rows of each token."""
+    """(t k, dim) -> (t, dim): the sum of the k rows of each token; a place of -1 stands for a row that is not there."""
     if not rows.is_cuda:
-        return rows.index_select(0, inverse).unflatten(0, (-1, k)).sum(1)
+        return F.pad(rows, (0, 0, 0, 1))[inverse].unflatten(0, (-1, k)).sum(1)
     from shardline.models.experts.row_kernels import BLOCK, add_up_kernel
 
     rows = rows.contiguous()
     out = rows.new_empty(inverse.shape[0] // k, rows.shape[1])
-    add_up_kernel[(out.shape[0], -(-out.shape[1] // BLOCK))](rows, inverse, out, out.shape[1], K=k, BLOCK=BLOCK)
+    if out.numel():
+        add_up_kernel[(out.shape[0], -(-out.shape[1] // BLOCK))](rows, inverse, out, out.shape[1], K=k, BLOCK=BLOCK)
     return out
 
 

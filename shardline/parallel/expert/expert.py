@@ -25,12 +25,15 @@ from shardline.config.architecture import Architecture, MixtureOfExperts
 from shardline.config.layout import Layout, routes_together
 from shardline.models.decoder import Decoder
 from shardline.models.experts.moe import ExpertExchange, RouterRun, Travel
+from shardline.parallel.expert import deepep
 from shardline.parallel.expert.all_to_all import AllToAll
 from shardline.parallel.expert.dispatch import arrive, collect, depart, leave
 from shardline.parallel.tensor.tensor import planned_cut, replace_parameter
 
 
-def exchange(mesh: Mesh, moe: MixtureOfExperts, sequence_parallel: bool, narrow: bool) -> ExpertExchange:
+def exchange(
+    mesh: Mesh, moe: MixtureOfExperts, sequence_parallel: bool, narrow: bool, by_deepep: bool = False
+) -> ExpertExchange:
     """How tokens reach the experts in this layout; `narrow`: in float8.
 
     Transfers hide behind the shared expert. Where there is none, and the host carries rows, tokens travel in two parts,
@@ -62,7 +65,7 @@ def exchange(mesh: Mesh, moe: MixtureOfExperts, sequence_parallel: bool, narrow:
     if layout.ep > 1:
         parts = 2 if not moe.shared_dim and mesh.device_type == "cpu" else 1
         travel = Travel(functools.partial(depart, narrow=narrow), arrive, leave, collect, parts)
-        chosen = chosen._replace(travel=travel)
+        chosen = chosen._replace(travel=deepep.TRAVEL._replace(parts=parts) if by_deepep else travel)
     return chosen
 
 
@@ -84,17 +87,20 @@ def _add_up(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return x
 
 
-def apply_experts(model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun, narrow: bool) -> None:
+def apply_experts(
+    model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun, narrow: bool, by_deepep: bool
+) -> None:
     """Give this rank its experts (still on the meta device) and the blocks the way of tokens to them."""
     layout = mesh.layout
     assert model.arch.moe is not None
-    way = exchange(mesh, model.arch.moe, sequence_parallel, narrow)
+    way = exchange(mesh, model.arch.moe, sequence_parallel, narrow, by_deepep)
     for block in model.blocks():
         if block.moe is not None:
             block.spec = block.spec._replace(exchange=way, run=run)
     if layout.ep == 1:
         return
-    job.carrier = AllToAll()
+    if not by_deepep:  # its buffer is there already (deepep.start)
+        job.carrier = AllToAll()
     shared, cut = layout.etp > 1, mesh.of_experts("ep", "etp")
     for name, parameter in list(model.named_parameters()):
         if ".experts." not in name:

@@ -12,7 +12,7 @@ from shardline.comm.mesh import crossing_lines
 from shardline.config.architecture import Architecture
 from shardline.config.layout import AXES, EXPERT_AXES, Layout, fewest_ranks, with_degrees
 from shardline.config.names import MOMENTS
-from shardline.config.rules import checked_layout, expert_notes, notes, pending
+from shardline.config.rules import checked_layout, expert_notes, missing, notes, pending
 from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
 from shardline.models.flavors import resolve
@@ -43,12 +43,12 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     `world_size = None` takes as many ranks as the degrees need.
     """
     registry.import_custom(config.experimental.custom_import)
-    missing = pending(config)
+    unbuilt = pending(config)
     layout = checked_layout(config, world_size or fewest_ranks(config.parallelism))
     ranks = f"{layout.world_size} ranks: {layout}" if layout.world_size > 1 else "1 rank"
     lines = [f"{config.model.name} {config.model.flavor} on {ranks}"]
     lines += _mesh_lines(layout, ranks_per_node)
-    if not missing.keys() & {"model.name", "model.flavor"}:
+    if not unbuilt.keys() & {"model.name", "model.flavor"}:
         # The types of a run on GPUs: on CPU the default is float32.
         precision = choose_precision(config, torch.device("cuda"), has_bfloat16=True)
         arch = resolve(config.model)
@@ -59,7 +59,8 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
         lines += [f"note: {line}" for line in expert_notes(config, arch)]
     else:
         lines += _step_lines(config, layout)
-    lines += [f"not built yet: {key} = {config.value(key)!r} ({feature})" for key, feature in missing.items()]
+    lines += [f"not built yet: {key} = {config.value(key)!r} ({feature})" for key, feature in unbuilt.items()]
+    lines += [f"note: {key} = {sentence}" for key, sentence in missing(config).items()]
     lines += [f"note: {line}" for line in (*config.alias_notes, *notes(with_degrees(config, layout)))]
     return "\n".join(lines)
 

@@ -13,7 +13,7 @@ from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.load import load_config
 from shardline.config.names import SCHEDULES, SPLIT_SCHEDULES, has_window, scaling_type
 from shardline.config.rule_table import RULES
-from shardline.config.rules import check, notes, pending, refuse_pending
+from shardline.config.rules import check, missing, notes, pending, refuse_pending
 from shardline.config.schema import leaves
 from shardline.config.write import to_toml
 from shardline.errors import ConfigError
@@ -21,9 +21,12 @@ from shardline.models.flavors import FLAVORS, resolve
 from shardline.models.rope import inverse_frequencies
 from shardline.optim.lr_schedule import lr_factor
 from shardline.parallel.pipeline.schedules import build_schedule
+from tests import deep_ep_over_gloo
 
 ROOT = Path(__file__).parents[3]
 SEEDS = Path(__file__).parent / "seeds"
+
+DEEPEP = {"parallelism__expert_parallel_comm_backend": "deepep", "parallelism__expert_parallel_degree": 2}
 
 SEED_MARKS = {
     "async_tp_405b": set(),
@@ -127,12 +130,37 @@ def test_rules_name_real_keys():
             {"checkpoint__exclude_from_loading": ["model", "optimiser"]},
             "train_state, got 'optimiser', did you mean 'optimizer'?",
         ),
+        (
+            {**DEEPEP, "parallelism__expert_parallel_dispatch_dtype": "float8"},
+            "parallelism.expert_parallel_dispatch_dtype: float8 is not built with"
+            " parallelism.expert_parallel_comm_backend = 'deepep'; set it to 'same'",
+        ),
+        (
+            {**DEEPEP, "debug__deterministic": True},
+            "debug.deterministic: new memory is filled first, which DeepEP's kernels do not wait for",
+        ),
     ],
 )
 def test_refused(keys, expected):
     with pytest.raises(ConfigError, match=r"^overrides: ") as caught:
         check(given(**keys))
     assert expected in str(caught.value)
+
+
+def test_a_package_is_missed_where_it_would_be_used():
+    key = "parallelism.expert_parallel_comm_backend"
+    config = given(**DEEPEP)
+    check(config)
+    words = "'deepep' needs the package deep_ep, which is not installed; 'standard' sends tokens without it"
+    assert missing(config) == {key: words}
+    with pytest.raises(ConfigError) as caught:
+        refuse_pending(config)
+    assert str(caught.value) == f"overrides: {key}: {words}"
+    unused = given(**DEEPEP | {"parallelism__expert_parallel_degree": 1, "debug__deterministic": True})
+    check(unused)
+    refuse_pending(unused)
+    with deep_ep_over_gloo.installed():
+        refuse_pending(config)
 
 
 def test_accepted_neighbours_of_refused_values():
@@ -150,11 +178,6 @@ def test_accepted_neighbours_of_refused_values():
 @pytest.mark.parametrize(
     ("keys", "key", "feature"),
     [
-        (
-            {"parallelism__expert_parallel_comm_backend": "deepep", "parallelism__expert_parallel_degree": 2},
-            None,
-            "kernels of DeepEP, whose package, deep_ep, is not installed; 'standard' sends tokens by all-to-all",
-        ),
         ({"model__converters": ["quantize.grouped_mm.mx"]}, None, "low precision"),
         ({"comm__mode": "fake_backend"}, None, "simulated communication"),
         ({"fault_tolerance__enable": True}, None, "replica groups"),

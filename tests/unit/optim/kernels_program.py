@@ -52,6 +52,10 @@ def check_add_up() -> None:
     out = torch.empty(tokens, width, device=DEVICE)
     add_up_kernel[(tokens, 2)](rows, inverse, out, width, K=k, BLOCK=16)
     torch.testing.assert_close(out, rows[inverse].view(tokens, k, width).sum(1))
+    without = inverse.masked_fill(inverse % 4 == 0, -1)
+    add_up_kernel[(tokens, 2)](rows, without, out, width, K=k, BLOCK=16)
+    kept = rows[inverse] * (without >= 0)[:, None]
+    torch.testing.assert_close(out, kept.view(tokens, k, width).sum(1))
 
 
 def check_swiglu() -> None:
