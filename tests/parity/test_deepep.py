@@ -51,7 +51,7 @@ def by_deepep() -> Iterator[None]:
     with stand_in.installed():
         yield
     assert stand_in.calls["Buffer"] == 1
-    assert min(stand_in.calls[name] for name in ("dispatch", "cached dispatch", "combine")) > 10
+    assert min(stand_in.calls[name] for name in ("dispatch", "cached dispatch", "combine")) >= 10
     assert not job.rows_under_way
     gc.collect()
     job.carrier.keep(Journey(None, 0, 0, 0, 0), torch.device("cpu"))
