@@ -160,9 +160,7 @@ RECOMPUTATION = [
 
 FAST = {
     "plain-op",
-    "tp-full",
     "async-op",
-    "fsdp-always-op",
 }
 SPLIT = [
     pytest.param(*one.values, *ac.values, id=name, marks=[] if name in FAST else [pytest.mark.slow])

@@ -23,6 +23,7 @@ from shardline.telemetry.console import (
 
 @pytest.fixture(autouse=True)
 def _clean_loggers():
+    logging.captureWarnings(False)  # another test of this process may have left it on
     yield
     logging.captureWarnings(False)
     for name in ("shardline", "py.warnings"):

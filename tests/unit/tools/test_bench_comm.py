@@ -174,6 +174,7 @@ def test_json_lines_of_all_operations():
         assert row["algbw_gbs"] == pytest.approx(row["bytes"] / row["milliseconds"] / 1e6)
 
 
+@pytest.mark.slow
 def test_the_table_under_torchrun():
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "shardline", "bench", "comm"]
     words += ["--sizes", "1K", "--ops", "p2p", "--dtype", "bfloat16"]
