@@ -211,7 +211,10 @@ def test_killed_and_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
     assert same(store, prepare(Source("s", "s", None, grouped), BYTES, tmp_path / "whole"))
     store.verify()
-    assert not any(alive(worker) for worker in workers), "a worker outlived its caller"
+    deadline = time.monotonic() + 30
+    while any(alive(worker) for worker in workers):
+        assert time.monotonic() < deadline, "a worker outlived its caller"
+        time.sleep(0.05)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
