@@ -241,8 +241,8 @@ def test_tokens_travel_in_float8(harness: Harness, case: Case) -> None:
     reference, result = harness.run(alone, 1, rounded_tokens), harness.run(case.overrides, case.ranks)
     compare(reference, result, case.tolerances)
     plain = harness.run({**case.overrides, "parallelism.expert_parallel_dispatch_dtype": "same"}, case.ranks)
-    for narrow, wide in zip(result.comm_bytes, plain.comm_bytes, strict=True):
-        assert narrow["ep"] < 0.9 * wide["ep"]  # one of four transfers has a quarter of the bytes, and scales
+    # The first step, as later ones choose other experts: one of four transfers has a quarter of the bytes, and scales.
+    assert result.comm_bytes[0]["ep"] < 0.9 * plain.comm_bytes[0]["ep"]
 
 
 # ---- skew: the numbers of one process, and no rank waits for rows that nobody sends ----------------------------------
