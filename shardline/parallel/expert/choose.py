@@ -44,11 +44,14 @@ def choose_carrier(config: Config, arch: Architecture, mesh: Mesh, dtype: torch.
     if arch.moe is None or mesh.layout.ep == 1 or asked in ("all_to_all", "deepep") or nothing_to_choose:
         return ""
     found, refused = carriers(device)
-    trip = Trip(arch.moe, arch.dim, _tokens(config, mesh), dtype, device)
+    reason = refused.get("symmetric")
+    if reason is None:
+        trip = Trip(arch.moe, arch.dim, _tokens(config, mesh), dtype, device)
+        with job.traffic.uncounted():
+            reason = trip.difference(found["symmetric"], found["all_to_all"])
+    if reason is not None:
+        return f"Experts: rows travel by all-to-all; kernels over shared memory cannot be used here ({reason})"
     with job.traffic.uncounted():
-        reason = refused.get("symmetric") or trip.difference(found["symmetric"], found["all_to_all"])
-        if reason:
-            return f"Experts: rows travel by all-to-all; kernels over shared memory cannot be used here ({reason})"
         times = {"symmetric": 0.0} if asked == "symmetric" else trip.times(found)
     fastest = min(times, key=lambda name: times[name])
     job.carrier = found[fastest]
