@@ -27,7 +27,7 @@ def _swiglu(product: Tensor, weights: Tensor) -> Tensor:
 
     out = product.new_empty(product.shape[0], width)
     if out.numel():
-        swiglu_kernel[(out.shape[0],)](product, weights.contiguous(), out, width, BLOCK=_power_of_two(width))
+        swiglu_kernel[(out.shape[0],)](product, weights.contiguous(), out, width, BLOCK=power_of_two(width))
     return out
 
 
@@ -45,7 +45,7 @@ def _swiglu_gradient(gradient: Tensor, product: Tensor, weights: Tensor) -> tupl
     of_product, of_weights = torch.empty_like(product), torch.empty_like(weights, memory_format=torch.contiguous_format)
     if gradient.numel():
         inputs = (gradient.contiguous(), product, weights.contiguous(), of_product, of_weights)
-        swiglu_gradient_kernel[(product.shape[0],)](*inputs, width, BLOCK=_power_of_two(width))
+        swiglu_gradient_kernel[(product.shape[0],)](*inputs, width, BLOCK=power_of_two(width))
     return of_product, of_weights
 
 
@@ -53,7 +53,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _power_of_two(width: int) -> int:
+def power_of_two(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 

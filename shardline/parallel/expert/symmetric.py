@@ -1,7 +1,7 @@
 """Rows travel between the memories of GPUs: a kernel writes each straight to where its expert's rank wants it.
 
-    side stream   counts -> all ranks | rows of part 1 -> their places | rows of part 2 -> ...
-    main stream   shared expert                                | wait, copy out | experts of part 1 ...
+    side stream   counts -> all ranks | rows -> their places                      | results -> their places
+    main stream   half of the shared expert       | wait, copy out | experts      | the other half | wait, add up
 
 Ranks learn each other's counts through the same memory, so nothing that is sent waits for the host. The host reads the
 sizes while rows travel, for the tensors that they are copied into. A rank's rows may all go to one other: shared memory
@@ -21,7 +21,7 @@ from shardline.comm.job import job
 from shardline.comm.observe import Observed
 from shardline.comm.symmetric_memory import READ, READY, Region, space
 from shardline.comm.watchdog import pass_over
-from shardline.models.experts.rows import add_up
+from shardline.models.experts.rows import add_up, power_of_two
 from shardline.parallel.expert.all_to_all import AXIS, ROUTES
 
 pass_over(__file__)
@@ -59,7 +59,7 @@ class SharedMemory:
         over.fork()
         with torch.cuda.stream(over.side):
             _wait(region, READ, over.side)
-            grid, block = (ranks,), _power_of_two(experts)
+            grid, block = (ranks,), power_of_two(experts)
             share_counts_kernel[grid](counts, region.addresses, region.rank, experts, BLOCK=block)
             _signal(region, READY, over.side)
             _wait(region, READY, over.side)
@@ -67,7 +67,7 @@ class SharedMemory:
             _signal(region, READ, over.side)
             sizes.copy_(table[:ranks].view(ranks, ranks, -1).sum(2), non_blocking=True)
             arrived.record()
-            powers = {"RANKS": _power_of_two(ranks), "EXPERTS": block}
+            powers = {"RANKS": power_of_two(ranks), "EXPERTS": block}
             routes_kernel[(experts, 2)](table, region.rank, ranks, experts, **powers)
         self._counted[sizes.data_ptr()] = (arrived, counts)
         return table, sizes
@@ -137,8 +137,8 @@ class SharedMemory:
                     K=k,
                     SIDE=numbers,
                     BACK=back,
-                    BLOCKS=_power_of_two(experts),
-                    BLOCK=min(BLOCK, _power_of_two(words)),
+                    BLOCKS=power_of_two(experts),
+                    BLOCK=min(BLOCK, power_of_two(words)),
                 )
             _signal(region, READY, over.side)
             ended.record()
@@ -175,10 +175,6 @@ def _signal(region: Region, channel: int, stream: torch.cuda.Stream) -> None:
 def _wait(region: Region, channel: int, stream: torch.cuda.Stream) -> None:
     for peer in region.peers:
         region.wait(peer, channel, stream)
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def unusable(device: torch.device) -> str | None:
