@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardline.comm import collectives
-from shardline.comm.hidden_time import Alone, DeviceClock
+from shardline.comm.hidden_time import Alone, DeviceClock, RowClock
 from shardline.comm.job import job
 from shardline.parallel.tensor import backend_table, overlap
 from shardline.parallel.tensor.backend_table import Choice, choices, product_of
@@ -161,3 +161,20 @@ def test_what_a_step_counts_of_a_product(monkeypatch, now, backend, needs, expec
     monkeypatch.setattr(choices, "alone", {product: ALONE})
     overlap.gather_backward([gradient], full, [weight], "tp", needs)
     assert job.clock.take() == pytest.approx(expected)
+
+
+def test_rows_that_kernels_send_are_exposed_for_what_is_waited(now):
+    clock = RowClock(on=True)
+    for sent, waited in ((2.0, 0.5), (1.0, 0.25)):
+        with clock.sending():
+            now[0] += sent
+        with clock.waiting():
+            now[0] += waited
+    times = clock.take()
+    assert times == pytest.approx((3.0, 0.75))
+    assert times.hidden == pytest.approx(0.75)
+    assert clock.take() is None, "nothing was sent since"
+    off = RowClock()
+    with off.sending():
+        now[0] += 1.0
+    assert off.take() is None
