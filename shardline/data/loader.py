@@ -34,8 +34,12 @@ class Batch:
     sample_ids: torch.Tensor  # (B,) int64, the global sample numbers; -1 for a padding row
 
     def to(self, device: torch.device) -> Batch:
-        """Move all but `documents`: on the CPU their boundaries are found without waiting for the device."""
-        moved = self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        """Move all but `documents`: on the CPU their boundaries are found without waiting for the device.
+
+        To a GPU a copy from page-locked memory does not wait for the step that is under way there.
+        """
+        locked = self.pin_memory() if device.type == "cuda" and not self.tokens.is_pinned() else self
+        moved = locked._each(lambda tensor: tensor.to(device, non_blocking=True))
         return Batch(moved.tokens, moved.labels, self.documents, moved.sample_ids)
 
     def pin_memory(self) -> Batch:

@@ -112,3 +112,73 @@ class _Linear(torch.autograd.Function):
 
 def _weight_gradient(x: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return (gradient.flatten(0, -2).t() @ x.flatten(0, -2)).to(dtype)
+
+
+# ---- float32 results of bfloat16 operands ----------------------------------------------------------------------------
+
+
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (t, in) times weight (out, in), in float32 at least.
+
+    On a GPU the product of a bfloat16 x runs on the tensor cores, which add in float32, as a sum of bfloat16 products.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        out: Tensor = _wide_linear(x, weight)
+        return out
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return linear(x.to(wide), weight.to(wide), None)
+
+
+def _in_parts(wide: Tensor) -> list[Tensor]:
+    """Two bfloat16 tensors whose sum is `wide` to 16 bits; one where it is bfloat16 itself."""
+    narrow = wide.to(torch.bfloat16)
+    return [narrow] if wide.dtype == torch.bfloat16 else [narrow, (wide - narrow).to(torch.bfloat16)]
+
+
+@torch.library.custom_op("shardline::wide_linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+def _wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    parts = _in_parts(weight)
+    product = torch.mm(x, torch.cat(parts).t(), out_dtype=torch.float32)
+    return product if len(parts) == 1 else product.unflatten(1, (2, -1)).sum(1)
+
+
+@torch.library.custom_op(
+    "shardline::wide_linear_backward_x", mutates_args=(), schema="(Tensor gradient, Tensor weight) -> Tensor"
+)
+def _wide_linear_backward_x(gradient: Tensor, weight: Tensor) -> Tensor:
+    narrow = weight.to(torch.bfloat16)
+    return torch.mm(torch.cat(_in_parts(gradient), dim=1), torch.cat([narrow, narrow]))
+
+
+@torch.library.custom_op(
+    "shardline::wide_linear_backward_weight",
+    mutates_args=(),
+    schema="(Tensor gradient, Tensor x, ScalarType dtype) -> Tensor",
+)
+def _wide_linear_backward_weight(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    product = torch.mm(torch.cat(_in_parts(gradient), dim=1).t(), x, out_dtype=torch.float32)
+    return product.unflatten(0, (2, -1)).sum(0).to(dtype)
+
+
+_wide_linear.register_fake(lambda x, weight: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32))
+_wide_linear_backward_x.register_fake(
+    lambda gradient, weight: gradient.new_empty(gradient.shape[0], weight.shape[1], dtype=torch.bfloat16)
+)
+_wide_linear_backward_weight.register_fake(
+    lambda gradient, x, dtype: gradient.new_empty(gradient.shape[1], x.shape[1], dtype=dtype)
+)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight = ctx.needs_input_grad
+    of_x = _wide_linear_backward_x(gradient, weight) if needs_x else None
+    of_weight = lambda: _wide_linear_backward_weight(gradient, x, weight.dtype)  # noqa: E731
+    return of_x, gradient_of(weight, needs_weight, of_weight)
+
+
+_wide_linear.register_autograd(_backward, setup_context=_keep)

@@ -1,8 +1,9 @@
-"""Adam and AdamW on a GPU, clipping included: every number is read and written once a step (adam_kernel.py)."""
+"""Adam and AdamW on a GPU, clipping included: every number is read and written once a step (kernels.py)."""
 
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,11 +34,7 @@ class GPUAdam(torch.optim.Optimizer):
         parameters = [parameter for group in pattern.param_groups for parameter in group["params"]]
         if not all(p.is_cuda and p.dtype == torch.float32 and not hasattr(p, "to_local") for p in parameters):
             return False
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return False
-        return True
+        return find_spec("triton") is not None
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         return adam_state(parameter)
@@ -50,7 +47,7 @@ class GPUAdam(torch.optim.Optimizer):
                     self._step(group, parameter)
 
     def _step(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        from shardline.optim.adam_kernel import BLOCK, adam_kernel
+        from shardline.optim.kernels import BLOCK, adam_kernel
 
         state = self.state[parameter]
         if not state:

@@ -8,6 +8,7 @@ short blocks, whose squares `sum` adds pairwise; this costs no more time than on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,10 +21,20 @@ def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros(0)
     device = tensors[0].device
-    if all(tensor.is_cuda for tensor in tensors):
-        norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
-        return torch.stack([norm.to(device) for norm in norms]).square()
+    if all(tensor.device == device for tensor in tensors) and device.type == "cuda" and find_spec("triton"):
+        return _squared_sums_by_kernel(tensors)
     return torch.stack([squared_sum(tensor).to(device) for tensor in tensors])
+
+
+def _squared_sums_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
+    from shardline.optim.kernels import BLOCK, PARTS, squares_kernel
+
+    sums = torch.zeros(len(tensors), PARTS, device=tensors[0].device)
+    for row, tensor in zip(sums, tensors, strict=True):
+        if tensor.numel():
+            parts = min(PARTS, -(-tensor.numel() // BLOCK))
+            squares_kernel[(parts,)](tensor.contiguous(), row, tensor.numel(), parts, BLOCK=BLOCK)
+    return sums.sum(1)
 
 
 def squared_sum(tensor: Tensor) -> Tensor:

@@ -147,10 +147,10 @@ class Telemetry:
         sent, waited = job.traffic.take(), exposed.take()
         memory = peak_memory_gib(self.device) + symmetric_memory.shared_gib()
         of_axes = [seconds for axis in times for seconds in times[axis]]
-        highest = torch.tensor([memory, waited or 0.0, *of_axes], device=self.device)
+        highest = [memory, waited or 0.0, *of_axes]
         if self.mesh.world_size > 1:
-            collectives.max_in_place(highest, "world")
-        memory, waited_longest, *longest = read(highest)
+            highest = read(collectives.max_in_place(torch.tensor(highest, device=self.device), "world"))
+        memory, waited_longest, *longest = highest
         row: dict[str, Any] = {"memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.size("loss") > 1:
             row["dp_exposed_seconds"] = waited_longest

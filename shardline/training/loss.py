@@ -22,6 +22,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def chunked_cross_entropy(
     if hidden.shape[0] == 0:
         raise ValueError("there are no tokens to compute a loss over")
     size = chunk_tokens or choose_chunk_tokens(hidden, weight.shape[0])
-    losses = losses or (_chunk_losses if backend is None else _fused_losses(backend))
+    losses = losses or _losses_on(hidden.device, hidden.dtype, backend)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _CrossEntropy.apply(hidden, weight, labels, scale, size, losses)
     total, _, _ = _walk(hidden, weight, labels, scale, size, losses, for_hidden=False, for_weight=False)
@@ -182,6 +183,24 @@ def _walk(
 
 # (logits (C, V), target (C,), scale) -> losses (C,); with a scale, scaled dlogits take the place of the logits
 Losses = Callable[[Tensor, Tensor, "Tensor | float | None"], Tensor]
+
+
+def _losses_on(device: torch.device, dtype: torch.dtype, backend: str | None) -> Losses:
+    """Our kernel on a GPU, elsewhere the compiled form or the eager one."""
+    if device.type == "cuda" and dtype != torch.float64 and find_spec("triton"):
+        return _kernel_losses
+    return _chunk_losses if backend is None else _fused_losses(backend)
+
+
+def _kernel_losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:
+    from shardline.training.loss_kernel import BLOCK, WARPS, loss_kernel
+
+    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    factor = losses if scale is None else torch.as_tensor(scale, dtype=losses.dtype, device=losses.device)
+    loss_kernel[(logits.shape[0],)](
+        logits, target, losses, factor, logits.shape[1], GRADIENT=scale is not None, BLOCK=BLOCK, num_warps=WARPS
+    )
+    return losses
 
 
 def _chunk_losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:

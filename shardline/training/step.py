@@ -185,20 +185,21 @@ class Stepper:
         if squares is None:
             ranks = self.mesh.world_size // self.mesh.layout.pp
             squares = squared_norm(self.parameters, ranks, self.passes.on_two_stages)
-        requested = torch.tensor(requests(), device=loss.device)
+        alone = self.mesh.world_size == 1
+        asked = torch.tensor(() if alone else requests(), device=loss.device)
         numbers = torch.cat(
-            [torch.stack([loss * self.head.share, squares.to(loss.device)]), requested, self.experts.tallies()]
+            [torch.stack([loss * self.head.share, squares.to(loss.device)]), asked, self.experts.tallies()]
         )
-        if self.mesh.world_size > 1:
+        if not alone:
             collectives.sum_in_place(numbers, "world")
-        asked = 2 + len(requested)
-        total, squared, *others = read(torch.cat([numbers[:asked], self.experts.summary(numbers[asked:])]))
+        tallies = 2 + len(asked)
+        total, squared, *others = read(torch.cat([numbers[:tallies], self.experts.summary(numbers[tallies:])]))
         return StepResult(
             total,
             math.sqrt(squared) if squared >= 0 else math.nan,
             lr,
-            request_of(others[: len(requested)]),
-            self.experts.row(others[len(requested) :]),
+            request_of(requests() if alone else others[: len(asked)]),
+            self.experts.row(others[len(asked) :]),
         )
 
     def _nonfinite(self, result: StepResult, number: int, changed: bool = False) -> None:

@@ -202,7 +202,7 @@ THIN_LAYOUTS = {"ddp2": {"ddp": 2}, "ddp2-tp2": {"ddp": 2, "tp": 2}, "pp2-ddp2":
     [
         ("ddp2", {}, "async"),
         ("ddp2-tp2", cases.ONE_KV_HEAD, "disabled"),  # its gradients are added up over tp: errors differ there
-        ("pp2-ddp2", cases.TIED, "disabled"),
+        pytest.param("pp2-ddp2", cases.TIED, "disabled", marks=pytest.mark.slow),
     ],
 )
 def test_what_replicas_left_out_of_their_gradients_is_not_forgotten(

@@ -160,7 +160,6 @@ RECOMPUTATION = [
 
 FAST = {
     "plain-op",
-    "async-op",
 }
 SPLIT = [
     pytest.param(*one.values, *ac.values, id=name, marks=[] if name in FAST else [pytest.mark.slow])

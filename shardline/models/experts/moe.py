@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from shardline.config.architecture import MixtureOfExperts
 from shardline.models.experts.grouped import grouped_linear
 from shardline.models.experts.rows import AddUp, Spread, expert_feed_forward
-from shardline.models.linear import linear
+from shardline.models.linear import wide_linear
 
 CLAMP, ALPHA = 7.0, 1.702  # of the clamped activation
 
@@ -185,7 +185,9 @@ def count_tokens(chosen: Tensor, n_experts: int) -> Tensor:
 
 def route(x: Tensor, w: ExpertWeights, spec: MixtureOfExperts, forced: bool = False) -> Routing:
     """Choose experts and their weights, in float32. With `forced` every expert gets the same number of tokens."""
-    logits = linear(x.float(), w.router.float(), None if w.router_bias is None else w.router_bias.float())
+    logits = wide_linear(x, w.router)
+    if w.router_bias is not None:
+        logits = logits + w.router_bias.float()
     scores = logits.softmax(-1) if spec.score == "softmax" else logits.sigmoid()
     if forced:
         turns = torch.arange(x.shape[0] * spec.top_k, device=x.device) % spec.n_experts
@@ -246,7 +248,7 @@ def _best_groups(scores: Tensor, spec: MixtureOfExperts) -> Tensor:
 
 def sort_by_expert(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """The order that sorts the choices (t, k), flattened, by expert, and the inverse order."""
-    order = chosen.flatten().argsort(stable=True)
+    order = chosen.flatten().to(torch.int16).argsort(stable=True)  # short keys: fewer passes of the sort
     places = torch.arange(order.shape[0], device=order.device)
     return order, torch.empty_like(order).scatter(0, order, places)
 

@@ -35,8 +35,8 @@ def swiglu_kernel(product, weights, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swiglu_gradient_kernel(gradient, product, weights, of_product, of_weights, width, BLOCK: tl.constexpr):
-    """The gradients of `product` and of the weights from that of the result."""
+def swiglu_gradient_kernel(gradient, product, weights, of_product, of_weights, out, width, BLOCK: tl.constexpr):
+    """The gradients of `product` and of the weights from that of the result, and the result itself once more."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     here = columns < width
@@ -44,8 +44,11 @@ def swiglu_gradient_kernel(gradient, product, weights, of_product, of_weights, w
     up = tl.load(product + row * 2 * width + width + columns, mask=here, other=0).to(tl.float32)
     given = tl.load(gradient + row * width + columns, mask=here, other=0).to(tl.float32)
     bent = tl.sigmoid(gate)
-    tl.store(of_weights + row, tl.sum(given * gate * bent * up))
-    given *= tl.load(weights + row)
+    weight = tl.load(weights + row)
+    middle = gate * bent * up
+    tl.store(of_weights + row, tl.sum(given * middle))
+    tl.store(out + row * width + columns, (middle * weight).to(out.dtype.element_ty), mask=here)
+    given *= weight
     of_gate = given * up * bent * (1 + gate * (1 - bent))
     of_up = given * gate * bent
     kind = of_product.dtype.element_ty

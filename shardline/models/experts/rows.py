@@ -34,19 +34,23 @@ def _swiglu(product: Tensor, weights: Tensor) -> Tensor:
 @torch.library.custom_op(
     "shardline::swiglu_gradient",
     mutates_args=(),
-    schema="(Tensor gradient, Tensor product, Tensor weights) -> (Tensor, Tensor)",
+    schema="(Tensor gradient, Tensor product, Tensor weights) -> (Tensor, Tensor, Tensor)",
 )
-def _swiglu_gradient(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_gradient(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of both inputs of `_swiglu`, and what it gave, which one pass makes again on the way."""
     width = product.shape[1] // 2
     if not product.is_cuda:
         return _swiglu_gradient_by_torch(gradient, product, weights)
     from shardline.models.experts.row_kernels import swiglu_gradient_kernel
 
     of_product, of_weights = torch.empty_like(product), torch.empty_like(weights, memory_format=torch.contiguous_format)
+    out = product.new_empty(product.shape[0], width)
     if gradient.numel():
-        inputs = (gradient.contiguous(), product, weights.contiguous(), of_product, of_weights)
-        swiglu_gradient_kernel[(product.shape[0],)](*inputs, width, BLOCK=power_of_two(width))
-    return of_product, of_weights
+        inputs = (gradient.contiguous(), product, weights.contiguous())
+        swiglu_gradient_kernel[(product.shape[0],)](
+            *inputs, of_product, of_weights, out, width, BLOCK=power_of_two(width)
+        )
+    return of_product, of_weights, out
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -58,16 +62,24 @@ def power_of_two(width: int) -> int:
 
 
 _swiglu.register_fake(lambda product, weights: product.new_empty(product.shape[0], product.shape[1] // 2))
-_swiglu_gradient.register_fake(lambda gradient, *inputs: tuple(torch.empty_like(one) for one in inputs))
+_swiglu_gradient.register_fake(
+    lambda gradient, product, weights: (
+        torch.empty_like(product),
+        torch.empty_like(weights),
+        product.new_empty(gradient.shape),
+    )
+)
 
 
-def _swiglu_gradient_by_torch(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_gradient_by_torch(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     gate, up = _wide(product).chunk(2, dim=1)
     given, bent = _wide(gradient), gate.sigmoid()
-    of_weights = (given * gate * bent * up).sum(1, keepdim=True)
+    middle = gate * bent * up
+    of_weights = (given * middle).sum(1, keepdim=True)
     given = given * weights
     of_gate, of_up = given * up * bent * (1 + gate * (1 - bent)), given * gate * bent
-    return torch.cat([of_gate, of_up], dim=1).to(product.dtype), of_weights.to(weights.dtype)
+    of_product = torch.cat([of_gate, of_up], dim=1).to(product.dtype)
+    return of_product, of_weights.to(weights.dtype), (middle * weights).to(product.dtype)
 
 
 def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
@@ -180,15 +192,15 @@ def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Any, ...]:
     x, order, inverse, weights, ends, w13, w2, product = ctx.saved_tensors
 
     def of_w2() -> Tensor:
-        return weight_gradient(gradient, _swiglu(product, weights), ends, w2.dtype)
+        return weight_gradient(gradient, middle, ends, w2.dtype)
 
     def of_w13() -> Tensor:
         rows = x if order is None else spread(x, order, ctx.k)
         return weight_gradient(of_product, rows, ends, w13.dtype).view(w13.shape)
 
     *_, needs_w13, needs_w2 = ctx.needs_input_grad
+    of_product, of_weights, middle = _swiglu_gradient(row_gradient(gradient, w2, ends), product, weights)
     d_w2 = gradient_of(w2, needs_w2, of_w2)
-    of_product, of_weights = _swiglu_gradient(row_gradient(gradient, w2, ends), product, weights)
     d_w13 = gradient_of(w13, needs_w13, of_w13)
     of_rows = row_gradient(of_product, w13.flatten(1, 2), ends)
     of_x = of_rows if order is None else add_up(of_rows, inverse, ctx.k)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardline.models.linear import accumulate, linear, weight_queue
+from shardline.models.linear import accumulate, linear, weight_queue, wide_linear
 
 
 def leaves(dtype=torch.float32, bias=True, rows=(3, 5)):
@@ -68,3 +68,23 @@ def test_weight_gradients_can_wait(monkeypatch):
     accumulate(weight_queue.take())
     assert len(weight_queue) == 0
     assert torch.equal(weight.grad, torch.ones(15, 6, dtype=torch.bfloat16).t() @ x.detach().flatten(0, -2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_float32_results_of_bfloat16_operands_on_tensor_cores(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(48, 512, device="cuda").to(dtype).requires_grad_()
+    given = torch.randn(300, 48, device="cuda")
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    wanted = exact[0] @ exact[1].t()
+    found = wide_linear(x, weight)
+    assert found.dtype == torch.float32
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()  # 2e-3 with weights rounded to bfloat16
+    gradients = torch.autograd.grad(found, (x, weight), given)
+    for one, other in zip(gradients, torch.autograd.grad(wanted, exact, given.double()), strict=True):
+        rounding = 3e-3 if one.dtype == torch.bfloat16 else 1e-5
+        assert (one - other).norm() <= rounding * other.norm()
+    compiled = torch.compile(wide_linear, fullgraph=True)
+    torch.testing.assert_close(compiled(x, weight), found)

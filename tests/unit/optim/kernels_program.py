@@ -1,4 +1,4 @@
-"""The kernels of Adam and of rows of experts against torch: python -m tests.unit.optim.kernels_program.
+"""Our Triton kernels, but for those of tensor parallelism, against torch: python -m tests.unit.optim.kernels_program.
 
 On a GPU where there is one, else in Triton's interpreter. Ends with 0 where every result is right.
 """
@@ -13,12 +13,13 @@ if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from shardline.models.experts.row_kernels import add_up_kernel, swiglu_gradient_kernel, swiglu_kernel  # noqa: E402
-from shardline.optim.adam_kernel import adam_kernel  # noqa: E402
+from shardline.optim.kernels import adam_kernel, squares_kernel  # noqa: E402
 from shardline.parallel.expert.row_transfer_kernels import (  # noqa: E402
     routes_kernel,
     send_rows_kernel,
     share_counts_kernel,
 )
+from shardline.training.loss_kernel import loss_kernel  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 
@@ -70,8 +71,10 @@ def check_swiglu() -> None:
     inputs = product.detach(), weights.detach()
     out, of_one, of_other = torch.empty_like(wanted), torch.empty_like(product), torch.empty_like(weights)
     swiglu_kernel[(rows,)](*inputs, out, width, BLOCK=32)
-    swiglu_gradient_kernel[(rows,)](given, *inputs, of_one, of_other, width, BLOCK=32)
     torch.testing.assert_close(out, wanted.detach())
+    again = torch.empty_like(out)
+    swiglu_gradient_kernel[(rows,)](given, *inputs, of_one, of_other, again, width, BLOCK=32)
+    torch.testing.assert_close(again, wanted.detach())
     torch.testing.assert_close(of_one, of_product)
     torch.testing.assert_close(of_other, of_weights)
 
@@ -136,7 +139,36 @@ def check_row_transfers() -> None:
         assert torch.equal(beside, side[rank][order[rank].to(DEVICE)])
 
 
+def check_squares() -> None:
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    for parts in (1, 3, 8):
+        sums = torch.empty(parts, device=DEVICE)
+        squares_kernel[(parts,)](x, sums, x.numel(), parts, BLOCK=128)
+        torch.testing.assert_close(sums.sum(), x.square().sum())
+
+
+def check_loss() -> None:
+    """Also where the target has nearly all of the probability, and where it is in the last, unfinished block."""
+    rows, width = 4, 37
+    logits = 3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    target = torch.tensor([0, 36, 20, 5], device=DEVICE)
+    logits[2, 20] += 17
+    scale = torch.tensor(0.25, device=DEVICE)
+    exact = logits.double().requires_grad_()
+    wanted = torch.nn.functional.cross_entropy(exact, target, reduction="none")
+    (of_logits,) = torch.autograd.grad(wanted.sum() * 0.25, exact)
+    losses = torch.empty(rows, device=DEVICE)
+    loss_kernel[(rows,)](logits, target, losses, losses, width, GRADIENT=False, BLOCK=16)
+    torch.testing.assert_close(losses, wanted.float().detach(), rtol=1e-5, atol=1e-7)
+    assert torch.equal(logits, exact.float())
+    loss_kernel[(rows,)](logits, target, losses, scale, width, GRADIENT=True, BLOCK=16)
+    torch.testing.assert_close(losses, wanted.float().detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(logits, of_logits.float(), rtol=1e-5, atol=1e-12)
+
+
 if __name__ == "__main__":
+    check_squares()
+    check_loss()
     check_row_transfers()
     check_swiglu()
     for optimizer in (torch.optim.AdamW, torch.optim.Adam):

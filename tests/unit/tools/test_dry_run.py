@@ -157,7 +157,11 @@ moe_force_load_balance = true
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cut", "shard"), [(512, "experts", (1, 2, 512, 1024)), (1024, "columns", (2, 2, 512, 256))]
+    ("ranks", "cut", "shard"),
+    [
+        (512, "experts", (1, 2, 512, 1024)),
+        pytest.param(1024, "columns", (2, 2, 512, 256), marks=pytest.mark.slow),
+    ],
 )
 def test_a_large_mixture_is_described(ranks, cut, shard, tmp_path, capsys):
     sizes = {"dim": 1024, "n_layers": 16, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 4096, "vocab_size": 4096}
@@ -348,7 +352,10 @@ def test_replicas_sum_their_gradients():
     ("ranks", "layers", "settings"),
     [
         (4, 6, {"dp_shard": 2, "tp": 2, "activation_checkpoint__mode": "full"}),
-        (4, 6, {"dp_replicate": 2, "dp_shard": 2, "parallelism__accumulation_sync": "scatter"}),
+        pytest.param(
+            *(4, 6, {"dp_replicate": 2, "dp_shard": 2, "parallelism__accumulation_sync": "scatter"}),
+            marks=pytest.mark.slow,
+        ),
         (2, 6, {"dp_shard": 2, "parallelism__accumulation_sync": "micro_batch"}),
         pytest.param(
             2,
@@ -356,7 +363,7 @@ def test_replicas_sum_their_gradients():
             {"tp": 2, "activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "2"},
             marks=pytest.mark.slow,
         ),
-        (2, 6, {"dp_replicate": 2, "parallelism__gradient_bucket_mib": 0.05}),
+        pytest.param(*(2, 6, {"dp_replicate": 2, "parallelism__gradient_bucket_mib": 0.05}), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -1,4 +1,6 @@
-"""The step of Adam as one Triton kernel: reads each number once, writes each once.
+"""Triton kernels of the optimizer's step, at the speed of the memory: sums of squares, and Adam.
+
+Adam reads each number once and writes each once:
 
     weight, moments (float32)   gradient (float32 or bfloat16) x scale
       -> weight, moments, and the narrow copy of the weight, if there is one
@@ -13,6 +15,19 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
+PARTS = 1056  # sums of squares of one tensor: eight for each multiprocessor of an H100 or H200
+
+
+@triton.jit
+def squares_kernel(x, sums, count, parts, BLOCK: tl.constexpr):
+    """sums[p] = the sum of squares, in float32, of every parts-th block of x from the p-th on."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    part = tl.program_id(0)
+    for start in range(part.to(tl.int64) * BLOCK, count, parts * BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        one = tl.load(x + places, mask=places < count, other=0).to(tl.float32)
+        total += one * one
+    tl.store(sums + part, tl.sum(total))
 
 
 @triton.jit
