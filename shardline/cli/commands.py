@@ -360,7 +360,7 @@ def _bench_experts(parsed: Parsed) -> int:
     config = load(parsed.file, parsed.flags, check_model=True)
     from shardline.tools.bench.experts import run
 
-    options = parsed.named("tokens", "skew", "dtype", "float8", "carrier", "iterations", "json")
+    options = parsed.named("tokens", "skew", "dtype", "float8", "compile", "carrier", "iterations", "json")
     return run(config, _start_options(parsed), **options)
 
 
@@ -452,6 +452,7 @@ BENCH_EXPERTS = Command(
         Option("skew", "Second routing: rows of the fullest rank over the mean; 1: none.", float, "X", (), (), 2.5, 1),
         _BENCH_DTYPE,
         Option("float8", "Send tokens to the experts in float8.", bool),
+        Option("compile", "Compile the layer, as compile.enable does.", bool),
         Option("carrier", "all_to_all or symmetric; unset: every one that can run.", str, "NAME", choices=_CARRIERS),
         _ITERATIONS,
         _JSON,

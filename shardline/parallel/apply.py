@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -112,7 +113,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     compiled = config.compile.enable and "model" in config.compile.components
     apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
-        _compile_blocks(model, config.compile.backend)
+        _compile_blocks(model, config.compile.backend, rows_travel=mesh.layout.ep > 1)
     if mesh.axis("fsdp") is not None:
         apply_fsdp(model, mesh, config, precision)
         if mesh.size("fsdp") > 1:
@@ -126,7 +127,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     return done
 
 
-def _compile_blocks(model: Decoder, backend: str) -> None:
+def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:
     """Compile each block's function, once for all blocks that share it."""
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
@@ -134,7 +135,12 @@ def _compile_blocks(model: Decoder, backend: str) -> None:
             f"compile.backend: expected one of {', '.join(known)}, got {backend!r}{nearest(backend, known)}"
         )
     torch._dynamo.reset()  # graphs of an earlier run in this process count against the limit of recompilations
-    compile_once = functools.cache(functools.partial(torch.compile, backend=backend, fullgraph=True))
+    options: dict[str, Any] = {}
+    if rows_travel and backend == "inductor":
+        from shardline.parallel.expert.compiled_order import compiler_options
+
+        options["options"] = compiler_options()
+    compile_once = functools.cache(functools.partial(torch.compile, backend=backend, fullgraph=True, **options))
     for block in model.blocks():
         block.function = compile_once(block.function)
     log.info("compiling %d blocks with %s (the first step takes longer)", len(model.layers), backend)

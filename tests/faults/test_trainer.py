@@ -23,6 +23,10 @@ import time
 from pathlib import Path
 from shardline.registry import register_hook
 
+if os.environ.get("FAULT") == "starting" and "RANK" in os.environ:
+    (Path(os.environ["FAULT_FOLDER"]) / f"starting-{os.environ['RANK']}").touch()
+    time.sleep(60)
+
 @register_hook("after_step")
 def tell(trainer, row):
     folder, rank = Path(os.environ["FAULT_FOLDER"]), os.environ["RANK"]

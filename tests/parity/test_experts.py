@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import shutil
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -130,6 +131,15 @@ FAST = {
 def test_layout(harness: Harness, case: Case) -> None:
     reference = harness.reference(case.overrides, case.timeout)
     compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler of torch needs one for C++")
+@pytest.mark.parametrize("model", [DEEPSEEK, LOSSES], ids=["deepseek", "losses"])
+def test_blocks_that_work_while_rows_travel(harness: Harness, model: dict[str, Any]) -> None:
+    """As inductor orders them: see compiled_order.py."""
+    inductor = case("inductor", model, ep(2), {"compile.enable": True}, fsdp=2)
+    compare(harness.reference(inductor.overrides), harness.run(inductor.overrides, inductor.ranks, timeout=300))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ The router is the identity on the first numbers of a token, which are large for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,10 +124,10 @@ class ExpertLayer:
         run = RouterRun(seq_len=x.shape[0])
         return moe(x, self.weights, self.spec, ExpertExchange(travel=travel), (1, x.shape[0]), run, shared)[0]
 
-    def both_ways(self, x: Tensor, travel: Travel, gradient: Tensor) -> None:
-        """Forward and backward, with the gradients of the tokens and of every weight."""
+    def both_ways(self, forward: Callable[[Tensor, Travel], Tensor], x: Tensor, travel: Travel, grad: Tensor) -> None:
+        """A forward, compiled or not, and backward, with the gradients of the tokens and of every weight."""
         parts = (x, *self.weights, *(self.shared or ()))
-        torch.autograd.grad(self.forward(x, travel), [part for part in parts if part is not None], gradient)
+        torch.autograd.grad(forward(x, travel), [part for part in parts if part is not None], grad)
 
     @torch.no_grad()
     def by_loop(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ Times are medians over rounds in which all candidates take turns, of the slowest
                         included, whatever is sent; they time a dispatch whose plan is known, as combine backward is
     hidden              1 - (overlapped - without transfers) / (one after another - without transfers)
 
-A layer is router, experts and shared expert, forward and backward, not compiled; `expert_layer.py` has its three ways.
+A layer is router, experts and shared expert, forward and backward; `expert_layer.py` has its three ways.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def run(
     skew: float,
     dtype: str | None,
     float8: bool,
+    compile: bool,
     carrier: str | None,
     iterations: int | None,
     json: bool,
@@ -98,8 +99,8 @@ def run(
             for name, carries in found.items():
                 if speaks:
                     print(f"{routing} routing, {name}", file=sys.stderr, flush=True)
-                told = {**common, "routing": routing, "carrier": name, "float8": float8}
-                rows = measure(layer, chosen, travel, carries, iterations, float8)
+                told = {**common, "routing": routing, "carrier": name, "float8": float8, "compiled": compile}
+                rows = measure(layer, chosen, travel, carries, iterations, float8, compile)
                 rows = [{**told, **row, **_place(layer, chosen)} for row in rows]
                 for row in rows if speaks and json else ():
                     print(json_lines.dumps(row), flush=True)
@@ -137,7 +138,13 @@ def _place(layer: ExpertLayer, chosen: Tensor) -> dict[str, Any]:
 
 
 def measure(
-    layer: ExpertLayer, chosen: Tensor, travel: Travel, carrier: Carrier, rounds: int | None, float8: bool
+    layer: ExpertLayer,
+    chosen: Tensor,
+    travel: Travel,
+    carrier: Carrier,
+    rounds: int | None,
+    float8: bool,
+    compile: bool,
 ) -> list[dict[str, Any]]:
     """Rows of the four transfers, and of the layer."""
     x, job.carrier = layer.tokens(chosen), carrier
@@ -153,7 +160,7 @@ def measure(
         sent = {"rows": loads.rows, "bytes": loads.rows * each, "microseconds": seconds * 1e6}
         speed = {"gbs": loads.rows * each / seconds / 1e9, "deepep_gbs": loads.tokens * each / seconds / 1e9}
         rows.append({"what": what, **told, **sent, **speed})
-    times = _seconds(_layers(layer, x, travel, carrier, Stay(table, sizes)), layer.device, rounds)
+    times = _seconds(_layers(layer, x, travel, carrier, Stay(table, sizes), compile), layer.device, rounds)
     return [*rows, {"what": "layer", **told, **layer_row(times, len(chosen))}]
 
 
@@ -211,17 +218,24 @@ def _transfers(layer: ExpertLayer, x: Tensor, travel: Travel) -> Runs:
     }
 
 
-def _layers(layer: ExpertLayer, x: Tensor, travel: Travel, carrier: Carrier, stay: Carrier) -> Runs:
+def _layers(layer: ExpertLayer, x: Tensor, travel: Travel, carrier: Carrier, stay: Carrier, compile: bool) -> Runs:
     gradient = torch.ones_like(x)
+    overlapped: Any = layer.forward
+    plain: Any = layer.forward
+    if compile:
+        from shardline.parallel.expert.compiled_order import compiler_options
 
-    def run(way: Travel, carries: Carrier) -> None:
+        overlapped = torch.compile(layer.forward, fullgraph=True, options=compiler_options())
+        plain = torch.compile(layer.forward, fullgraph=True)
+
+    def run(forward: Any, way: Travel, carries: Carrier) -> None:
         job.carrier = carries
-        layer.both_ways(x, way, gradient)
+        layer.both_ways(forward, x, way, gradient)
 
     return {
-        "overlapped": functools.partial(run, travel, carrier),
-        "one after another": functools.partial(run, one_after_another(travel), carrier),
-        "without transfers": functools.partial(run, travel._replace(parts=1), stay),
+        "overlapped": functools.partial(run, overlapped, travel, carrier),
+        "one after another": functools.partial(run, plain, one_after_another(travel), carrier),
+        "without transfers": functools.partial(run, plain, travel._replace(parts=1), stay),
     }
 
 
@@ -269,4 +283,5 @@ def _show(rows: list[dict[str, Any]]) -> None:
     hidden = layer["hidden"]
     console.print("transfers cost nothing here" if hidden is None else f"hidden: {hidden:.0%} of the transfers")
     kind = f"{layer['dtype']}{', rows to experts in float8' if layer['float8'] else ''}"
+    kind += ", compiled" if layer["compiled"] else ""
     console.print(f"{layer['ep']} ranks of {layer['tokens']:,} tokens, {kind}, {layer['backend']}, {layer['device']}\n")

@@ -297,14 +297,15 @@ ONCE = {"nodes": "2", "max_restarts": 0}
 
 
 def test_one_machine_takes_a_free_port_and_waits_for_nobody(monkeypatch):
-    once = Rendezvous(Endpoint("127.0.0.1:0", 0, 5.0), Terms(1, 1, "none", 0), 2, 10.0, lambda ranks: "", lambda: True)
+    endpoint = Endpoint("127.0.0.1:0", 0, 90.0)
+    once = Rendezvous(endpoint, Terms(1, 1, "none", 0), 2, 10.0, lambda ranks: "", lambda: True)
     started = time.monotonic()
     assert once.next_round().ranks == 2
     assert once.is_done()
     host, number = once.store_address
     socket.create_connection((host, number)).close()
     once.close()
-    assert time.monotonic() - started < 4.5  # whoever waits for others waits 5 s
+    assert time.monotonic() - started < 60  # whoever waits for others waits 90 s
 
 
 def test_machines_get_the_numbers_they_were_given_and_one_store(launchers, port):

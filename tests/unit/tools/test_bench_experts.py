@@ -291,7 +291,7 @@ def watched_ways(model):
         job.carrier = Watched(events)
         travel = exchange(mesh, layer.spec, False, False).travel
         for way in (travel, one_after_another(travel)):
-            layer.both_ways(x, way, torch.ones_like(x))
+            layer.both_ways(layer.forward, x, way, torch.ones_like(x))
             seen.append(list(events))
             events.clear()
     assert not job.rows_under_way
