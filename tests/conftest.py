@@ -15,7 +15,7 @@ from tests import examples, leftovers, prefork, processes, progress, proven
 
 torch.set_num_threads(1)
 examples.load_profile()
-processes.reset_sighup()
+processes.reset_signals()
 
 # Files that take long are begun first: a long one at the end would run alone.
 UNITS = ("unit/parallel/test_fused", "unit/tools/test_bench_comm", "unit/tools/test_dry_run")

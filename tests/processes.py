@@ -52,8 +52,9 @@ def end_all() -> None:
         end(_of_test.pop())
 
 
-def reset_sighup() -> None:
-    """Let processes that tests start have SIGHUP as usual, also where the tests run under nohup, which ignores it.
+def reset_signals() -> None:
+    """Let processes that tests start have SIGHUP and SIGINT as usual, also where the tests run under nohup or in the
+    background of a script, which ignore them.
 
     A signal that is ignored stays so in a new program, one with a handler does not. Workers of the test session are new
     programs, too, and take the same handler.
@@ -61,3 +62,5 @@ def reset_sighup() -> None:
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN or OUTLIVES_TERMINAL in os.environ:
         os.environ[OUTLIVES_TERMINAL] = "1"
         signal.signal(signal.SIGHUP, lambda number, frame: None)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,7 +14,7 @@ UNDER_NOHUP = """
 import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 from tests import processes
-processes.reset_sighup()
+processes.reset_signals()
 processes.start([sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGHUP).name)"]).wait()
 signal.raise_signal(signal.SIGHUP)
 print("still there")

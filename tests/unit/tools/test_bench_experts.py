@@ -30,7 +30,8 @@ from tests.parity.pool import Pool
 CPU = torch.device("cpu")
 ON_CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 TRANSFERS = ["dispatch", "combine", "combine backward", "dispatch backward"]
-FIRST = ["benchmark", "model", "flavor", "ep", "routing", "carrier", "float8", "what", "rank_load", "expert_load"]
+FIRST = ["benchmark", "model", "flavor", "ep", "routing", "carrier", "float8", "compiled"]
+FIRST += ["what", "rank_load", "expert_load"]
 LAST = ["tokens", "dtype", "device", "backend", "torch"]
 OF_TRANSFER = ["rows", "bytes", "microseconds", "gbs", "deepep_gbs"]
 OF_LAYER = ["overlapped_ms", "one_after_another_ms", "without_transfers_ms", "tokens_per_second", "hidden"]
@@ -189,6 +190,7 @@ def test_where_transfers_cost_nothing_no_share_is_shown(capsys):
         "routing": "balanced",
         "carrier": "all_to_all",
         "float8": True,
+        "compiled": True,
         "rank_load": 1.0,
         "expert_load": 1.0,
         "ep": 2,
@@ -197,7 +199,7 @@ def test_where_transfers_cost_nothing_no_share_is_shown(capsys):
     shown = capsys.readouterr().out
     assert "layer overlapped:            20.000 ms,        5,000 tokens/s of a rank" in shown
     assert "transfers cost nothing here" in shown
-    assert "2 ranks of 100 tokens, bfloat16, rows to experts in float8, nccl, a GPU" in shown
+    assert "2 ranks of 100 tokens, bfloat16, rows to experts in float8, compiled, nccl, a GPU" in shown
 
 
 def test_loads_are_those_of_the_busiest_rank(monkeypatch):
