@@ -172,7 +172,7 @@ def _let_gloo_wait() -> None:
         for thread in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # it has ended
                 if (thread / "comm").read_text().startswith("gloo_tcp_loop"):
-                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
+                    os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
         return group
 
     distributed_c10d._new_process_group_helper = create_and_step_back
