@@ -18,7 +18,7 @@ examples.load_profile()
 processes.reset_signals()
 
 # Files that take long are begun first: a long one at the end would run alone.
-UNITS = ("unit/parallel/test_fused", "unit/tools/test_bench_comm", "unit/tools/test_dry_run")
+UNITS = ("unit/parallel/test_fused", "unit/tools/", "unit/launch/", "unit/parallel/", "unit/data/", "unit/checkpoint/")
 LONG = ("parity/test_layouts", "faults/", "parity/", "e2e/", *UNITS)
 LAYOUTS_TOGETHER = 16  # cases of test_layouts that stay in one process and share their references
 MOST_PROCESSES = 6

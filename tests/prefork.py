@@ -13,7 +13,6 @@ SHARDLINE_TEST_STARTS=exec turns this off: `make test-all` executes every progra
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
@@ -155,27 +154,6 @@ def close() -> None:
         server.connection.close()
         if server.process is not None:
             server.process.wait(30)
-
-
-def _let_gloo_wait() -> None:
-    """Give gloo's threads what other threads leave over, here and in all programs that are forked from here.
-
-    While data are there that no collective has asked for yet, such a thread asks the kernel again and again: with more
-    ranks than cores that took a third of the machine.
-    """
-    from torch.distributed import distributed_c10d
-
-    create = distributed_c10d._new_process_group_helper
-
-    def create_and_step_back(*given: Any, **named: Any) -> Any:
-        group = create(*given, **named)
-        for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended
-                if (thread / "comm").read_text().startswith("gloo_tcp_loop"):
-                    os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
-        return group
-
-    distributed_c10d._new_process_group_helper = create_and_step_back
 
 
 def _server_of_this_process() -> Server | None:
@@ -324,7 +302,6 @@ def main() -> None:
     for name in IMPORTS:
         importlib.import_module(name)
     gc.collect()
-    _let_gloo_wait()
     gc.freeze()  # a collection in a program would copy the pages it shares
     assert len(os.listdir("/proc/self/task")) == 1, "a thread does not survive a fork, nor does what it has locked"
     run(*serve(socket.socket(fileno=int(sys.argv[1]))))
