@@ -95,34 +95,12 @@ def main(descriptor: str, log: str) -> None:
     _write_output_to(log)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which ends its workers
     torch.set_num_threads(1)
-    _let_gloo_wait()
     while True:
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
             return
         connection.send_bytes(pickle.dumps(_perform(message)))
-
-
-def _let_gloo_wait() -> None:
-    """Give gloo's threads what other threads leave over.
-
-    While data are there that no collective has asked for yet, such a thread asks the kernel again and again: with more
-    ranks than cores that took a third of the machine.
-    """
-    from torch.distributed import distributed_c10d
-
-    create = distributed_c10d._new_process_group_helper
-
-    def create_and_step_back(*given: Any, **named: Any) -> Any:
-        group = create(*given, **named)
-        for thread in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(OSError):  # it has ended
-                if (thread / "comm").read_text().startswith("gloo_tcp_loop"):
-                    os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
-        return group
-
-    distributed_c10d._new_process_group_helper = create_and_step_back
 
 
 def _write_output_to(path: str) -> None:
