@@ -6,6 +6,8 @@ import functools
 import json
 import os
 import re
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,13 +19,14 @@ from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.config.schema import Model
 from shardline.models.experts import rows as expert_rows
+from shardline.models.experts.moe import Travel, as_it_is
 from shardline.models.flavors import resolve
 from shardline.parallel.expert.all_to_all import AllToAll
 from shardline.parallel.expert.expert import exchange
 from shardline.tools.bench import expert_layer, experts
 from shardline.tools.bench.collectives import WrongResult
 from shardline.tools.bench.expert_layer import ExpertLayer, Stay, balanced_choices, one_after_another, skewed_choices
-from shardline.tools.bench.experts import _show, layer_row, loads_of
+from shardline.tools.bench.experts import _layers, _show, layer_row, loads_of
 from tests.e2e.tiny import command
 from tests.parity.pool import Pool
 
@@ -182,6 +185,22 @@ def test_the_hidden_share_follows_from_the_times():
         "hidden": 0.75,
     }
     assert layer_row(times | {"one after another": 0.02}, 100)["hidden"] is None
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiled_layers_overlap_as_compiled_blocks_do_and_others_are_left_to_the_compiler(compiled):
+    called = []
+    layer = SimpleNamespace(forward="eager", both_ways=lambda forward, *given: called.append(forward))
+
+    def compile_(forward, fullgraph, options=None):
+        return "plain" if options is None else sorted(options)
+
+    with patch("torch.compile", compile_):
+        runs = _layers(layer, torch.ones(1), Travel(*[as_it_is] * 4, parts=1), None, None, compiled)
+    for run in runs.values():
+        run()
+    ordered = ["post_grad_custom_post_pass", "reorder_for_peak_memory"]
+    assert called == ([ordered, "plain", "plain"] if compiled else ["eager"] * 3)
 
 
 def test_where_transfers_cost_nothing_no_share_is_shown(capsys):
