@@ -150,9 +150,10 @@ class DeviceClock:
 
 @dataclass
 class RowClock:
-    """Events around rows that kernels send to experts, and around the waits for rows; off except in sampled steps."""
+    """Events around rows that a GPU sends to experts, and around the waits for rows; off except in sampled steps."""
 
     on: bool = False
+    _watch: Any = None  # a stream that does nothing but wait for collectives
     _sent: list[tuple[Any, Any]] = field(default_factory=list)
     _waited: list[tuple[Any, Any]] = field(default_factory=list)
 
@@ -161,6 +162,23 @@ class RowClock:
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         return self._around(self._waited)
+
+    def begin(self) -> tuple[Any, Any] | None:
+        """Call before a collective of NCCL is started, and `until_done` after it; other work may run meanwhile."""
+        if not self.on:
+            return None
+        span = _events()
+        span[0].record()
+        return span
+
+    def until_done(self, span: tuple[Any, Any] | None, work: Any) -> None:
+        if span is None:
+            return
+        self._watch = self._watch or torch.cuda.Stream()
+        with torch.cuda.stream(self._watch):
+            work.wait()
+            span[1].record()
+        self._sent.append(span)
 
     @contextlib.contextmanager
     def _around(self, spans: list[tuple[Any, Any]]) -> Iterator[None]:
@@ -175,7 +193,7 @@ class RowClock:
         spans.append(span)
 
     def take(self) -> Times | None:
-        """The times of the step that the device has just finished; None where kernels sent nothing."""
+        """The times of the step that the device has just finished; None where the GPU sent nothing."""
         sent, waited = self._sent, self._waited
         self._sent, self._waited = [], []
         return Times(sum(map(_elapsed, sent)), sum(map(_elapsed, waited))) if sent else None
@@ -188,8 +206,8 @@ def _events() -> tuple[Any, Any]:
 class Sampler:
     """Measures the communication over some axes in a step that will be logged: `begin` before it, `end` after it.
 
-    On a GPU events time the tensor-parallel operations, and rows that kernels send to experts; what NCCL carries over
-    other axes is not measured.
+    On a GPU events time the tensor-parallel operations, and rows that travel to experts; what NCCL carries over other
+    axes is not measured.
     """
 
     def __init__(
@@ -220,6 +238,6 @@ class Sampler:
         if self.rows.on:
             torch.cuda.synchronize(self.device)
             self.rows.on = False
-            by_kernels = self.rows.take()
-            found |= {} if by_kernels is None else {"ep": by_kernels}
+            by_gpu = self.rows.take()
+            found |= {} if by_gpu is None else {"ep": by_gpu}
         return found

@@ -135,12 +135,12 @@ def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:
             f"compile.backend: expected one of {', '.join(known)}, got {backend!r}{nearest(backend, known)}"
         )
     torch._dynamo.reset()  # graphs of an earlier run in this process count against the limit of recompilations
-    options: dict[str, Any] = {}
-    if rows_travel and backend == "inductor":
-        from shardline.parallel.expert.compiled_order import compiler_options
+    compiler: Any = backend
+    if rows_travel:
+        from shardline.parallel.expert.compiled_order import compiler as of_transfers
 
-        options["options"] = compiler_options()
-    compile_once = functools.cache(functools.partial(torch.compile, backend=backend, fullgraph=True, **options))
+        compiler = of_transfers(backend)
+    compile_once = functools.cache(functools.partial(torch.compile, backend=compiler, fullgraph=True))
     for block in model.blocks():
         block.function = compile_once(block.function)
     log.info("compiling %d blocks with %s (the first step takes longer)", len(model.layers), backend)

@@ -70,16 +70,18 @@ def _start(x: Tensor, sizes: Tensor, back: bool) -> _Transfer:
     call = Observed(AXIS, "all_to_all", described("all_to_all", AXIS, x), size, on_host, background=True)
     source = x.cpu() if on_host else x  # gloo's all-to-all takes no tensors of a GPU
     arrives = source.new_empty(sum(received), *x.shape[1:])
-    start = now()
+    start, span = now(), None if on_host else job.row_clock.begin()
     work = dist.all_to_all_single(arrives, source, received, sent, group=over.group, async_op=True)
     assert work is not None
+    job.row_clock.until_done(span, work)
     return _Transfer(Started(start, work, call), source, arrives, x.device)
 
 
 def _finished(transfers: object) -> list[Tensor]:
     assert isinstance(transfers, list)
     for one in transfers:
-        one.started.wait()
+        with job.row_clock.waiting():
+            one.started.wait()
     return [one.arrives.to(one.device) for one in transfers]
 
 

@@ -1,22 +1,31 @@
-"""The order of compiled blocks: rows start to travel as soon as they are there, and other work runs meanwhile.
+"""How blocks whose rows travel are compiled: rows start as soon as they are there, and other work runs meanwhile.
 
     backward   row gradients | put back | gradients of the experts' weights | gather
 
 The compiler orders operations by the memory they need, which puts the two operations of a transfer next to each other,
 and computes a product whose result is added to what arrives only after that. For blocks whose rows travel it keeps the
 order of the graph, in which the starts of transfers are moved and such products are taken apart from the addition.
+
+What arrives is kept for backward, however small the memory budget: a transfer cannot end a second time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
 
 import shardline.parallel.expert.dispatch  # noqa: F401 - defines the operations
+
+_OPS = torch.ops.shardline
+STARTS = (_OPS.expert_put.default, _OPS.expert_put_back.default)
+ENDS = (_OPS.expert_land.default, _OPS.expert_land_again.default, _OPS.expert_gather.default)
+KEPT = (_OPS.expert_plan.default, *STARTS, *ENDS)
 
 
 class WorkDuringTransfers(CustomGraphPass):
@@ -26,19 +35,16 @@ class WorkDuringTransfers(CustomGraphPass):
 
     def start_early(self, graph: fx.Graph) -> None:
         """Move what a transfer does not need, and stands before its start, behind that start."""
-        ops = torch.ops.shardline
-        starts = (ops.expert_put.default, ops.expert_put_back.default)
-        ends = (ops.expert_land.default, ops.expert_land_again.default, ops.expert_gather.default)
         since: list[fx.Node] = []  # the last transfer
         for node in list(graph.nodes):
-            if node.target in starts:
+            if node.target in STARTS:
                 needed = _needed_by(node)
                 last: fx.Node = node
                 for other in since:
                     if other not in needed:
                         last.append(other)
                         last = other
-            if node.target in (*starts, *ends) or node.op == "placeholder":
+            if node.target in (*STARTS, *ENDS) or node.op == "placeholder":
                 since = []
             else:
                 since.append(node)
@@ -82,6 +88,19 @@ def _needed_by(node: fx.Node) -> set[fx.Node]:
     return needed
 
 
-def compiler_options() -> dict[str, Any]:
-    """Options of the compiler, inductor, for a function whose rows travel."""
+def compiler(backend: str) -> Callable[..., Any]:
+    """The compiler `backend` for functions whose rows travel."""
+    compile_graph = torch._dynamo.lookup_backend(backend)
+    options = {"config_patches": inductor_options()} if backend == "inductor" else {}
+
+    def compile_transfers(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        for node in graph.graph.nodes:
+            if node.target in KEPT:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return compile_graph(graph, inputs, **options)
+
+    return compile_transfers
+
+
+def inductor_options() -> dict[str, Any]:
     return {"reorder_for_peak_memory": False, "post_grad_custom_post_pass": WorkDuringTransfers()}

@@ -41,18 +41,21 @@ def routes_kernel(table, own, ranks, experts, RANKS: tl.constexpr, EXPERTS: tl.c
 
 @triton.jit
 def send_rows_kernel(
-    rows, side, order, table, addresses, side_begins, words, experts, ranks,
+    rows, side, order, table, addresses, side_begins, words, experts, ranks, count,
     K: tl.constexpr, SIDE: tl.constexpr, BACK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program i writes row i, `words` of 4 bytes, to its place on its rank, and the SIDE numbers beside it.
+    """Program i writes ROWS of `count` rows, `words` of 4 bytes each, to their places on their ranks.
 
-    Rows that go to experts are taken in the given order, each token K times; those on the way back as they are.
+    With them go the SIDE numbers beside each. Rows that go to experts are taken in the given order, each token K times;
+    those on the way back as they are.
     """
-    row = tl.program_id(0).to(tl.int64)
-    known = tl.arange(0, BLOCKS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    real = row < count
     starts = table + (ranks + 2 * BACK) * experts
-    begun = tl.load(starts + known, mask=known < experts, other=1 << 62) <= row
-    block = tl.sum(begun.to(tl.int32)) - 1
+    known = tl.arange(0, BLOCKS)[None, :]
+    begun = tl.load(starts + known, mask=known < experts, other=1 << 62) <= row[:, None]
+    block = tl.sum(begun.to(tl.int32), 1) - 1
     target = tl.load(starts + experts + block) + row - tl.load(starts + block)
     choice = row
     if BACK:
@@ -60,12 +63,14 @@ def send_rows_kernel(
         token = row
     else:
         memory = tl.load(addresses + block // (experts // ranks))
-        choice = tl.load(order + row)
+        choice = tl.load(order + row, mask=real, other=0)
         token = choice // K
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    here = columns < words
     there = memory.to(tl.pointer_type(tl.int32)) + target * words
-    tl.store(there + columns, tl.load(rows + token * words + columns, mask=here), mask=here)
+    columns = tl.arange(0, BLOCK)[None, :]
+    for start in range(0, words, BLOCK):
+        here = real[:, None] & (start + columns < words)
+        one = tl.load(rows + token[:, None] * words + start + columns, mask=here)
+        tl.store(there[:, None] + start + columns, one, mask=here)
     beside = (memory + side_begins).to(tl.pointer_type(tl.float32)) + target * SIDE
     for i in tl.static_range(SIDE):
-        tl.store(beside + i, tl.load(side + choice * SIDE + i), mask=tl.program_id(1) == 0)
+        tl.store(beside + i, tl.load(side + choice * SIDE + i, mask=real), mask=real)

@@ -25,7 +25,7 @@ from shardline.models.experts.rows import add_up, power_of_two
 from shardline.parallel.expert.all_to_all import AXIS, ROUTES
 
 pass_over(__file__)
-BLOCK = 2048  # words of 4 bytes that a program writes
+BLOCK, ROWS, WARPS = 1024, 8, 8  # a program writes so many words of 4 bytes at a time, of each of so many rows
 ROOM = 256  # the side begins at a multiple of this many bytes
 
 
@@ -121,10 +121,11 @@ class SharedMemory:
         region = self._region(way, begins + room * numbers * 4)
         ended = torch.cuda.Event()
         over.fork()
+        _wait(region, READ, over.side)
+        over.join()  # before what this stream computes next: a product would leave the kernel no multiprocessor
         with torch.cuda.stream(over.side), job.row_clock.sending():
-            _wait(region, READ, over.side)
             if count:
-                send_rows_kernel[(count, -(-words // BLOCK))](
+                send_rows_kernel[(-(-count // ROWS),)](
                     rows.view(torch.int32),
                     rows if side is None else side,
                     rows if order is None else order,
@@ -134,11 +135,14 @@ class SharedMemory:
                     words,
                     experts,
                     ranks,
+                    count,
                     K=k,
                     SIDE=numbers,
                     BACK=back,
                     BLOCKS=power_of_two(experts),
                     BLOCK=min(BLOCK, power_of_two(words)),
+                    ROWS=ROWS,
+                    num_warps=WARPS,
                 )
             _signal(region, READY, over.side)
             ended.record()

@@ -223,9 +223,9 @@ def _layers(layer: ExpertLayer, x: Tensor, travel: Travel, carrier: Carrier, sta
     overlapped: Any = layer.forward
     plain: Any = layer.forward
     if compile:
-        from shardline.parallel.expert.compiled_order import compiler_options
+        from shardline.parallel.expert.compiled_order import compiler
 
-        overlapped = torch.compile(layer.forward, fullgraph=True, options=compiler_options())
+        overlapped = torch.compile(layer.forward, fullgraph=True, backend=compiler("inductor"))
         plain = torch.compile(layer.forward, fullgraph=True)
 
     def run(forward: Any, way: Travel, carries: Carrier) -> None:
