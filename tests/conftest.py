@@ -50,9 +50,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.fixture(autouse=True)
 def ended_processes() -> Iterator[None]:
-    """What a test starts ends with it."""
+    """What a test starts ends with it, and so does a switch that a run in this process sets for all of torch."""
     yield
     processes.end_all()
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")

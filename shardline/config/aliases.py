@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FLOAT8 = "quantize.linear.float8"
+from shardline.config.names import FLOAT8_LINEAR as FLOAT8
+
 CONVERTER_NAMES = {"float8": FLOAT8, "mx": "quantize.linear.mx"}
 
 

@@ -23,7 +23,9 @@ LAYERWISE = ("LAMB", "LARS")  # optimizers with a trust ratio per layer
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SPLIT_SCHEDULES = SCHEDULES[4:]  # compute weight gradients apart from input gradients
 SCHEDULES_FROM_FILE = ("PipelineScheduleSingle", "PipelineScheduleMulti")  # TorchTitan's names for a schedule in a file
-CONVERTERS = ("quantize.linear.float8", "quantize.linear.mx", "quantize.grouped_mm.float8", "quantize.grouped_mm.mx")
+FLOAT8_LINEAR, FLOAT8_EXPERTS = "quantize.linear.float8", "quantize.grouped_mm.float8"
+MX_CONVERTERS = ("quantize.linear.mx", "quantize.grouped_mm.mx")
+CONVERTERS = (FLOAT8_LINEAR, FLOAT8_EXPERTS, *MX_CONVERTERS)
 LOADABLE = ("model", "optimizer", "lr_scheduler", "dataloader", "train_state")  # parts of a checkpoint
 # Models of TorchTitan 0.2 that are not built: (model, flavor) -> what they need
 NOT_BUILT: dict[tuple[str, str], str] = {

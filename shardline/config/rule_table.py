@@ -13,9 +13,12 @@ from shardline.config.features import has_replicas, is_context_parallel, is_pipe
 from shardline.config.layout import KEYS
 from shardline.config.names import (
     CONVERTERS,
+    FLOAT8_EXPERTS,
+    FLOAT8_LINEAR,
     LAYERWISE,
     LOADABLE,
     MOMENTS,
+    MX_CONVERTERS,
     NOT_BUILT,
     find_schedule,
     has_window,
@@ -299,6 +302,10 @@ def _recomputes(config: Config) -> bool:
     return config.activation_checkpoint.mode in ("full", "selective")
 
 
+def _gathers_float8(config: Config) -> bool:
+    return FLOAT8_LINEAR in config.model.converters and config.quantize.linear.float8.enable_fsdp_float8_all_gather
+
+
 def _splits_experts(config: Config) -> bool:
     return config.parallelism.expert_parallel_degree > 1
 
@@ -430,9 +437,21 @@ RULES: list[Rule] = [
         "new memory is filled first, which DeepEP's kernels do not wait for before they write to it",
         remedy=f"set {EXPERT_BACKEND} = 'standard'",
     ),
+    _refuse(
+        f"{FLOAT8_LINEAR}.enable_fsdp_float8_all_gather",
+        lambda c: _gathers_float8(c) and c.quantize.linear.float8.recipe_name not in (None, "tensorwise"),
+        "weights that were rounded with one factor cannot be given one for each row",
+        remedy="set recipe_name = 'tensorwise'",
+    ),
+    _refuse(
+        f"{FLOAT8_EXPERTS}.fqns",
+        lambda c: FLOAT8_EXPERTS in c.model.converters and not c.quantize.grouped_mm.float8.fqns,
+        "no module is named, so nothing would be converted",
+        remedy="set it to ['experts']",
+    ),
     # Pending: features that are not built yet.
     _not_built(_model_feature, "model.name", when=lambda c: bool(_flavors_not_built(c))),
-    _not_built("low precision", "model.converters"),
+    _not_built("MX formats", "model.converters", when=lambda c: bool(set(MX_CONVERTERS) & set(c.model.converters))),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
     _not_built("simulated communication", "comm.mode"),
     _not_built("flight recorder", *_below("comm", "trace_buf_size save_traces_folder save_traces_file_prefix")),
@@ -486,6 +505,14 @@ RULES: list[Rule] = [
     *(
         _idle(f"model.converters has no {name!r}", lambda c, name=name: name not in c.model.converters, f"{name}.")  # type: ignore[misc]
         for name in CONVERTERS
+    ),
+    _idle_without(
+        f"{FLOAT8_LINEAR}.enable_fsdp_float8_all_gather", f"{FLOAT8_LINEAR}.precompute_float8_dynamic_scale_for_fsdp"
+    ),
+    _idle(
+        "nothing is sharded over data-parallel ranks",
+        lambda c: not _shards(c) and not is_context_parallel(c),
+        *_below(FLOAT8_LINEAR, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
     ),
     _idle_without(
         "profiling.enable_profiling",

@@ -243,10 +243,12 @@ class Compile(Section):
 
 class Float8Linear(Section):
     enable_fsdp_float8_all_gather: bool = key(False, "Gather float8 weights instead of bfloat16 ones.")
-    precompute_float8_dynamic_scale_for_fsdp: bool = key(False, "Compute all weight scales at once.")
+    precompute_float8_dynamic_scale_for_fsdp: bool = key(
+        False, "Compute the factors of all weights at once, after each step."
+    )
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = key(None, "How scales are chosen.")
     filter_fqns: list[Text] = key([], "Modules that are not converted; auto_filter_small_kn skips small ones.")
-    emulate: bool = key(False, "Emulate float8 in float32; for tests.")
+    emulate: bool = key(False, "Multiply the rounded numbers in the type of the activations: works on any device.")
 
 
 class MXLinear(Section):
@@ -262,6 +264,7 @@ class QuantizeLinear(Section):
 
 class Float8Grouped(Section):
     fqns: list[Text] | Text = key([], "Expert modules that compute in float8.")
+    emulate: bool = key(False, "Multiply the rounded numbers in the type of the activations: works on any device.")
 
 
 class MXGrouped(Section):

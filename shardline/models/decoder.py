@@ -36,7 +36,8 @@ class BlockSpec(NamedTuple):
     norm_eps: float
     rope_pairs: str = "halves"
     rotated_norm: bool = False
-    products: Products = Products()
+    products: Products = Products()  # of attention
+    ffn_products: Products = Products()
     moe: MixtureOfExperts | None = None
     exchange: ExpertExchange = ExpertExchange()
     run: RouterRun = RouterRun()
@@ -75,7 +76,7 @@ def block_function(
     w = weights
     x = x + attention_part(rms_norm(x, w.attention_norm, spec.norm_eps), w, cos, sin, mask, spec, shape, cache)
     assert w.ffn is not None
-    return x + feed_forward(rms_norm(x, w.ffn_norm, spec.norm_eps), w.ffn, spec.gate_block, spec.products)
+    return x + feed_forward(rms_norm(x, w.ffn_norm, spec.norm_eps), w.ffn, spec.gate_block, spec.ffn_products)
 
 
 def expert_block_function(
@@ -101,8 +102,8 @@ def expert_block_function(
 
 def _shared_expert(x: Tensor, weights: FeedForwardWeights, spec: BlockSpec) -> SharedExpert:
     return SharedExpert(
-        lambda: widen(x, weights, spec.products),
-        lambda product: narrow(product, weights, spec.gate_block, spec.products).flatten(0, -2),
+        lambda: widen(x, weights, spec.ffn_products),
+        lambda product: narrow(product, weights, spec.gate_block, spec.ffn_products).flatten(0, -2),
     )
 
 

@@ -1,7 +1,7 @@
 """Transforms a model for its layout, in the one order that works.
 
     (stages were cut when the model was made)
-    context parallel -> expert parallel -> tensor parallel -> activation checkpointing -> compile -> data parallel
+    context -> expert -> tensor parallel -> float8 -> activation checkpointing -> compile -> data parallel
 
 Everything happens before the parameters have memory; each step logs a line on what it did.
 """
@@ -32,10 +32,16 @@ from shardline.parallel.pipeline.stages import PipelinePlan, plan_pipeline
 from shardline.parallel.tensor.tensor import (
     TensorParallel,
     apply_tensor_parallel,
+    batch_shapes,
     check_rows,
     check_tensor_parallel,
     needs_split_kv,
+    parallel_products,
 )
+from shardline.precision.convert import check_rows as check_float8_rows
+from shardline.precision.convert import choose_recipes, products_here
+from shardline.precision.convert import describe as describe_float8
+from shardline.precision.float8 import Recipe
 from shardline.precision.mixed import Precision, apply_precision
 from shardline.registry import nearest
 
@@ -48,6 +54,7 @@ class Applied:
 
     tensor: TensorParallel | None = None
     pipeline: PipelinePlan | None = None
+    recipes: frozenset[Recipe | None] = frozenset([None])  # by which products of the blocks compute in float8
 
 
 def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
@@ -110,6 +117,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         apply_tensor_parallel(model, mesh, done.tensor)
         kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"
         log.info("tensor parallel over %d ranks, %s", done.tensor.degree, kind)
+    done.recipes = _convert(model, config, done.tensor)
     compiled = config.compile.enable and "model" in config.compile.components
     apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
@@ -125,6 +133,22 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         replicate_parameters(model, mesh)
         log.info("%d copies of the model (DDP)", mesh.layout.dp_replicate)
     return done
+
+
+def _convert(model: Decoder, config: Config, plan: TensorParallel | None) -> frozenset[Recipe | None]:
+    """Let the blocks' products compute in float8, as model.converters says; returns the recipes that are used."""
+    if not config.model.converters:
+        return frozenset([None])
+    for _, batch, length in batch_shapes(config):
+        check_float8_rows(config, batch * length // config.parallelism.context_parallel_degree)
+    products = products_here if plan is None else functools.partial(parallel_products, plan)
+    recipes = choose_recipes(model, config)
+    for block, of in recipes.items():
+        attention, ffn = products(of.into_heads, of.out_of_heads), products(of.widen, of.narrow)
+        block.spec = block.spec._replace(products=attention, ffn_products=ffn)
+    for line in describe_float8(recipes):
+        log.info("%s", line)
+    return frozenset(one for of in recipes.values() for one in of[:4])
 
 
 def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:

@@ -1,20 +1,174 @@
-"""Rows in float8: each row has a scale of its own, so that its largest number is the largest of the type."""
+"""Products in float8: operands are rounded to 8 bits just before they are multiplied, forward and backward.
+
+    product           x (t, K)         times  weight (N, K)   -> (t, N)
+    input gradient    gradient (t, N)  times  weight          -> (t, K)
+    weight gradient   gradient         times  x               -> (N, K), a sum over the tokens
+
+    tensorwise            one factor for all numbers of an operand; gradients have more exponent (e5m2)
+    rowwise               a factor for each row of the left operand and each column of the right one
+    rowwise_with_gw_hp    the same, but weight gradients are computed in the type of the activations
+
+Factors are powers of two. Float8 numbers have an exponent, so that such a factor does not change how a number is
+rounded, except for those so small that their exponent has run out. That is why a layout in which ranks see other rows
+or columns together, and so choose other factors, still computes what one process computes, and why numbers that have
+travelled in float8 with one factor can be given another one without being rounded again.
+
+With `emulate` the rounded numbers are multiplied in the type of the activations, on any device.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-ROWS = torch.float8_e4m3fn
-LARGEST = torch.finfo(ROWS).max
+from shardline.models.linear import gradient_of
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max}
+TINY = 1e-12  # rows of zeros have a factor, too
+EXPONENT = 0x7F800000  # the bits of a float32 that say its power of two
+MULTIPLE = 16  # sizes of what the kernels multiply
 
 
-def to_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(t, dim) -> the rows in float8, and the float32 scales (t, 1) that they must be multiplied with."""
-    wide = x.float()
-    scales = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return (wide / scales).to(ROWS), scales
+class Recipe(NamedTuple):
+    """How operands are rounded; a name of the config, and whether products are emulated."""
+
+    name: str
+    emulate: bool
+
+    @property
+    def by_row(self) -> bool:
+        return self.name != "tensorwise"
+
+    @property
+    def wide_weight_gradient(self) -> bool:
+        return self.name == "rowwise_with_gw_hp"
+
+    @property
+    def of_gradients(self) -> torch.dtype:
+        return E4M3 if self.by_row else E5M2
 
 
-def from_float8(rows: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    return (rows.float() * scales).to(dtype)
+class Quantized(NamedTuple):
+    """Numbers in float8 (rows, depth), and the factors (rows, 1) or (1, 1) that make them what they stand for."""
+
+    data: Tensor
+    factors: Tensor
+
+    def wide(self, dtype: torch.dtype) -> Tensor:
+        return self.data.to(dtype) * self.factors.to(dtype)
+
+
+def quantize(x: Tensor, kind: torch.dtype = E4M3, by_row: bool = True) -> Quantized:
+    """Round x (rows, depth), so that the largest number of a row, or of all, is at most the largest of the type."""
+    largest = x.detach().abs().amax(1, keepdim=True) if by_row else x.detach().abs().amax().view(1, 1)
+    scales = LARGEST[kind] / largest.float().clamp(min=TINY)
+    scales = (scales.view(torch.int32) & EXPONENT).view(torch.float32)  # the power of two below
+    return Quantized((x.float() * scales).to(kind), scales.reciprocal())
+
+
+def transposed(x: Quantized, recipe: Recipe) -> Quantized:
+    """(depth, rows): the factors of rows become factors of columns, or one for all."""
+    if x.factors.numel() == 1:
+        return Quantized(x.data.t().contiguous(), x.factors)
+    data, factors = quantize(x.wide(torch.float32).t(), x.data.dtype, recipe.by_row)
+    return Quantized(data.contiguous(), factors)
+
+
+def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool, out: Tensor | None = None) -> Tensor:
+    """a (n, K) times the transpose of b (m, K)."""
+    if emulate:
+        return torch.mm(a.wide(dtype), b.wide(dtype).t(), out=out)
+    of_a, of_b = a.factors, b.factors.t()
+    if of_a.numel() > 1 or of_b.numel() > 1:  # the kernels take factors of both kinds alike
+        of_a, of_b = of_a.expand(a.data.shape[0], 1), of_b.expand(1, b.data.shape[0])
+    given = (a.data, b.data.t(), of_a.contiguous(), of_b.contiguous())
+    product: Tensor = torch._scaled_mm(*given, out_dtype=dtype, use_fast_accum=True)
+    return product if out is None else out.copy_(product)
+
+
+# ---- the three products ----------------------------------------------------------------------------------------------
+
+Rows = Quantized | Tensor  # rounded at once, or where they are multiplied
+
+
+def rounded(x: Tensor, recipe: Recipe, gradient: bool = False) -> Rows:
+    """The rows x (t, depth) as backward needs them: whole where weight gradients are computed from whole numbers."""
+    kind = recipe.of_gradients if gradient else E4M3
+    return x if recipe.wide_weight_gradient else quantize(x, kind, recipe.by_row)
+
+
+def _left(rows: Rows) -> Quantized:
+    return rows if isinstance(rows, Quantized) else quantize(rows)
+
+
+def for_rows(weight: Tensor, recipe: Recipe) -> Quantized:
+    """A weight (N, K) that rows (t, K) are multiplied with."""
+    return quantize(weight, E4M3, recipe.by_row)
+
+
+def for_gradients(weight: Tensor, recipe: Recipe) -> Quantized:
+    """The transpose of a weight (N, K), for gradients (t, N)."""
+    data, factors = quantize(weight.t(), E4M3, recipe.by_row and not recipe.wide_weight_gradient)
+    return Quantized(data.contiguous(), factors)
+
+
+def product(rows: Rows, right: Quantized, recipe: Recipe, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    return multiply(_left(rows), right, dtype, recipe.emulate, out)
+
+
+def weight_gradient(gradients: Rows, rows: Rows, recipe: Recipe, dtype: torch.dtype) -> Tensor:
+    """The transpose of gradients (t, N) times rows (t, K)."""
+    if isinstance(gradients, Quantized) and isinstance(rows, Quantized):
+        return multiply(transposed(gradients, recipe), transposed(rows, recipe), dtype, recipe.emulate)
+    assert isinstance(gradients, Tensor)
+    assert isinstance(rows, Tensor)
+    return gradients.t() @ rows
+
+
+def linear(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+    """x (..., K) times the transpose of weight (N, K), in the type of x."""
+    out: Tensor = _Linear.apply(x.flatten(0, -2), weight, *recipe)
+    return out.unflatten(0, x.shape[:-1])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, emulate: bool) -> Tensor:
+        ctx.recipe = Recipe(name, emulate)
+        rows = rounded(x, ctx.recipe)
+        ctx.save_for_backward(weight, *(rows if isinstance(rows, Quantized) else [rows]))
+        return product(rows, for_rows(weight.to(x.dtype), ctx.recipe), ctx.recipe, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        weight, *kept = ctx.saved_tensors
+        recipe, dtype = ctx.recipe, gradient.dtype
+        rows = kept[0] if recipe.wide_weight_gradient else Quantized(*kept)
+        gradients = rounded(gradient, recipe, gradient=True)
+
+        def of_weight() -> Tensor:
+            return weight_gradient(gradients, rows, recipe, dtype).to(weight.dtype)
+
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        dx = product(gradients, for_gradients(weight.to(dtype), recipe), recipe, dtype) if needs_x else None
+        if torch.compiler.is_compiling():
+            return dx, of_weight() if needs_weight else None, None, None
+        return dx, gradient_of(weight, needs_weight, of_weight), None, None
+
+
+# ---- rows that travel ------------------------------------------------------------------------------------------------
+
+
+def to_bytes(rows: Quantized) -> Tensor:
+    """(t, depth + 16) uint8: each row with its factor behind it, so that it travels as one."""
+    factors = rows.factors.expand(rows.data.shape[0], MULTIPLE // rows.factors.element_size()).contiguous()
+    return torch.cat([rows.data.view(torch.uint8), factors.view(torch.uint8)], dim=1)
+
+
+def from_bytes(whole: Tensor, kind: torch.dtype) -> Quantized:
+    depth = whole.shape[1] - MULTIPLE
+    factors = whole[:, depth : depth + 4].contiguous().view(torch.float32)
+    return Quantized(whole[:, :depth].view(kind), factors)

@@ -40,7 +40,7 @@ class Location:
         """The same place as a path, if it is on this machine."""
         from fsspec.implementations.local import LocalFileSystem
 
-        if not isinstance(self.fs, LocalFileSystem):
+        if type(self.fs) is not LocalFileSystem:  # one that is built on it may do more than read this machine's disk
             return None
         return Path(self.path if is_url(self.name) else self.name)
 

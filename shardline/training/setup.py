@@ -56,6 +56,7 @@ from shardline.parallel.pipeline.schedules import warnings
 from shardline.parallel.pipeline.stages import plan_pipeline
 from shardline.parallel.replica_check import check_replicas
 from shardline.parallel.tensor import async_tp
+from shardline.precision.convert import check_device
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.run import attempt
 from shardline.run.device import choose_device, device_identity, device_name, supports_bf16
@@ -111,6 +112,7 @@ class Setup:
         self.tokenizer = choose_tokenizer(config)
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
+        check_device(config, self.device, self.precision.compute)
         self.kernel = check_attention(self.arch, self.device, self.precision.compute, config.training.seq_len)
         self.pipeline = plan_pipeline(config, self.arch, self.layout)
 
@@ -242,7 +244,9 @@ class Setup:
         if config.optimizer.lr_scaling != "none":
             log.info("learning rate %g for a global batch of %d", self.base_lr, batch)
         cache = cache_folder(config.training.cache_folder)
-        self.async_tensor = async_tp.prepare(config, self.arch, mesh, applied.tensor, dtype, device, cache)
+        self.async_tensor = async_tp.prepare(
+            config, self.arch, mesh, applied.tensor, dtype, device, cache, applied.recipes
+        )
         carried = choose_carrier(config, self.arch, mesh, dtype, device)
         for line in (*self.async_tensor.lines, *filter(None, [carried])):
             log.info("%s", line)

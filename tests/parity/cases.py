@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.harness import BFLOAT16, FLOAT32, Tolerances
+from tests.parity.harness import BFLOAT16, FLOAT8, FLOAT32, Tolerances
 from tests.parity.pool import TIMEOUT_SECONDS
 
 DEGREES = {
@@ -143,6 +143,16 @@ EXPERTS = model(
 )
 BF16 = {"training.mixed_precision_param": "bfloat16", "optimizer.lr": 1e-3}
 
+
+
+def float8(recipe: str, *filters: str) -> dict[str, Any]:
+    section = "quantize.linear.float8"
+    keys = {f"{section}.recipe_name": recipe, f"{section}.emulate": True, f"{section}.filter_fqns": list(filters)}
+    return {"model.converters": [section], "optimizer.lr": 1e-3, **keys}
+
+
+TENSORWISE, ROWWISE, WIDE_GRADIENTS = map(float8, ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
+
 COMPRESSED = {"parallelism.gradient_compression": "bfloat16", "optimizer.lr": 1e-3}
 # PowerSGD is exact where gradients have no higher rank than its matrices have columns: 8 samples of 4 tokens give 32.
 # The usual eps of Adam would make a whole step of what rounding leaves of a gradient that is 0.
@@ -172,6 +182,19 @@ CASES = [
     case("offload-never-tied-full-ac", OFFLOAD, NEVER, TIED, FULL_AC, slow=True),
     case("offload-bf16-documents", OFFLOAD, BF16, DOCUMENTS, tolerances=BFLOAT16),
     case("offload-lamb", OFFLOAD, LAMB, slow=True),
+    # float8
+    case("float8-ddp2", TENSORWISE, ddp=2, tolerances=FLOAT8),
+    case("float8-fsdp2-rowwise", ROWWISE, fsdp=2, tolerances=FLOAT8),
+    case("float8-fsdp2-wide-gradients", WIDE_GRADIENTS, SMALL_BATCHES, fsdp=2, tolerances=FLOAT8, slow=True),
+    case("float8-tp2", TENSORWISE, tp=2, tolerances=FLOAT8),
+    case("float8-tp2-async-rowwise", ROWWISE, ASYNC, tp=2, tolerances=FLOAT8),
+    case("float8-tp2-async-compile", TENSORWISE, ASYNC, COMPILE, tp=2, tolerances=FLOAT8),
+    case("float8-tp2-wide-gradients", WIDE_GRADIENTS, ASYNC, tp=2, tolerances=FLOAT8, slow=True),
+    case("float8-tp2-no-sequence", ROWWISE, NO_SEQUENCE, ASYNC, tp=2, tolerances=FLOAT8, slow=True),
+    case("float8-tp4-split-kv", float8("tensorwise", "attention.wq"), TWO_KV_HEADS, tp=4, tolerances=FLOAT8, slow=True),
+    case("float8-pp2-zbv-tp2", TENSORWISE, ASYNC, layers(4), ZBV, pp=2, tp=2, tolerances=FLOAT8, slow=True),
+    case("float8-pp2-zbv", ROWWISE, layers(4), ZBV, pp=2, tolerances=FLOAT8),
+    case("float8-fsdp2-op-ac-compile", TENSORWISE, OP_AC, COMPILE, fsdp=2, tolerances=FLOAT8),
     # data parallel: replicas
     case("ddp2", ddp=2),
     case("ddp4", ddp=4, slow=True),

@@ -18,7 +18,7 @@ from shardline.models.dtensor import local
 from shardline.models.experts import moe, rows
 from shardline.models.flavors import resolve
 from shardline.parallel.expert import dispatch
-from shardline.precision.float8 import from_float8, to_float8
+from shardline.precision.float8 import quantize
 from shardline.precision.mixed import Precision
 from shardline.tools.dry_run.traffic import step_collectives
 from tests.parity.cases import (
@@ -228,7 +228,7 @@ def rounded_tokens(trainer: Any) -> Iterator[None]:
     compute = moe._compute_here
 
     def rounded(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        return compute(x + (from_float8(*to_float8(x), x.dtype) - x).detach(), *arguments)
+        return compute(x + (quantize(x).wide(x.dtype) - x).detach(), *arguments)
 
     with patch.object(moe, "_compute_here", rounded):
         yield

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardline.comm.job import job
 from shardline.models.experts.moe import Dispatched, count_tokens, sort_by_expert
 from shardline.parallel.expert.all_to_all import AXIS, ROUTES, received
-from shardline.precision.float8 import ROWS, from_float8, to_float8
+from shardline.precision.float8 import E4M3, Quantized, quantize
 
 
 class Carrier(Protocol):
@@ -142,8 +142,8 @@ def _put(
     rows, side = x.contiguous(), weights
     if narrow:
         assert weights is not None
-        rows, scales = to_float8(x)
-        rows, side = rows.view(torch.uint8), torch.cat([weights, scales.repeat_interleave(k, 0)], dim=1)
+        data, factors = quantize(x)
+        rows, side = data.view(torch.uint8), torch.cat([weights, factors.repeat_interleave(k, 0)], dim=1)
     return _ticket(_carrier().send(rows, side, order, k, table, sizes), x.device)
 
 
@@ -158,7 +158,7 @@ def _land(
     """Rows, their weights, and where those of each expert end; this rank has `sent` rows."""
     rows, weights = _carrier().landed(_transfer(ticket), table, sizes)
     if narrow:
-        rows, weights = from_float8(rows.view(ROWS), weights[:, 1:], dtype), weights[:, :1].clone()
+        rows, weights = Quantized(rows.view(E4M3), weights[:, 1:]).wide(dtype), weights[:, :1].clone()
     return rows, weights, received(table).sum(0).cumsum(0).to(torch.int32)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,9 @@ from shardline.parallel.tensor.autotune import (
     topology,
 )
 from shardline.parallel.tensor.backend_table import Product, backends, choices
+from shardline.parallel.tensor.float8_rows import written
 from shardline.parallel.tensor.tensor import TensorParallel, batch_shapes
+from shardline.precision.float8 import Recipe
 from shardline.storage.atomic import write_atomically
 
 FILE = "async_tp.json"  # in the run's folder
@@ -65,8 +67,12 @@ def prepare(
     dtype: torch.dtype,
     device: torch.device,
     cache: Path,
+    recipes: Collection[Recipe | None] = (None,),
 ) -> AsyncTensor:
-    """Choose a backend for every product of this run; all ranks call it together."""
+    """Choose a backend for every product of this run; all ranks call it together.
+
+    `recipes` are those by which products of the blocks compute in float8; None is among them where some do not.
+    """
     choices.reset()
     section = config.parallelism
     if not section.enable_async_tensor_parallel:
@@ -82,7 +88,7 @@ def prepare(
     file = remembered_file(cache, place)
     known: dict[str, Any] = mesh.from_rank_0(lambda: _read(file))
     fresh: dict[str, Any] = {}
-    for shape in run_shapes(config, arch, plan, dtype):
+    for shape in run_shapes(config, arch, plan, dtype, recipes):
         measured = _recall(shape, allowed, known)
         if measured is None or failure(shape, _settled(measured, forced).chosen, device):
             measured = measure(shape, candidates(shape.product, allowed), device)
@@ -101,14 +107,22 @@ def prepare(
     return done
 
 
-def run_shapes(config: Config, arch: Architecture, plan: TensorParallel, dtype: torch.dtype) -> list[Shape]:
+def run_shapes(
+    config: Config,
+    arch: Architecture,
+    plan: TensorParallel,
+    dtype: torch.dtype,
+    recipes: Collection[Recipe | None] = (None,),
+) -> list[Shape]:
     """The products of training, and those of validation where sizes differ, for a rank's part of each sequence."""
     found: dict[Product, Shape] = {}
     for name, batch, length in batch_shapes(config):
         rows = batch * length // config.parallelism.context_parallel_degree
         sizes = (arch, plan.degree, rows, dtype)
-        shapes = block_shapes(*sizes, sequence_parallel=plan.sequence_parallel, training=name == "training")
-        found |= {shape.product: shape for shape in shapes}
+        trains, sequence_parallel = name == "training", plan.sequence_parallel
+        for low in map(written, recipes):
+            shapes = block_shapes(*sizes, sequence_parallel=sequence_parallel, training=trains, low=low)
+            found |= {shape.product: shape for shape in shapes}
     return list(found.values())
 
 

@@ -30,8 +30,16 @@ from shardline.comm import collectives, symmetric_memory
 from shardline.comm.hidden_time import Alone
 from shardline.comm.job import job
 from shardline.config.architecture import Architecture
-from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product, backends
-from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, input_gradient, multiply, weight_gradients
+from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product, backend
+from shardline.parallel.tensor.float8_rows import arithmetic
+from shardline.parallel.tensor.serial_and_ring import (
+    COLUMN,
+    ROW,
+    Needs,
+    input_gradient,
+    products_of,
+    weight_gradients,
+)
 from shardline.parallel.tensor.tensor import cut_widths
 
 CLEARLY = 0.01  # another backend must save this share of the time to be taken instead of serial
@@ -107,8 +115,9 @@ def block_shapes(
     *,
     sequence_parallel: bool = True,
     training: bool = True,
+    low: str = "",
 ) -> list[Shape]:
-    """The products of the blocks with `rows` tokens, for one of `degree` ranks."""
+    """The products of the blocks with `rows` tokens, for one of `degree` ranks; `low` as float8_rows.py writes it."""
     column, row = (COLUMN, ROW) if sequence_parallel else ("copy_linear", "linear_all_reduce")
     weights = [(column, depth, widths) for depth, widths in _into_heads(arch, degree)]
     weights.append((row, arch.n_heads * arch.v_dim // degree, (arch.dim,)))
@@ -116,7 +125,7 @@ def block_shapes(
         weights += [(column, arch.dim, (2 * width // degree,)), (row, width // degree, (arch.dim,))]
     silent = {("copy_linear", "forward"), ("linear_all_reduce", "backward")}
     return [
-        Shape(Product(operation, direction, rows, depth, sum(widths), dtype, "tp"), widths)
+        Shape(Product(operation, direction, rows, depth, sum(widths), dtype, "tp", low), widths)
         for direction in ("forward", "backward")[: 2 if training else 1]
         for operation, depth, widths in weights
         if (operation, direction) not in silent
@@ -143,7 +152,7 @@ def candidates(product: Product, allowed: Sequence[str]) -> list[Choice]:
     found = [SERIAL]
     for name in allowed:
         if name != "serial":
-            counts = backends[name].counts(product.operation, product.direction)
+            counts = backend(name, product).counts(product.operation, product.direction)
             found += [Choice(name, count) for count in counts if count <= rows]
     return found
 
@@ -153,6 +162,7 @@ class Trial:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device, self.product = shape, device, shape.product
+        self.arithmetic = arithmetic(shape.product.low, shape.product.dtype)
         p, n = shape.product, collectives.axis_size(shape.product.axis)
         self.t = p.rows // n
         # Each rank draws other numbers. The run's own generator must not depend on what is remembered.
@@ -168,6 +178,7 @@ class Trial:
         rows = self.t if scatters else p.rows
         self.gradients = [drawn(rows, width) for width in shape.widths] if p.direction == "backward" else []
         self.full = drawn(p.rows, p.depth) if gathers and p.direction == "forward" else self.x
+        self.kept = self.arithmetic.rows(self.x) if gathers else self.x  # as forward has kept it
         self.all_gradients = [drawn(p.rows, w) for w in shape.widths] if self.gradients and scatters else self.gradients
 
     def turn(self) -> None:
@@ -176,26 +187,26 @@ class Trial:
             tensor.neg_()
 
     def run(self, choice: Choice) -> Any:
-        p, backend, how = self.product, backends[choice.backend], (self.product.axis, choice.chunks)
+        p, used, how = self.product, backend(choice.backend, self.product), (self.product.axis, choice.chunks)
         if p.direction == "forward":
             if p.operation == COLUMN:
-                return backend.gather_linear(self.x, self.weights, *how)
-            method = backend.linear_scatter if p.operation == ROW else backend.linear_sum
+                return used.gather_linear(self.x, self.weights, *how)
+            method = used.linear_scatter if p.operation == ROW else used.linear_sum
             return method(self.x, self.weights[0], *how)
         if p.operation == ROW:
-            return backend.linear_scatter_backward(self.gradients[0], self.x, self.weights[0], *how, Needs())
-        backward = backend.gather_linear_backward if p.operation == COLUMN else backend.linear_copy_backward
-        return backward(self.gradients, self.x, self.weights, *how, Needs())
+            return used.linear_scatter_backward(self.gradients[0], self.x, self.weights[0], *how, Needs())
+        backward = used.gather_linear_backward if p.operation == COLUMN else used.linear_copy_backward
+        return backward(self.gradients, self.kept, self.weights, *how, Needs())
 
     def multiply(self) -> Any:
         """The matrix products alone, not cut into chunks."""
         if self.product.direction == "forward":
-            return multiply(self.full, self.weights)
-        return input_gradient(self.all_gradients, self.weights), self.differentiate()
+            return products_of(self.arithmetic, self.full, self.weights)
+        return input_gradient(self.arithmetic, self.all_gradients, self.weights), self.differentiate()
 
     def differentiate(self) -> Any:
         """The gradients of the weights alone."""
-        return weight_gradients(self.all_gradients, self.full)
+        return weight_gradients(self.arithmetic, self.all_gradients, self.full)
 
     def communicate(self) -> Any:
         """The collective alone."""
@@ -205,7 +216,7 @@ class Trial:
             return collectives.sum_in_place(self.full.new_empty(p.rows, width), p.axis)
         width = p.depth if p.operation == COLUMN else p.width
         if (p.operation == COLUMN) == (p.direction == "forward"):
-            return collectives.gather_rows(self.full.new_empty(self.t, width), p.axis)
+            return collectives.gather_rows(self.arithmetic.like(self.full, self.t, width), p.axis)
         return collectives.scatter_rows(self.full.new_empty(p.rows, width), p.axis)
 
 
@@ -310,7 +321,7 @@ def _failure(
 
 def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
-        return [result]
+        return [result] if result.is_floating_point() else []  # bytes of rows that have travelled
     return [one for part in result for one in _tensors(part)] if isinstance(result, (tuple, list)) else []
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardline.comm.hidden_time import Alone
 from shardline.comm.job import job
+from shardline.parallel.tensor.float8_rows import arithmetic
 from shardline.parallel.tensor.serial_and_ring import ROW, Needs, Ring, Serial
 
 
@@ -35,9 +36,10 @@ class Product(NamedTuple):
     width: int
     dtype: torch.dtype
     axis: str
+    low: str = ""  # how it computes in float8 (float8_rows.py)
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = str(self.dtype).removeprefix("torch.") + (f", float8 {self.low}" if self.low else "")
         return f"{self.operation} {self.direction} {self.rows} x {self.depth} x {self.width} {dtype}"
 
 
@@ -83,10 +85,16 @@ choices = Choices()
 
 @contextlib.contextmanager
 def chosen_backend(
-    operation: str, direction: str, rows: int, weights: Sequence[Tensor], axis: str, needs: Needs = EVERYTHING
+    operation: str,
+    direction: str,
+    rows: int,
+    weights: Sequence[Tensor],
+    axis: str,
+    low: str,
+    needs: Needs = EVERYTHING,
 ) -> Iterator[tuple[Serial, int]]:
     """The backend and the number of chunks for a product; a sampled step times what runs inside."""
-    product = product_of(operation, direction, rows, weights, axis)
+    product = product_of(operation, direction, rows, weights, axis, low)
     choice = choices.find(product)
     alone = choices.alone.get(product)
     silent = not needs.x and operation != ROW  # only the gradient of the input would be sent
@@ -97,9 +105,14 @@ def chosen_backend(
     else:
         timed = job.clock.around(axis, alone, needs.weights)
     with timed:
-        yield backends[choice.backend], choice.chunks
+        yield backend(choice.backend, product), choice.chunks
 
 
-def product_of(operation: str, direction: str, rows: int, weights: Sequence[Tensor], axis: str) -> Product:
+def product_of(operation: str, direction: str, rows: int, weights: Sequence[Tensor], axis: str, low: str) -> Product:
     width, depth = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    return Product(operation, direction, rows, depth, width, weights[0].dtype, axis)
+    return Product(operation, direction, rows, depth, width, weights[0].dtype, axis, low)
+
+
+def backend(name: str, product: Product) -> Serial:
+    """A backend that multiplies as the product wants it."""
+    return backends[name] if not product.low else type(backends[name])(arithmetic(product.low, product.dtype))

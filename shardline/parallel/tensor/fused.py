@@ -19,7 +19,7 @@ from torch import Tensor
 from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.symmetric_memory import Space, agreed_reason, inside_product, pull, share_a_gpu, space, write_word
-from shardline.parallel.tensor.serial_and_ring import GatherScatter, Tensors
+from shardline.parallel.tensor.serial_and_ring import PLAIN, GatherScatter, Tensors
 
 PART = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 FLAG_BYTES = 4
@@ -84,6 +84,9 @@ class Right(NamedTuple):
 class Fused(GatherScatter):
     name = "fused"
     regions = ("gather", "parts", "flags")
+
+    def counts(self, operation: str, direction: str) -> tuple[int, ...]:
+        return super().counts(operation, direction) if self.arithmetic is PLAIN else ()  # its kernels know no factors
 
     def gather(self, x: Tensor, weights: Tensors, by_rows: bool, axis: str) -> tuple[list[Tensor], Tensor]:
         return _gather(x, [Right(weight.contiguous(), by_rows) for weight in weights], axis)

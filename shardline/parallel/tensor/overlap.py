@@ -20,7 +20,17 @@ from torch import Tensor
 from shardline.comm import collectives
 from shardline.models.linear import weight_queue
 from shardline.parallel.tensor.backend_table import choices, chosen_backend
-from shardline.parallel.tensor.serial_and_ring import COLUMN, ROW, Needs, Tensors, multiply, weight_gradients
+from shardline.parallel.tensor.float8_rows import arithmetic, written
+from shardline.parallel.tensor.serial_and_ring import (
+    COLUMN,
+    ROW,
+    Needs,
+    Tensors,
+    input_gradient,
+    products_of,
+    weight_gradients,
+)
+from shardline.precision.float8 import Recipe
 
 
 class Gradients(NamedTuple):
@@ -37,10 +47,11 @@ class Gradients(NamedTuple):
 class Operation:
     """A product with a gradient, written once: in eager code an autograd function, in a compiled one a custom op.
 
-    `forward(x, weights, axis)` gives the products and what backward needs of x: x itself or, with `gathers`, the rows
-    of all ranks. With `scatters` the products are those of this rank's rows. `backward(gradients, kept, weights, axis,
-    needs)` gives the gradients; it is an op of its own, so that a graph keeps it whole. A `local` backward sends
-    nothing and is made of ordinary products.
+    `forward(x, weights, axis, low)` gives the products and what backward needs of x: x itself or, with `gathers`, the
+    rows of all ranks. With `scatters` the products are those of this rank's rows. `backward(gradients, kept, weights,
+    axis, low, needs)` gives the gradients; it is an op of its own, so that a graph keeps it whole. A `local` backward
+    sends nothing and is made of ordinary products. `low` says how products compute in float8, as float8_rows.py writes
+    it.
 
     Ops also run in eager code where activation checkpointing selects by operation and must see them
     (`choices.visible`).
@@ -49,8 +60,8 @@ class Operation:
     def __init__(
         self,
         name: str,
-        forward: Callable[[Tensor, Tensors, str], tuple[list[Tensor], Tensor]],
-        backward: Callable[[Tensors, Tensor, Tensors, str, Needs], Gradients],
+        forward: Callable[[Tensor, Tensors, str, str], tuple[list[Tensor], Tensor]],
+        backward: Callable[[Tensors, Tensor, Tensors, str, str, Needs], Gradients],
         gathers: bool = False,
         scatters: bool = False,
         local: bool = False,
@@ -58,23 +69,24 @@ class Operation:
         self.name, self.forward, self.backward = name, forward, backward
         self.gathers, self.scatters, self.local = gathers, scatters, local
         self.function = self._autograd_function()
-        schema = "(Tensor x, Tensor[] weights, str axis) -> Tensor[]"
+        schema = "(Tensor x, Tensor[] weights, str axis, str low) -> Tensor[]"
         self.op = torch.library.custom_op(f"shardline::{name}", self._run, mutates_args=(), schema=schema)
         self.op.register_fake(self._shapes)
         self.op.register_autograd(self._differentiate_op, setup_context=self._keep)
         if not local:
-            schema = "(Tensor[] gradients, Tensor kept, Tensor[] weights, str axis, bool x, bool w) -> Tensor[]"
+            operands = "Tensor[] gradients, Tensor kept, Tensor[] weights"
+            schema = f"({operands}, str axis, str low, bool x, bool w) -> Tensor[]"
             name = f"shardline::{name}_backward"
             self.backward_op = torch.library.custom_op(name, self._run_backward, mutates_args=(), schema=schema)
             self.backward_op.register_fake(self._backward_shapes)
 
-    def __call__(self, x: Tensor, weights: Tensors, axis: str) -> tuple[Tensor, ...]:
-        prepared = [weight.to(x.dtype) for weight in weights]
+    def __call__(self, x: Tensor, weights: Tensors, axis: str, recipe: Recipe | None = None) -> tuple[Tensor, ...]:
+        prepared, low = [weight.to(x.dtype) for weight in weights], written(recipe)
         if collectives.axis_size(axis) == 1:
-            return tuple(multiply(x, prepared))
+            return tuple(x @ weight.t() for weight in prepared)
         if torch.compiler.is_compiling() or choices.visible:
-            return tuple(self.op(x, prepared, axis)[: len(prepared)])
-        products: tuple[Tensor, ...] = self.function.apply(x, axis, *prepared)
+            return tuple(self.op(x, prepared, axis, low)[: len(prepared)])
+        products: tuple[Tensor, ...] = self.function.apply(x, axis, low, *prepared)
         return products
 
     def _rows(self, x_rows: int, axis: str) -> int:
@@ -89,131 +101,137 @@ class Operation:
 
         class ProductFunction(torch.autograd.Function):
             @staticmethod
-            def forward(ctx: Any, x: Tensor, axis: str, *weights: Tensor) -> tuple[Tensor, ...]:
-                products, kept = operation.forward(x, weights, axis)
-                ctx.axis = axis
+            def forward(ctx: Any, x: Tensor, axis: str, low: str, *weights: Tensor) -> tuple[Tensor, ...]:
+                products, kept = operation.forward(x, weights, axis, low)
+                ctx.axis, ctx.low = axis, low
                 ctx.save_for_backward(kept, *weights)
                 return tuple(products)
 
             @staticmethod
             def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
                 kept, *weights = ctx.saved_tensors
-                needs = Needs(ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:]))
-                dx, dw = _differentiate(operation.backward, gradients, kept, weights, ctx.axis, needs)
-                return dx, None, *dw
+                needs = Needs(ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:]))
+                dx, dw = _differentiate(operation.backward, gradients, kept, weights, ctx.axis, ctx.low, needs)
+                return dx, None, None, *dw
 
         ProductFunction.__name__ = self.name
         return ProductFunction
 
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, x: Tensor, weights: list[Tensor], axis: str) -> list[Tensor]:
-        products, kept = self.forward(x, weights, axis)
+    def _run(self, x: Tensor, weights: list[Tensor], axis: str, low: str) -> list[Tensor]:
+        products, kept = self.forward(x, weights, axis, low)
         return [*products, kept] if self.gathers else products
 
-    def _shapes(self, x: Tensor, weights: list[Tensor], axis: str) -> list[Tensor]:
+    def _shapes(self, x: Tensor, weights: list[Tensor], axis: str, low: str) -> list[Tensor]:
         rows = self._rows(x.shape[0], axis)
-        widths = [*(weight.shape[0] for weight in weights), *([x.shape[1]] if self.gathers else [])]
-        return [x.new_empty(rows, width) for width in widths]
+        products = [x.new_empty(rows, weight.shape[0]) for weight in weights]
+        return [*products, arithmetic(low, x.dtype).like(x, rows, x.shape[1])] if self.gathers else products
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-        x, weights, ctx.axis = inputs
+        x, weights, ctx.axis, ctx.low = inputs
         ctx.save_for_backward(output[-1] if self.gathers else x, *weights)
 
     def _differentiate_op(self, ctx: Any, gradients: list[Tensor | None]) -> tuple[Any, ...]:
         kept, *weights = ctx.saved_tensors
         rows = kept.shape[0] if self.gathers else self._rows(kept.shape[0], ctx.axis)
         given = [
-            torch.zeros(rows, weight.shape[0], dtype=kept.dtype, device=kept.device) if gradient is None else gradient
+            torch.zeros(rows, weight.shape[0], dtype=weight.dtype, device=kept.device) if gradient is None else gradient
             for gradient, weight in zip(gradients, weights, strict=False)  # the kept rows have none
         ]
         needed = ctx.needs_input_grad[1]
         needs = Needs(ctx.needs_input_grad[0], any(needed) if isinstance(needed, (list, tuple)) else needed)
         backward = self.backward if self.local else self._call_backward
-        return *_differentiate(backward, given, kept, weights, ctx.axis, needs), None
+        return *_differentiate(backward, given, kept, weights, ctx.axis, ctx.low, needs), None, None
 
-    def _call_backward(self, gradients: Tensors, kept: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
-        found = list(self.backward_op(list(gradients), kept, list(weights), axis, needs.x, needs.weights))
+    def _call_backward(
+        self, gradients: Tensors, kept: Tensor, weights: Tensors, axis: str, low: str, needs: Needs
+    ) -> Gradients:
+        found = list(self.backward_op(list(gradients), kept, list(weights), axis, low, needs.x, needs.weights))
         dx = found.pop(0) if needs.x else None
         dw = [found.pop(0) for _ in weights] if needs.weights else None
         return Gradients(dx, dw, found or gradients)
 
     def _run_backward(
-        self, gradients: list[Tensor], kept: Tensor, weights: list[Tensor], axis: str, x: bool, w: bool
+        self, gradients: list[Tensor], kept: Tensor, weights: list[Tensor], axis: str, low: str, x: bool, w: bool
     ) -> list[Tensor]:
-        found = self.backward(gradients, kept, weights, axis, Needs(x, w))
+        found = self.backward(gradients, kept, weights, axis, low, Needs(x, w))
         dx = [found.x] if x and found.x is not None else []
         return [*dx, *((found.weights or []) if w else found.products if self.scatters else [])]
 
     def _backward_shapes(
-        self, gradients: list[Tensor], kept: Tensor, weights: list[Tensor], axis: str, x: bool, w: bool
+        self, gradients: list[Tensor], kept: Tensor, weights: list[Tensor], axis: str, low: str, x: bool, w: bool
     ) -> list[Tensor]:
         rows = kept.shape[0] // collectives.axis_size(axis) if self.gathers else kept.shape[0]
-        dx = [kept.new_empty(rows, kept.shape[1])] if x else []
+        dx = [weights[0].new_empty(rows, weights[0].shape[1])] if x else []
         if w:
             return [*dx, *(weight.new_empty(weight.shape) for weight in weights)]
-        return [*dx, *(kept.new_empty(kept.shape[0], weight.shape[0]) for weight in weights if self.scatters)]
+        like = arithmetic(low, weights[0].dtype).like
+        return [*dx, *(like(weights[0], kept.shape[0], weight.shape[0]) for weight in weights if self.scatters)]
 
 
 def _differentiate(
-    backward: Callable[[Tensors, Tensor, Tensors, str, Needs], Gradients],
+    backward: Callable[[Tensors, Tensor, Tensors, str, str, Needs], Gradients],
     gradients: Tensors,
     kept: Tensor,
     weights: Tensors,
     axis: str,
+    low: str,
     needs: Needs,
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
     """Gradients of x and the weights. A pipeline schedule may queue the latter, which a compiled function cannot."""
     later = needs.weights and not torch.compiler.is_compiling() and weight_queue.active
-    dx, dw, of_products = backward(gradients, kept, weights, axis, Needs(needs.x, needs.weights and not later))
+    dx, dw, of_products = backward(gradients, kept, weights, axis, low, Needs(needs.x, needs.weights and not later))
     if later:
-        weight_queue.push(weights, lambda: weight_gradients(of_products, kept))
+        how = arithmetic(low, weights[0].dtype)
+        weight_queue.push(weights, lambda: weight_gradients(how, of_products, kept))
     return dx, [None] * len(weights) if dw is None else dw
 
 
 # What runs, without autograd, by the backend that was chosen
 
 
-def gather(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
+def gather(x: Tensor, weights: Tensors, axis: str, low: str) -> tuple[list[Tensor], Tensor]:
     rows = x.shape[0] * collectives.axis_size(axis)
-    with chosen_backend(COLUMN, "forward", rows, weights, axis) as (backend, chunks):
+    with chosen_backend(COLUMN, "forward", rows, weights, axis, low) as (backend, chunks):
         return backend.gather_linear(x, weights, axis, chunks)
 
 
-def gather_backward(gradients: Tensors, full: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
-    with chosen_backend(COLUMN, "backward", full.shape[0], weights, axis, needs) as (backend, chunks):
+def gather_backward(gradients: Tensors, full: Tensor, weights: Tensors, axis: str, low: str, needs: Needs) -> Gradients:
+    with chosen_backend(COLUMN, "backward", full.shape[0], weights, axis, low, needs) as (backend, chunks):
         dx, dw = backend.gather_linear_backward(_dense(gradients), full, weights, axis, chunks, needs)
     return Gradients(dx, dw, gradients)
 
 
-def scatter(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
-    with chosen_backend(ROW, "forward", x.shape[0], weights, axis) as (backend, chunks):
+def scatter(x: Tensor, weights: Tensors, axis: str, low: str) -> tuple[list[Tensor], Tensor]:
+    with chosen_backend(ROW, "forward", x.shape[0], weights, axis, low) as (backend, chunks):
         return [backend.linear_scatter(x, weights[0], axis, chunks)], x
 
 
-def scatter_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
-    with chosen_backend(ROW, "backward", x.shape[0], weights, axis, needs) as (backend, chunks):
+def scatter_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, low: str, needs: Needs) -> Gradients:
+    with chosen_backend(ROW, "backward", x.shape[0], weights, axis, low, needs) as (backend, chunks):
         dx, dw, full = backend.linear_scatter_backward(gradients[0], x, weights[0], axis, chunks, needs)
     return Gradients(dx, None if dw is None else [dw], [full])
 
 
-def sum_products(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
-    with chosen_backend("linear_all_reduce", "forward", x.shape[0], weights, axis) as (backend, chunks):
+def sum_products(x: Tensor, weights: Tensors, axis: str, low: str) -> tuple[list[Tensor], Tensor]:
+    with chosen_backend("linear_all_reduce", "forward", x.shape[0], weights, axis, low) as (backend, chunks):
         return [backend.linear_sum(x, weights[0], axis, chunks)], x
 
 
-def sum_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
+def sum_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, low: str, needs: Needs) -> Gradients:
     """Every rank has the whole gradient: nothing is sent."""
-    dx = gradients[0] @ weights[0] if needs.x else None
-    return Gradients(dx, weight_gradients(gradients, x) if needs.weights else None, gradients)
+    how = arithmetic(low, weights[0].dtype)
+    dx = input_gradient(how, gradients, weights) if needs.x else None
+    return Gradients(dx, weight_gradients(how, gradients, x) if needs.weights else None, gradients)
 
 
-def copy(x: Tensor, weights: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
-    return multiply(x, weights), x
+def copy(x: Tensor, weights: Tensors, axis: str, low: str) -> tuple[list[Tensor], Tensor]:
+    return products_of(arithmetic(low, x.dtype), x, weights), x
 
 
-def copy_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, needs: Needs) -> Gradients:
-    with chosen_backend("copy_linear", "backward", x.shape[0], weights, axis, needs) as (backend, chunks):
+def copy_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, low: str, needs: Needs) -> Gradients:
+    with chosen_backend("copy_linear", "backward", x.shape[0], weights, axis, low, needs) as (backend, chunks):
         dx, dw = backend.linear_copy_backward(_dense(gradients), x, weights, axis, chunks, needs)
     return Gradients(dx, dw, gradients)
 

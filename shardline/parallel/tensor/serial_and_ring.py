@@ -35,28 +35,78 @@ class Needs(NamedTuple):
     weights: bool = True
 
 
-# Plain products
-
-
-def multiply(x: Tensor, weights: Tensors) -> list[Tensor]:
-    return [x @ weight.t() for weight in weights]
-
-
 EVERY = slice(None)
 
 
-def input_gradient(gradients: Tensors, weights: Tensors, rows: slice = EVERY, out: Tensor | None = None) -> Tensor:
-    """Sum over the weights of gradient (rows, N) times weight (N, K), into `out` where it is given."""
-    first = gradients[0][rows]
-    total = first.new_empty(first.shape[0], weights[0].shape[1]) if out is None else out
-    torch.mm(first, weights[0], out=total)
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        total.addmm_(gradient[rows], weight)
+class Arithmetic:
+    """How rows are multiplied: here in their own type. Float8Arithmetic has the same methods.
+
+    `rows` gives what travels. The others take rows of either kind, as they are or as they have travelled.
+    """
+
+    def like(self, x: Tensor, rows: int, depth: int) -> Tensor:
+        """An empty tensor for `rows` of what travels, where x has their type."""
+        return x.new_empty(rows, depth)
+
+    def rows(self, x: Tensor, gradient: bool = False) -> Tensor:
+        return x
+
+    def right(self, weight: Tensor) -> Any:
+        """What rows (t, K) are multiplied with, of a weight (N, K)."""
+        return weight.t()
+
+    def right_back(self, weight: Tensor) -> Any:
+        """What gradients (t, N) are multiplied with."""
+        return weight
+
+    def multiply(self, rows: Tensor, right: Any, out: Tensor | None = None) -> Tensor:
+        return torch.mm(rows, right, out=out)
+
+    def add_product(self, total: Tensor, rows: Tensor, right: Any) -> None:
+        total.addmm_(rows, right)
+
+    def outer(self, gradients: Tensor, x: Tensor) -> Tensor:
+        """The gradient (N, K) of a weight, from gradients (t, N) and rows (t, K)."""
+        return gradients.t() @ x
+
+    def add_outer(self, total: Tensor, gradients: Tensor, x: Tensor) -> None:
+        total.addmm_(gradients.t(), x)
+
+
+PLAIN = Arithmetic()
+
+
+def products_of(arithmetic: Arithmetic, x: Tensor, weights: Tensors) -> list[Tensor]:
+    return [arithmetic.multiply(x, arithmetic.right(weight)) for weight in weights]
+
+
+def weight_gradients(arithmetic: Arithmetic, gradients: Tensors, x: Tensor) -> list[Tensor]:
+    return [arithmetic.outer(gradient, x) for gradient in gradients]
+
+
+def input_gradient(arithmetic: Arithmetic, gradients: Tensors, weights: Tensors) -> Tensor:
+    """Sum over the weights of gradient (T, N) times weight (N, K)."""
+    given = [arithmetic.rows(gradient, gradient=True) for gradient in gradients]
+    total = arithmetic.multiply(given[0], arithmetic.right_back(weights[0]))
+    for gradient, weight in zip(given[1:], weights[1:], strict=True):
+        arithmetic.add_product(total, gradient, arithmetic.right_back(weight))
     return total
 
 
-def weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
-    return [gradient.t() @ x for gradient in gradients]
+def _input_gradients(
+    arithmetic: Arithmetic, gradients: Tensors, weights: Tensors
+) -> tuple[list[Tensor], Callable[[slice, Tensor], Tensor]]:
+    """The gradients as rows, and a function that computes some rows of the input's gradient into a tensor."""
+    given = [arithmetic.rows(gradient, gradient=True) for gradient in gradients]
+    rights = [arithmetic.right_back(weight) for weight in weights]
+
+    def compute(rows: slice, out: Tensor) -> Tensor:
+        arithmetic.multiply(given[0][rows], rights[0], out)
+        for gradient, right in zip(given[1:], rights[1:], strict=True):
+            arithmetic.add_product(out, gradient[rows], right)
+        return out
+
+    return given, compute
 
 
 class Serial:
@@ -65,37 +115,42 @@ class Serial:
     name = "serial"
     regions: tuple[str, ...] = ()  # regions of shared memory that it uses
 
+    def __init__(self, arithmetic: Arithmetic = PLAIN) -> None:
+        self.arithmetic = arithmetic
+
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
         """Numbers of chunks worth trying; empty where this backend has nothing of its own for an operation."""
         return (1,)
 
     def gather_linear(self, x: Tensor, weights: Tensors, axis: str, chunks: int) -> tuple[list[Tensor], Tensor]:
-        full = collectives.gather_rows(x, axis)
-        return multiply(full, weights), full
+        full = collectives.gather_rows(self.arithmetic.rows(x), axis)
+        return products_of(self.arithmetic, full, weights), full
 
     def gather_linear_backward(
         self, gradients: Tensors, full: Tensor, weights: Tensors, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
-        dx = collectives.scatter_rows(input_gradient(gradients, weights), axis) if needs.x else None
-        return dx, weight_gradients(gradients, full) if needs.weights else None
+        dx = collectives.scatter_rows(input_gradient(self.arithmetic, gradients, weights), axis) if needs.x else None
+        return dx, weight_gradients(self.arithmetic, gradients, full) if needs.weights else None
 
     def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        return collectives.scatter_rows(x @ weight.t(), axis)
+        return collectives.scatter_rows(self.arithmetic.multiply(x, self.arithmetic.right(weight)), axis)
 
     def linear_scatter_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        full = collectives.gather_rows(gradient, axis)
-        return full @ weight if needs.x else None, full.t() @ x if needs.weights else None, full
+        arithmetic = self.arithmetic
+        full = collectives.gather_rows(arithmetic.rows(gradient, gradient=True), axis)
+        dx = arithmetic.multiply(full, arithmetic.right_back(weight)) if needs.x else None
+        return dx, arithmetic.outer(full, x) if needs.weights else None, full
 
     def linear_sum(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        return collectives.sum_in_place(x @ weight.t(), axis)
+        return collectives.sum_in_place(self.arithmetic.multiply(x, self.arithmetic.right(weight)), axis)
 
     def linear_copy_backward(
         self, gradients: Tensors, x: Tensor, weights: Tensors, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
-        dx = collectives.sum_in_place(input_gradient(gradients, weights), axis) if needs.x else None
-        return dx, weight_gradients(gradients, x) if needs.weights else None
+        dx = collectives.sum_in_place(input_gradient(self.arithmetic, gradients, weights), axis) if needs.x else None
+        return dx, weight_gradients(self.arithmetic, gradients, x) if needs.weights else None
 
 
 class Ring(Serial):
@@ -107,52 +162,62 @@ class Ring(Serial):
         return CHUNKS
 
     def gather_linear(self, x: Tensor, weights: Tensors, axis: str, chunks: int) -> tuple[list[Tensor], Tensor]:
-        x, total = x.contiguous(), collectives.axis_size(axis) * x.shape[0]
-        full = x.new_empty(total, x.shape[1])
+        arithmetic, total = self.arithmetic, collectives.axis_size(axis) * x.shape[0]
+        sent = arithmetic.rows(x).contiguous()
+        full = sent.new_empty(total, sent.shape[1])
         products = [x.new_empty(total, weight.shape[0]) for weight in weights]
-        for rows in arriving(x, full, axis, chunks):
-            for product, weight in zip(products, weights, strict=True):
-                torch.mm(full[rows], weight.t(), out=product[rows])
+        rights = [arithmetic.right(weight) for weight in weights]
+        for rows in arriving(sent, full, axis, chunks):
+            for product, right in zip(products, rights, strict=True):
+                arithmetic.multiply(full[rows], right, product[rows])
         return products, full
 
     def gather_linear_backward(
         self, gradients: Tensors, full: Tensor, weights: Tensors, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
         if not needs.x:
-            return None, weight_gradients(gradients, full) if needs.weights else None
-        (total, width), like = full.shape, gradients[0]
-        scattering = Scattering(
-            lambda rows, out: input_gradient(gradients, weights, rows, out), total, width, like, axis, chunks
-        )
-        dw = weight_gradients(gradients, full) if needs.weights else None
+            return None, weight_gradients(self.arithmetic, gradients, full) if needs.weights else None
+        given, compute = _input_gradients(self.arithmetic, gradients, weights)
+        total, width = full.shape[0], weights[0].shape[1]
+        scattering = Scattering(compute, total, width, gradients[0], axis, chunks)
+        dw = weight_gradients(self.arithmetic, given, full) if needs.weights else None
         return scattering.result(), dw
 
     def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
+        sent, right = self.arithmetic.rows(x), self.arithmetic.right(weight)
+        multiply = self.arithmetic.multiply
         return Scattering(
-            lambda rows, out: torch.mm(x[rows], weight.t(), out=out), x.shape[0], weight.shape[0], x, axis, chunks
+            lambda rows, out: multiply(sent[rows], right, out), x.shape[0], weight.shape[0], x, axis, chunks
         ).result()
 
     def linear_scatter_backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        gradient, t = gradient.contiguous(), gradient.shape[0]
-        full = gradient.new_empty(x.shape[0], gradient.shape[1])
+        arithmetic, t = self.arithmetic, gradient.shape[0]
+        sent = arithmetic.rows(gradient, gradient=True).contiguous()
+        full = sent.new_empty(x.shape[0], sent.shape[1])
         dx = x.new_empty(x.shape) if needs.x else None
         dw: Tensor | None = None
-        for rows in arriving(gradient, full, axis, chunks):
+        right, kept = arithmetic.right_back(weight), arithmetic.rows(x)
+        for rows in arriving(sent, full, axis, chunks):
             if dx is not None:
-                torch.mm(full[rows], weight, out=dx[rows])
+                arithmetic.multiply(full[rows], right, dx[rows])
             if needs.weights and rows.stop % t == 0:  # the rows of one rank are complete: a part of the weight gradient
                 part = slice(rows.stop - t, rows.stop)
                 if dw is None:
-                    dw = full[part].t() @ x[part]
+                    dw = arithmetic.outer(full[part], kept[part])
                 else:
-                    dw.addmm_(full[part].t(), x[part])
+                    arithmetic.add_outer(dw, full[part], kept[part])
         return dx, dw, full
 
     def linear_sum(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        for started in _start_sums(lambda rows: torch.mm(x[rows], weight.t(), out=out[rows]), out, axis, chunks):
+        out, sent, right = (
+            x.new_empty(x.shape[0], weight.shape[0]),
+            self.arithmetic.rows(x),
+            self.arithmetic.right(weight),
+        )
+        compute = self.arithmetic.multiply
+        for started in _start_sums(lambda rows: compute(sent[rows], right, out[rows]), out, axis, chunks):
             started.wait()
         return out
 
@@ -160,10 +225,11 @@ class Ring(Serial):
         self, gradients: Tensors, x: Tensor, weights: Tensors, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
         dx = x.new_empty(x.shape) if needs.x else None
-        sums = []
+        sums: list[collectives.Started] = []
         if dx is not None:
-            sums = _start_sums(lambda rows: input_gradient(gradients, weights, rows, dx[rows]), dx, axis, chunks)
-        dw = weight_gradients(gradients, x) if needs.weights else None
+            gradients, compute = _input_gradients(self.arithmetic, gradients, weights)
+            sums = _start_sums(lambda rows: compute(rows, dx[rows]), dx, axis, chunks)
+        dw = weight_gradients(self.arithmetic, gradients, x) if needs.weights else None
         for started in sums:
             started.wait()
         return dx, dw
@@ -201,7 +267,7 @@ class GatherScatter(Serial):
         self, gradients: Tensors, full: Tensor, weights: Tensors, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, list[Tensor] | None]:
         dx = self.scatter(*_joined(gradients, weights), False, axis, chunks) if needs.x else None
-        return dx, _timed_weight_gradients(gradients, full) if needs.weights else None
+        return dx, self._weight_gradients(gradients, full) if needs.weights else None
 
     def linear_scatter(self, x: Tensor, weight: Tensor, axis: str, chunks: int) -> Tensor:
         return self.scatter(x, weight, True, axis, chunks)
@@ -210,7 +276,12 @@ class GatherScatter(Serial):
         self, gradient: Tensor, x: Tensor, weight: Tensor, axis: str, chunks: int, needs: Needs
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         (dx,), full = self.gather(gradient, [weight], False, axis)
-        return dx, _timed_weight_gradients([full], x)[0] if needs.weights else None, full
+        return dx, self._weight_gradients([full], x)[0] if needs.weights else None, full
+
+    def _weight_gradients(self, gradients: Tensors, x: Tensor) -> list[Tensor]:
+        """Weight gradients while nothing travels: their time shows the pace of a step."""
+        with job.clock.weight_gradients():
+            return weight_gradients(self.arithmetic, gradients, x)
 
 
 def _joined(gradients: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
@@ -218,9 +289,3 @@ def _joined(gradients: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
     if len(weights) == 1:
         return gradients[0], weights[0]
     return torch.cat(list(gradients), 1), torch.cat(list(weights))
-
-
-def _timed_weight_gradients(gradients: Tensors, x: Tensor) -> list[Tensor]:
-    """Weight gradients while nothing travels: their time shows the pace of a step."""
-    with job.clock.weight_gradients():
-        return weight_gradients(gradients, x)

@@ -10,13 +10,16 @@ The products are cuBLAS's, one for each rank's rows. When scattering, those of o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from shardline.comm import collectives
 from shardline.comm.symmetric_memory import READ, READY, Space, add_up, inside_product, pull, space
 from shardline.comm.transfers import pieces
-from shardline.parallel.tensor.serial_and_ring import CHUNKS, COLUMN, ROW, GatherScatter, Tensors
+from shardline.parallel.tensor.serial_and_ring import CHUNKS, COLUMN, ROW, Arithmetic, GatherScatter, Tensors
 from shardline.parallel.tensor.tile_order import gathering_shard, scattering_shard
 
 
@@ -29,18 +32,24 @@ class Symmetric(GatherScatter):
         return CHUNKS if scatters else super().counts(operation, direction)
 
     def gather(self, x: Tensor, weights: Tensors, by_rows: bool, axis: str) -> tuple[list[Tensor], Tensor]:
-        return _gather(x, [weight.t() if by_rows else weight for weight in weights], axis)
+        how = self.arithmetic
+        rights = [how.right(weight) if by_rows else how.right_back(weight) for weight in weights]
+        widths = [weight.shape[0] if by_rows else weight.shape[1] for weight in weights]
+        outs = [x.new_empty(collectives.axis_size(axis) * x.shape[0], width) for width in widths]
+        return outs, _gather(how.rows(x, gradient=not by_rows), rights, outs, axis, how)
 
     def scatter(self, x: Tensor, weight: Tensor, by_rows: bool, axis: str, chunks: int) -> Tensor:
-        return _scatter(x, weight.t() if by_rows else weight, axis, chunks)
+        how = self.arithmetic
+        right = how.right(weight) if by_rows else how.right_back(weight)
+        computed = x.new_empty(x.shape[0], weight.shape[0] if by_rows else weight.shape[1])
+        return _scatter(how.rows(x, gradient=not by_rows), right, computed, axis, chunks, how)
 
 
-def _gather(x: Tensor, columns: Tensors, axis: str) -> tuple[list[Tensor], Tensor]:
-    """The rows of all ranks times each of `columns` (K, N), and those rows."""
+def _gather(x: Tensor, rights: Sequence[Any], outs: Tensors, axis: str, how: Arithmetic) -> Tensor:
+    """Write the rows of all ranks times each of `rights` to `outs`; returns those rows."""
     x, over, ranks = x.contiguous(), space(axis, x.device), collectives.axis_size(axis)
     own, t = collectives.axis(axis).rank, x.shape[0]
     full = x.new_empty(ranks * t, x.shape[1])
-    outs = [x.new_empty(ranks * t, one.shape[1]) for one in columns]
     here = torch.cuda.current_stream(x.device)
     with inside_product(axis, "all_gather", x, x.numel()):
         events: dict[int, torch.cuda.Event] = {}
@@ -58,32 +67,32 @@ def _gather(x: Tensor, columns: Tensors, axis: str) -> tuple[list[Tensor], Tenso
             with torch.cuda.stream(streams[turn % 2]):
                 if turn:
                     streams[turn % 2].wait_event(events[source])
-                for out, one in zip(outs, columns, strict=True):
-                    torch.mm(full[rows] if turn else x, one, out=out[rows])
+                for out, right in zip(outs, rights, strict=True):
+                    how.multiply(full[rows] if turn else x, right, out[rows])
         here.wait_stream(over.second)
         over.join()
-    return outs, full
+    return full
 
 
-def _scatter(x: Tensor, columns: Tensor, axis: str, chunks: int) -> Tensor:
-    """This rank's rows of x times `columns` (K, N), summed over ranks."""
+def _scatter(x: Tensor, right: Any, computed: Tensor, axis: str, chunks: int, how: Arithmetic) -> Tensor:
+    """This rank's rows of x times `right`, summed over ranks; `computed` has room for the product of all rows."""
     over, ranks, own = space(axis, x.device), collectives.axis_size(axis), collectives.axis(axis).rank
-    t, width = x.shape[0] // ranks, columns.shape[1]
-    size = t * width * x.element_size()
+    t, width = x.shape[0] // ranks, computed.shape[1]
+    size = t * width * computed.element_size()
     region = over.region("scatter", ranks * size, credit=True)
-    computed = x.new_empty(ranks, t, width)
-    with inside_product(axis, "reduce_scatter", x, t * width):
+    computed = computed.view(ranks, t, width)
+    with inside_product(axis, "reduce_scatter", computed, t * width):
         for turn in range(ranks):
             owner = scattering_shard(turn, own, ranks)
             for rows in pieces(t, chunks if owner != own else 1):
-                torch.mm(x[owner * t + rows.start : owner * t + rows.stop], columns, out=computed[owner][rows])
+                how.multiply(x[owner * t + rows.start : owner * t + rows.stop], right, computed[owner][rows])
                 if owner == own:
                     continue
                 over.fork()
                 with torch.cuda.stream(over.side):
                     if rows.start == 0:
                         region.wait(owner, READ, over.side)
-                    theirs = region.of(owner, (t, width), x.dtype, own * size)
+                    theirs = region.of(owner, (t, width), computed.dtype, own * size)
                     theirs[rows].copy_(computed[owner][rows])
             if owner != own:
                 region.signal(owner, READY, over.side)

@@ -39,6 +39,7 @@ from shardline.models.feed_forward import Biases, Products, Weights, columns
 from shardline.models.fused_weights import gate_block
 from shardline.models.linear import linear
 from shardline.parallel.tensor import overlap
+from shardline.precision.float8 import Recipe
 
 # Ending of a parameter's name -> how tp cuts it; everything else is whole on every rank.
 PLAN: dict[str, Placement] = {
@@ -169,7 +170,7 @@ def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> N
     if needs_split_kv(arch, plan.degree):
         kv_heads = (rank * arch.n_kv_heads // plan.degree, 1)
     for block in model.blocks():
-        block.spec = block.spec._replace(products=products, kv_heads=kv_heads)
+        block.spec = block.spec._replace(products=products, ffn_products=products, kv_heads=kv_heads)
     rows = vocabulary_rows(arch.vocab_size, plan.degree, rank)
     whole = isinstance(placement("tok_embeddings.weight", plan, arch.tie_word_embeddings), Replicate)
     if model.tok_embeddings is not None:
@@ -188,30 +189,37 @@ def vocabulary_rows(vocab_size: int, degree: int, rank: int) -> range:
     return range(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
 
 
-def parallel_products(plan: TensorParallel) -> Products:
-    """How blocks multiply: with a collective before or after the product, or inside it."""
+@functools.cache
+def parallel_products(plan: TensorParallel, into: Recipe | None = None, back: Recipe | None = None) -> Products:
+    """How blocks multiply: with a collective before or after the product, or inside it.
+
+    `into` and `back` say how products into heads or the wide middle, and back, compute in float8. Rows then travel in
+    float8, too, which an ordinary collective before a product cannot know: the overlapped operations carry them, by
+    their serial backend unless async TP chooses others.
+    """
     before = collectives.all_gather if plan.sequence_parallel else collectives.copy
-    if plan.overlapped:
-        gather = overlap.all_gather_linear if plan.sequence_parallel else overlap.copy_linear
-        scatter = overlap.linear_reduce_scatter if plan.sequence_parallel else overlap.linear_all_reduce
+    after = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
+    gather = overlap.all_gather_linear if plan.sequence_parallel else overlap.copy_linear
+    scatter = overlap.linear_reduce_scatter if plan.sequence_parallel else overlap.linear_all_reduce
 
-        def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-            products = zip(gather(x, weights, "tp"), biases, strict=True)
-            return tuple(_with_bias(product, bias) for product, bias in products)
+    def fused_column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+        products = zip(gather(x, weights, "tp", into), biases, strict=True)
+        return tuple(_with_bias(product, bias) for product, bias in products)
 
-        def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return _with_bias(scatter(x, (weight,), "tp")[0], bias)
+    def fused_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _with_bias(scatter(x, (weight,), "tp", back)[0], bias)
 
-    else:
-        after = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
+    def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+        return columns(before(x, "tp"), weights, biases)  # one gather for all the weights that read x
 
-        def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-            return columns(before(x, "tp"), weights, biases)  # one gather for all the weights that read x
+    def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _with_bias(after(linear(x, weight, None), "tp"), bias)
 
-        def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return _with_bias(after(linear(x, weight, None), "tp"), bias)
-
-    return Products(column, row, functools.partial(before, axis="tp"))
+    return Products(
+        fused_column if plan.overlapped or into is not None else column,
+        fused_row if plan.overlapped or back is not None else row,
+        functools.partial(before, axis="tp"),
+    )
 
 
 def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
