@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from shardline.config.names import SPLIT_SCHEDULES, find_schedule
+from shardline.config.names import FLOAT8_LINEAR, SPLIT_SCHEDULES, find_schedule
 from shardline.config.schema import Config
 
 
@@ -79,6 +79,7 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "optimizer in backward": lambda c: c.optimizer.early_step_in_backward,
     "CPU offload": lambda c: c.training.enable_cpu_offload,
     "bfloat16": lambda c: c.training.mixed_precision_param == "bfloat16" and c.is_set("training.mixed_precision_param"),
+    "float8": lambda c: FLOAT8_LINEAR in c.model.converters,
     "LAMB": lambda c: c.optimizer.name == "LAMB",
     "LARS": lambda c: c.optimizer.name == "LARS",
     "tied embeddings": _override("tie_word_embeddings", True),

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from shardline.config.architecture import Architecture, LatentAttention, MixtureOfExperts
 from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
 from shardline.models.dtensor import local, local_waiting
-from shardline.models.experts.moe import ExpertExchange, ExpertWeights, RouterRun, SharedExpert, moe
+from shardline.models.experts.moe import ExpertExchange, ExpertProducts, ExpertWeights, RouterRun, SharedExpert, moe
 from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward, narrow, widen
 from shardline.models.fused_weights import gate_block
 from shardline.models.latent import NORM_EPS, LatentSpec, LatentWeights, latent_heads, latent_spec
@@ -41,6 +41,7 @@ class BlockSpec(NamedTuple):
     moe: MixtureOfExperts | None = None
     exchange: ExpertExchange = ExpertExchange()
     run: RouterRun = RouterRun()
+    expert_products: ExpertProducts = ExpertProducts()
     kv_heads: tuple[int, int] | None = None  # where every rank holds all of wkv: the first head used here, and how many
     latent: LatentSpec | None = None
 
@@ -96,7 +97,9 @@ def expert_block_function(
     assert spec.moe is not None
     normed = rms_norm(x, w.ffn_norm, spec.norm_eps)
     shared = None if w.ffn is None else _shared_expert(normed, w.ffn, spec)
-    out, tally = moe(normed.flatten(0, -2), w.experts, spec.moe, spec.exchange, shape, spec.run, shared)
+    out, tally = moe(
+        normed.flatten(0, -2), w.experts, spec.moe, spec.exchange, shape, spec.run, shared, spec.expert_products
+    )
     return x + out.view_as(x), tally
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +40,10 @@ from shardline.parallel.tensor.tensor import (
     parallel_products,
 )
 from shardline.precision.convert import check_rows as check_float8_rows
-from shardline.precision.convert import choose_recipes, products_here
+from shardline.precision.convert import choose_recipes, converted_modules, products_here
 from shardline.precision.convert import describe as describe_float8
 from shardline.precision.float8 import Recipe
+from shardline.precision.float8_experts import expert_products
 from shardline.precision.mixed import Precision, apply_precision
 from shardline.registry import nearest
 
@@ -55,6 +57,7 @@ class Applied:
     tensor: TensorParallel | None = None
     pipeline: PipelinePlan | None = None
     recipes: frozenset[Recipe | None] = frozenset([None])  # by which products of the blocks compute in float8
+    float8_modules: Sequence[str] = ()  # those whose weights are used in float8 alone
 
 
 def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
@@ -117,7 +120,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         apply_tensor_parallel(model, mesh, done.tensor)
         kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"
         log.info("tensor parallel over %d ranks, %s", done.tensor.degree, kind)
-    done.recipes = _convert(model, config, done.tensor)
+    _convert(model, config, done)
     compiled = config.compile.enable and "model" in config.compile.components
     apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
@@ -135,20 +138,22 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     return done
 
 
-def _convert(model: Decoder, config: Config, plan: TensorParallel | None) -> frozenset[Recipe | None]:
-    """Let the blocks' products compute in float8, as model.converters says; returns the recipes that are used."""
+def _convert(model: Decoder, config: Config, done: Applied) -> None:
+    """Let the blocks' products compute in float8, as model.converters says."""
     if not config.model.converters:
-        return frozenset([None])
+        return
     for _, batch, length in batch_shapes(config):
         check_float8_rows(config, batch * length // config.parallelism.context_parallel_degree)
-    products = products_here if plan is None else functools.partial(parallel_products, plan)
+    products = products_here if done.tensor is None else functools.partial(parallel_products, done.tensor)
     recipes = choose_recipes(model, config)
     for block, of in recipes.items():
         attention, ffn = products(of.into_heads, of.out_of_heads), products(of.widen, of.narrow)
-        block.spec = block.spec._replace(products=attention, ffn_products=ffn)
+        experts = expert_products(of.experts)
+        block.spec = block.spec._replace(products=attention, ffn_products=ffn, expert_products=experts)
     for line in describe_float8(recipes):
         log.info("%s", line)
-    return frozenset(one for of in recipes.values() for one in of[:4])
+    done.recipes = frozenset(one for of in recipes.values() for one in of[:4])
+    done.float8_modules = converted_modules(model, recipes)
 
 
 def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:

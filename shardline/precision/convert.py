@@ -92,6 +92,8 @@ def choose_recipes(model: Decoder, config: Config) -> dict[Block, BlockRecipes]:
     wanted = [wanted] if isinstance(wanted, str) else list(wanted)
     if recipe is not None:
         _check_names(model.arch, f"{FLOAT8_LINEAR}.filter_fqns", filters)
+    if of_experts is not None and model.arch.moe is None:
+        raise ConfigError(f"model.converters: {FLOAT8_EXPERTS} has nothing to convert: the model has no experts")
     if of_experts is not None:
         _check_names(model.arch, f"{FLOAT8_EXPERTS}.fqns", wanted)
     small = AUTOMATIC in section.linear.float8.filter_fqns
@@ -147,6 +149,17 @@ def _check_names(arch: Architecture, key: str, names: list[str]) -> None:
         if name not in absent and not any(name in one for one in known):
             endings = sorted({one.rpartition(".")[2] for one in known})
             raise ConfigError(f"{key}: no module is named {name!r}{nearest(name, endings)}")
+
+
+def converted_modules(model: Decoder, recipes: dict[Block, BlockRecipes]) -> list[str]:
+    """The names of the modules whose weights are used in float8 alone."""
+    found = []
+    for layer, block in zip(model.layers, model.blocks(), strict=True):
+        there = {name for name, _ in block.named_modules()}
+        for kind, modules in MODULES.items():
+            if getattr(recipes[block], kind) is not None:
+                found += [f"layers.{layer}.{module}" for module in modules if module in there]
+    return found
 
 
 def describe(recipes: dict[Block, BlockRecipes]) -> list[str]:

@@ -64,9 +64,14 @@ class Quantized(NamedTuple):
 def quantize(x: Tensor, kind: torch.dtype = E4M3, by_row: bool = True) -> Quantized:
     """Round x (rows, depth), so that the largest number of a row, or of all, is at most the largest of the type."""
     largest = x.detach().abs().amax(1, keepdim=True) if by_row else x.detach().abs().amax().view(1, 1)
-    scales = LARGEST[kind] / largest.float().clamp(min=TINY)
-    scales = (scales.view(torch.int32) & EXPONENT).view(torch.float32)  # the power of two below
+    scales = power_of_two_below(largest, kind)
     return Quantized((x.float() * scales).to(kind), scales.reciprocal())
+
+
+def power_of_two_below(largest: Tensor, kind: torch.dtype = E4M3) -> Tensor:
+    """The power of two that makes `largest` at most the largest number of the type, and more than half of it."""
+    scales = LARGEST[kind] / largest.float().clamp(min=TINY)
+    return (scales.view(torch.int32) & EXPONENT).view(torch.float32)
 
 
 def transposed(x: Quantized, recipe: Recipe) -> Quantized:

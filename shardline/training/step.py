@@ -22,6 +22,7 @@ from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.apply import Applied
 from shardline.parallel.data.ddp import Replicas
+from shardline.parallel.data.float8_gather import Float8Gather
 from shardline.parallel.data.fsdp import set_gradient_sync
 from shardline.parallel.expert.balance import ExpertLoad
 from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicated_gradients
@@ -111,6 +112,11 @@ class Stepper:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
         self.experts = ExpertLoad(model, device)
+        section = config.quantize.linear.float8
+        gathered = applied.float8_modules if section.enable_fsdp_float8_all_gather else ()
+        self.float8_gather = Float8Gather(model, gathered, section.precompute_float8_dynamic_scale_for_fsdp)
+        if gathered and mesh.size("fsdp") > 1:
+            log.info("%d of %d weights in float8 are gathered in float8", len(self.float8_gather), len(gathered))
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
@@ -123,6 +129,7 @@ class Stepper:
         Returns this rank's part of that loss.
         """
         self.experts.begin()
+        self.float8_gather.prepare()
         if self.model.context is not None:
             batches = [self.model.context.cut(batch) for batch in batches]
         device = batches[0].labels.device

@@ -62,6 +62,7 @@ class Validator:
         There is no loss where ranks are asked to stop; all of them see that after the same batch.
         """
         model, head, passes = self.stepper.model, self.stepper.head, self.stepper.passes
+        self.stepper.float8_gather.prepare()
         was_training = model.training
         model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=loader.device)

@@ -144,13 +144,22 @@ EXPERTS = model(
 BF16 = {"training.mixed_precision_param": "bfloat16", "optimizer.lr": 1e-3}
 
 
-
 def float8(recipe: str, *filters: str) -> dict[str, Any]:
     section = "quantize.linear.float8"
     keys = {f"{section}.recipe_name": recipe, f"{section}.emulate": True, f"{section}.filter_fqns": list(filters)}
     return {"model.converters": [section], "optimizer.lr": 1e-3, **keys}
 
 
+FLOAT8_EXPERTS = {
+    "model.converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"],
+    "quantize.linear.float8.emulate": True,
+    "quantize.grouped_mm.float8.emulate": True,
+    "quantize.grouped_mm.float8.fqns": ["experts"],
+    "optimizer.lr": 1e-3,
+    "debug.moe_force_load_balance": True,  # rounding decides between experts with nearly equal scores
+}
+FLOAT8_GATHER = {"quantize.linear.float8.enable_fsdp_float8_all_gather": True}
+SHARED = {"quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
 TENSORWISE, ROWWISE, WIDE_GRADIENTS = map(float8, ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
 
 COMPRESSED = {"parallelism.gradient_compression": "bfloat16", "optimizer.lr": 1e-3}
@@ -186,6 +195,12 @@ CASES = [
     case("float8-ddp2", TENSORWISE, ddp=2, tolerances=FLOAT8),
     case("float8-fsdp2-rowwise", ROWWISE, fsdp=2, tolerances=FLOAT8),
     case("float8-fsdp2-wide-gradients", WIDE_GRADIENTS, SMALL_BATCHES, fsdp=2, tolerances=FLOAT8, slow=True),
+    case("float8-fsdp2-gather", TENSORWISE, FLOAT8_GATHER, VALIDATION, fsdp=2, tolerances=FLOAT8),
+    case(
+        "float8-hsdp-tp2-gather", TENSORWISE, FLOAT8_GATHER, SHARED, ddp=2, fsdp=2, tp=2, tolerances=FLOAT8, slow=True
+    ),
+    case("float8-experts-fsdp2-ep2", EXPERTS, FLOAT8_EXPERTS, ep(2), fsdp=2, tolerances=FLOAT8),
+    case("float8-experts-tp2-compile", EXPERTS, FLOAT8_EXPERTS, COMPILE, tp=2, tolerances=FLOAT8, slow=True),
     case("float8-tp2", TENSORWISE, tp=2, tolerances=FLOAT8),
     case("float8-tp2-async-rowwise", ROWWISE, ASYNC, tp=2, tolerances=FLOAT8),
     case("float8-tp2-async-compile", TENSORWISE, ASYNC, COMPILE, tp=2, tolerances=FLOAT8),

@@ -15,7 +15,7 @@ from shardline.config.features import EXCLUSIVE, FEATURES, NEEDS, REFUSED, activ
 from shardline.config.load import load_config
 from tests.parity import cases
 from tests.parity.cases import Case, case
-from tests.parity.harness import BFLOAT16, FLOAT32, complete
+from tests.parity.harness import BFLOAT16, FLOAT8, FLOAT32, complete
 from tests.parity.pool import MOST_RANKS
 
 Pair = frozenset[str]
@@ -40,6 +40,7 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "optimizer in backward": ("early", {}, cases.EARLY | cases.TWO_PASSES),
     "CPU offload": ("offload", {}, cases.OFFLOAD),
     "bfloat16": ("bf16", {}, cases.BF16),
+    "float8": ("float8", {}, cases.TENSORWISE),
     "LAMB": ("lamb", {}, cases.LAMB),
     "LARS": ("lars", {}, cases.LARS),
     "tied embeddings": ("tied", {}, cases.TIED),
@@ -121,8 +122,8 @@ def _case_of(features: list[str]) -> Case:
         changes.append(change)
     if "AC memory budget" in features:
         changes.append(cases.BUDGET_AC)  # its compiler comes after the usual one
-    if {"experts", "bfloat16"} <= set(features):
+    if "experts" in features and {"bfloat16", "float8"} & set(features):
         # Rounding decides between experts with nearly equal scores, not the layout; long steps make more of it.
         changes.append(cases.FORCED | ({"optimizer.lr": 3.0} if "LARS" in features else {}))
-    tolerances = BFLOAT16 if "bfloat16" in features else FLOAT32
+    tolerances = FLOAT8 if "float8" in features else BFLOAT16 if "bfloat16" in features else FLOAT32
     return case("-".join(["x", *words]), *changes, **degrees, tolerances=tolerances, slow=True, timeout=300)

@@ -64,6 +64,7 @@ BASE: dict[str, Any] = {
 # How a run is cut up, not what it computes: the reference leaves these out.
 LAYOUT_KEYS = ("parallelism.", "activation_checkpoint.", "compile.", "comm.", "optimizer.early_step", "debug.check")
 ROUTER_KEYS = ("expert_load", "expert_load_layers", "aux_loss", "z_loss")
+LAYOUT_KEYS += ("quantize.linear.float8.enable_fsdp", "quantize.linear.float8.precompute")
 LAYOUT_KEYS += ("training.local_batch_size", "validation.local_batch_size", "training.enable_cpu_offload")
 
 Overrides = Mapping[str, Any]

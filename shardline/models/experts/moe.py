@@ -92,6 +92,16 @@ class ExpertExchange(NamedTuple):
     share: float = 1.0  # where ranks share an expert, each adds this share of the output's bias and of the losses
 
 
+class ExpertProducts(NamedTuple):
+    """The products of the experts: of their whole feed-forward part where it is two products with SwiGLU, and one."""
+
+    feed_forward: Callable[..., Tensor] = expert_feed_forward
+    linear: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_linear
+
+
+WIDE_PRODUCTS = ExpertProducts()
+
+
 class RouterRun(NamedTuple):
     """What a run, not its model, says to the routers. The size of the global batch makes means of their losses."""
 
@@ -116,6 +126,7 @@ def moe(
     shape: tuple[int, int],
     run: RouterRun,
     shared: SharedExpert | None = None,
+    products: ExpertProducts = WIDE_PRODUCTS,
 ) -> tuple[Tensor, Tensor]:
     """The experts over x (t, dim), rows of a micro-batch of `shape` (B, S), and this rank's tally of it.
 
@@ -130,10 +141,11 @@ def moe(
     if losses:
         weights = _Carry.apply(weights, torch.stack([spec.losses[name] * value for name, value in losses.items()]))
     if exchange.travel is None:
-        out = _compute_here(x, routing, weights, w, spec, exchange.share)
+        out = _compute_here(x, routing, weights, w, spec, exchange.share, products)
         beside = None if shared is None else shared.finish(shared.begin())
     else:
-        out, beside = _compute_there((x, routing.chosen, weights), exchange.travel, w, spec, exchange.share, shared)
+        there = (exchange.travel, w, spec, exchange.share, shared, products)
+        out, beside = _compute_there((x, routing.chosen, weights), *there)
     out = exchange.scatter(out)
     values = [losses[name].detach() if losses else x.new_zeros((), dtype=torch.float32) for name in spec.losses]
     tally = torch.cat([routing.counts * exchange.share, *(value[None] for value in values)])
@@ -141,17 +153,23 @@ def moe(
 
 
 def _compute_here(
-    x: Tensor, routing: Routing, weights: Tensor, w: ExpertWeights, spec: MixtureOfExperts, share: float
+    x: Tensor,
+    routing: Routing,
+    weights: Tensor,
+    w: ExpertWeights,
+    spec: MixtureOfExperts,
+    share: float,
+    products: ExpertProducts,
 ) -> Tensor:
     """Every expert is on this rank: tokens are sorted, computed and added up."""
     order, inverse = sort_by_expert(routing.chosen)
     ends = routing.counts.cumsum(0).to(torch.int32)
     sorted_weights = Spread.apply(weights.reshape(-1, 1), order, inverse, 1)
     if _is_plain(w, spec):
-        rows = expert_feed_forward(x, (order, inverse, spec.top_k), sorted_weights, ends, w.w13, w.w2)
+        rows = products.feed_forward(x, (order, inverse, spec.top_k), sorted_weights, ends, w.w13, w.w2)
     else:
         here = Dispatched(Spread.apply(x, order, inverse, spec.top_k), sorted_weights[:, 0], ends)
-        rows = experts(here, w, spec, share)
+        rows = experts(here, w, spec, share, products)
     out: Tensor = AddUp.apply(rows, order, inverse, spec.top_k)
     return out
 
@@ -163,6 +181,7 @@ def _compute_there(
     spec: MixtureOfExperts,
     share: float,
     shared: SharedExpert | None,
+    products: ExpertProducts,
 ) -> tuple[Tensor, Tensor | None]:
     """Tokens, the experts they chose and their weights travel in parts.
 
@@ -172,7 +191,7 @@ def _compute_there(
     parts = zip(*(whole.chunk(travel.parts) for whole in tokens), strict=True)
     under_way = [travel.depart(x, chosen, weights, spec.n_experts) for x, chosen, weights in parts]
     half = None if shared is None else shared.begin()
-    returning = [travel.leave(experts(travel.arrive(one), w, spec, share), one) for one in under_way]
+    returning = [travel.leave(experts(travel.arrive(one), w, spec, share, products), one) for one in under_way]
     beside = None if shared is None or half is None else shared.finish(half)
     outs = [travel.collect(results, one) for results, one in zip(returning, under_way, strict=True)]
     return outs[0] if len(outs) == 1 else torch.cat(outs), beside
@@ -258,20 +277,26 @@ def _is_plain(w: ExpertWeights, spec: MixtureOfExperts) -> bool:
     return spec.activation == "silu" and not spec.scale_input and w.w13_bias is None and w.w2_bias is None
 
 
-def experts(sent: Dispatched, w: ExpertWeights, spec: MixtureOfExperts, bias_share: float = 1.0) -> Tensor:
+def experts(
+    sent: Dispatched,
+    w: ExpertWeights,
+    spec: MixtureOfExperts,
+    bias_share: float = 1.0,
+    products: ExpertProducts = WIDE_PRODUCTS,
+) -> Tensor:
     """The experts of this rank over their rows, times the rows' weights."""
     rows, weights, ends = sent.rows, sent.weights[:, None], sent.ends
     if _is_plain(w, spec):
-        return expert_feed_forward(rows, None, weights, ends, w.w13, w.w2)
+        return products.feed_forward(rows, None, weights, ends, w.w13, w.w2)
     if spec.scale_input:
         rows, weights = rows * weights.to(rows.dtype), torch.ones_like(weights)
-    product = grouped_linear(rows, w.w13.flatten(1, 2), ends)
+    product = products.linear(rows, w.w13.flatten(1, 2), ends)
     own = None
     if w.w13_bias is not None:
         own = torch.searchsorted(ends, torch.arange(rows.shape[0], device=product.device), right=True)
         product = product + w.w13_bias.flatten(1, 2).to(product.dtype)[own]
     gate, up = product.chunk(2, dim=-1)
-    out = grouped_linear((activated(gate, up, spec) * weights).to(product.dtype), w.w2, ends)
+    out = products.linear((activated(gate, up, spec) * weights).to(product.dtype), w.w2, ends)
     if w.w2_bias is not None:
         out = out + (w.w2_bias[own] * (bias_share * weights)).to(out.dtype)
     return out

@@ -82,6 +82,23 @@ def _swiglu_gradient_by_torch(gradient: Tensor, product: Tensor, weights: Tensor
     return of_product, of_weights.to(weights.dtype), (middle * weights).to(product.dtype)
 
 
+def swiglu(product: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up * weight, with a gradient."""
+    out: Tensor = _SwiGLU.apply(product, weights)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(product, weights)
+        return _swiglu(product, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return _swiglu_gradient(gradient, *ctx.saved_tensors)[:2]
+
+
 def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
     """(t, dim) -> (t k, dim): each token k times, in the given order."""
     return x.index_select(0, order // k)
