@@ -159,7 +159,7 @@ FLOAT8_EXPERTS = {
     "debug.moe_force_load_balance": True,  # rounding decides between experts with nearly equal scores
 }
 FLOAT8_GATHER = {"quantize.linear.float8.enable_fsdp_float8_all_gather": True}
-SHARED = {"quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
+SHARED_FACTORS = {"quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
 TENSORWISE, ROWWISE, WIDE_GRADIENTS = map(float8, ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
 
 COMPRESSED = {"parallelism.gradient_compression": "bfloat16", "optimizer.lr": 1e-3}
@@ -197,7 +197,15 @@ CASES = [
     case("float8-fsdp2-wide-gradients", WIDE_GRADIENTS, SMALL_BATCHES, fsdp=2, tolerances=FLOAT8, slow=True),
     case("float8-fsdp2-gather", TENSORWISE, FLOAT8_GATHER, VALIDATION, fsdp=2, tolerances=FLOAT8),
     case(
-        "float8-hsdp-tp2-gather", TENSORWISE, FLOAT8_GATHER, SHARED, ddp=2, fsdp=2, tp=2, tolerances=FLOAT8, slow=True
+        "float8-hsdp-tp2-gather",
+        TENSORWISE,
+        FLOAT8_GATHER,
+        SHARED_FACTORS,
+        ddp=2,
+        fsdp=2,
+        tp=2,
+        tolerances=FLOAT8,
+        slow=True,
     ),
     case("float8-experts-fsdp2-ep2", EXPERTS, FLOAT8_EXPERTS, ep(2), fsdp=2, tolerances=FLOAT8),
     case("float8-experts-tp2-compile", EXPERTS, FLOAT8_EXPERTS, COMPILE, tp=2, tolerances=FLOAT8, slow=True),

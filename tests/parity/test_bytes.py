@@ -20,10 +20,12 @@ from shardline.models.flavors import resolve
 from shardline.models.fused_weights import logical_shapes, parameter_count
 from tests.parity.cases import (
     ALLGATHER,
+    ASYNC,
     BIASES,
     CHUNKS,
     COMPILE,
     EVERY_MICRO_BATCH,
+    FLOAT8_GATHER,
     FULL_AC,
     NEVER,
     NO_LOSS_PARALLEL,
@@ -32,8 +34,10 @@ from tests.parity.cases import (
     QK_NORM,
     RING,
     SCATTER,
+    SHARED_FACTORS,
     SMALL_BATCHES,
     SMALL_BUCKETS,
+    TENSORWISE,
     TIED,
     ULYSSES,
     Case,
@@ -157,6 +161,16 @@ def test_full_checkpointing_gathers_again(harness: Harness, early_stop: bool, ag
     assert sent(harness, entry)["tp"] == tensor_parallel_bytes(s, 2, extra_collectives=again * s.arch.n_layers)
 
 
+@pytest.mark.parametrize("change", [{}, ASYNC, COMPILE], ids=["serial", "async", "compile"])
+def test_tensor_parallel_in_float8_gathers_bytes(harness: Harness, change: dict[str, Any]) -> None:
+    """Of the eight passes of a block four are gathers, of rows with one byte a number and 16 for the factor."""
+    entry = case("", TENSORWISE, change, tp=2)
+    s = sizes(entry.overrides)
+    gathers = 4 * s.arch.n_layers
+    in_float8 = gathers * s.tokens * (s.arch.dim + 16)
+    assert sent(harness, entry)["tp"] == tensor_parallel_bytes(s, 2, -gathers) + ring(2) * in_float8
+
+
 # ---- data parallel ---------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +222,18 @@ def test_shards_that_are_never_freed_are_gathered_once_a_step(harness: Harness) 
 def test_shards_over_four_ranks(harness: Harness) -> None:
     entry = case("", fsdp=4)
     assert sent(harness, entry)["dp_shard"] == shard_bytes(sizes(entry.overrides), 4, 2, 1)
+
+
+@pytest.mark.parametrize("change", [{}, SHARED_FACTORS], ids=["own-factors", "shared-factors"])
+def test_weights_gathered_in_float8(harness: Harness, change: dict[str, Any]) -> None:
+    """The matrices of blocks travel with a byte for each number and a factor for each shard, gradients as before."""
+    entry = case("", TENSORWISE, FLOAT8_GATHER, change, fsdp=2)
+    s = sizes(entry.overrides)
+    matrices, norms, count = s.blocks // FLOAT - 2 * s.arch.n_layers * s.arch.dim, s.norms, 4 * s.arch.n_layers
+    of_blocks = matrices + 2 * count * FLOAT + norms - s.arch.dim * FLOAT
+    counted = sent(harness, entry)
+    assert counted["dp_shard"] == ring(2) * (2 * of_blocks + s.root + s.all)
+    assert counted.get("fsdp", 0) == (2 * ring(2) * count * FLOAT if change else 0)  # the largest number of each
 
 
 @pytest.mark.parametrize(
