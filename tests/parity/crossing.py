@@ -15,7 +15,7 @@ from shardline.config.features import EXCLUSIVE, FEATURES, NEEDS, REFUSED, activ
 from shardline.config.load import load_config
 from tests.parity import cases
 from tests.parity.cases import Case, case
-from tests.parity.harness import BFLOAT16, FLOAT8, FLOAT32, complete
+from tests.parity.harness import BFLOAT16, FLOAT8, FLOAT8_OF_BFLOAT16, FLOAT32, complete
 from tests.parity.pool import MOST_RANKS
 
 Pair = frozenset[str]
@@ -125,5 +125,6 @@ def _case_of(features: list[str]) -> Case:
     if "experts" in features and {"bfloat16", "float8"} & set(features):
         # Rounding decides between experts with nearly equal scores, not the layout; long steps make more of it.
         changes.append(cases.FORCED | ({"optimizer.lr": 3.0} if "LARS" in features else {}))
-    tolerances = FLOAT8 if "float8" in features else BFLOAT16 if "bfloat16" in features else FLOAT32
+    wide, narrow = (FLOAT8, FLOAT8_OF_BFLOAT16) if "float8" in features else (FLOAT32, BFLOAT16)
+    tolerances = narrow if "bfloat16" in features else wide
     return case("-".join(["x", *words]), *changes, **degrees, tolerances=tolerances, slow=True, timeout=300)

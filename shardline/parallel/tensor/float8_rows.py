@@ -20,7 +20,7 @@ from shardline.precision import float8
 from shardline.precision.float8 import E4M3, MULTIPLE, Quantized, Recipe, Rows
 
 
-class Right(NamedTuple):
+class RoundedWeight(NamedTuple):
     """A weight that was rounded, and the type of the rows that it is multiplied with."""
 
     operand: Quantized
@@ -47,16 +47,16 @@ class Float8Arithmetic(Arithmetic):
             return float8.from_bytes(rows, kind)
         return float8.rounded(rows, self.recipe, gradient=kind != E4M3)
 
-    def right(self, weight: Tensor) -> Right:
-        return Right(float8.for_rows(weight, self.recipe), E4M3)
+    def right(self, weight: Tensor) -> RoundedWeight:
+        return RoundedWeight(float8.for_rows(weight, self.recipe), E4M3)
 
-    def right_back(self, weight: Tensor) -> Right:
-        return Right(float8.for_gradients(weight, self.recipe), self.recipe.of_gradients)
+    def right_back(self, weight: Tensor) -> RoundedWeight:
+        return RoundedWeight(float8.for_gradients(weight, self.recipe), self.recipe.of_gradients)
 
-    def multiply(self, rows: Tensor, right: Right, out: Tensor | None = None) -> Tensor:
+    def multiply(self, rows: Tensor, right: RoundedWeight, out: Tensor | None = None) -> Tensor:
         return float8.product(self._open(rows, right.of_rows), right.operand, self.recipe, self.dtype, out)
 
-    def add_product(self, total: Tensor, rows: Tensor, right: Right) -> None:
+    def add_product(self, total: Tensor, rows: Tensor, right: RoundedWeight) -> None:
         total += self.multiply(rows, right)
 
     def outer(self, gradients: Tensor, x: Tensor) -> Tensor:

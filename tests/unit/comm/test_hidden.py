@@ -156,10 +156,10 @@ def test_what_a_step_counts_of_a_product(monkeypatch, now, backend, needs, expec
     monkeypatch.setattr(job.clock, "axis", "tp")
     monkeypatch.setitem(backend_table.backends, backend, Slow(now))
     weight, full, gradient = torch.ones(3, 5), torch.ones(8, 5), torch.ones(8, 3)
-    product = product_of("all_gather_linear", "backward", 8, [weight], "tp")
+    product = product_of("all_gather_linear", "backward", 8, [weight], "tp", "")
     monkeypatch.setattr(choices, "chosen", {product: Choice(backend)})
     monkeypatch.setattr(choices, "alone", {product: ALONE})
-    overlap.gather_backward([gradient], full, [weight], "tp", needs)
+    overlap.gather_backward([gradient], full, [weight], "tp", "", needs)
     assert job.clock.take() == pytest.approx(expected)
 
 

@@ -41,6 +41,7 @@ OWN_KEYS = {
     "optimizer.decay_norms",
     "parallelism.async_tensor_parallel_backend",
     "parallelism.expert_parallel_dispatch_dtype",
+    "quantize.grouped_mm.float8.emulate",
     "optimizer.early_step_clipping",
     "optimizer.lr_scaling",
     "optimizer.lr_scaling_base_batch",

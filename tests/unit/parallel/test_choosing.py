@@ -277,8 +277,8 @@ def ran(degree, rank, sequence_parallel, training, **sizes):
     config, seen = load_config(overrides=settings), {}
     plain = backend_table.product_of
 
-    def watched(operation, direction, rows, weights, axis):
-        found = plain(operation, direction, rows, weights, axis)
+    def watched(operation, direction, rows, weights, axis, low):
+        found = plain(operation, direction, rows, weights, axis, low)
         seen[found] = tuple(weight.shape[0] for weight in weights)
         return found
 
