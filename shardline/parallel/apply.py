@@ -1,7 +1,8 @@
 """Transforms a model for its layout, in the one order that works.
 
     (stages were cut when the model was made)
-    context parallel -> expert parallel -> tensor parallel -> activation checkpointing -> compile -> data parallel
+    context parallel -> expert parallel -> tensor parallel -> activation checkpointing -> compile -> activation offload
+    -> data parallel
 
 Everything happens before the parameters have memory; each step logs a line on what it did.
 """
@@ -22,6 +23,7 @@ from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
+from shardline.memory.offload import Offload, offload_activations
 from shardline.models.decoder import Decoder
 from shardline.models.experts.moe import RouterRun
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
@@ -48,6 +50,7 @@ class Applied:
 
     tensor: TensorParallel | None = None
     pipeline: PipelinePlan | None = None
+    offload: Offload | None = None
 
 
 def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
@@ -114,6 +117,8 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
         _compile_blocks(model, config.compile.backend, rows_travel=mesh.layout.ep > 1)
+    if config.activation_checkpoint.mode == "offload":  # what compiled functions save passes the hooks around them
+        done.offload = offload_activations(model)
     if mesh.axis("fsdp") is not None:
         apply_fsdp(model, mesh, config, precision)
         if mesh.size("fsdp") > 1:

@@ -84,6 +84,7 @@ SCATTER = {"parallelism.accumulation_sync": "scatter"}
 FULL_AC = {"activation_checkpoint.mode": "full"}
 OP_AC = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 EVERY_SECOND_AC = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"}
+OFFLOAD_AC = {"activation_checkpoint.mode": "offload"}
 COMPILE = {"compile.enable": True, "compile.backend": "aot_eager"}
 # The partitioner that trades memory for time works in this backend too, without a C++ compiler.
 BUDGET_AC = {
@@ -205,6 +206,7 @@ CASES = [
     case("fsdp4-large-tied", LARGE_TIED, fsdp=4, slow=True),
     case("fsdp2-full-ac", FULL_AC, fsdp=2),
     case("fsdp2-op-ac", OP_AC, fsdp=2),
+    case("fsdp2-offload-ac", layers(4), OFFLOAD_AC, fsdp=2),
     case("fsdp2-validation", VALIDATION, fsdp=2),
     case("fsdp2-early-step", EARLY, UNCLIPPED, fsdp=2, slow=True),
     case("fsdp2-early-step-clipped", EARLY, TWO_PASSES, SMALL_BATCHES, fsdp=2),
@@ -264,6 +266,7 @@ CASES = [
     case("tp2-compile", COMPILE, tp=2, slow=True),
     case("tp2-compile-full-ac", COMPILE, FULL_AC, tp=2, slow=True),
     case("tp2-compile-op-ac-no-sequence", COMPILE, OP_AC, NO_SEQUENCE, tp=2, slow=True),
+    case("tp2-compile-offload-ac", layers(4), COMPILE, OFFLOAD_AC, tp=2),
     case("tp8", tp=8, slow=True),
     # async tensor parallel: collectives inside the products
     case("tp2-async", ASYNC, tp=2),
