@@ -5,11 +5,11 @@
     backward   computing       | block 3 | block 2 | block 1 | block 0 |
                host -> device            | kept 1  | kept 0  |                 3 and 2 had not left the device yet
 
-Autograd gives every tensor that it saves inside a block's function to `pack`, and asks `unpack` for it in backward. Whole
-storages travel, each once, so that tensors come back with their strides, and views of one memory as views of one memory.
+Autograd gives every tensor that it saves inside a block's function to `pack`, and asks `unpack` for it in backward.
+Whole storages travel, each once: tensors come back with their strides, and views of one memory as views of one memory.
 A block's copy starts when the next block begins, in whatever order a schedule runs them: what backward needs at once is
-never sent. A block's backward fetches what the block before it kept. The hooks stand around the compiled function, whose
-graph they are no part of.
+never sent. A block's backward fetches what the block before it kept. The hooks stand around the compiled function, and
+its graph does not know them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ log = logging.getLogger("shardline")
 Function = Callable[..., Any]
 Place = tuple[int, int]  # address and size of a tensor's whole memory
 
-LEAST_BYTES = {"cuda": 2**20, "cpu": 2**10}  # smaller ones stay where they are; those of one element are names (tickets)
+# Smaller memories stay where they are. Those of one element must: their address may be a name (a ticket).
+LEAST_BYTES = {"cuda": 2**20, "cpu": 2**10}
 IN_FLIGHT = 1  # blocks on their way to the host while another one computes; those before them have left the device
 
 
@@ -125,7 +126,7 @@ class KeptBlock:
         if device != self.copies.device or storage.nbytes() < LEAST_BYTES[device.type] or place in self.stay:
             return tensor
         memory = self.memories.setdefault(place, KeptMemory(storage))
-        return SavedView(memory, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return SavedView(memory, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def unpack(self, saved: Tensor | SavedView) -> Tensor:
         self._begin_backward()

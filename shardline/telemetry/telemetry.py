@@ -149,7 +149,7 @@ class Telemetry:
     def _measured(self, times: dict[str, Times]) -> dict[str, Any]:
         """Memory and communication of this step: the highest numbers of all ranks."""
         sent, waited = job.traffic.take(), exposed.take()
-        offloaded = 0 if self.offload is None else self.offload.take()
+        offloaded = 0.0 if self.offload is None else float(self.offload.take())
         memory = peak_memory_gib(self.device) + symmetric_memory.shared_gib()
         of_axes = [seconds for axis in times for seconds in times[axis]]
         highest = [memory, waited or 0.0, offloaded, *of_axes]
