@@ -218,6 +218,7 @@ CASES = [
     case("fsdp2-epochs", EPOCHS, fsdp=2, slow=True),
     case("fsdp2-bf16", BF16, fsdp=2, tolerances=BFLOAT16),
     case("fsdp2-compile", COMPILE, fsdp=2, slow=True),
+    case("fsdp2-ep2-compile-offload-ac", layers(4), EXPERTS, ep(2), COMPILE, OFFLOAD_AC, fsdp=2, slow=True),
     case("fsdp8", fsdp=8, slow=True),
     # both: shards inside a group, replicas between groups
     case("hsdp2x2", ddp=2, fsdp=2),
@@ -387,6 +388,9 @@ CASES = [
     case("pp2-offload", layers(4), OFFLOAD, pp=2),
     case("pp2-compile", COMPILE, pp=2),
     case("pp2-interleaved-compile-full-ac", layers(4), INTERLEAVED, COMPILE, FULL_AC, pp=2, slow=True),
+    case("pp2-interleaved-compile-offload-ac", layers(8), INTERLEAVED, COMPILE, OFFLOAD_AC, pp=2, slow=True),
+    case("pp2-gpipe-fsdp2-offload-ac", layers(4), schedule("GPipe"), OFFLOAD_AC, pp=2, fsdp=2, slow=True),
+    case("pp2-dual-pipe-tp2-async-offload-ac", layers(8), DUAL_PIPE, ASYNC, OFFLOAD_AC, pp=2, tp=2, slow=True),
     case("pp2-every-second-ac-odd-layers", layers(5), EVERY_SECOND_AC, pp=2, slow=True),
     case("pp2-micro-batches-of-two", layers(4), {"parallelism.pipeline_parallel_microbatch_size": 2}, pp=2),
     case("pp4-one-micro-batch", layers(4), SMALL_BATCHES, pp=4, slow=True),
