@@ -19,7 +19,9 @@ from shardline.models.init import init_weights
 from shardline.models.narrow import keep_narrow, narrow_copy
 from shardline.parallel.apply import apply
 from shardline.precision.mixed import Precision
+from shardline.training.setup import build_model
 from shardline.training.trainer import Trainer
+from tests.parity.pool import Pool
 
 ARCH = Architecture(
     dim=64,
@@ -240,6 +242,45 @@ def test_a_run_reports_what_each_step_sent(tmp_path: Path, mode):
         # Both micro-batches of both steps send three blocks of four.
         first, second = (row["offloaded_bytes"] for row in rows)
         assert first == second > 2 * 3 * 5 * 2 * 32 * 64 * 4
+
+
+def sharded_step():
+    """On two ranks that shard: sizes of the first block's weights before and after forward, and the bytes sent."""
+    config, device = (
+        load_config(overrides=[*OFFLOAD, "--parallelism.data_parallel_shard_degree=2"]),
+        torch.device("cpu"),
+    )
+    precision = Precision(torch.float32, torch.float32, torch.float32)
+    model, done = build_model(ARCH, device, precision, Mesh(Layout(dp_shard=2), "cpu"), config)
+    init_weights(model, seed=1)
+    block, sizes = model.block(0), []
+    run = block.function
+
+    def noting(x, weights, *others):
+        storages = [weight.untyped_storage() for weight in (weights.wqkv, weights.wo, weights.ffn.w13, weights.ffn.w2)]
+        sizes.append([storage.nbytes() for storage in storages])
+        block.storages = storages
+        return run(x, weights, *others)
+
+    block.function = noting
+    out = model.hidden(TOKENS)
+    sizes.append([storage.nbytes() for storage in block.storages])
+    out.square().mean().backward()
+    return sizes, done.offload.take()
+
+
+def test_weights_that_were_gathered_are_freed_after_forward(pool):
+    for (gathered, after), sent in pool.run(2, sharded_step):
+        assert min(gathered) > offload.LEAST_BYTES["cpu"]
+        assert set(after) == {0}
+        assert sent > 0
+
+
+@pytest.fixture(scope="module")
+def pool():
+    workers = Pool()
+    yield workers
+    workers.close()
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
