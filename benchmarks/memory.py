@@ -58,6 +58,7 @@ VARIANTS = {
         ("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"),
     ),
     "full AC": Variant("activations", "plain", ("--activation_checkpoint.mode=full",), "60 % memory for 25 % time"),
+    "offload": Variant("activations", "plain", ("--activation_checkpoint.mode=offload",)),
     "accumulation, 8 x 1": Variant(
         "activations", "plain", ("--training.local_batch_size=1",), "60 to 90 % memory saved"
     ),
@@ -71,6 +72,7 @@ VARIANTS = {
             "--activation_checkpoint.memory_budget=0.5",
         ),
     ),
+    "compile, offload": Variant("activations", "compile", ("--compile.enable", "--activation_checkpoint.mode=offload")),
     "plain, weights": Variant("weights", None),
     "early step": Variant("weights", "plain, weights", (EARLY,), "25 % memory (the gradients) for 1 to 2 % time"),
     "plain, weights, clipped": Variant("weights", None, ("--training.max_norm=1.0",)),

@@ -25,6 +25,7 @@ VARIANTS = {
     "compiled, selective op": ["--compile.enable", "--activation_checkpoint.mode=selective",
                                "--activation_checkpoint.selective_ac_option=op"],
     "compiled, full": ["--compile.enable", "--activation_checkpoint.mode=full"],
+    "compiled, offload": ["--compile.enable", "--activation_checkpoint.mode=offload"],
 }  # fmt: skip
 TINY = ["--model.overrides.dim=128", "--model.overrides.n_heads=4", "--model.overrides.n_kv_heads=2",
         "--model.overrides.head_dim=32", "--model.overrides.ffn_dim=384", "--model.overrides.n_layers=2",

@@ -482,6 +482,19 @@ TRACE_OVERLAP = Command(
         "shardline trace overlap outputs/run/profile_traces/iteration_10/rank*_trace.json",
     ),
 )
+TRACE_KERNELS = Command(
+    "trace kernels",
+    "Report where the time of a step goes: kinds of kernels, idle gaps and the most expensive kernels.",
+    ("TRACE...",),
+    (Option("top", "Kernels to list.", int, "N", default=15, low=0), _JSON),
+    "shardline.tools.trace_kernels:command",
+    details="TRACE: as for `shardline trace overlap`; the table is the mean of all steps of all traces."
+    "\nWithout a GPU, operations of the main thread count, each without those that it calls.",
+    examples=(
+        "shardline trace kernels outputs/run",
+        "shardline trace kernels outputs/run/profile_traces/iteration_10/rank0_trace.json --top 30",
+    ),
+)
 SCHEDULE = Command(
     "schedule",
     "Draw a pipeline schedule and report its cost, without running anything.",
@@ -517,6 +530,6 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
-        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, SCHEDULE),
+        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, TRACE_KERNELS, SCHEDULE),
     )
 }

@@ -75,6 +75,7 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "AC full": _mode("full"),
     "AC selective": _mode("selective"),
     "AC memory budget": _mode("memory_budget"),
+    "AC offload": _mode("offload"),
     "compile": lambda c: c.compile.enable,
     "optimizer in backward": lambda c: c.optimizer.early_step_in_backward,
     "CPU offload": lambda c: c.training.enable_cpu_offload,
@@ -96,7 +97,7 @@ EXCLUSIVE: tuple[frozenset[str], ...] = (
     frozenset({"DDP", "FSDP", "HSDP"}),
     *(frozenset({"DDP", name}) for name in ("CP ring", "CP allgather", "CP ulysses")),
     frozenset({"CP ring", "CP allgather", "CP ulysses"}),
-    frozenset({"AC full", "AC selective", "AC memory budget"}),
+    frozenset({"AC full", "AC selective", "AC memory budget", "AC offload"}),
     frozenset({"LAMB", "LARS"}),
 )
 

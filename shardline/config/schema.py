@@ -222,7 +222,9 @@ class Checkpoint(Section):
 
 
 class ActivationCheckpoint(Section):
-    mode: Literal["selective", "full", "memory_budget", "none"] = key("none", "What to recompute in backward.")
+    mode: Literal["selective", "full", "memory_budget", "offload", "none"] = key(
+        "none", "What to recompute in backward, or to keep in host memory until then."
+    )
     selective_ac_option: EveryNth = key("2", "A number n recomputes every n-th decoder layer; op chooses by operation.")
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[Text] = key(
         ["moe.router.gate"], "With op: linears whose matrix shapes are always recomputed."

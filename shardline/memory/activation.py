@@ -6,6 +6,7 @@
     selective "op"  keep the outputs of attention and of every other matrix product, and rows that have travelled to
                     experts; compute the rest again, the experts' own products included
     memory_budget   the compiler chooses what to keep within a share of `none`'s memory
+    offload         keep everything, in host memory (offload.py, around the compiled function)
 
 The wrapper sits around the block's pure function, so a compiled block has it inside its graph.
 """
@@ -45,7 +46,7 @@ _TRAVEL_OPS |= {f"shardline::deepep_{name}" for name in ("put", "land", "put_bac
 def apply_activation_checkpoint(model: Decoder, section: ActivationCheckpoint, *, compiled: bool) -> None:
     """Wrap each block's function as `section` says, and log which blocks were wrapped."""
     _set_memory_budget(section, compiled)
-    if section.mode == "none":
+    if section.mode in ("none", "offload"):
         return
     if section.mode == "memory_budget":
         kept = f"the compiler keeps {section.memory_budget:.0%} of activations"

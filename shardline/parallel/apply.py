@@ -1,7 +1,8 @@
 """Transforms a model for its layout, in the one order that works.
 
     (stages were cut when the model was made)
-    context -> expert -> tensor parallel -> float8 -> activation checkpointing -> compile -> data parallel
+    context -> expert -> tensor parallel -> float8 -> activation checkpointing -> compile -> activation offload
+    -> data parallel
 
 Everything happens before the parameters have memory; each step logs a line on what it did.
 """
@@ -23,6 +24,7 @@ from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
+from shardline.memory.offload import Offload, offload_activations
 from shardline.models.decoder import Decoder
 from shardline.models.experts.moe import RouterRun
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
@@ -58,6 +60,7 @@ class Applied:
     pipeline: PipelinePlan | None = None
     recipes: frozenset[Recipe | None] = frozenset([None])  # by which products of the blocks compute in float8
     float8_modules: Sequence[str] = ()  # those whose weights are used in float8 alone
+    offload: Offload | None = None
 
 
 def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
@@ -125,6 +128,8 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
         _compile_blocks(model, config.compile.backend, rows_travel=mesh.layout.ep > 1)
+    if config.activation_checkpoint.mode == "offload":  # what compiled functions save passes the hooks around them
+        done.offload = offload_activations(model)
     if mesh.axis("fsdp") is not None:
         apply_fsdp(model, mesh, config, precision)
         if mesh.size("fsdp") > 1:

@@ -42,8 +42,9 @@ KEYS = (
 # Keys of some layouts: seconds that the step waited for data-parallel communication which nothing hid; seconds of
 # tensor-parallel communication in the logged step, seconds of it that ranks waited for, and the share that was hidden;
 # the same of expert-parallel communication where the host carries it; the share of the logged step in which the
-# pipeline's ranks were idle. Of mixtures of experts: how many times the mean the most used expert got, the largest of
-# all layers and by layer; the routers' losses, means over the layers.
+# pipeline's ranks were idle; bytes of activations that the step sent to host memory. Of mixtures of experts: how many
+# times the mean the most used expert got, the largest of all layers and by layer; the routers' losses, means over the
+# layers.
 OPTIONAL_KEYS = (
     "dp_exposed_seconds",
     "tp_comm_seconds",
@@ -53,6 +54,7 @@ OPTIONAL_KEYS = (
     "ep_exposed_seconds",
     "ep_hidden_fraction",
     "pp_bubble_fraction",
+    "offloaded_bytes",
     "expert_load",
     "expert_load_layers",
     "aux_loss",

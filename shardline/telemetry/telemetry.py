@@ -26,6 +26,7 @@ from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.comm.observe import runs_on_host
 from shardline.config.schema import Config
+from shardline.memory.offload import Offload
 from shardline.parallel.pipeline.executor import Pipeline, idle_share
 from shardline.parallel.pipeline.schedules import theoretical_bubble
 from shardline.run import attempt
@@ -53,9 +54,10 @@ class Telemetry:
         *,
         tensor_parallel: bool,
         pipeline: Pipeline | None,
+        offload: Offload | None,
     ) -> None:
         self.config, self.folder, self.mesh, self.device = config, folder, mesh, device
-        self.meter, self.step_tokens, self.pipeline = meter, step_tokens, pipeline
+        self.meter, self.step_tokens, self.pipeline, self.offload = meter, step_tokens, pipeline, offload
         axes = ["tp"] if tensor_parallel else []
         if mesh.layout.ep > 1 and runs_on_host(job.axes["ep"].group, device):
             axes.append("ep")
@@ -92,6 +94,8 @@ class Telemetry:
         self.number = number
         job.traffic.take()
         exposed.reset()
+        if self.offload is not None:
+            self.offload.take()
         yield
         with self.paused() if self.profiler.writes_next() else contextlib.nullcontext():
             self.profiler.step()
@@ -145,15 +149,19 @@ class Telemetry:
     def _measured(self, times: dict[str, Times]) -> dict[str, Any]:
         """Memory and communication of this step: the highest numbers of all ranks."""
         sent, waited = job.traffic.take(), exposed.take()
+        offloaded = 0.0 if self.offload is None else float(self.offload.take())
         memory = peak_memory_gib(self.device) + symmetric_memory.shared_gib()
         of_axes = [seconds for axis in times for seconds in times[axis]]
-        highest = [memory, waited or 0.0, *of_axes]
+        highest = [memory, waited or 0.0, offloaded, *of_axes]
         if self.mesh.world_size > 1:
-            highest = read(collectives.max_in_place(torch.tensor(highest, device=self.device), "world"))
-        memory, waited_longest, *longest = highest
+            numbers = torch.tensor(highest, dtype=torch.float64, device=self.device)  # float32 cannot count bytes
+            highest = read(collectives.max_in_place(numbers, "world"))
+        memory, waited_longest, offloaded, *longest = highest
         row: dict[str, Any] = {"memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.size("loss") > 1:
             row["dp_exposed_seconds"] = waited_longest
+        if self.offload is not None:
+            row["offloaded_bytes"] = int(offloaded)
         for number, axis in enumerate(times):
             slowest = Times(*longest[2 * number : 2 * number + 2])
             row |= {f"{axis}_comm_seconds": slowest.comm, f"{axis}_exposed_seconds": slowest.exposed}

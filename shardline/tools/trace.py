@@ -48,7 +48,7 @@ class OverlapRow:
 
 
 def command(traces: Sequence[str], json: bool = False) -> int:
-    paths = [path for trace in traces for path in _traces(Path(trace))]
+    paths = [path for trace in traces for path in traces_in(Path(trace))]
     rows = [(path, row) for path in paths for row in rows_of(read(path))]
     silent = [path for path in paths if all(row.dim is None for at, row in rows if at == path)]
     if json:
@@ -61,7 +61,7 @@ def command(traces: Sequence[str], json: bool = False) -> int:
     return 0
 
 
-def _traces(path: Path) -> list[Path]:
+def traces_in(path: Path) -> list[Path]:
     """The file itself; in a folder, such as that of a run, the traces of the last profile."""
     if not path.is_dir():
         return [path]
@@ -81,7 +81,7 @@ def rows_of(rank: RankTrace) -> list[OverlapRow]:
     if not rank.on_gpu:
         computing = without(computing, union((wait.start, wait.end) for wait in rank.waits))
     rows: list[OverlapRow] = []
-    for step, (host_start, host_end), window in _windows(rank):
+    for step, (host_start, host_end), window in windows(rank):
         dims = {
             dim: union((a.start, a.end) for a in activities if host_start <= a.launched < host_end)
             for dim, activities in rank.communication.items()
@@ -108,22 +108,22 @@ class StepWindow(NamedTuple):
     time: Interval
 
 
-def _windows(rank: RankTrace) -> list[StepWindow]:
+def windows(rank: RankTrace) -> list[StepWindow]:
     everything = [*rank.computation, *(activity for found in rank.communication.values() for activity in found)]
     if not rank.steps:
         if not everything:
             return []
         window = min(a.start for a in everything), max(a.end for a in everything)
         return [StepWindow(None, (-float("inf"), float("inf")), window)]
-    windows = []
+    found = []
     before = -float("inf")
     for step, start, end in rank.steps:
         window = start, end
         if rank.on_gpu:
             window = max(start, before), max((a.end for a in everything if start <= a.launched < end), default=end)
             before = window[1]
-        windows.append(StepWindow(step, (start, end), window))
-    return windows
+        found.append(StepWindow(step, (start, end), window))
+    return found
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------

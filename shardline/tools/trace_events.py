@@ -42,6 +42,8 @@ class Activity:
     start: float
     end: float
     launched: float
+    name: str = ""
+    thread: Any = None  # of an operation of the host
 
 
 class MarkedStep(NamedTuple):
@@ -54,11 +56,12 @@ class MarkedStep(NamedTuple):
 
 @dataclass
 class RankTrace:
-    """The trace of one rank. `steps` are in order; a trace may mark none."""
+    """The trace of one rank. `steps` are in order; a trace may mark none. `main` is the thread that marked them."""
 
     rank: int | None
     on_gpu: bool
     steps: list[MarkedStep]
+    main: Any = None
     computation: list[Activity] = field(default_factory=list)
     waits: list[Activity] = field(default_factory=list)
     communication: dict[str, list[Activity]] = field(default_factory=lambda: defaultdict(list))
@@ -120,7 +123,7 @@ class _TraceReader:
     def rank(self) -> RankTrace:
         number = self.header.get("rank", self.distributed.get("rank"))
         gpu = self._of(*GPU)
-        found = RankTrace(number, bool(gpu), self.steps)
+        found = RankTrace(number, bool(gpu), self.steps, self.main)
         found.waits = [_host(event) for event in self._of("communication_wait")]
         for event in self._of("communication", "communication_wait"):  # nothing hides it while its thread waits
             found.communication[event["args"]["axis"]].append(_host(event))
@@ -140,7 +143,7 @@ class _TraceReader:
         args = event.get("args", {})
         launch = self.launches.get(args.get("correlation"))
         launched = launch["ts"] if launch is not None else event["ts"]
-        activity = Activity(event["ts"], event["ts"] + event["dur"], launched)
+        activity = Activity(event["ts"], event["ts"] + event["dur"], launched, event["name"])
         axis = self._axis(event, args, launch)
         if axis is not None:
             found.communication[axis].append(activity)
@@ -204,7 +207,7 @@ class Ranges:
 
 
 def _host(event: dict[str, Any]) -> Activity:
-    return Activity(event["ts"], event["ts"] + event["dur"], event["ts"])
+    return Activity(event["ts"], event["ts"] + event["dur"], event["ts"], event["name"], event["tid"])
 
 
 def _ranks(given: Any) -> list[int] | None:

@@ -280,6 +280,7 @@ class Setup:
             step_tokens=batch * seq_len,
             tensor_parallel=applied.tensor is not None,
             pipeline=self.stepper.passes.pipeline,
+            offload=applied.offload,
         )
 
     def _keep_narrow_weights(self) -> None:

@@ -84,6 +84,7 @@ SCATTER = {"parallelism.accumulation_sync": "scatter"}
 FULL_AC = {"activation_checkpoint.mode": "full"}
 OP_AC = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}
 EVERY_SECOND_AC = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"}
+OFFLOAD_AC = {"activation_checkpoint.mode": "offload"}
 COMPILE = {"compile.enable": True, "compile.backend": "aot_eager"}
 # The partitioner that trades memory for time works in this backend too, without a C++ compiler.
 BUDGET_AC = {
@@ -251,6 +252,7 @@ CASES = [
     case("fsdp4-large-tied", LARGE_TIED, fsdp=4, slow=True),
     case("fsdp2-full-ac", FULL_AC, fsdp=2),
     case("fsdp2-op-ac", OP_AC, fsdp=2),
+    case("fsdp2-offload-ac", layers(4), OFFLOAD_AC, fsdp=2),
     case("fsdp2-validation", VALIDATION, fsdp=2),
     case("fsdp2-early-step", EARLY, UNCLIPPED, fsdp=2, slow=True),
     case("fsdp2-early-step-clipped", EARLY, TWO_PASSES, SMALL_BATCHES, fsdp=2),
@@ -262,6 +264,7 @@ CASES = [
     case("fsdp2-epochs", EPOCHS, fsdp=2, slow=True),
     case("fsdp2-bf16", BF16, fsdp=2, tolerances=BFLOAT16),
     case("fsdp2-compile", COMPILE, fsdp=2, slow=True),
+    case("fsdp2-ep2-compile-offload-ac", layers(4), EXPERTS, ep(2), COMPILE, OFFLOAD_AC, fsdp=2, slow=True),
     case("fsdp8", fsdp=8, slow=True),
     # both: shards inside a group, replicas between groups
     case("hsdp2x2", ddp=2, fsdp=2),
@@ -310,6 +313,7 @@ CASES = [
     case("tp2-compile", COMPILE, tp=2, slow=True),
     case("tp2-compile-full-ac", COMPILE, FULL_AC, tp=2, slow=True),
     case("tp2-compile-op-ac-no-sequence", COMPILE, OP_AC, NO_SEQUENCE, tp=2, slow=True),
+    case("tp2-compile-offload-ac", layers(4), COMPILE, OFFLOAD_AC, tp=2),
     case("tp8", tp=8, slow=True),
     # async tensor parallel: collectives inside the products
     case("tp2-async", ASYNC, tp=2),
@@ -430,6 +434,9 @@ CASES = [
     case("pp2-offload", layers(4), OFFLOAD, pp=2),
     case("pp2-compile", COMPILE, pp=2),
     case("pp2-interleaved-compile-full-ac", layers(4), INTERLEAVED, COMPILE, FULL_AC, pp=2, slow=True),
+    case("pp2-interleaved-compile-offload-ac", layers(8), INTERLEAVED, COMPILE, OFFLOAD_AC, pp=2, slow=True),
+    case("pp2-gpipe-fsdp2-offload-ac", layers(4), schedule("GPipe"), OFFLOAD_AC, pp=2, fsdp=2, slow=True),
+    case("pp2-dual-pipe-tp2-async-offload-ac", layers(8), DUAL_PIPE, ASYNC, OFFLOAD_AC, pp=2, tp=2, slow=True),
     case("pp2-every-second-ac-odd-layers", layers(5), EVERY_SECOND_AC, pp=2, slow=True),
     case("pp2-micro-batches-of-two", layers(4), {"parallelism.pipeline_parallel_microbatch_size": 2}, pp=2),
     case("pp4-one-micro-batch", layers(4), SMALL_BATCHES, pp=4, slow=True),

@@ -36,6 +36,7 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "AC full": ("full_ac", {}, cases.FULL_AC),
     "AC selective": ("op_ac", {}, cases.OP_AC),
     "AC memory budget": ("budget_ac", {}, cases.BUDGET_AC),
+    "AC offload": ("offload_ac", {}, cases.layers(4) | cases.OFFLOAD_AC),
     "compile": ("compile", {}, cases.COMPILE),
     "optimizer in backward": ("early", {}, cases.EARLY | cases.TWO_PASSES),
     "CPU offload": ("offload", {}, cases.OFFLOAD),

@@ -84,6 +84,7 @@ class Result:
     validation_losses: list[float] = field(default_factory=list)
     comm_bytes: list[dict[str, int]] = field(default_factory=list)
     routers: list[dict[str, Any]] = field(default_factory=list)  # what metrics.jsonl says of experts, by step
+    offloaded: list[int] = field(default_factory=list)  # bytes of activations that each step sent to the host
     layout: str = ""  # ranks and what was changed, of an unbroken run on several ranks or of one that cuts its work up
 
 
@@ -331,6 +332,7 @@ def join(records: list[Record], layout: Layout, folder: Path) -> Result:
         validation_losses=[row["validation_loss"] for row in rows if "validation_loss" in row],
         comm_bytes=[row["comm_bytes"] for row in steps],
         routers=[{key: row[key] for key in ROUTER_KEYS if key in row} for row in steps],
+        offloaded=[row.get("offloaded_bytes", 0) for row in steps],
     )
 
 

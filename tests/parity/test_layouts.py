@@ -21,7 +21,10 @@ ALL = [*CASES, *crossed()]
 )
 def test_layout(harness: Harness, case: Case) -> None:
     reference = harness.reference(case.overrides, case.timeout)
-    compare(reference, harness.run(case.overrides, case.ranks, timeout=case.timeout), case.tolerances)
+    result = harness.run(case.overrides, case.ranks, timeout=case.timeout)
+    compare(reference, result, case.tolerances)
+    offloads = case.overrides.get("activation_checkpoint.mode") == "offload"
+    assert offloads == all(result.offloaded), "bytes that each step sent to the host"
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ def _without_memory(config: Config, arch: Architecture, layout: Layout, precisio
         "training.enable_cpu_offload": False,
         "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": [],  # may name layers left out here
     }
-    if config.activation_checkpoint.mode == "memory_budget":  # the compiler's
+    if config.activation_checkpoint.mode in ("memory_budget", "offload"):  # the compiler's; copies of values
         changes["activation_checkpoint.mode"] = "none"
     if not config.training.loss_chunk_tokens:
         tokens = config.training.local_batch_size * config.training.seq_len // layout.cp

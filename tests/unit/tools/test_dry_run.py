@@ -374,12 +374,13 @@ def test_proportion_gives_what_all_layers_and_micro_batches_give(ranks, layers, 
     assert step_collectives(arch, config, layout, FLOAT32, 3) == whole
 
 
-def test_every_mode_that_needs_a_device_is_stepped_without_one():
+@pytest.mark.parametrize("mode", ["memory_budget", "offload"])
+def test_every_mode_that_needs_a_device_is_stepped_without_one(mode):
     config = tiny(
         {"attn_backend": "flex", "sliding_window": 4, "sliding_window_layers": [1]},
         tp=2,
         compile__enable=True,
-        activation_checkpoint__mode="memory_budget",
+        activation_checkpoint__mode=mode,
         training__enable_cpu_offload=True,
         training__loss_chunk_tokens=0,
     )

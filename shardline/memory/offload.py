@@ -1,0 +1,258 @@
+"""Activation offload: what a block keeps for its backward waits in host memory while other blocks compute.
+
+    forward    computing       | block 0 | block 1 | block 2 | block 3 |
+               device -> host            | kept 0  | kept 1  | kept 2  |
+    backward   computing       | block 3 | block 2 | block 1 | block 0 |
+               host -> device            | kept 1  | kept 0  |                 3 and 2 had not left the device yet
+
+Autograd gives every tensor that it saves inside a block's function to `pack`, and asks `unpack` for it in backward.
+Whole storages travel, each once: tensors come back with their strides, and views of one memory as views of one memory.
+A block's copy starts when the next block begins, in whatever order a schedule runs them: what backward needs at once is
+never sent. A block's backward fetches what the block before it kept. The hooks stand around the compiled function, and
+its graph does not know them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardline.models.decoder import Decoder
+
+log = logging.getLogger("shardline")
+Function = Callable[..., Any]
+Place = tuple[int, int]  # address and size of a tensor's whole memory
+
+# Smaller memories stay where they are. Those of one element must: their address may be a name (a ticket).
+LEAST_BYTES = {"cuda": 2**20, "cpu": 2**10}
+IN_FLIGHT = 1  # blocks on their way to the host while another one computes; those before them have left the device
+
+
+def offload_activations(model: Decoder) -> Offload:
+    """Wrap each block's function, compiled or not."""
+    offload = Offload()
+    for block in model.blocks():
+        block.function = offload.around(block.function)
+    log.info("activation offload: what %d blocks keep for backward waits in host memory", len(model.layers))
+    return offload
+
+
+class Offload:
+    """Sends what blocks keep to the host, in the order in which their forwards run."""
+
+    def __init__(self) -> None:
+        self.copies: Copies | None = None  # of the device that the first block runs on
+        self.last: KeptBlock | None = None  # the latest block; its copy starts with the next one
+        self.leaving: deque[KeptBlock] = deque()
+        self._sent = 0
+
+    def take(self) -> int:
+        """Bytes that were sent to the host since the last call."""
+        sent, self._sent = self._sent, 0
+        return sent
+
+    def around(self, function: Function) -> Function:
+        """`function(x, weights, ...)`, of which only x and what it computes may leave the device."""
+
+        def run(x: Tensor, *others: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return function(x, *others)
+            kept = self._begin(x, others)
+            with saved_tensors_hooks(kept.pack, kept.unpack):
+                out = function(x, *others)
+            kept.output = _place(next(_tensors(out)))
+            return out
+
+        return run
+
+    def _begin(self, x: Tensor, others: tuple[Any, ...]) -> KeptBlock:
+        """Free what has arrived on the host, start the copy of the last block, open the next one."""
+        if self.copies is None:
+            self.copies = Copies(x.device)
+        while len(self.leaving) >= IN_FLIGHT:
+            self.leaving.popleft().leave()
+        before = self.last
+        if before is not None:
+            self._sent += before.send()
+            self.leaving.append(before)
+        continues = before is not None and before.output == _place(x)
+        stay = {_place(tensor) for tensor in _tensors(others)}
+        self.last = KeptBlock(self.copies, stay, before if continues else None)
+        return self.last
+
+
+class KeptMemory:
+    """A storage that saved tensors look into: on the device, on the host, or on both while it is copied."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.size = storage.nbytes()
+        self.storage: torch.UntypedStorage | None = storage
+        self.host: Tensor | None = None
+
+
+class SavedView(NamedTuple):
+    """What autograd holds in place of a tensor."""
+
+    memory: KeptMemory
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class KeptBlock:
+    """What one run of a block's function saved, until its backward begins: then the tensors alone hold their memory.
+
+    `stay` are the places of weights, which FSDP frees and gathers by itself, and of tables and masks, which all blocks
+    share.
+    """
+
+    def __init__(self, copies: Copies, stay: set[Place], before: KeptBlock | None) -> None:
+        self.copies, self.stay, self.before = copies, stay, before
+        self.memories: dict[Place, KeptMemory] = {}
+        self.output: Place | None = None
+        self.sent: Any = None  # when the copy to the host is complete: an event
+        self.fetched: Any = None
+
+    def pack(self, tensor: Tensor) -> Tensor | SavedView:
+        storage, place, device = tensor.untyped_storage(), _place(tensor), tensor.device
+        if device != self.copies.device or storage.nbytes() < LEAST_BYTES[device.type] or place in self.stay:
+            return tensor
+        memory = self.memories.setdefault(place, KeptMemory(storage))
+        return SavedView(memory, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+    def unpack(self, saved: Tensor | SavedView) -> Tensor:
+        self._begin_backward()
+        if isinstance(saved, Tensor):
+            return saved
+        memory, dtype, offset, size, stride = saved
+        assert memory.storage is not None
+        return torch.empty(0, dtype=dtype, device=self.copies.device).set_(memory.storage, offset, size, stride)
+
+    def _begin_backward(self) -> None:
+        """With the first tensor that backward needs: have all of them here, and fetch those of the block before."""
+        if self.memories:
+            self.fetch()
+            self.copies.wait(self.fetched)
+            for memory in self.memories.values():
+                self.copies.give(memory)
+            self.memories = {}
+        before, self.before = self.before, None
+        if before is not None:
+            before.fetch()
+
+    def send(self) -> int:
+        """Start to copy everything to the host; returns the bytes."""
+        with self.copies.to_host():
+            for memory in self.memories.values():
+                self.copies.send(memory)
+            self.sent = self.copies.mark()
+        return sum(memory.size for memory in self.memories.values())
+
+    def leave(self) -> None:
+        """Free the memory on the device, which the computation may use again once the copy is complete."""
+        self.copies.wait(self.sent)
+        for memory in self.memories.values():
+            memory.storage = None
+
+    def fetch(self) -> None:
+        """Start to copy back what has left."""
+        away = [memory for memory in self.memories.values() if memory.storage is None]
+        if not away:
+            return
+        self.copies.make_room(away)
+        with self.copies.to_device():
+            for memory in away:
+                self.copies.fetch(memory)
+            self.fetched = self.copies.mark()
+
+
+class Copies:
+    """The copies between a device and the host: two streams of a GPU, and page-locked buffers that are used again.
+
+    Memory on the device belongs to the computation's stream. It waits for every copy before it frees or uses that
+    memory, and a copy begins after all that was computed before, so that neither needs `record_stream`. A CPU copies at
+    once, into ordinary memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.streams = [torch.cuda.Stream(device) for _ in range(2)] if self.on_gpu else []
+        self.free: dict[int, list[Tensor]] = defaultdict(list)  # size of a buffer -> buffers
+
+    def to_host(self) -> contextlib.AbstractContextManager[None]:
+        return self._stream(0)
+
+    def to_device(self) -> contextlib.AbstractContextManager[None]:
+        return self._stream(1)
+
+    @contextlib.contextmanager
+    def _stream(self, number: int) -> Iterator[None]:
+        """What is copied inside runs beside the computation, after all that it has been given so far."""
+        if not self.on_gpu:
+            yield
+            return
+        stream = self.streams[number]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self.device).record_event() if self.on_gpu else None
+
+    def wait(self, event: Any) -> None:
+        """The computation goes on when the event has passed; the host does not wait."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def send(self, memory: KeptMemory) -> None:
+        assert memory.storage is not None
+        memory.host = self._buffer(memory.size)
+        memory.host[: memory.size].copy_(_bytes(memory.storage), non_blocking=True)
+
+    def make_room(self, memories: list[KeptMemory]) -> None:
+        for memory in memories:
+            memory.storage = torch.empty(memory.size, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def fetch(self, memory: KeptMemory) -> None:
+        assert memory.storage is not None
+        assert memory.host is not None
+        _bytes(memory.storage).copy_(memory.host[: memory.size], non_blocking=True)
+
+    def _buffer(self, size: int) -> Tensor:
+        """Sizes are powers of two, which torch makes of them anyway: experts keep other numbers of rows every step."""
+        room = 1 << (size - 1).bit_length()
+        if self.free[room]:
+            return self.free[room].pop()
+        return torch.empty(room, dtype=torch.uint8, pin_memory=self.on_gpu)
+
+    def give(self, memory: KeptMemory) -> None:
+        """Take back a buffer; the next copy into it comes after all that the computation has waited for."""
+        if memory.host is not None:
+            self.free[memory.host.numel()].append(memory.host)
+            memory.host = None
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _place(tensor: Tensor) -> Place:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in tuples of tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)
