@@ -29,9 +29,9 @@ SEEDS = Path(__file__).parent / "seeds"
 DEEPEP = {"parallelism__expert_parallel_comm_backend": "deepep", "parallelism__expert_parallel_degree": 2}
 
 SEEDS_THAT_LOAD = (
-    "async_tp_405b", "async_tp_70b", "async_tp_minimal", "mixed_precision", "compile_model", "tp_4", "float8_tensorwise",
-    "fsdp_8", "fsdp_tp_64", "fsdp_tp_pp_512",
-)  # fmt: skip
+    *("async_tp_405b", "async_tp_70b", "async_tp_minimal", "mixed_precision", "compile_model", "tp_4"),
+    *("float8_tensorwise", "fsdp_8", "fsdp_tp_64", "fsdp_tp_pp_512"),
+)
 
 
 def given(**keys):
