@@ -415,12 +415,17 @@ def ratio(first: dict[str, Any], this: dict[str, Any], key: str) -> float | None
     return above / below if above is not None and below else None
 
 
-COLUMNS = {"tokens_per_second": "{:,.0f}", "memory_gib": "{:.1f}", "first_step_seconds": "{:.1f}"}
+COLUMNS = {
+    "tokens_per_second": "{:,.0f}",
+    "memory_gib": "{:.1f}",
+    "first_step_seconds": "{:.1f}",
+    "cpu_seconds": "{:.3f}",  # of a step; on a CPU that others use, the number to trust
+}
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """One row a run; each number is followed by the first run's of its model and cache over it."""
-    lines = ["| case | model | run | tokens/s | | GiB | | first step, s | |", "|---" * 9 + "|"]
+    lines = ["| case | model | run | tokens/s | | GiB | | first step, s | | CPU time, s | |", "|---" * 11 + "|"]
     firsts: dict[tuple[str, ...], dict[str, Any]] = {}
     for result in results:
         first = firsts.setdefault((result["case"], result["model"], result["cache"]), result)

@@ -103,7 +103,13 @@ def test_a_missing_package_is_an_error_of_its_run_alone(benchmark, tmp_path, mon
 
 
 RESULTS = [
-    {"trainer": "shardline", "tokens_per_second": 37000.0, "memory_gib": 50.0, "first_step_seconds": 20.0},
+    {
+        "trainer": "shardline",
+        "tokens_per_second": 37000.0,
+        "memory_gib": 50.0,
+        "first_step_seconds": 20.0,
+        "cpu_seconds": 0.25,
+    },
     {"trainer": "torchtitan", "tokens_per_second": 18500.0, "memory_gib": 62.5, "first_step_seconds": 40.0},
     {"trainer": "trainer", "error": "torch.OutOfMemoryError"},
 ]
@@ -116,10 +122,10 @@ def test_ratios_and_the_table(benchmark):
     assert benchmark.ratio(RESULTS[0], RESULTS[2], "tokens_per_second") is None
     lines = benchmark.table([*({**common, **result} for result in RESULTS), other]).splitlines()
     assert lines[2:] == [
-        "| bf16 | Llama | shardline | 37,000 |  | 50.0 |  | 20.0 |  |",
-        "| bf16 | Llama | torchtitan | 18,500 | 2.00 x | 62.5 | 0.80 x | 40.0 | 0.50 x |",
-        "| bf16 | Llama | trainer | cannot |  |  |  |  |  |",
-        "| bf16 | Qwen | torchtitan | 5 |  |  |  |  |  |",  # a first run of its own
+        "| bf16 | Llama | shardline | 37,000 |  | 50.0 |  | 20.0 |  | 0.250 |  |",
+        "| bf16 | Llama | torchtitan | 18,500 | 2.00 x | 62.5 | 0.80 x | 40.0 | 0.50 x |  |  |",
+        "| bf16 | Llama | trainer | cannot |  |  |  |  |  |  |  |",
+        "| bf16 | Qwen | torchtitan | 5 |  |  |  |  |  |  |  |",  # a first run of its own
     ]
     assert len({line.count("|") for line in lines}) == 1
 
@@ -128,8 +134,8 @@ def test_a_first_run_that_failed_gives_no_ratios(benchmark):
     common = {"case": "long", "model": "Llama", "variant": "", "cache": "as it was"}
     lines = benchmark.table([{**common, **RESULTS[2]}, {**common, **RESULTS[1]}]).splitlines()
     assert lines[2:] == [
-        "| long | Llama | trainer | cannot |  |  |  |  |  |",
-        "| long | Llama | torchtitan | 18,500 |  | 62.5 |  | 40.0 |  |",
+        "| long | Llama | trainer | cannot |  |  |  |  |  |  |  |",
+        "| long | Llama | torchtitan | 18,500 |  | 62.5 |  | 40.0 |  |  |  |",
     ]
 
 
