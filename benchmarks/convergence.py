@@ -3,7 +3,7 @@
     python benchmarks/convergence.py --plot docs/float8.svg       # 2,000 steps of each, on a GPU
     python benchmarks/convergence.py --steps 20 --emulate         # on a CPU, a tiny model
 
-`loss` is the mean over the last tenth of the steps; `apart` is how far it is from that of bfloat16.
+`loss` is the mean over the last tenth of the steps; `apart` is how far it is from that of the first, bfloat16.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 RECIPES = ("bfloat16", "tensorwise", "rowwise", "rowwise_with_gw_hp")
 MODEL = {"dim": 768, "n_layers": 12, "n_heads": 12, "n_kv_heads": 4, "head_dim": 64, "ffn_dim": 2304, "vocab_size": 512}
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 128, "vocab_size": 512}
+EVERY = 5  # steps between the losses that are read
 COLORS = ("#222222", "#d1495b", "#00798c", "#edae49")
 WIDTH, HEIGHT, EDGE = 720, 360, 48
 
@@ -28,7 +30,7 @@ def losses(recipe: str, options: argparse.Namespace) -> list[float]:
     sizes = TINY if options.emulate else MODEL
     words = [f"--model.overrides.{key}={value}" for key, value in sizes.items()]
     words += ["--training.dataset=demo", f"--training.seq_len={options.seq_len}", f"--training.steps={options.steps}"]
-    words += [f"--training.local_batch_size={options.batch}", "--metrics.log_freq=1", "--optimizer.lr=6e-4"]
+    words += [f"--training.local_batch_size={options.batch}", f"--metrics.log_freq={EVERY}", "--optimizer.lr=6e-4"]
     words += [f"--lr_scheduler.warmup_steps={options.steps // 20}", "--training.mixed_precision_param=bfloat16"]
     if not options.emulate:
         words += ["--compile.enable"]
@@ -67,7 +69,7 @@ def drawing(curves: dict[str, list[float]]) -> str:
         parts.append(f'<text x="{WIDTH - 250}" y="{y}" font-size="13" fill="{color}">{name}: {values[-1]:.4f}</text>')
     for loss, y in ((high, EDGE), (low, HEIGHT - EDGE)):
         parts.append(f'<text x="8" y="{y}" font-size="12">{loss:.2f}</text>')
-    parts.append(f'<text x="{EDGE}" y="{HEIGHT - 12}" font-size="12">loss over {steps:,} steps</text></svg>')
+    parts.append(f'<text x="{EDGE}" y="{HEIGHT - 12}" font-size="12">loss over {EVERY * steps:,} steps</text></svg>')
     return "\n".join(parts) + "\n"
 
 
@@ -80,15 +82,18 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--emulate", action="store_true", help="a tiny model, on any device")
+    parser.add_argument("--together", action="store_true", help="all at once: each uses a part of a large GPU")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    curves: dict[str, list[float]] = {}
-    for recipe in options.recipes.split(","):
-        curves[recipe] = losses(recipe, options)
+    recipes, curves = options.recipes.split(","), dict[str, list[float]]()
+    with ThreadPoolExecutor(len(recipes) if options.together else 1) as pool:
+        runs = {recipe: pool.submit(losses, recipe, options) for recipe in recipes}
+    for recipe in recipes:
+        curves[recipe] = runs[recipe].result()
         last = {name: statistics.fmean(values[-max(1, len(values) // 10) :]) for name, values in curves.items()}
-        first = last[next(iter(last))]
-        row = {"benchmark": "convergence", "recipe": recipe, "loss": last[recipe], "apart": last[recipe] / first - 1}
+        apart = last[recipe] / last[recipes[0]] - 1
+        row = {"benchmark": "convergence", "recipe": recipe, "loss": last[recipe], "apart": apart}
         about = {
             "steps": options.steps,
             "device": device,

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardline.config.schema import ActivationCheckpoint
 from shardline.errors import ConfigError
+from shardline.models.cpu_product import onednn
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import logical_names, logical_shapes
@@ -115,6 +116,8 @@ def _product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | Non
     """(in, out) of the weight of a matrix product, None where `op` is not one."""
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return tuple(arguments[-1].shape)
+    if op is onednn():
+        return tuple(reversed(arguments[1].shape))
     if getattr(op, "namespace", "") == "shardline" and "linear" in op.name() and "backward" not in op.name():
         weight = arguments[1][0] if isinstance(arguments[1], (list, tuple)) else arguments[1]
         return tuple(weight.transpose(-2, -1).shape)

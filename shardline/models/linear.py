@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from shardline.models.cpu_product import multiply, served
+
 # Where the gradients of some weights go (None: not needed), and the function that computes them
 Waiting = tuple[list[GradientEdge | None], Callable[[], Sequence[Tensor]]]
 
@@ -85,9 +87,10 @@ def gradient_of(weight: Tensor, needed: bool, compute: Callable[[], Tensor]) -> 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., in) times weight (out, in) in the type of x, whatever the type of the weight."""
     narrow_bias = None if bias is None else bias.to(x.dtype)
-    plain = weight.dtype == x.dtype and not weight_queue.offered
-    if plain or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return F.linear(x, weight.to(x.dtype), narrow_bias)
+    if weight.dtype == x.dtype and not weight_queue.offered and not served(x):
+        return F.linear(x, weight, narrow_bias)
     out: Tensor = _Linear.apply(x, weight, narrow_bias)
     return out
 
@@ -100,18 +103,19 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight.to(x.dtype), bias)
+        return multiply(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        dx = gradient @ weight.to(gradient.dtype) if ctx.needs_input_grad[0] else None
-        dw = gradient_of(weight, ctx.needs_input_grad[1], lambda: _weight_gradient(x, gradient, weight.dtype))
+        dx = multiply(gradient, weight.to(gradient.dtype).t()) if ctx.needs_input_grad[0] else None
+        dw = gradient_of(weight, ctx.needs_input_grad[1], lambda: weight_gradient(x, gradient, weight.dtype))
         return dx, dw, gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
 
 
-def _weight_gradient(x: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    return (gradient.flatten(0, -2).t() @ x.flatten(0, -2)).to(dtype)
+def weight_gradient(x: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """(out, in): that of a product of x (..., in) whose result has this gradient (..., out)."""
+    return multiply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t()).to(dtype)
 
 
 # ---- float32 results of bfloat16 operands ----------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from shardline.comm import collectives
 from shardline.data.loader import IGNORE
+from shardline.models.cpu_product import multiply, served
 from shardline.models.decoder import Decoder
 from shardline.parallel.tensor.tensor import TensorParallel, vocabulary_rows
 
@@ -172,10 +173,10 @@ def _walk(
         target = torch.where(valid, labels[rows], 0)
         # Rows without a target become zeros, so they add nothing to grad_weight, even if they hold NaN.
         inputs = torch.where(valid[:, None], hidden[rows], 0)  # (C, dim)
-        logits = torch.mm(inputs, head.T, out=buffer[: valid.shape[0]])  # (C, V)
+        logits = _product(inputs, head, out=buffer[: valid.shape[0]])  # (C, V)
         per_token[rows] = torch.where(valid, losses(logits, target, scale if for_hidden or for_weight else None), 0)
         if grad_hidden is not None:
-            torch.mm(logits, head, out=grad_hidden[rows]).masked_fill_(~valid[:, None], 0)
+            _product(logits, head.T, out=grad_hidden[rows]).masked_fill_(~valid[:, None], 0)
         if grad_weight is not None:
             _add_product(grad_weight, logits.T, inputs, keep=rows.start > 0)
     return per_token.sum(), grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
@@ -270,10 +271,17 @@ def _sums(logits: Tensor, target: Tensor, peak: Tensor) -> Tensor:
     return torch.cat([wide.exp().sum(1, keepdim=True), picked], dim=1)
 
 
+def _product(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """x (a, b) times weight (c, b), in `out` (a, c)."""
+    return out.copy_(multiply(x, weight)) if served(x) else torch.mm(x, weight.T, out=out)
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor, keep: bool) -> None:
     """total (V, dim) = (total if keep else 0) + left (V, C) @ right (C, dim), summed in total's dtype."""
     beta = 1 if keep else 0
-    if total.dtype == left.dtype:
+    if served(left):
+        (total.add_ if keep else total.copy_)(multiply(left, right.T))
+    elif total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)
     elif total.is_cuda:
         # bfloat16 operands added to the float32 sum, without a temporary of size (V, dim)

@@ -70,7 +70,8 @@ class Products(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        if name in ("mm", "matmul", "addmm", "addmm_"):  # below autograd `@` is not yet taken apart
+        # below autograd `@` and F.linear are not yet taken apart; the last one is oneDNN's
+        if name in ("mm", "matmul", "linear", "addmm", "addmm_", "_linear_pointwise"):
             left = args[1] if name.startswith("addmm") else args[0]
             self.multiplications += out.numel() * left.shape[-1]
         return out
