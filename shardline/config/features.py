@@ -81,6 +81,7 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "bfloat16": lambda c: c.training.mixed_precision_param == "bfloat16" and c.is_set("training.mixed_precision_param"),
     "LAMB": lambda c: c.optimizer.name == "LAMB",
     "LARS": lambda c: c.optimizer.name == "LARS",
+    "Muon": lambda c: c.optimizer.name == "Muon",
     "tied embeddings": _override("tie_word_embeddings", True),
     "packed documents": _override("attn_mask_type", "block_causal"),
     "validation": lambda c: c.validation.enable,
@@ -96,7 +97,7 @@ EXCLUSIVE: tuple[frozenset[str], ...] = (
     *(frozenset({"DDP", name}) for name in ("CP ring", "CP allgather", "CP ulysses")),
     frozenset({"CP ring", "CP allgather", "CP ulysses"}),
     frozenset({"AC full", "AC selective", "AC memory budget"}),
-    frozenset({"LAMB", "LARS"}),
+    frozenset({"LAMB", "LARS", "Muon"}),
 )
 
 _TRUST_RATIO = Refusal(
@@ -122,6 +123,10 @@ REFUSED: dict[frozenset[str], Refusal] = {
     ),
     frozenset({"optimizer in backward", "LAMB"}): _TRUST_RATIO,
     frozenset({"optimizer in backward", "LARS"}): _TRUST_RATIO,
+    frozenset({"optimizer in backward", "Muon"}): Refusal(
+        "ranks share out whole matrices, and have all of them only after backward",
+        'set optimizer.name = "AdamW", or optimizer.early_step_in_backward = false',
+    ),
     frozenset({"PP", "optimizer in backward"}): _LATE,
     frozenset({"PP zero-bubble", "optimizer in backward"}): _LATE,
     frozenset({"PP zero-bubble", "compile"}): _COMPILED,

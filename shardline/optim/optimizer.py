@@ -21,9 +21,11 @@ from shardline.config.schema import Config
 from shardline.config.schema import Optimizer as Section
 from shardline.errors import ConfigError, UserError
 from shardline.models.dtensor import local
-from shardline.optim.bfloat16_moments import NarrowAdam
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lamb import Lamb, Lars, fused_parts
+from shardline.optim.matrices import matrices_of
+from shardline.optim.muon import Muon
+from shardline.optim.narrow_adam import NarrowAdam
 
 log = logging.getLogger("shardline")
 
@@ -49,6 +51,8 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return built
     if section.name in LAYERWISE:
         return _build_layerwise(section, model)
+    if section.name == "Muon":
+        return _build_muon(section, model)
     adam = _build_adam(section, parameter_groups(section, model, section.decay_norms))
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
     if section.state_dtype == "bfloat16" and wide:
@@ -100,9 +104,27 @@ def _build_layerwise(section: Section, model: nn.Module) -> Lamb | Lars:
     return Lars(groups, options, parts)
 
 
+def _build_muon(section: Section, model: nn.Module) -> Muon:
+    """Muon for the matrices of blocks; AdamW, in groups as usual, for all other parameters."""
+    matrices = matrices_of(model)
+    own = {matrix.parameter for matrix in matrices}
+    groups = parameter_groups(section, model, section.decay_norms)
+    others = [{**group, "params": [p for p in group["params"] if p not in own]} for group in groups]
+    others = [group for group in others if group["params"]]
+    options = {
+        "lr": section.lr,
+        "lr_factor": section.muon_lr_factor,
+        "weight_decay": section.weight_decay,
+        "momentum": section.muon_momentum,
+        "ns_steps": section.muon_ns_steps,
+        "adjust_lr": section.muon_adjust_lr,
+    }
+    return Muon(matrices, options, _build_adam(section, others) if others else None)
+
+
 def _build_adam(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Adam:
     def build(implementation: str) -> torch.optim.Adam:
-        return BUILT_IN[section.name](
+        return BUILT_IN.get(section.name, torch.optim.AdamW)(
             groups,
             lr=section.lr,
             betas=(section.beta1, section.beta2),

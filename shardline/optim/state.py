@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from shardline.errors import UserError
 from shardline.models.state import misfits
-from shardline.optim.bfloat16_moments import NarrowAdam, adam_state
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lamb import Lamb, Lars
+from shardline.optim.muon import Muon
+from shardline.optim.narrow_adam import NarrowAdam, adam_state
 from shardline.optim.optimizer import BUILT_IN
 
 
@@ -90,7 +91,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     state, options = optimizer.state[parameter], optimizer.defaults
     if state:
         return state
-    if isinstance(optimizer, GPUAdam | Lamb | Lars | NarrowAdam):
+    if isinstance(optimizer, GPUAdam | Lamb | Lars | Muon | NarrowAdam):
         state.update(optimizer.initial_state(parameter))
     elif type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
         on_device = options["fused"] or options["capturable"]

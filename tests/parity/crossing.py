@@ -42,6 +42,7 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "bfloat16": ("bf16", {}, cases.BF16),
     "LAMB": ("lamb", {}, cases.LAMB),
     "LARS": ("lars", {}, cases.LARS),
+    "Muon": ("muon", {}, cases.MUON),
     "tied embeddings": ("tied", {}, cases.TIED),
     "packed documents": ("documents", {}, cases.DOCUMENTS),
     "validation": ("validation", {}, cases.VALIDATION),

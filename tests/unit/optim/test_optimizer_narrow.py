@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardline.optim import bfloat16_moments as narrow_adam
-from shardline.optim.bfloat16_moments import NarrowAdam
+from shardline.optim import narrow_adam as narrow_adam
+from shardline.optim.narrow_adam import NarrowAdam
 from shardline.optim.optimizer import build_optimizer
 from shardline.optim.state import optimizer_state
 from tests.unit.optim.optimizer_state import load_optimizer_state
