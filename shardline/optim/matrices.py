@@ -77,16 +77,17 @@ class Matrix:
         return part, torch.from_numpy(self.rows[first:last] - held.start).to(shard.device)
 
 
+def is_block_matrix(name: str, shape: Sequence[int]) -> bool:
+    in_block = name.startswith("layers.") and name.endswith(".weight")
+    return in_block and len(shape) > 1 and ".router." not in name
+
+
 def matrices_of(model: nn.Module) -> list[Matrix]:
     """The matrices of a model's blocks, except those of routers; embedding, head and biases are none of them."""
-    found, arch, layouts = (
-        list[Matrix](),
-        getattr(model, "arch", None),
-        dict[object, Callable[..., tuple[slice, ...]]](),
-    )
+    found, arch = list[Matrix](), getattr(model, "arch", None)
+    layouts: dict[object, Callable[[Coordinates], tuple[slice, ...]]] = {}  # parameters that are cut alike share one
     for name, parameter in model.named_parameters():
-        in_block = name.startswith("layers.") and name.endswith(".weight") and ".router." not in name
-        if not in_block or parameter.ndim < 2 or not parameter.requires_grad:
+        if not (is_block_matrix(name, parameter.shape) and parameter.requires_grad):
             continue
         layout = (parameter.shape, getattr(parameter, "device_mesh", None), getattr(parameter, "placements", None))
         held = layouts.setdefault(layout, functools.cache(functools.partial(_shard, parameter)))
@@ -111,7 +112,7 @@ class Task(NamedTuple):
 
 
 def share_out(matrices: Sequence[Matrix], ranks: Coordinates) -> list[list[Task]]:
-    """Rounds in which no rank of a mesh of this shape owns two matrices; an owner holds a part of its matrix."""
+    """Rounds in which no rank of a mesh of this shape owns two matrices; owners are those who hold parts of theirs."""
     loads, counts = np.zeros(ranks), np.zeros(ranks, dtype=int)
     rounds: list[list[Task]] = []
     for matrix in sorted(matrices, key=lambda matrix: -matrix.work):
@@ -127,7 +128,7 @@ def share_out(matrices: Sequence[Matrix], ranks: Coordinates) -> list[list[Task]
 
 
 def _holders(matrix: Matrix, ranks: Coordinates) -> list[list[int]]:
-    """The coordinates of the ranks that hold a part of a matrix, along each dimension: their product."""
+    """The coordinates of the ranks that hold a part of a matrix, along each dimension through the first of them."""
     first = next(at for at in itertools.product(*map(range, ranks)) if matrix.place(at) is not None)
     lines = [[(*first[:d], at, *first[d + 1 :]) for at in range(size)] for d, size in enumerate(ranks)]
     return [[at[d] for at in line if matrix.place(at) is not None] for d, line in enumerate(lines)]

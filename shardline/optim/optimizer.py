@@ -1,7 +1,7 @@
 """The optimizer from the config, and its learning rate.
 
 State has the dtype of its parameter: float32 with float32 parameters (mixed precision included), bfloat16 with
-`training.dtype = "bfloat16"`; `optimizer.state_dtype = "bfloat16"` keeps the moments of float32 parameters in it too.
+`training.dtype = "bfloat16"`; `optimizer.state_dtype` keeps the moments of float32 parameters in bfloat16 or 8 bits.
 The learning rate is a plain number: the update is not compiled, so a new value costs nothing, while a tensor would have
 to be copied to the device each step.
 """
@@ -38,6 +38,9 @@ IMPLEMENTATIONS = {
 }
 
 
+NARROW = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # types of moments
+
+
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.name` names, built in or registered, over the parameters that are trained."""
     section = config.optimizer
@@ -55,8 +58,8 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return _build_muon(section, model)
     adam = _build_adam(section, parameter_groups(section, model, section.decay_norms))
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
-    if section.state_dtype == "bfloat16" and wide:
-        return NarrowAdam(adam)
+    if section.state_dtype != "parameter" and wide:
+        return NarrowAdam(adam, NARROW[section.state_dtype])
     one_kernel = section.implementation == "fused" and GPUAdam.serves(adam) and not section.early_step_in_backward
     return GPUAdam(adam) if one_kernel else adam
 

@@ -159,6 +159,8 @@ CHECKED = {"debug.check_replicas_freq": 3}
 PREFETCH_TWO = {"parallelism.fsdp_prefetch": 2}
 NO_PREFETCH = {"parallelism.fsdp_prefetch": 0}
 NARROW_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.lr": 1e-3}
+INT8_STATE = {"optimizer.state_dtype": "int8", "optimizer.lr": 1e-3}
+WHOLE_BLOCKS = model(head_dim=64, ffn_dim=512)  # two ranks that share rows have 256 elements of each
 RING = {"parallelism.context_parallel_rotate_method": "ring"}
 ALLGATHER = {"parallelism.context_parallel_rotate_method": "allgather"}
 ULYSSES = {"parallelism.context_parallel_rotate_method": "ulysses"}

@@ -10,9 +10,12 @@ from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
 from shardline.optim import muon
+from shardline.optim.lr_schedule import set_lr
 from shardline.optim.optimizer import build_optimizer
+from shardline.optim.state import optimizer_state
 from tests.model_state import logical_state
 from tests.parity.cases import EXPERTS
+from tests.unit.optim.optimizer_state import load_optimizer_state
 from tests.unit.optim.test_lamb import SIZES, logical_gradients, set_gradients
 
 LR, FACTOR, DECAY, MOMENTUM = 0.02, 3.0, 0.1, 0.9
@@ -92,3 +95,92 @@ def test_steps_are_torchs_for_every_logical_matrix(monkeypatch, model, options):
     for name, tensor in logical_state(built).items():
         if "balance" not in name:
             assert torch.equal(tensor, expected[name]), name
+
+
+def test_an_update_is_nearly_orthogonal():
+    """In float32, as on a CPU: all singular values of the step of a square matrix are near each other."""
+    model = decoder()
+    optimizer = build_optimizer(config(weight_decay=0.0), model)
+    weight = model.layers["0"].attention.wo.weight
+    before = weight.detach().clone()
+    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+    spread = torch.linalg.svdvals(weight.grad)
+    optimizer.step()
+    step = torch.linalg.svdvals(before - weight.detach()) / (LR * FACTOR)
+    assert spread[0] / spread[-1] > 20
+    assert 0.3 < step[-1] < step[0] < 1.4
+
+
+def test_float32_is_close_to_torchs_bfloat16():
+    model = decoder()
+    expected = expected_steps(model, {}, steps=1)
+    optimizer = build_optimizer(config(), model)
+    set_gradients(model, 1)
+    optimizer.step()
+    for name, tensor in logical_state(model).items():
+        assert (tensor - expected[name]).norm() < 0.02 * expected[name].norm(), name
+
+
+def test_both_parts_follow_the_schedule():
+    model = decoder()
+    optimizer = build_optimizer(config(weight_decay=0.0), model)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    set_lr(optimizer, 0.0)
+    set_gradients(model, 1)
+    optimizer.step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    set_lr(optimizer, LR)
+    set_gradients(model, 2)
+    optimizer.step()
+    assert not any(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_state_saved_and_loaded_continues_bitwise(steps):
+    model = decoder()
+    optimizer = build_optimizer(config(), model)
+    for step in range(steps):
+        set_gradients(model, step)
+        optimizer.step()
+    saved = {key: tensor.clone() for key, tensor in optimizer_state(optimizer, model).items()}
+    kinds = {name: {key.split(".", 1)[0] for key in saved if key.endswith(f".{name}")} for name in before_names(model)}
+    assert kinds["layers.0.attention.wqkv.weight"] == {"momentum_buffer"}
+    assert kinds["layers.0.attention.wqkv.bias"] == kinds["output.weight"] == {"step", "exp_avg", "exp_avg_sq"}
+    other = decoder()
+    other.load_state_dict(model.state_dict())
+    resumed = build_optimizer(config(), other)
+    load_optimizer_state(resumed, other, saved)
+    for each, its_optimizer in ((model, optimizer), (other, resumed)):
+        set_gradients(each, 9)
+        its_optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def before_names(model) -> list[str]:
+    return [name for name, _ in model.named_parameters()]
+
+
+def test_a_model_without_blocks_or_with_nothing_else():
+    for model in (torch.nn.Linear(3, 2), torch.nn.ModuleDict({"layers": torch.nn.Linear(3, 2, bias=False)})):
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        build_optimizer(config(), model).step()
+        assert not any(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_parameters_without_a_gradient_are_left_alone():
+    model = decoder()
+    set_gradients(model, 1)
+    idle = {"norm.weight", "layers.1.feed_forward.w2.weight"}
+    for name in idle:
+        model.get_parameter(name).grad = None
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = build_optimizer(config(), model)
+    optimizer.step()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == set(before) - idle
+    set_gradients(model, 2)
+    optimizer.step()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == set(before)
