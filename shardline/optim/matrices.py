@@ -134,7 +134,7 @@ def _holders(matrix: Matrix, ranks: Coordinates) -> list[list[int]]:
     return [[at[d] for at in line if matrix.place(at) is not None] for d, line in enumerate(lines)]
 
 
-class Stage(NamedTuple):
+class Leg(NamedTuple):
     """An all-to-all over a dimension of the mesh: for each of its ranks what it is sent, and what comes from it.
 
     Each entry is a key before, a key after, and a size: copies for replicas have one key before.
@@ -152,7 +152,7 @@ class Stage(NamedTuple):
         return dict(zip([key for key, _ in coming], arrived.split([size for _, size in coming]), strict=True))
 
 
-class Exchange:
+class MatrixExchange:
     """The plan of one mesh's matrices, and the way of one rank through it. `mesh` is None for plain tensors."""
 
     def __init__(self, matrices: Sequence[Matrix], mesh: DeviceMesh | None) -> None:
@@ -162,8 +162,8 @@ class Exchange:
         self.device = local(matrices[0].parameter).device if mesh is None else torch.device(mesh.device_type)
         self.rounds = share_out(matrices, self.ranks)
         dimensions = range(len(self.ranks))
-        self._in = [[self._stage(tasks, d, back=False) for d in dimensions] for tasks in self.rounds]
-        self._back = [[self._stage(tasks, d, back=True) for d in reversed(dimensions)] for tasks in self.rounds]
+        self._in = [[self._leg(tasks, d, back=False) for d in dimensions] for tasks in self.rounds]
+        self._back = [[self._leg(tasks, d, back=True) for d in reversed(dimensions)] for tasks in self.rounds]
 
     def run(
         self,
@@ -177,11 +177,11 @@ class Exchange:
         for tasks, into, back in zip(self.rounds, self._in, self._back, strict=True):
             held = self._held(tasks, self.here, 0, back=False)
             pieces = {key: take(tasks[key[0]].matrix, self.here).to(empty).flatten() for key in held}
-            for stage in filter(None, into):
-                pieces = stage.run(pieces, empty)
+            for leg in filter(None, into):
+                pieces = leg.run(pieces, empty)
             pieces = self._changed(tasks, pieces, change, empty)
-            for stage in filter(None, back):
-                pieces = stage.run(pieces, empty)
+            for leg in filter(None, back):
+                pieces = leg.run(pieces, empty)
             for (number, at), piece in pieces.items():
                 matrix = tasks[number].matrix
                 put(matrix, at, piece.view(_shape(matrix, at)))
@@ -197,7 +197,7 @@ class Exchange:
         whole = change(whole)
         return {(number, at): whole[matrix.place(at)].flatten() for _, at in pieces}
 
-    def _stage(self, tasks: list[Task], dimension: int, back: bool) -> Stage | None:
+    def _leg(self, tasks: list[Task], dimension: int, back: bool) -> Leg | None:
         """The exchange over a dimension, from this rank's side; None where none of its ranks has anything to send."""
         here = self.here
         line = [(*here[:dimension], at, *here[dimension + 1 :]) for at in range(self.ranks[dimension])]
@@ -206,12 +206,12 @@ class Exchange:
             return None
         sent = [[move for to, move in moves[here[dimension]] if to == at] for at in range(len(line))]
         received = [[move for to, move in own if to == here[dimension]] for own in moves]
-        return Stage(self.names[dimension], sent, received)
+        return Leg(self.names[dimension], sent, received)
 
     def _moves(
         self, tasks: list[Task], at: Coordinates, dimension: int, back: bool
     ) -> Iterator[tuple[int, tuple[Key, Key, int]]]:
-        """Where along a dimension the pieces go that a rank has before a stage."""
+        """Where along a dimension the pieces go that a rank has before a leg."""
         for number, source in self._held(tasks, at, dimension + back, back):
             matrix, owner = tasks[number]
             rows, columns = _shape(matrix, source)

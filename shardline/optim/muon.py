@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardline.models.dtensor import local
-from shardline.optim.matrices import Coordinates, Exchange, Matrix
+from shardline.optim.matrices import Coordinates, Matrix, MatrixExchange
 from shardline.optim.narrow_adam import adam_state
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
         groups = [{"params": own, **options}] if own else []
         super().__init__([*groups, *(rest.param_groups if rest is not None else [])], {})
         self._orthogonal = set(own)
-        self._planned: tuple[set[nn.Parameter], list[Exchange]] = (set(), [])
+        self._planned: tuple[set[nn.Parameter], list[MatrixExchange]] = (set(), [])
         if rest is not None:
             rest.state = self.state
 
@@ -91,14 +91,14 @@ class Muon(torch.optim.Optimizer):
         for exchange in self._plan(set(parameters)):
             exchange.run(_update_of, change, put, TYPES[exchange.device.type])
 
-    def _plan(self, parameters: set[nn.Parameter]) -> list[Exchange]:
+    def _plan(self, parameters: set[nn.Parameter]) -> list[MatrixExchange]:
         """One exchange for each mesh; made again where other parameters have gradients than before."""
         if self._planned[0] != parameters:
             by_mesh: dict[Any, list[Matrix]] = {}
             for matrix in self.matrices:
                 if matrix.parameter in parameters:
                     by_mesh.setdefault(getattr(matrix.parameter, "device_mesh", None), []).append(matrix)
-            self._planned = parameters, [Exchange(of_mesh, mesh) for mesh, of_mesh in by_mesh.items()]
+            self._planned = parameters, [MatrixExchange(of_mesh, mesh) for mesh, of_mesh in by_mesh.items()]
         return self._planned[1]
 
 

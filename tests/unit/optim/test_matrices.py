@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from shardline.optim import matrices
-from shardline.optim.matrices import Exchange, Matrix, share_out
+from shardline.optim.matrices import Matrix, MatrixExchange, share_out
 
 
 def held(shape, ranks, placements, at):
@@ -94,19 +94,19 @@ class Ranks:
                 mesh_dim_names=tuple(map(str, range(len(ranks)))),
                 device_type="cpu",
             )
-            self.exchanges[at] = Exchange(every, mesh)
+            self.exchanges[at] = MatrixExchange(every, mesh)
 
-    def run(self, number, stages, pieces, empty):
-        """One stage after the other, on all ranks at once."""
-        for stage_number in range(len(next(iter(self.exchanges.values())).ranks)):
-            pieces = self._stage(
+    def run(self, number, legs, pieces, empty):
+        """One leg after the other, on all ranks at once."""
+        for leg_number in range(len(next(iter(self.exchanges.values())).ranks)):
+            pieces = self._leg(
                 pieces,
-                {at: getattr(exchange, stages)[number][stage_number] for at, exchange in self.exchanges.items()},
+                {at: getattr(exchange, legs)[number][leg_number] for at, exchange in self.exchanges.items()},
                 empty,
             )
         return pieces
 
-    def _stage(self, pieces, stages, empty):
+    def _leg(self, pieces, legs, empty):
         """Ask every rank for its messages, then give each what the others had for it; a missing one would be a hang."""
         messages = {}
 
@@ -123,9 +123,9 @@ class Ranks:
         after = pieces
         for carry in (note, deliver):
             after = {}
-            for self.at, stage in stages.items():
+            for self.at, leg in legs.items():
                 with patch.object(matrices, "exchange_runs", carry):
-                    after[self.at] = pieces[self.at] if stage is None else stage.run(pieces[self.at], empty)
+                    after[self.at] = pieces[self.at] if leg is None else leg.run(pieces[self.at], empty)
         return after
 
 
