@@ -10,7 +10,8 @@ decay of `exp_avg_sq` for beta2 above 0.996, because each step then changes it b
 random bits depend only on the step and the position in a rank's shard of the parameter: replicas stay equal whatever
 else their ranks hold, and a resumed run repeats them.
 
-How 8 bits hold a moment is in int8_moments.py. Norm weights and biases, a thousandth of a model, keep float32 then.
+How 8 bits hold a moment, and when they are rounded at random, is in int8_moments.py. Norm weights and biases, a
+thousandth of a model, keep float32 then.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from shardline.models.dtensor import local
-from shardline.optim.int8_moments import SCALES, Coded, block_of, int8_moment
+from shardline.optim.int8_moments import SCALES, Coded, block_of, follows, int8_moment
 
 SCRATCH = {"cuda": 16 << 20, "cpu": 1 << 20}  # elements of each moment that are in float32 at a time
 
@@ -130,10 +131,10 @@ class NarrowAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        for moments, values in zip(kept, wide, strict=True):
-            self._keep(moments, values, count)
+        for moments, values, beta in zip(kept, wide, group["betas"], strict=True):
+            self._keep(moments, values, count, beta)
 
-    def _keep(self, moments: list[Any], values: list[Tensor], step: int) -> None:
+    def _keep(self, moments: list[Any], values: list[Tensor], step: int, beta: float) -> None:
         """Round float32 values, which may be changed, to what is kept; moments in float32 are their own values.
 
         bfloat16 is the upper half of float32: adding random bits to the lower half carries into the upper half with a
@@ -144,7 +145,8 @@ class NarrowAdam(torch.optim.Optimizer):
         bits = self._random_bits(step, values[0].device)
         if isinstance(moments[0], Coded):
             for coded, value in zip(moments, values, strict=True):
-                coded.keep(value, bits[: value.numel()].view(coded.codes.shape).float() / (1 << 16))
+                chance = bits[: value.numel()].view(coded.codes.shape).float() / (1 << 16)
+                coded.keep(value, None if follows(coded.dtype, beta) else chance)
             return
         torch._foreach_add_([value.view(torch.int32) for value in values], [bits[: len(value)] for value in values])
         torch._foreach_copy_(

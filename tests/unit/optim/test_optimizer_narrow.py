@@ -163,6 +163,24 @@ def test_every_value_has_the_same_relative_precision(dtype):
     assert 1 / half - 1e-4 < ratio.min() < ratio.max() < half + 1e-4
 
 
+def test_no_decay_stands_still_in_8_bits():
+    """Beside one that stays: with 0.95 a step takes one code, somewhat more than 5 %; 0.999 has the right mean."""
+    for beta2, steps, error in ((0.95, 20, 0.3), (0.999, 300, 0.03)):
+        parameter = torch.nn.Parameter(torch.zeros(100, 256))
+        model = torch.nn.ParameterList([parameter])
+        optimizer = build_optimizer(narrow("int8", beta2=beta2), model)
+        wide = torch.ones(100, 256)
+        load_optimizer_state(optimizer, model, {"exp_avg_sq.0": wide, "exp_avg.0": wide * 0, "step.0": torch.zeros(())})
+        for _ in range(steps):
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad[:, 0] = 1.0
+            optimizer.step()
+        state = optimizer_state(optimizer, model)
+        second = decode(state["exp_avg_sq.0"], spread(state["exp_avg_sq_scale.0"], 256, 256))
+        assert second[:, 0].mean().item() == pytest.approx(1.0, rel=1e-3)
+        assert second[:, 1:].mean().item() == pytest.approx(beta2**steps, rel=error)
+
+
 def test_a_second_moment_never_becomes_zero():
     values = torch.tensor([[1.0, 1e-20, 0.0]])
     codes, scales = encode(values, torch.uint8, 256)
