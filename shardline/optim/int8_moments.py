@@ -9,8 +9,8 @@ the smallest code: it never becomes 0, where a step would be divided by eps alon
     row of a parameter (last dimension)  |  block 0: 256 elements  |  block 1: 256  |  block 2: the rest  |
 
 Values are rounded to the nearest code where one step's decay reaches another: with beta2 0.95 and beta1 0.9, moments
-follow their gradients so. A second moment with beta2 = 0.999 would stand still within its block: it is rounded at
-random, which keeps the mean right and adds noise.
+follow their gradients so. Second moments with beta2 = 0.999 would stand still within their block: then both are rounded
+at random, which keeps the mean right and adds noise.
 
 Blocks lie within rows. Whatever cuts rows apart (FSDP, experts, most of tensor parallelism) leaves them as they are. A
 cut through rows (tensor parallel wo and w2) leaves them, too, where its width is a multiple of 256, as it is in most
@@ -100,9 +100,9 @@ def _step(dtype: torch.dtype) -> float:
     return OCTAVES[dtype] / (TOPS[dtype] - 1)
 
 
-def follows(dtype: torch.dtype, beta: float) -> bool:
-    """Whether a moment that decays by `beta` reaches another code in one step when it is rounded to the nearest."""
-    return beta < 2 ** (-_step(dtype) / 2)
+def codes_follow(beta1: float, beta2: float) -> bool:
+    """Whether moments that decay by these reach another code in one step when they are rounded to the nearest."""
+    return beta1 < 2 ** (-_step(torch.int8) / 2) and beta2 < 2 ** (-_step(torch.uint8) / 2)
 
 
 def stored_block(columns: int, blocks: int) -> int:

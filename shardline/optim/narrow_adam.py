@@ -25,7 +25,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from shardline.models.dtensor import local
-from shardline.optim.int8_moments import SCALES, Coded, block_of, follows, int8_moment
+from shardline.optim.int8_moments import SCALES, Coded, block_of, codes_follow, int8_moment
 
 SCRATCH = {"cuda": 16 << 20, "cpu": 1 << 20}  # elements of each moment that are in float32 at a time
 
@@ -131,10 +131,10 @@ class NarrowAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        for moments, values, beta in zip(kept, wide, group["betas"], strict=True):
-            self._keep(moments, values, count, beta)
+        for moments, values in zip(kept, wide, strict=True):
+            self._keep(moments, values, count, codes_follow(beta1, beta2))
 
-    def _keep(self, moments: list[Any], values: list[Tensor], step: int, beta: float) -> None:
+    def _keep(self, moments: list[Any], values: list[Tensor], step: int, nearest: bool) -> None:
         """Round float32 values, which may be changed, to what is kept; moments in float32 are their own values.
 
         bfloat16 is the upper half of float32: adding random bits to the lower half carries into the upper half with a
@@ -146,7 +146,7 @@ class NarrowAdam(torch.optim.Optimizer):
         if isinstance(moments[0], Coded):
             for coded, value in zip(moments, values, strict=True):
                 chance = bits[: value.numel()].view(coded.codes.shape).float() / (1 << 16)
-                coded.keep(value, None if follows(coded.dtype, beta) else chance)
+                coded.keep(value, None if nearest else chance)
             return
         torch._foreach_add_([value.view(torch.int32) for value in values], [bits[: len(value)] for value in values])
         torch._foreach_copy_(
