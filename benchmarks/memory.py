@@ -82,6 +82,8 @@ VARIANTS = {
         (EARLY, "--optimizer.early_step_clipping=two_pass", "--training.max_norm=1.0"),
     ),
     "optimizer state in bf16": Variant("weights", "plain, weights", ("--optimizer.state_dtype=bfloat16",)),
+    "optimizer state in int8": Variant("weights", "plain, weights", ("--optimizer.state_dtype=int8",)),
+    "Muon": Variant("weights", "plain, weights", ("--optimizer.name=Muon",)),
     "CPU offload": Variant("weights", "plain, weights", ("--training.enable_cpu_offload",), cuda_only=True),
 }
 

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from shardline.checkpoint.format import Saved
 from shardline.checkpoint.reader import ShardFiles
-from shardline.checkpoint.shards import TensorPiece, cut, place_of, put, whole_place
+from shardline.checkpoint.shards import Place, TensorPiece, cut, place_of, put, whole_place
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import logical_names
 from shardline.models.state import check_names, load_logical_state
+from shardline.optim.int8_moments import SCALES, decode, spread, stored_block
 from shardline.optim.state import SavedState, prepare_state
 
 
@@ -29,7 +30,7 @@ def load_model(saved: Saved, model: Decoder) -> None:
 
 def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for key, target in prepare_state(optimizer, model, _saved_state(saved.shards, model)).items():
+    for key, target in prepare_state(optimizer, model, _saved_state(saved.shards, model)):
         kind, name = key.split(".", 1)
         if target.shape == shapes[name]:
             pieces = _pieces(model.arch, name, target)
@@ -40,19 +41,21 @@ def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimize
 
 
 def _saved_state(shards: ShardFiles, model: Decoder) -> dict[str, SavedState]:
-    """State of this rank's parameters, by `<kind>.<parameter>` (`exp_avg.norm.weight`)."""
-    kinds = sorted({name.split("/", 2)[1] for name in shards if name.startswith("optimizer/")})
+    """State of this rank's parameters, by `<kind>.<parameter>` (`exp_avg.norm.weight`); codes count as values."""
+    kinds = {name.split("/", 2)[1] for name in shards if name.startswith("optimizer/")}
+    kinds = {kind for kind in kinds if kind.removesuffix(SCALES) == kind or kind.removesuffix(SCALES) not in kinds}
     found: dict[str, SavedState] = {}
     for name, parameter in model.named_parameters():
         whole = cut(model.arch, name, parameter.shape, whole_place(parameter.shape))
-        for kind in kinds:
+        for kind in sorted(kinds):
             keys = [f"optimizer/{kind}/{piece.name}" for piece in whole]
             if not all(key in shards for key in keys):
                 continue
             stored = [shards.stored(key) for key in keys]
             follows = [one.shape for one in stored] == [piece.shape for piece in whole]
             shape = tuple(parameter.shape) if follows else stored[0].shape
-            found[f"{kind}.{name}"] = SavedState(shape, stored[0].dtype)
+            coded = f"optimizer/{kind}{SCALES}/{whole[0].name}" in shards
+            found[f"{kind}.{name}"] = SavedState(shape, torch.float32 if coded else stored[0].dtype)
     return found
 
 
@@ -66,5 +69,17 @@ def _fill(shards: ShardFiles, prefix: str, pieces: list[TensorPiece], tensor: Te
         stored = shards.stored(prefix + piece.name)
         if stored.shape != piece.shape:
             raise UserError(f"{piece.name} has shape {stored.shape}, the model wants {piece.shape}")
+        scales = _scales(shards, f"{prefix.removesuffix('/')}{SCALES}/{piece.name}", piece)
         for place, block in shards.blocks(prefix + piece.name, piece.place):
-            put(held, piece, place, block)
+            values = block if scales is None else decode(block, scales[place.within(piece.place).slices])
+            put(held, piece, place, values)
+
+
+def _scales(shards: ShardFiles, name: str, piece: TensorPiece) -> Tensor | None:
+    """The scale of every element of a piece that was saved in 8 bits; None for others."""
+    if name not in shards:
+        return None
+    blocks, columns = shards.stored(name).shape[-1], piece.shape[-1]
+    length, (*start, first), (*size, width) = stored_block(columns, blocks), piece.place.start, piece.place.size
+    rows = Place((*start, 0), (*size, blocks)).slices
+    return spread(shards.read(name, rows), length, width, first)

@@ -25,7 +25,7 @@ from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import is_halved, keeps_type, logical_names, logical_rows
-from shardline.optim.state import optimizer_state
+from shardline.optim.state import has_rows_of, optimizer_state
 
 
 class Place(NamedTuple):
@@ -146,7 +146,7 @@ def held_state(model: Decoder, optimizer: torch.optim.Optimizer) -> list[HeldTen
     held = []
     for key, tensor in optimizer_state(optimizer, model).items():
         kind, name = key.split(".", 1)
-        if tensor.shape == parameters[name].shape:
+        if has_rows_of(kind, tensor, parameters[name]):
             held.append(_held(model.arch, f"optimizer/{kind}/", name, tensor))
         else:
             _check_other_shape(key, tensor, parameters[name])

@@ -24,6 +24,9 @@ from shardline.comm.watchdog import pass_over
 
 pass_over(__file__)
 
+# Dimension of a parameter's mesh -> the axis of its ranks, where it has another name.
+AXIS_OF = {"dp_shard": "fsdp", "cp": "fsdp", "dp_shard_cp": "fsdp", "replicas": "dp_replicate"}
+
 
 def axis(name: str) -> Axis:
     return job.axes[name]
@@ -78,6 +81,21 @@ def exchange_blocks(x: Tensor, name: str) -> Tensor:
     with Blocking(over, "all_to_all", x, (over.size - 1) / over.size * x.nbytes):
         dist.all_to_all_single(out, x.contiguous(), group=over.group)
     return out
+
+
+def exchange_runs(x: Tensor, sent: list[int], received: list[int], dimension: str) -> Tensor:
+    """x has a run of elements for every rank of a dimension of a DTensor's mesh; the result the runs they had for this.
+
+    The traffic of FSDP's ranks, which may be those of cp as well, counts as dp_shard's, as all of FSDP's does.
+    """
+    name = AXIS_OF.get(dimension, dimension)
+    over, counted = job.axes[name], "dp_shard" if name == "fsdp" else name
+    on_host, size = runs_on_host(over.group, x.device), (sum(sent) - sent[over.rank]) * x.element_size()
+    source = x.cpu() if on_host else x  # gloo's all-to-all takes no tensors of a GPU
+    out = source.new_empty(sum(received))
+    with Observed(counted, "all_to_all", f"all_to_all over {counted} of parts of matrices", size, on_host):
+        dist.all_to_all_single(out, source, received, sent, group=over.group)
+    return out.to(x.device)
 
 
 def sum_in_place(x: Tensor, name: str) -> Tensor:

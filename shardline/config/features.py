@@ -83,6 +83,7 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "float8": lambda c: FLOAT8_LINEAR in c.model.converters,
     "LAMB": lambda c: c.optimizer.name == "LAMB",
     "LARS": lambda c: c.optimizer.name == "LARS",
+    "Muon": lambda c: c.optimizer.name == "Muon",
     "tied embeddings": _override("tie_word_embeddings", True),
     "packed documents": _override("attn_mask_type", "block_causal"),
     "validation": lambda c: c.validation.enable,
@@ -98,7 +99,7 @@ EXCLUSIVE: tuple[frozenset[str], ...] = (
     *(frozenset({"DDP", name}) for name in ("CP ring", "CP allgather", "CP ulysses")),
     frozenset({"CP ring", "CP allgather", "CP ulysses"}),
     frozenset({"AC full", "AC selective", "AC memory budget", "AC offload"}),
-    frozenset({"LAMB", "LARS"}),
+    frozenset({"LAMB", "LARS", "Muon"}),
 )
 
 _TRUST_RATIO = Refusal(
@@ -124,6 +125,10 @@ REFUSED: dict[frozenset[str], Refusal] = {
     ),
     frozenset({"optimizer in backward", "LAMB"}): _TRUST_RATIO,
     frozenset({"optimizer in backward", "LARS"}): _TRUST_RATIO,
+    frozenset({"optimizer in backward", "Muon"}): Refusal(
+        "ranks share out whole matrices, and have all of them only after backward",
+        'set optimizer.name = "AdamW", or optimizer.early_step_in_backward = false',
+    ),
     frozenset({"PP", "optimizer in backward"}): _LATE,
     frozenset({"PP zero-bubble", "optimizer in backward"}): _LATE,
     frozenset({"PP zero-bubble", "compile"}): _COMPILED,

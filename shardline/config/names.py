@@ -18,7 +18,8 @@ LAUNCHER_VARIABLE = "SHARDLINE_LAUNCHER"  # in the environment of a rank: pid of
 # ---- dtypes, optimizers, schedules, models ---------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")  # of commands; the schema says what a key takes
-MOMENTS = {"AdamW": 2, "Adam": 2, "LAMB": 2, "LARS": 1}  # built-in optimizer -> tensors it keeps per parameter
+# Built-in optimizer -> tensors it keeps per parameter; Muon keeps one of a matrix of a block.
+MOMENTS = {"AdamW": 2, "Adam": 2, "LAMB": 2, "LARS": 1, "Muon": 2}
 LAYERWISE = ("LAMB", "LARS")  # optimizers with a trust ratio per layer
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SPLIT_SCHEDULES = SCHEDULES[4:]  # compute weight gradients apart from input gradients

@@ -415,8 +415,8 @@ RULES: list[Rule] = [
     ),
     _refuse(
         "optimizer.state_dtype",
-        lambda c: c.optimizer.state_dtype == "bfloat16" and c.optimizer.name not in ("AdamW", "Adam"),
-        "only AdamW and Adam can keep their moments in bfloat16",
+        lambda c: c.optimizer.state_dtype != "parameter" and c.optimizer.name not in ("AdamW", "Adam"),
+        lambda c: f"only AdamW and Adam can keep their moments in {c.optimizer.state_dtype}",
         remedy='set it to "parameter"',
     ),
     _refuse(
@@ -571,6 +571,9 @@ RULES: list[Rule] = [
     _idle_if("optimizer.name", LAYERWISE, *_below("optimizer", "implementation decay_norms")),
     _idle_if("optimizer.name", ["LARS"], *_below("optimizer", "beta2 eps")),
     _idle_unless("optimizer.name", ["LARS"], "optimizer.trust_coefficient"),
+    _idle_unless(
+        "optimizer.name", ["Muon"], *_below("optimizer", "muon_lr_factor muon_momentum muon_ns_steps muon_adjust_lr")
+    ),
     _idle_without("optimizer.lr_scaling", "optimizer.lr_scaling_base_batch"),
     _idle(
         "it is for clipping with optimizer.early_step_in_backward",

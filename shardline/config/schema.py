@@ -79,7 +79,7 @@ class Model(Section):
 
 
 class Optimizer(Section):
-    name: Name = key("AdamW", "AdamW, Adam, LAMB, LARS, or one that a custom module registered.")
+    name: Name = key("AdamW", "AdamW, Adam, LAMB, LARS, Muon, or one that a custom module registered.")
     lr: NonNegativeFloat = key(8e-4, "Peak learning rate.")
     beta1: Beta = key(0.9, "Decay of the first moment; momentum of LARS.")
     beta2: Beta = key(0.95, "Decay of the second moment.")
@@ -92,9 +92,15 @@ class Optimizer(Section):
     )
     decay_norms: bool = key(True, "Apply weight decay to norm weights and biases too.")
     trust_coefficient: PositiveFloat = key(0.001, "LARS: a layer's step relative to its weights, per unit of lr.")
+    muon_lr_factor: PositiveFloat = key(1.0, "Muon: learning rate of the blocks' matrices, in units of lr.")
+    muon_momentum: Beta = key(0.95, "Muon: momentum (Nesterov) of the blocks' matrices.")
+    muon_ns_steps: Positive = key(5, "Muon: Newton-Schulz steps that make an update orthogonal.")
+    muon_adjust_lr: Literal["original", "match_rms_adamw"] = key(
+        "original", "Muon: step of a matrix by its shape; match_rms_adamw makes it as long as AdamW's."
+    )
     lr_scaling: Literal["none", "linear"] = key("none", "linear: lr x global batch size / lr_scaling_base_batch.")
     lr_scaling_base_batch: Positive = key(256, "Global batch size that lr is meant for (lr_scaling).")
-    state_dtype: Literal["parameter", "bfloat16"] = key("parameter", "Type of the moments of AdamW and Adam.")
+    state_dtype: Literal["parameter", "bfloat16", "int8"] = key("parameter", "Type of the moments of AdamW and Adam.")
 
 
 class LRScheduler(Section):

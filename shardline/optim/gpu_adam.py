@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardline.models.narrow import narrow_copy
-from shardline.optim.bfloat16_moments import adam_state
+from shardline.optim.narrow_adam import adam_state
 
 
 class GPUAdam(torch.optim.Optimizer):

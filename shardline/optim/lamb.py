@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from shardline.comm.collectives import sum_over_group
 from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import is_halved, logical_rows
-from shardline.optim.bfloat16_moments import adam_state
 from shardline.optim.clip import shards
+from shardline.optim.narrow_adam import adam_state
 from shardline.optim.norms import squared_row_sums, squared_sums
 
 

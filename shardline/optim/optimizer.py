@@ -1,7 +1,7 @@
 """The optimizer from the config, and its learning rate.
 
 State has the dtype of its parameter: float32 with float32 parameters (mixed precision included), bfloat16 with
-`training.dtype = "bfloat16"`; `optimizer.state_dtype = "bfloat16"` keeps the moments of float32 parameters in it too.
+`training.dtype = "bfloat16"`; `optimizer.state_dtype` keeps the moments of float32 parameters in bfloat16 or 8 bits.
 The learning rate is a plain number: the update is not compiled, so a new value costs nothing, while a tensor would have
 to be copied to the device each step.
 """
@@ -21,9 +21,11 @@ from shardline.config.schema import Config
 from shardline.config.schema import Optimizer as Section
 from shardline.errors import ConfigError, UserError
 from shardline.models.dtensor import local
-from shardline.optim.bfloat16_moments import NarrowAdam
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lamb import Lamb, Lars, fused_parts
+from shardline.optim.matrices import matrices_of
+from shardline.optim.muon import Muon
+from shardline.optim.narrow_adam import NarrowAdam
 
 log = logging.getLogger("shardline")
 
@@ -34,6 +36,9 @@ IMPLEMENTATIONS = {
     "foreach": {"fused": False, "foreach": True},
     "for-loop": {"fused": False, "foreach": False},
 }
+
+
+NARROW = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # types of moments
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
@@ -49,10 +54,12 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return built
     if section.name in LAYERWISE:
         return _build_layerwise(section, model)
+    if section.name == "Muon":
+        return _build_muon(section, model)
     adam = _build_adam(section, parameter_groups(section, model, section.decay_norms))
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
-    if section.state_dtype == "bfloat16" and wide:
-        return NarrowAdam(adam)
+    if section.state_dtype != "parameter" and wide:
+        return NarrowAdam(adam, NARROW[section.state_dtype])
     one_kernel = section.implementation == "fused" and GPUAdam.serves(adam) and not section.early_step_in_backward
     return GPUAdam(adam) if one_kernel else adam
 
@@ -100,9 +107,27 @@ def _build_layerwise(section: Section, model: nn.Module) -> Lamb | Lars:
     return Lars(groups, options, parts)
 
 
+def _build_muon(section: Section, model: nn.Module) -> Muon:
+    """Muon for the matrices of blocks; AdamW, in groups as usual, for all other parameters."""
+    matrices = matrices_of(model)
+    own = {matrix.parameter for matrix in matrices}
+    groups = parameter_groups(section, model, section.decay_norms)
+    others = [{**group, "params": [p for p in group["params"] if p not in own]} for group in groups]
+    others = [group for group in others if group["params"]]
+    options = {
+        "lr": section.lr,
+        "lr_factor": section.muon_lr_factor,
+        "weight_decay": section.weight_decay,
+        "momentum": section.muon_momentum,
+        "ns_steps": section.muon_ns_steps,
+        "adjust_lr": section.muon_adjust_lr,
+    }
+    return Muon(matrices, options, _build_adam(section, others) if others else None)
+
+
 def _build_adam(section: Section, groups: list[dict[str, Any]]) -> torch.optim.Adam:
     def build(implementation: str) -> torch.optim.Adam:
-        return BUILT_IN[section.name](
+        return BUILT_IN.get(section.name, torch.optim.AdamW)(
             groups,
             lr=section.lr,
             betas=(section.beta1, section.beta2),

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardline.errors import UserError
+from shardline.models.dtensor import local
 from shardline.models.state import misfits
-from shardline.optim.bfloat16_moments import NarrowAdam, adam_state
 from shardline.optim.gpu_adam import GPUAdam
+from shardline.optim.int8_moments import SCALES
 from shardline.optim.lamb import Lamb, Lars
+from shardline.optim.muon import Muon
+from shardline.optim.narrow_adam import NarrowAdam, adam_state, keep_moment
 from shardline.optim.optimizer import BUILT_IN
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The live state tensors as "exp_avg.<parameter>", "exp_avg_sq.<parameter>", "step.<parameter>".
 
-    Adam's exist from the start (zeros); a registered optimizer's are those it has made so far.
+    Adam's exist from the start (zeros); a registered optimizer's are those it has made so far. Moments in 8 bits are
+    codes, with their scales in "exp_avg_scale.<parameter>".
     """
     tensors = {}
     for name, parameter in _named(optimizer, model).items():
@@ -42,12 +46,13 @@ class SavedState(NamedTuple):
 
 def prepare_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, SavedState]
-) -> dict[str, Tensor]:
-    """The optimizer's live state tensors, to be filled from saved ones named as in `optimizer_state`.
+) -> Iterator[tuple[str, Tensor]]:
+    """The optimizer's state tensors, each to be filled, before the next is asked for, from saved ones of its name.
 
-    They have the dtype and the shards that state has here; a registered optimizer without state gets what was saved.
+    They have the dtype and the shards that state has here; a registered optimizer without state gets what was saved. In
+    place of codes, values in float32 are filled in, and then coded: `saved` has no scales, whatever was saved.
     """
-    own = optimizer_state(optimizer, model)
+    own = {key: state for key, state in optimizer_state(optimizer, model).items() if not _is_scales(key, optimizer)}
     parameters = _named(optimizer, model)
     _check_names(own, saved, parameters)
     for key, (shape, _) in saved.items():
@@ -62,7 +67,31 @@ def prepare_state(
             else:
                 state = torch.empty(shape, dtype=dtype, device=parameter.device)
             own[key] = optimizer.state[parameter][kind] = state
-    return {key: own[key] for key in saved}
+    return _targets(optimizer, {key: own[key] for key in saved}, parameters)
+
+
+def _targets(
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[str, Tensor]]:
+    for key, tensor in own.items():
+        kind, name = key.split(".", 1)
+        state = optimizer.state[parameters[name]]
+        if not isinstance(optimizer, NarrowAdam) or kind + SCALES not in state:
+            yield key, tensor
+            continue
+        wide = torch.zeros_like(tensor, dtype=torch.float32)
+        yield key, wide
+        keep_moment(parameters[name], state, kind, local(wide))
+
+
+def _is_scales(key: str, optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, NarrowAdam) and key.split(".", 1)[0].endswith(SCALES)
+
+
+def has_rows_of(kind: str, state: Tensor, parameter: Tensor) -> bool:
+    """Whether state is sharded and fused as its parameter is: it has the same shape, or the scales of its rows."""
+    scales = kind.endswith(SCALES) and parameter.ndim > 1 and state.shape[:-1] == parameter.shape[:-1]
+    return state.shape == parameter.shape or scales
 
 
 def _check_names(own: Mapping[str, Tensor], given: Collection[str], parameters: Mapping[str, Tensor]) -> None:
@@ -90,7 +119,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     state, options = optimizer.state[parameter], optimizer.defaults
     if state:
         return state
-    if isinstance(optimizer, GPUAdam | Lamb | Lars | NarrowAdam):
+    if isinstance(optimizer, GPUAdam | Lamb | Lars | Muon | NarrowAdam):
         state.update(optimizer.initial_state(parameter))
     elif type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
         on_device = options["fused"] or options["capturable"]

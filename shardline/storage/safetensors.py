@@ -34,6 +34,7 @@ _TYPES = {  # the format's name -> torch's name, bytes of an element
     "I64": ("int64", 8),
     "I32": ("int32", 4),
     "U8": ("uint8", 1),
+    "I8": ("int8", 1),
     "BOOL": ("bool", 1),
 }
 _NAMES = {torch_name: name for name, (torch_name, _) in _TYPES.items()}

@@ -103,6 +103,7 @@ SMALL_BUCKETS = {"parallelism.gradient_bucket_mib": 0.05}
 NO_OVERLAP = {"parallelism.overlap_gradient_reduction": False}
 LAMB = {"optimizer.name": "LAMB", "optimizer.lr": 1e-2}
 LARS = {"optimizer.name": "LARS", "optimizer.lr": 10.0}
+MUON = {"optimizer.name": "Muon", "optimizer.muon_lr_factor": 5.0}
 OFFLOAD = {"training.enable_cpu_offload": True}
 
 
@@ -178,6 +179,8 @@ CHECKED = {"debug.check_replicas_freq": 3}
 PREFETCH_TWO = {"parallelism.fsdp_prefetch": 2}
 NO_PREFETCH = {"parallelism.fsdp_prefetch": 0}
 NARROW_STATE = {"optimizer.state_dtype": "bfloat16", "optimizer.lr": 1e-3}
+INT8_STATE = {"optimizer.state_dtype": "int8", "optimizer.lr": 1e-3}
+WHOLE_BLOCKS = model(head_dim=64, ffn_dim=512)  # two ranks that share rows have 256 elements of each
 RING = {"parallelism.context_parallel_rotate_method": "ring"}
 ALLGATHER = {"parallelism.context_parallel_rotate_method": "allgather"}
 ULYSSES = {"parallelism.context_parallel_rotate_method": "ulysses"}
@@ -192,6 +195,7 @@ CASES = [
     case("offload-never-tied-full-ac", OFFLOAD, NEVER, TIED, FULL_AC, slow=True),
     case("offload-bf16-documents", OFFLOAD, BF16, DOCUMENTS, tolerances=BFLOAT16),
     case("offload-lamb", OFFLOAD, LAMB, slow=True),
+    case("offload-muon", OFFLOAD, MUON, slow=True),
     # float8
     case("float8-ddp2", TENSORWISE, ddp=2, tolerances=FLOAT8),
     case("float8-fsdp2-rowwise", ROWWISE, fsdp=2, tolerances=FLOAT8),
@@ -235,6 +239,8 @@ CASES = [
     case("ddp2-powersgd-every-micro-batch", POWERSGD, SMALL_BATCHES, EVERY_MICRO_BATCH, ddp=2, slow=True),
     case("ddp2-lamb", LAMB, ddp=2),
     case("ddp2-lars", LARS, ddp=2, slow=True),
+    case("ddp2-muon", MUON, ddp=2, slow=True),
+    case("ddp2-fsdp2-tp2-muon-few-heads", MUON, ONE_KV_HEAD, ddp=2, fsdp=2, tp=2, slow=True),
     case("ddp8", ddp=8, slow=True),
     # data parallel: shards
     case("fsdp2", fsdp=2),
@@ -372,6 +378,7 @@ CASES = [
     case("cp2-ring-never", RING, NEVER, cp=2, slow=True),
     case("cp2-ring-early-step", RING, EARLY, UNCLIPPED, cp=2),
     case("cp2-ring-lamb", RING, LAMB, cp=2, slow=True),
+    case("fsdp2-cp2-ring-muon", RING, MUON, fsdp=2, cp=2, slow=True),
     case("cp8-ring-documents", RING, DOCUMENTS, cp=8, slow=True),
     case("cp8-allgather", ALLGATHER, cp=8, slow=True),
     # context parallel with the others
@@ -446,6 +453,7 @@ CASES = [
     case("pp2-fsdp2-every-micro-batch", layers(4), TWO_AT_A_TIME, EVERY_MICRO_BATCH, pp=2, fsdp=2, slow=True),
     case("pp2-ddp2-reduce-at-the-end", layers(4), INTERLEAVED, NO_OVERLAP, SMALL_BUCKETS, pp=2, ddp=2, slow=True),
     case("pp2-fsdp2-lamb", layers(4), LAMB, pp=2, fsdp=2, slow=True),
+    case("pp2-fsdp2-muon-tied", layers(4), MUON, TIED, pp=2, fsdp=2, slow=True),
     case("pp2-fsdp2-checked-narrow", TIED, NARROW_STATE, CHECKED, pp=2, fsdp=2, tolerances=BFLOAT16, slow=True),
     case("pp2-fsdp2-tp2", layers(4), pp=2, fsdp=2, tp=2, slow=True),
     case("pp2-ddp2-tp2-interleaved", layers(4), INTERLEAVED, pp=2, ddp=2, tp=2, slow=True),
@@ -484,6 +492,7 @@ CASES = [
     case("fsdp2-tp2-early-step-clipped", EARLY, TWO_PASSES, SMALL_BATCHES, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-lamb", LAMB, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-lars", LARS, fsdp=2, tp=2, slow=True),
+    case("fsdp2-tp2-muon", MUON, fsdp=2, tp=2),
     case("fsdp2-tp2-bf16", BF16, fsdp=2, tp=2, tolerances=BFLOAT16, slow=True),
     case("fsdp2-tp2-compile", COMPILE, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-validation-epochs", EPOCHS, WHOLE_VALIDATION, fsdp=2, tp=2, slow=True),

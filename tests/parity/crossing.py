@@ -44,6 +44,7 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "float8": ("float8", {}, cases.TENSORWISE),
     "LAMB": ("lamb", {}, cases.LAMB),
     "LARS": ("lars", {}, cases.LARS),
+    "Muon": ("muon", {}, cases.MUON),
     "tied embeddings": ("tied", {}, cases.TIED),
     "packed documents": ("documents", {}, cases.DOCUMENTS),
     "validation": ("validation", {}, cases.VALIDATION),

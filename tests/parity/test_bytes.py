@@ -27,6 +27,7 @@ from tests.parity.cases import (
     EVERY_MICRO_BATCH,
     FLOAT8_GATHER,
     FULL_AC,
+    MUON,
     NEVER,
     NO_LOSS_PARALLEL,
     NO_SEQUENCE,
@@ -260,6 +261,26 @@ def test_tensor_parallel_halves_what_shards_exchange(harness: Harness) -> None:
     assert counted["dp_shard"] == ring(2) * (2 * blocks + root + blocks + root)
     # Gradients of norm weights are shards when they are summed over tp.
     assert counted["tp"] == tensor_parallel_bytes(s, 2) - ring(2) * s.norms
+
+
+def matrices(s: Sizes) -> int:
+    shapes = {name: shape for name, shape in logical_shapes(s.arch).items() if name.startswith("layers.")}
+    return sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2) * FLOAT
+
+
+def test_muon_sends_every_matrix_to_its_owner_and_back(harness: Harness) -> None:
+    """Half of the other rank's matrices in, half of the own ones back: together half of all of them."""
+    entry = case("", MUON, fsdp=2)
+    s = sizes(entry.overrides)
+    assert sent(harness, entry)["dp_shard"] == shard_bytes(s, 2, 2, 1) + matrices(s) / 2
+
+
+def test_muon_shares_out_the_matrices_of_replicas(harness: Harness) -> None:
+    """Nothing travels in; each rank sends the other what it has computed, which is a half of all."""
+    entry = case("", MUON, ddp=2)
+    s = sizes(entry.overrides)
+    sums = 2 * ring(2) * s.all
+    assert sent(harness, entry)["dp_replicate"] - sums == pytest.approx(matrices(s) / 2, rel=0.1)
 
 
 # ---- context parallel ------------------------------------------------------------------------------------------------

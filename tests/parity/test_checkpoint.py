@@ -13,6 +13,7 @@ import torch
 from shardline.checkpoint import format as files
 from shardline.cli.main import main as command
 from shardline.config.load import load_config
+from shardline.optim.int8_moments import _step, decode, spread, stored_block
 from shardline.storage import blocks
 from shardline.storage import crash_points as save_points
 from tests.parity import cases
@@ -65,6 +66,8 @@ CHAINS = {
     "narrow": ((layers(4), cases.NARROW_STATE), ["fsdp2-tp2", "one", "pp2", "fsdp2-offload"]),
     "experts": ((cases.EXPERTS,), ["one", "fsdp2-ep2", "fsdp4-ep4", "tp2", *EXPERT_LAYOUTS, "one"]),
     "lamb": ((layers(4), cases.LAMB), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
+    "muon": ((layers(4), cases.MUON), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
+    "int8": ((layers(4), cases.INT8_STATE, cases.WHOLE_BLOCKS), ["fsdp2-tp2", "one", "pp2", "fsdp2-offload"]),
 }
 
 
@@ -179,6 +182,44 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(harness, tmp_path, layou
     resumed = runs.train("resumed", layout, *changes)
     assert losses(resumed) == losses(whole)
     assert_same(tensors(whole, 4), tensors(resumed, 4), layout)
+
+
+@pytest.mark.parametrize("change", [cases.MUON, cases.INT8_STATE], ids=["muon", "int8"])
+def test_other_optimizer_state_resumes_bitwise(harness, tmp_path, change):
+    runs = Runs(harness, tmp_path)
+    whole = runs.train("whole", "fsdp2-tp2", change)
+    runs.train("resumed", "fsdp2-tp2", change, {"training.steps": 2})
+    resumed = runs.train("resumed", "fsdp2-tp2", change)
+    assert losses(resumed) == losses(whole)
+    assert_same(tensors(whole, 4), tensors(resumed, 4), change)
+
+
+def decoded(folder):
+    """Moments in 8 bits as the values that they stand for, and the bound of what coding them again may change."""
+    saved, found = tensors(folder), {}
+    for name in (name for name in saved if name.startswith(("optimizer/exp_avg/", "optimizer/exp_avg_sq/"))):
+        scales = saved.get(name.replace("/exp_avg/", "/exp_avg_scale/").replace("/exp_avg_sq/", "/exp_avg_sq_scale/"))
+        if scales is not None:
+            columns = saved[name].shape[-1]
+            found[name] = decode(saved[name], spread(scales, stored_block(columns, scales.shape[-1]), columns))
+    return found
+
+
+def test_other_blocks_change_8_bit_moments_by_one_code_at_most(harness, tmp_path):
+    """Two ranks of tp cut rows of 64 and 128 elements in halves: the blocks of one rank are twice as long."""
+    runs = Runs(harness, tmp_path)
+    first = runs.train("first", "tp2", cases.INT8_STATE, {"training.steps": 2})
+    second, _ = runs.through(first, "second", "one", cases.INT8_STATE)
+    before, after = decoded(first), decoded(second)
+    assert before.keys() == after.keys()
+    assert len(before) == 2 * 16  # two layers of seven matrices, embedding and head
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert {name.split(".", 2)[2] for name in changed} == {"attention.wo.weight", "feed_forward.w2.weight"}
+    for name in changed:
+        step = 2 ** _step(torch.int8 if "/exp_avg/" in name else torch.uint8)
+        largest = before[name].abs().amax(-1, keepdim=True)
+        close = (after[name] - before[name]).abs() <= (step**0.5 - 1) * 1.01 * before[name].abs()
+        assert (close | (before[name].abs() < largest * 2.0**-15)).all(), name
 
 
 def test_experts_go_on_where_others_left_off(harness, tmp_path):

@@ -17,6 +17,8 @@ from shardline.config.schema import Config
 from shardline.data.order import resolve_global_batch
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import active_words, parameter_count
+from shardline.optim.int8_moments import int8_bytes
+from shardline.optim.matrices import is_block_matrix
 from shardline.parallel.context.context import context_plan, slices_line
 from shardline.parallel.pipeline.schedules import warnings
 from shardline.parallel.pipeline.stages import plan_pipeline
@@ -105,7 +107,7 @@ def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: 
     kinds, alike = list(first.counts), same_shapes(first, layout)
     yield "parameters on rank 0 (how many x whole shape, placement, shard, elements):"
     yield from (_row(first, kind) for kind in kinds)
-    yield f"rank 0 holds {_sizes(config, first.elements, precision)}"
+    yield f"rank 0 holds {_sizes(config, first, precision)}"
     chosen = chosen_ranks(alike, MOST_BUILT)
     for rank in chosen[1:]:
         built = build_rank(arch, config, layout, precision, rank)
@@ -114,7 +116,7 @@ def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: 
         yield from _other_rank(config, first, built, precision)
     stages = [build_rank(arch, config, layout, precision, stage_ranks(layout, p)[0]) for p in range(1, layout.pp)]
     for built in stages:
-        yield f"rank {built.rank}, {built.layers}, holds {_sizes(config, built.elements, precision)}"
+        yield f"rank {built.rank}, {built.layers}, holds {_sizes(config, built, precision)}"
     yield from _total_lines(arch, config, [first, *stages], layout, len(chosen) + len(stages))
 
 
@@ -127,7 +129,7 @@ def _row(built: Built, kind: ParameterKind) -> str:
 def _whole_lines(config: Config, arch: Architecture, built: Built, precision: Precision) -> Iterator[str]:
     for kind, count in built.counts.items():
         yield f"  {kind.name:<36} {count:>4} x {kind.whole!s:<18} {count * math.prod(kind.whole):>17,}"
-    yield _sizes(config, built.elements, precision) + active_words(arch)
+    yield _sizes(config, built, precision) + active_words(arch)
 
 
 def _other_rank(config: Config, first: Built, built: Built, precision: Precision) -> Iterator[str]:
@@ -135,20 +137,30 @@ def _other_rank(config: Config, first: Built, built: Built, precision: Precision
     if not different:
         yield f"rank {built.rank} holds the same"
         return
-    yield f"rank {built.rank} holds {_sizes(config, built.elements, precision)}; other shards than rank 0:"
+    yield f"rank {built.rank} holds {_sizes(config, built, precision)}; other shards than rank 0:"
     yield from (_row(built, kind) for kind in different)
 
 
-def _sizes(config: Config, elements: int, precision: Precision) -> str:
-    """The bytes that training keeps for this many parameters; gradients have the type of their parameters."""
-    weights = elements * precision.storage.itemsize
-    words = f"{elements:,} parameters: weights {sized(weights)}, gradients {sized(weights)}"
+def _sizes(config: Config, built: Built, precision: Precision) -> str:
+    """The bytes that training keeps for a rank's parameters; gradients have the type of their parameters."""
+    weights = built.elements * precision.storage.itemsize
+    words = f"{built.elements:,} parameters: weights {sized(weights)}, gradients {sized(weights)}"
     name = config.optimizer.name
     if name not in MOMENTS:
         return f"{words}, and the state of {name}"
-    narrow = config.optimizer.state_dtype == "bfloat16"
-    size = torch.bfloat16.itemsize if narrow else precision.storage.itemsize
-    return f"{words}, {name} state {sized(MOMENTS[name] * elements * size)}"
+    states = (n * _state_bytes(config, kind, built.shards[kind], precision) for kind, n in built.counts.items())
+    return f"{words}, {name} state {sized(sum(states))}"
+
+
+def _state_bytes(config: Config, kind: ParameterKind, shard: tuple[int, ...], precision: Precision) -> int:
+    """The bytes of what an optimizer keeps of one parameter's shard."""
+    section, elements, wide = config.optimizer, math.prod(shard), precision.storage
+    if section.name == "Muon" and is_block_matrix(kind.name, shard):
+        return elements * wide.itemsize
+    if section.state_dtype == "int8" and wide != torch.bfloat16 and len(shard) > 1:
+        return 2 * int8_bytes(shard, kind.whole[-1])
+    size = torch.bfloat16.itemsize if section.state_dtype == "bfloat16" else wide.itemsize
+    return MOMENTS[section.name] * elements * size
 
 
 def _total_lines(arch: Architecture, config: Config, stages: list[Built], layout: Layout, built: int) -> Iterator[str]:

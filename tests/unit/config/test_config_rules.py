@@ -115,6 +115,10 @@ def test_rules_name_real_keys():
             "optimizer.state_dtype: only AdamW and Adam can keep their moments in bfloat16",
         ),
         (
+            {"optimizer__state_dtype": "int8", "optimizer__name": "Muon"},
+            "optimizer.state_dtype: only AdamW and Adam can keep their moments in int8",
+        ),
+        (
             {"checkpoint__exclude_from_loading": ["model", "optimiser"]},
             "train_state, got 'optimiser', did you mean 'optimizer'?",
         ),
@@ -527,7 +531,7 @@ def test_a_prepared_store_needs_no_cache(tmp_path):
 
 def test_registered_names_count(monkeypatch):
     monkeypatch.setitem(registry.optimizers, "Mine", lambda groups, section: None)
-    with pytest.raises(ConfigError, match=r"AdamW, Adam, LAMB, LARS, Mine, got 'AdmaW', did you mean 'AdamW'"):
+    with pytest.raises(ConfigError, match=r"AdamW, Adam, LAMB, LARS, Muon, Mine, got 'AdmaW', did you mean 'AdamW'"):
         check(given(optimizer__name="AdmaW"))
     monkeypatch.setitem(registry.flavors, "llama4", {"tiny": {}})
     check(given(optimizer__name="Mine", model__name="llama4", model__flavor="tiny"))
@@ -587,6 +591,8 @@ def test_optimizer_in_backward_never_skips_clipping_in_silence():
         check(given(**early, training__max_norm=0.0, training__nonfinite="skip"))
     with pytest.raises(ConfigError, match=r'optimizer in backward with LAMB: .*set optimizer.name = "AdamW"'):
         check(given(**early, optimizer__name="LAMB", training__max_norm=0.0))
+    with pytest.raises(ConfigError, match=r"optimizer in backward with Muon: ranks share out whole matrices"):
+        check(given(**early, optimizer__name="Muon", training__max_norm=0.0))
 
 
 def test_features_that_do_not_go_together_are_refused_with_a_remedy():

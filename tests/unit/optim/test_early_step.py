@@ -106,7 +106,9 @@ def test_without_clipping_the_numbers_are_bitwise_the_ordinary_ones(implementati
     assert difference(ordinary, Layers()) > 1e-3
 
 
-@pytest.mark.parametrize("options", [{"name": "LAMB"}, {"name": "LARS"}, {"state_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options", [{"name": "LAMB"}, {"name": "LARS"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}]
+)
 def test_other_optimizers_step_in_backward_too(options):
     ordinary, model, one, other, early_step = pair(**options)
     for step in range(4):

@@ -442,6 +442,8 @@ def test_bytes_follow_the_types():
     assert sizes() == "weights 257.13 MiB, gradients 257.13 MiB, AdamW state 514.27 MiB"
     narrow = "weights 257.13 MiB, gradients 257.13 MiB, AdamW state 257.13 MiB"
     assert sizes(optimizer__state_dtype="bfloat16") == narrow
+    assert sizes(optimizer__state_dtype="int8").endswith("AdamW state 130.60 MiB")
+    assert sizes(optimizer__name="Muon").endswith("Muon state 513.14 MiB")  # blocks have one tensor, the rest two
     assert sizes(training__dtype="bfloat16") == "weights 128.57 MiB, gradients 128.57 MiB, AdamW state 257.13 MiB"
 
 

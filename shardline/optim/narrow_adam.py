@@ -1,6 +1,6 @@
-"""Adam and AdamW whose moments are kept in bfloat16: 4 bytes per parameter instead of 8.
+"""Adam and AdamW whose moments are kept in bfloat16 or in 8 bits: 4 or 2 bytes per parameter instead of 8.
 
-    bfloat16 moments --widen--> float32 scratch --torch's own Adam--> float32 --round--> bfloat16 moments
+    narrow moments --widen--> float32 scratch --torch's own Adam--> float32 --round--> narrow moments
 
 The scratch holds a few million elements at a time, so its size does not grow with the model. The step itself uses the
 moments before they are rounded.
@@ -9,6 +9,9 @@ Rounding is stochastic: up or down with a probability that makes the mean right.
 decay of `exp_avg_sq` for beta2 above 0.996, because each step then changes it by less than half a bfloat16 step. The
 random bits depend only on the step and the position in a rank's shard of the parameter: replicas stay equal whatever
 else their ranks hold, and a resumed run repeats them.
+
+How 8 bits hold a moment, and when they are rounded at random, is in int8_moments.py. Norm weights and biases, a
+thousandth of a model, keep float32 then.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from shardline.models.dtensor import local
+from shardline.optim.int8_moments import SCALES, Coded, block_of, codes_follow, int8_moment
 
 SCRATCH = {"cuda": 16 << 20, "cpu": 1 << 20}  # elements of each moment that are in float32 at a time
 
@@ -37,21 +41,36 @@ def adam_state(
     }
 
 
+def int8_state(parameter: Tensor) -> dict[str, Tensor]:
+    """As `adam_state`, with codes in place of a matrix's moments, and the scales of their blocks."""
+    if parameter.ndim < 2:
+        return adam_state(parameter)
+    state = {"step": torch.zeros((), dtype=torch.float32)}
+    for kind, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
+        state[kind], state[kind + SCALES] = int8_moment(parameter, dtype)
+    return state
+
+
+Moment = Tensor | Coded
+
+
 class Segment(NamedTuple):
     """A flat piece of one parameter: views, except of a gradient that is not contiguous."""
 
     weight: Tensor
     gradient: Tensor
-    first: Tensor
-    second: Tensor
+    first: Moment
+    second: Moment
     step: int  # finished steps
 
 
 class NarrowAdam(torch.optim.Optimizer):
     """Takes parameter groups and options, kernel included, from one of torch's optimizers, which then goes unused."""
 
-    def __init__(self, pattern: torch.optim.Adam) -> None:
+    def __init__(self, pattern: torch.optim.Adam, dtype: torch.dtype) -> None:
+        """`dtype` is bfloat16 or int8."""
         super().__init__(pattern.param_groups, pattern.defaults)
+        self.dtype = dtype
         self.function: Any = adamw if isinstance(pattern, torch.optim.AdamW) else adam
         held = [local(parameter) for group in self.param_groups for parameter in group["params"]]
         self._longest = SCRATCH[held[0].device.type]
@@ -60,7 +79,7 @@ class NarrowAdam(torch.optim.Optimizer):
         self._noise: tuple[tuple[int, torch.device], Tensor] | None = None
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        return adam_state(parameter, torch.bfloat16)
+        return int8_state(parameter) if self.dtype == torch.int8 else adam_state(parameter, self.dtype)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -83,18 +102,17 @@ class NarrowAdam(torch.optim.Optimizer):
         state = self.state[parameter]
         assert parameter.grad is not None
         weight, gradient = local(parameter.detach()).view(-1), local(parameter.grad).reshape(-1)
-        first, second = local(state["exp_avg"]).view(-1), local(state["exp_avg_sq"]).view(-1)
-        length, count = SCRATCH[weight.device.type], int(state["step"].item())
-        for start in range(0, len(weight), length):
-            run = slice(start, start + length)
-            yield Segment(weight[run], gradient[run], first[run], second[run], count)
+        unit = local(parameter).shape[-1] if "exp_avg" + SCALES in state else 1  # blocks lie within rows
+        length, count = max(1, SCRATCH[weight.device.type] // unit), int(state["step"].item())
+        for start in range(0, weight.numel(), length * unit):
+            run = slice(start, start + length * unit)
+            first, second = (_piece(parameter, state, kind, run) for kind in ("exp_avg", "exp_avg_sq"))
+            yield Segment(weight[run], gradient[run], first, second, count)
 
     def _run(self, group: dict[str, Any], batch: list[Segment]) -> None:
-        device, count, sizes = batch[0].weight.device, batch[0].step, [len(segment.weight) for segment in batch]
-        scratch = torch.empty(2, sum(sizes), dtype=torch.float32, device=device)
-        first, second = (list(row.split(sizes)) for row in scratch)
-        torch._foreach_copy_(first, [segment.first for segment in batch])
-        torch._foreach_copy_(second, [segment.second for segment in batch])
+        device, count = batch[0].weight.device, batch[0].step
+        kept = [[segment.first for segment in batch], [segment.second for segment in batch]]
+        first, second = wide = [_widened(moments) for moments in kept]
         beta1, beta2 = group["betas"]
         self.function(
             [segment.weight for segment in batch],
@@ -113,19 +131,27 @@ class NarrowAdam(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        first, second = (list(row.split(sizes)) for row in self._rounded(scratch, sizes, count))
-        torch._foreach_copy_([segment.first.view(torch.int16) for segment in batch], first)
-        torch._foreach_copy_([segment.second.view(torch.int16) for segment in batch], second)
+        for moments, values in zip(kept, wide, strict=True):
+            self._keep(moments, values, count, codes_follow(beta1, beta2))
 
-    def _rounded(self, scratch: Tensor, sizes: list[int], step: int) -> Tensor:
-        """(2, total) float32, changed in place -> int16 bits of bfloat16, the upper halves of the float32 ones.
+    def _keep(self, moments: list[Any], values: list[Tensor], step: int, nearest: bool) -> None:
+        """Round float32 values, which may be changed, to what is kept; moments in float32 are their own values.
 
-        Adding random bits to the lower half carries into the upper half with a probability equal to its value.
+        bfloat16 is the upper half of float32: adding random bits to the lower half carries into the upper half with a
+        probability equal to its value.
         """
-        bits = self._random_bits(step, scratch.device)
-        for row in scratch.view(torch.int32):
-            torch._foreach_add_(list(row.split(sizes)), [bits[:size] for size in sizes])
-        return scratch.view(torch.int16)[:, 1::2]
+        if moments[0].dtype == torch.float32:
+            return
+        bits = self._random_bits(step, values[0].device)
+        if isinstance(moments[0], Coded):
+            for coded, value in zip(moments, values, strict=True):
+                chance = bits[: value.numel()].view(coded.codes.shape).float() / (1 << 16)
+                coded.keep(value, None if nearest else chance)
+            return
+        torch._foreach_add_([value.view(torch.int32) for value in values], [bits[: len(value)] for value in values])
+        torch._foreach_copy_(
+            [moment.view(torch.int16) for moment in moments], [value.view(torch.int16)[1::2] for value in values]
+        )
 
     def _random_bits(self, step: int, device: torch.device) -> Tensor:
         """Integers below 2^16, one sequence per step, as long as the longest segment."""
@@ -137,8 +163,42 @@ class NarrowAdam(torch.optim.Optimizer):
         return self._noise[1]
 
 
+def _piece(parameter: nn.Parameter, state: dict[str, Tensor], kind: str, run: slice) -> Moment:
+    """Elements of this rank's shard of a moment, as a view; of codes whole rows."""
+    held = local(state[kind])
+    if kind + SCALES not in state:
+        return held.view(-1)[run]
+    width, scales = held.shape[-1], local(state[kind + SCALES])
+    rows, block = slice(run.start // width, run.stop // width), block_of(width, parameter.shape[-1])
+    return Coded(held.view(-1, width)[rows], scales.view(-1, scales.shape[-1])[rows], block)
+
+
+def keep_moment(parameter: nn.Parameter, state: dict[str, Tensor], kind: str, values: Tensor) -> None:
+    """Put values, float32 in the shape of this rank's shard, into codes: to the nearest, a few rows at a time."""
+    width, flat = values.shape[-1], values.view(-1)
+    length = max(1, SCRATCH[values.device.type] // max(1, width)) * width
+    for start in range(0, len(flat), max(1, length)):
+        moment = _piece(parameter, state, kind, slice(start, start + length))
+        assert isinstance(moment, Coded)
+        moment.keep(flat[start : start + length])
+
+
+def _widened(moments: list[Any]) -> list[Tensor]:
+    """Flat, in float32: copies of narrow moments, float32 ones themselves."""
+    if moments[0].dtype == torch.float32:
+        return moments
+    if isinstance(moments[0], Coded):
+        return [coded.values().view(-1) for coded in moments]
+    sizes = [len(moment) for moment in moments]
+    scratch = torch.empty(sum(sizes), dtype=torch.float32, device=moments[0].device)
+    values = list(scratch.split(sizes))
+    torch._foreach_copy_(values, moments)
+    return values
+
+
 def _fits(batch: list[Segment], segment: Segment) -> bool:
-    """Whether one call of Adam can take it too: it has one step count, one device and the scratch's size."""
+    """Whether one call of Adam can take it too: it has one step count, device and type, and the scratch's size."""
     length = sum(len(held.weight) for held in (*batch, segment))
     same = batch[0].step == segment.step and batch[0].weight.device == segment.weight.device
+    same = same and batch[0].first.dtype == segment.first.dtype
     return same and length <= SCRATCH[segment.weight.device.type]
