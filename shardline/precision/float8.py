@@ -135,11 +135,11 @@ def weight_gradient(gradients: Rows, rows: Rows, recipe: Recipe, dtype: torch.dt
 
 def linear(x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
     """x (..., K) times the transpose of weight (N, K), in the type of x."""
-    out: Tensor = _Linear.apply(x.flatten(0, -2), weight, *recipe)
+    out: Tensor = _Float8Linear.apply(x.flatten(0, -2), weight, *recipe)
     return out.unflatten(0, x.shape[:-1])
 
 
-class _Linear(torch.autograd.Function):
+class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, emulate: bool) -> Tensor:
         ctx.recipe = Recipe(name, emulate)

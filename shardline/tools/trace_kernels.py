@@ -41,7 +41,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     (
         "matrix products",
         r"nvjet|gemm|gemv|cutlass|xmma|cublas|splitk|matmul|^triton_tem_|shardline::\w*linear"
-        r"|^aten::(mm|addmm|bmm|baddbmm|linear|_?grouped_mm|_scaled_mm)",
+        r"|^aten::(mm|addmm|bmm|baddbmm|linear|_?grouped_mm|_scaled_mm|_scaled_grouped_mm)|mkldnn::_linear",
     ),
     (
         "casts and copies",

@@ -144,6 +144,7 @@ class OldOnOneRank(Ring):
     """Rank 1 does not wait, and finds what came in the run before the last."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.last: dict[Any, list[Any]] = {}
 
     def gather_linear(self, x: Any, weights: Any, axis: str, chunks: int) -> Any:

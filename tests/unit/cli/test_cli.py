@@ -80,7 +80,7 @@ def test_each_command_explains_itself(run, name):
         (["train", "a.toml", "b.toml"], "unexpected argument 'b.toml'"),
         (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
         (
-            ["train", "--preset", "llama3_70b"],
+            ["train", "--preset", "demo", "--fault_tolerance.enable"],
             "is not built yet",
         ),
         (["config", "--model.flavor=9B"], "command line: model.flavor = '9B': llama3 has no such flavor"),
