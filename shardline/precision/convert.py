@@ -148,7 +148,7 @@ def _check_names(arch: Architecture, key: str, names: list[str]) -> None:
     for name in names:
         if name not in absent and not any(name in one for one in known):
             endings = sorted({one.rpartition(".")[2] for one in known})
-            raise ConfigError(f"{key}: no module is named {name!r}{nearest(name, endings)}")
+            raise ConfigError(f"{key}: no module is named {name!r}{nearest(name.rpartition('.')[2], endings)}")
 
 
 def converted_modules(model: Decoder, recipes: dict[Block, BlockRecipes]) -> list[str]:
