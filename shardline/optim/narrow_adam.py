@@ -42,7 +42,7 @@ def adam_state(
 
 
 def int8_state(parameter: Tensor) -> dict[str, Tensor]:
-    """As `adam_state`, with codes in place of a matrix's moments, and the scales of their blocks."""
+    """The state of `adam_state`, with codes in place of a matrix's moments, and the scales of their blocks."""
     if parameter.ndim < 2:
         return adam_state(parameter)
     state = {"step": torch.zeros((), dtype=torch.float32)}

@@ -49,7 +49,7 @@ def _through(
     w13: Tensor,
     w2: Tensor,
 ) -> Tensor:
-    """As `expert_feed_forward` of models/experts/rows.py."""
+    """What `expert_feed_forward` of models/experts/rows.py computes, with the given products."""
     rows = x if sorting is None else Spread.apply(x, *sorting)
     product = linear(rows, w13.flatten(1, 2), ends)
     out: Tensor = linear(swiglu(product, weights), w2, ends)

@@ -103,7 +103,7 @@ FLOAT32 = Tolerances()
 # Measured at a learning rate of 1e-3: 3e-5, 5e-4, 6e-3, 5e-3; cutting the batch alone, on one process, costs as much.
 BFLOAT16 = Tolerances(loss=2e-4, grad_norm=3e-3, gradient=2e-2, parameter=2e-2)
 # Float8 keeps 4 bits of each number: one that lies near the border between two is rounded up in one layout and down in
-# another, since it comes from sums that were taken in another order.
+# another, since it comes from sums that were taken in another order. Seen: norms 7.6e-3 apart in step 10 (ZBV with TP).
 FLOAT8 = Tolerances(loss=1e-3, grad_norm=2e-2, gradient=2e-2, parameter=2e-2)
 # In bfloat16 the numbers that are rounded differ in their eighth bit already: one in 16 is rounded the other way.
 FLOAT8_OF_BFLOAT16 = Tolerances(loss=1e-3, grad_norm=2e-2, gradient=8e-2, parameter=2e-2)

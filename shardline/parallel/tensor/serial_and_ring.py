@@ -35,9 +35,6 @@ class Needs(NamedTuple):
     weights: bool = True
 
 
-EVERY = slice(None)
-
-
 class Arithmetic:
     """How rows are multiplied: here in their own type. Float8Arithmetic has the same methods.
 
