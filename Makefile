@@ -42,6 +42,7 @@ style: .venv/.dev
 docs: .venv/.core  ## write the generated pages under docs/ again
 	$(BIN)/shardline config --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
 	$(BIN)/shardline config --compatibility > docs/new && mv docs/new docs/compatibility.md
+	$(BIN)/shardline config --axolotl > docs/new && mv docs/new docs/axolotl-keys.md
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11, 3.12 or 3.13 is needed (make PYTHON=/path/to/python3.11 ...)"; exit 2; }

@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py                              # whole steps of Llama 3 on one GPU (case bf16)
     python benchmarks/compare.py --cases moe,float8-rowwise   # --list names all cases
+    python benchmarks/compare.py --trainers shardline,torchtitan   # without the others
     python benchmarks/compare.py --cases cpu-demo             # the only one that needs no GPU
     python benchmarks/compare.py -- --training.max_norm=0.5   # flags after -- go to the runs of Shardline
 
@@ -106,6 +107,7 @@ COMPILED = ("--compile.enable",)
 FULL = (*COMPILED, "--activation_checkpoint.mode=full")
 SELECTIVE = (*COMPILED, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 OURS_AND_TITAN = ("shardline", "torchtitan")
+TRAINERS = (*OURS_AND_TITAN, "trainer", "loop")
 
 
 def float8(recipe: str) -> tuple[str, ...]:
@@ -475,11 +477,15 @@ def about() -> dict[str, str]:
     return {"machine": device_name(here()), **versions}
 
 
-def compare(names: list[str], steps: int, extra: list[str], limit: float) -> Iterator[dict[str, Any]]:
+def compare(
+    names: list[str], steps: int, extra: list[str], limit: float, trainers: list[str]
+) -> Iterator[dict[str, Any]]:
     """The results of the cases, each as soon as it is there."""
     for name in names:
         with tempfile.TemporaryDirectory() as caches:
             for run in CASES[name]:
+                if run.trainer not in trainers:
+                    continue
                 count = steps if run.cache == "as it was" else FIRST_STEP_STEPS
                 found = measure(run, count, extra, limit, Path(caches, run.trainer))
                 shape = {"model": run.model.label, "seq_len": run.model.seq_len, "batch": run.model.batch}
@@ -499,9 +505,18 @@ def chosen_cases(text: str) -> list[str]:
     return names
 
 
+def chosen_trainers(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in TRAINERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no trainer is named {unknown[0]!r}; there are {', '.join(TRAINERS)}")
+    return names
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=chosen_cases, help="comma list; bf16 on a GPU, cpu-demo elsewhere")
+    parser.add_argument("--trainers", type=chosen_trainers, default=list(TRAINERS), help="comma list; all by default")
     parser.add_argument("--list", action="store_true", help="name the cases and their runs")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--limit", type=float, default=280, help="seconds that one run may take")
@@ -519,7 +534,7 @@ def main() -> None:
         return
     machine, results = about(), []
     names = options.cases or ["bf16" if here().type == "cuda" else "cpu-demo"]
-    for result in compare(names, options.steps, options.extra, options.limit):
+    for result in compare(names, options.steps, options.extra, options.limit, options.trainers):
         print(json.dumps({**result, **machine}), flush=True)
         results.append(result)
     print(f"\n{table(results)}\n\nRatios are the first run's number over that of the row.")

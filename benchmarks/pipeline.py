@@ -36,7 +36,7 @@ from shardline.comm.mesh import Mesh, stop_process_group
 from shardline.config.layout import Layout
 from shardline.config.names import SCHEDULES
 from shardline.models.decoder import Stage
-from shardline.models.linear import linear
+from shardline.models.products.linear import linear
 from shardline.parallel.pipeline.executor import MicroBatch, Pipeline, idle_share
 from shardline.parallel.pipeline.schedules import build_schedule, theoretical_bubble
 from shardline.parallel.pipeline.stages import PipelinePlan

@@ -2,17 +2,54 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from shardline.checkpoint.format import Saved
-from shardline.config.schema import Config
-from shardline.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_file
+from shardline.config.schema import Config, Data
+from shardline.data.formats.template import FROM_TOKENIZER, choose_template, without_generation
+from shardline.data.tokenizer import BYTES, JsonTokenizer, Tokenizer, load_tokenizer, tokenizer_file
 from shardline.models.huggingface.config import read_config
+from shardline.models.huggingface.files import copy_assets
+from shardline.storage.atomic import write_atomically
+
+OWN = "tokenizer"  # folder of a run's own tokenizer, inside the run's folder
+
+
+def changes_tokenizer(config: Config) -> bool:
+    """Whether a run adds tokens or a chat template to the tokenizer that it was given."""
+    data = config.data
+    return bool(data.added_tokens or data.special_tokens or (data.sources and has_template(data)))
+
+
+def has_template(section: Data) -> bool:
+    """Whether `[data]` names a chat template of its own."""
+    given = section.chat_template or ("jinja" if section.chat_template_jinja else "")
+    return bool(given) and not given.startswith(FROM_TOKENIZER)
+
+
+def write_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """Keep the tokenizer with the tokens and the template of the run; exports take it from there."""
+    if not changes_tokenizer(config) or not isinstance(tokenizer, JsonTokenizer):
+        return
+    folder = Path(config.job.dump_folder or ".") / OWN
+    folder.mkdir(parents=True, exist_ok=True)
+    copy_assets(tokenizer.file.parent, folder)
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer_config.json"
+    settings = read_config(folder, file.name) if file.is_file() else {}
+    write_atomically(file, json.dumps(settings | tokenizer.special_tokens, indent=2, ensure_ascii=False))
+    if has_template(config.data):
+        text = choose_template(config.data.chat_template, config.data.chat_template_jinja, tokenizer).text
+        write_atomically(folder / "chat_template.jinja", without_generation(text))
 
 
 def tokenizer_of_run(config: Config) -> str:
     """The tokenizer a run uses, as its checkpoints record it: "bytes" or an absolute path."""
+    own = Path(config.job.dump_folder or ".") / OWN
+    if changes_tokenizer(config) and (own / "tokenizer.json").is_file():
+        return str(own.resolve())
     given = config.model.tokenizer_path or config.model.hf_assets_path
     return BYTES if given == BYTES or tokenizer_file(Path(given)) is None else str(Path(given).resolve())
 

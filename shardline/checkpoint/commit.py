@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from shardline.adapters.lora import trained_shapes
+from shardline.adapters.peft_files import write_peft
 from shardline.checkpoint import format as files
 from shardline.checkpoint.assets import assets_at, special_tokens
 from shardline.checkpoint.background import Cancelled, SaveActivity
@@ -37,11 +39,10 @@ from shardline.checkpoint.staging import Staging
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.comm.store import connect_store
-from shardline.config.architecture import Architecture
 from shardline.config.schema import Checkpoint
 from shardline.errors import UserError
-from shardline.models.fused_weights import logical_shapes
-from shardline.models.huggingface.files import write_hf
+from shardline.models.decoder import Decoder
+from shardline.models.huggingface.files import copy_assets, write_hf
 from shardline.storage.atomic import sync_folder
 from shardline.storage.blocks import record_file
 from shardline.storage.crash_points import reach
@@ -146,9 +147,10 @@ class CheckpointWriter:
     """This rank's part in saves; `write` runs in a background thread."""
 
     def __init__(
-        self, section: Checkpoint, arch: Architecture, mesh: Mesh, mirror: Mirror | None, staging: Staging | None
+        self, section: Checkpoint, model: Decoder, mesh: Mesh, mirror: Mirror | None, staging: Staging | None
     ) -> None:
-        self.section, self.arch, self.mesh, self.mirror, self.staging = section, arch, mesh, mirror, staging
+        self.arch, self.shapes, self.how = model.arch, trained_shapes(model), model.adaptation
+        self.section, self.mesh, self.mirror, self.staging = section, mesh, mirror, staging
         self._scratch = Scratch()
         self._shard = files.shard_name(mesh.rank, mesh.world_size)
         self._messages: Messages | None = None
@@ -256,27 +258,36 @@ class CheckpointWriter:
 
     def _manifest(self, save: Save, partial: Path, merged: Merged) -> dict[str, Any]:
         written = {name.removeprefix("model/") for name in merged.tensors if name.startswith("model/")}
-        differing = sorted(written ^ logical_shapes(self.arch).keys())
+        differing = sorted(written ^ self.shapes.keys())
         if differing:
             raise RuntimeError(f"ranks wrote other tensors than the model has: {listed(differing)}")
         recorded, tensors = merged.files, merged.tensors
         if save.hf_dtype is not None:
-            recorded, tensors = self._to_hf(partial, merged, save.hf_dtype, save.trainer["tokenizer"]), {}
+            recorded, tensors = self._to_hf(partial, merged, save.hf_dtype, save.trainer), {}
         trainer = {**save.trainer, "rng": merged.rng}
         ranks, layout = self.mesh.world_size, asdict(self.mesh.layout)
         return files.manifest(save.step, save.kind, self.arch, trainer, recorded, tensors, ranks, layout)
 
-    def _to_hf(self, partial: Path, merged: Merged, dtype: torch.dtype, tokenizer: str) -> dict[str, Any]:
-        """Turn the shards into a Hugging Face folder, one tensor at a time; returns the records of its files."""
+    def _to_hf(self, partial: Path, merged: Merged, dtype: torch.dtype, trainer: dict[str, Any]) -> dict[str, Any]:
+        """Turn the shards into a Hugging Face folder, one tensor at a time; returns the records of its files.
+
+        What a run with LoRA has trained becomes an adapter in the format of `peft`.
+        """
         weights = TensorView(ShardFiles(partial, merged.files, merged.tensors), "model/")
-        records = write_hf(
-            entries_from(weights, logical_shapes(self.arch)),
-            self.arch,
-            partial / "hf",
-            dtype,
-            assets_from=assets_at(tokenizer),
-            special_tokens=special_tokens(tokenizer),
-        )
+        assets = assets_at(trainer["tokenizer"])
+        if self.how is not None:
+            records = write_peft(partial / "hf", weights, self.how, self.arch, trainer["lora"]["base"]["path"] or None)
+            if assets is not None:
+                copy_assets(assets, partial / "hf")
+        else:
+            records = write_hf(
+                entries_from(weights, self.shapes),
+                self.arch,
+                partial / "hf",
+                dtype,
+                assets_from=assets,
+                special_tokens=special_tokens(trainer["tokenizer"]),
+            )
         for name in merged.files:
             (partial / name).unlink()
         for path in sorted((partial / "hf").iterdir()):

@@ -12,8 +12,9 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from shardline.adapters.peft_files import write_peft
 from shardline.checkpoint import format as files
 from shardline.checkpoint.assets import (
     assets_at,
@@ -24,6 +25,7 @@ from shardline.checkpoint.assets import (
 )
 from shardline.checkpoint.commit import publish, put_in_place
 from shardline.checkpoint.fetch import local_path
+from shardline.checkpoint.lora.adapter import Adapter, find_adapter
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
@@ -112,14 +114,25 @@ def export(
     dtype: str | None = None,
     overwrite: bool = False,
     max_shard_size: str | None = None,
+    merge: bool = False,
+    base: str | None = None,
 ) -> int:
-    """Write a checkpoint's weights as a Hugging Face folder or as one consolidated safetensors file."""
+    """Write a checkpoint's weights as a Hugging Face folder or as one consolidated safetensors file.
+
+    What a run with LoRA has trained becomes an adapter in the format of `peft`; with `merge`, the whole model.
+    """
     if format not in ("hf", "consolidated"):
         raise UserError(f"--format {format}: expected hf or consolidated")
     if max_shard_size is not None and format != "hf":
         raise UserError("--max-shard-size is for --format hf: a consolidated export is one file")
     limit = size_of(max_shard_size or "5GB")
-    saved, out, wanted = _find(local_path(checkpoint)), Path(out).resolve(), DTYPES[dtype] if dtype else None
+    path, out, wanted = local_path(checkpoint), Path(out).resolve(), DTYPES[dtype] if dtype else None
+    adapter = find_adapter(path, base)
+    if adapter is not None:
+        return _export_adapter(adapter, path, out, format, wanted, overwrite, limit, merge)
+    if merge:
+        raise UserError(f"--merge is for adapters: {path} holds a whole model, which is exported as it is")
+    saved = _find(path)
     if saved.is_hf:  # others are verified as they are read
         saved.verify()
     entries = _entries(saved.weights(), saved.architecture, wanted)
@@ -134,12 +147,48 @@ def export(
                 special_tokens=special_tokens(tokenizer_of_checkpoint(saved)),
             )
         else:
-            partial.mkdir()
-            write_tensors(partial / CONSOLIDATED, entries)
-            architecture = json.dumps(saved.architecture.model_dump(mode="json"), indent=1)
-            (partial / "architecture.json").write_text(architecture + "\n")
+            _write_consolidated(partial, entries, saved.architecture)
         put_in_place(partial, out)
     print(f"exported step {saved.step} ({parameter_count(saved.architecture):,} parameters) to {out}")
+    return 0
+
+
+def _write_consolidated(partial: Path, entries: list[Entry], arch: Architecture) -> None:
+    partial.mkdir()
+    write_tensors(partial / CONSOLIDATED, entries)
+    (partial / "architecture.json").write_text(json.dumps(arch.model_dump(mode="json"), indent=1) + "\n")
+
+
+def _export_adapter(
+    adapter: Adapter,
+    source: Path,
+    out: Path,
+    format: str,
+    dtype: torch.dtype | None,
+    overwrite: bool,
+    limit: int,
+    merge: bool,
+) -> int:
+    """Write an adapter in the format of `peft`, or the model that it makes of its frozen weights."""
+    assets = assets_at(adapter.tokenizer)
+    if not merge and (format != "hf" or dtype is not None):
+        raise UserError("--format and --dtype are for whole models: give --merge, or leave them out for the adapter")
+    with _new_folder(out, overwrite, source=source) as partial:
+        if merge:
+            tensors, architecture = adapter.merged()
+            entries = _entries(tensors, architecture, dtype)
+        if merge and format == "hf":
+            options: dict[str, Any] = {"assets_from": assets, "special_tokens": special_tokens(adapter.tokenizer)}
+            write_hf(entries, architecture, partial, max_shard_bytes=limit, **options)
+        elif merge:
+            _write_consolidated(partial, entries, architecture)
+        else:
+            write_peft(partial, adapter.tensors, adapter.how, adapter.architecture, adapter.base.path or None)
+            if assets is not None:
+                copy_assets(assets, partial)
+        put_in_place(partial, out)
+    what = "the merged model" if merge else "the adapter"
+    print(f"exported {what} of step {adapter.step} to {out}")
     return 0
 
 
@@ -191,5 +240,6 @@ def _check_place(out: Path, overwrite: bool, source: Path) -> None:
         return
     if not overwrite:
         raise UserError(f"{out} exists and is not empty: name another folder, or give --overwrite")
-    if not any((out / name).is_file() for name in ("manifest.json", "config.json", CONSOLIDATED)):
+    known = ("manifest.json", "config.json", "adapter_config.json", CONSOLIDATED)
+    if not any((out / name).is_file() for name in known):
         raise UserError(f"{out} is no checkpoint and no exported model: --overwrite does not replace it")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from shardline.adapters.lora import trained_parameters
+from shardline.adapters.peft_files import open_peft
 from shardline.checkpoint.format import Saved
+from shardline.checkpoint.lora.base import changed, recorded, recorded_base
 from shardline.checkpoint.reader import ShardFiles
 from shardline.checkpoint.shards import Place, TensorPiece, cut, place_of, put, whole_place
 from shardline.config.architecture import Architecture
@@ -13,19 +16,39 @@ from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import logical_names
-from shardline.models.state import check_names, load_logical_state
+from shardline.models.state import Parameters, check_names, check_shapes, load_logical_state
 from shardline.optim.int8_moments import SCALES, decode, spread, stored_block
 from shardline.optim.state import SavedState, prepare_state
 
 
 def load_model(saved: Saved, model: Decoder) -> None:
+    """Fill a model from a checkpoint; with LoRA, what is trained of it from a checkpoint that holds just that."""
+    how = model.adaptation
+    if how is None:
+        load_weights(saved, model)
+        return
+    differing = changed(saved.trainer.get("lora", {}), recorded(how, recorded_base(saved)))
+    if differing:
+        raise UserError(f"{saved.path} is of another adapter ({', '.join(differing)}); set these as they were")
+    if saved.is_hf:
+        _, tensors = open_peft(saved.path, model.arch)
+        load_logical_state(trained_parameters(model), tensors, strict=False)
+        return
+    check_shapes(how.shapes(model.arch), set(saved.tensors("model/")))
+    for name, parameter in trained_parameters(model).named_parameters():
+        _fill(saved.shards, "model/", _pieces(model.arch, name, parameter), parameter)
+
+
+def load_weights(saved: Saved, model: Parameters) -> None:
+    """Fill parameters from a checkpoint of the whole model."""
+    if saved.trainer.get("lora") is not None:
+        raise UserError(f"{saved.path} holds an adapter, not a whole model; `shardline export --merge` makes one")
     if saved.is_hf:
         load_logical_state(model, saved.weights())
         return
-    shards = saved.shards
     check_names(model.arch, set(saved.tensors("model/")))
     for name, parameter in model.named_parameters():
-        _fill(shards, "model/", _pieces(model.arch, name, parameter), parameter)
+        _fill(saved.shards, "model/", _pieces(model.arch, name, parameter), parameter)
 
 
 def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimizer) -> None:

@@ -14,23 +14,32 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shardline.adapters.base_weights import RoundedTensors, fill_quantized
+from shardline.adapters.lora import own_parameters, trained_parameters
+from shardline.adapters.peft_files import open_peft
+from shardline.adapters.start import draw_matrices, set_magnitudes
 from shardline.checkpoint import format as files
 from shardline.checkpoint.fetch import local_path
 from shardline.checkpoint.format import Found, Saved
 from shardline.checkpoint.load import load_model, load_optimizer
+from shardline.checkpoint.lora.adapter import base_tensors
+from shardline.checkpoint.lora.base import Base, check_same, fill_base, recorded_base, recorded_reference
 from shardline.checkpoint.reader import ShardFiles
 from shardline.comm import watchdog
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import TABLES, Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError, blame
+from shardline.models.added_rows import AddedRows
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import logical_shapes
+from shardline.models.huggingface.config import architecture_from_hf
 from shardline.models.huggingface.files import read_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
 from shardline.storage.blocks import Damaged
 from shardline.storage.location import is_url, locate
+from shardline.storage.safetensors import LazyTensors
 
 log = logging.getLogger("shardline")
 
@@ -44,6 +53,7 @@ class RunPosition:
     tokens: int = 0
     schedule_start: int = 0  # the step at which the learning-rate schedule began; below 0 where steps count anew
     validated: int = 0  # samples of each validation
+    loss_scale: tuple[float, int] = (0.0, 0)  # of float16: factor, good steps
     excluded: tuple[str, ...] = ()  # checkpoint.exclude_from_loading when this run was started
 
 
@@ -78,21 +88,54 @@ class Start:
     total_steps: int
     mesh: Mesh
     load_extra: Callable[[ShardFiles], None] = lambda shards: None  # state besides weights and optimizer
+    base: Base | None = None  # with LoRA or a copy: the frozen weights
     found: list[Found] | None = None  # what rank 0 has listed in the folder; None: not yet
+    copy: Decoder | None = None  # of the model as it begins, for pairs to be compared by
     _damages: list[str] = field(default_factory=list)  # of checkpoints that were tried
 
     def run(self, resume: bool, seed: int) -> tuple[RunPosition, bool]:
         """Give the model its weights; returns how far the run is, and whether it had already finished."""
         position = RunPosition(excluded=tuple(sorted(set(self.config.checkpoint.exclude_from_loading))))
+        if self.copy is not None and self.base is not None:
+            self._fill_base(self.base, self.copy)
         if resume:
             return position, self._resume(position, seed)
-        if not self._load_initial(position, seed):
+        if self._adapts and self.base is not None:
+            self._fill_base(self.base, self.model)
+            self._start_adapter(seed)
+        elif not self._load_initial(position, seed):
             self._draw(seed)
         return position, False
 
     def _draw(self, seed: int) -> None:
         init_weights(self.model, seed)
         log.info("weights drawn from seed %d", seed)
+
+    # ---- LoRA --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _adapts(self) -> bool:
+        return self.model.adaptation is not None
+
+    def _fill_base(self, base: Base, model: Decoder) -> None:
+        """Give a model its frozen weights."""
+        with blame("checkpoint.initial_load_path" if base.path else "debug.seed"):
+            fill_base(own_parameters(model), base)
+            tensors = RoundedTensors(model, base_tensors(base, model.arch))
+            fill_quantized(model, tensors.tensors)
+        set_magnitudes(model, tensors)
+        log.info("frozen weights from %s", base.words if base.path else f"seed {base.seed}: they are random")
+
+    def _start_adapter(self, seed: int) -> None:
+        """Draw what is trained, or read it from the folder of an adapter."""
+        given = self.config.lora.adapter_path
+        if given is None:
+            draw_matrices(self.model, seed)
+            return
+        with blame("lora.adapter_path"):
+            _, tensors = open_peft(Path(given), self.model.arch)
+            load_logical_state(trained_parameters(self.model), tensors, strict=False)
+        log.info("adapter from %s", given)
 
     def last_step(self, position: RunPosition) -> int:
         """The step at which a run that is this far ends."""
@@ -177,6 +220,8 @@ class Start:
                 f"{socket.gethostname()} has no {name} in {self.folder}:"
                 " checkpoints must be on a disk that all machines share"
             )
+        if self.base is not None and (known := recorded_reference(saved)) is not None:
+            check_same(known, self.base, saved.path)
         left_out = self._left_out(saved)
         if "train_state" in left_out:
             raise UserError(
@@ -233,7 +278,7 @@ class Start:
         if section.initial_load_in_hf:
             path = Path(section.initial_load_path or self.config.model.hf_assets_path)
             with blame("checkpoint.initial_load_path" if section.initial_load_path else "model.hf_assets_path"):
-                load_logical_state(self.model, read_hf(path, self.model.arch))
+                load_logical_state(self.model, self._weights_in(path))
         else:
             saved = self._initial_checkpoint(self._initial_path(str(section.initial_load_path)))
             path = saved.path
@@ -255,6 +300,16 @@ class Start:
                 )
         log.info("initial weights from %s", path)
         return True
+
+    def _weights_in(self, folder: Path) -> LazyTensors:
+        """The weights of a Hugging Face folder, with rows for tokens that `[data]` adds to its vocabulary."""
+        arch, added = self.model.arch, bool(self.config.data.added_tokens or self.config.data.special_tokens)
+        stored = architecture_from_hf(folder).vocab_size if added and (folder / "config.json").is_file() else 0
+        if not 0 < stored < arch.vocab_size:
+            return read_hf(folder, arch)
+        rows = arch.vocab_size - stored
+        log.info("%d rows for added tokens, each the mean of the %d rows in %s", rows, stored, folder)
+        return AddedRows(read_hf(folder, arch.model_copy(update={"vocab_size": stored})), stored, rows)
 
     def _initial_checkpoint(self, path: Path) -> Saved:
         try:
@@ -294,7 +349,14 @@ class Start:
     def _load(self, saved: Saved, position: RunPosition, seed: int, excluded: set[str], *, model_only: bool) -> None:
         if excluded:
             log.info("not loaded because of checkpoint.exclude_from_loading: %s", ", ".join(sorted(excluded)))
-        if "model" in excluded:
+        if self.base is not None and self._adapts and "model" not in excluded:
+            check_same(recorded_base(saved), self.base, saved.path)
+            self._fill_base(self.base, self.model)
+            load_model(saved, self.model)
+        elif self.base is not None and self._adapts:
+            self._fill_base(self.base, self.model)
+            self._start_adapter(seed)
+        elif "model" in excluded:
             self._draw(seed)
         else:
             load_model(saved, self.model)
@@ -308,6 +370,7 @@ class Start:
         if "train_state" not in excluded:
             position.step, position.tokens = trainer["step"], trainer["tokens"]
             position.validated = trainer.get("validated", 0)
+            position.loss_scale = tuple(trainer.get("loss_scale", position.loss_scale))
             set_rng_state(self._rng(saved))
         scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]
         position.schedule_start = position.step - scheduled
@@ -405,6 +468,9 @@ def _changes(a: Architecture, b: Architecture) -> str:
     return ", ".join(f"{name}: {before.get(name)} -> {after.get(name)}" for name in names)
 
 
+_NOT_COMPUTED = ("dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path", "use_cache")
+
+
 def _computed(arch: Architecture) -> dict[str, Any]:
     """The fields on which the output depends, those of tables by `table.field`."""
     free = {"attn_backend", "init_std", "max_seq_len", "moe.aux_loss_coeff", "moe.z_loss_coeff"}
@@ -413,6 +479,9 @@ def _computed(arch: Architecture) -> dict[str, Any]:
         value = getattr(arch, name)
         fields = type(value).model_fields if name in TABLES and value is not None else ()
         found |= {f"{name}.{field}": getattr(value, field) for field in fields} or {name: value}
+    if arch.foreign is not None:  # each key of config.json by itself; `shapes` follow from them
+        found["foreign"] = None
+        found |= {f"config.{key}": value for key, value in arch.foreign.config.items() if key not in _NOT_COMPUTED}
     if "moe.balance_coeff" in found:
         found["moe.balance_coeff"] = found["moe.balance_coeff"] > 0  # whether there are biases, not how they move
     return {name: value for name, value in found.items() if name not in free}

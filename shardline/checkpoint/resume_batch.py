@@ -70,7 +70,7 @@ def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Co
     local, size = config.training.local_batch_size, saved.size
     if size % (local * ranks) == 0:
         log.info("%s", batch_line(config, saved, ranks))
-        return config.replace({"training.global_batch_size": size})
+        return config.replace({"training.global_batch_size": size, "training.gradient_accumulation_steps": None})
     remedies = []
     each = size // ranks if size % ranks == 0 else 0  # samples per rank and step
     sizes = [number for number in range(1, each + 1) if each % number == 0 and _can_run(config, number, plan)]

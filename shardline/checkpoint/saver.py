@@ -23,6 +23,7 @@ from shardline.checkpoint import format as files
 from shardline.checkpoint.assets import tokenizer_of_run
 from shardline.checkpoint.background import Background
 from shardline.checkpoint.commit import CheckpointWriter, Owners, Save
+from shardline.checkpoint.lora.base import Base, recorded
 from shardline.checkpoint.mirror import Mirror
 from shardline.checkpoint.resume import DataIdentity, RunPosition, rng_state
 from shardline.checkpoint.shards import HeldTensor, held_state, held_weights
@@ -54,22 +55,27 @@ class Saver:
         identity: DataIdentity,
         mesh: Mesh,
         mirror: Mirror | None = None,
+        base: Base | None = None,
         extra: Callable[[], list[HeldTensor]] = list,
     ) -> None:
-        """`mirror` is rank 0's alone; `extra` returns what to save besides weights and optimizer state."""
+        """`mirror` is rank 0's alone; `base` are the frozen weights of LoRA or of a reference.
+
+        `extra` returns what to save besides weights and optimizer state.
+        """
         self.config, self.section, self.mesh, self.mirror = config, config.checkpoint, mesh, mirror
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
+        self.base = base
         self.saved_step = 0
         self._extra = extra
         self._saves = why_not_saved(config) is None
         if self._saves:
             self._check_folder()
-        if self.section.enable and self.section.last_save_in_hf:
+        if self.section.enable and self.section.last_save_in_hf and model.arch.foreign is None:
             export_family(model.arch)  # an architecture that no family has is refused before the first step
         self._owners = Owners(mesh)
         self._background = Background(self.section.save_timeout_seconds, mesh.rank)
         self._staging = self._make_staging()
-        self._writer = CheckpointWriter(self.section, model.arch, mesh, mirror, self._staging)
+        self._writer = CheckpointWriter(self.section, model, mesh, mirror, self._staging)
         self._number = 0
 
     def _check_folder(self) -> None:
@@ -94,7 +100,7 @@ class Saver:
 
     def is_due(self, step: int, total_steps: int) -> bool:
         first = self.section.enable_first_step_checkpoint and step == 1
-        return self._saves and (first or step == total_steps or step % self.section.interval == 0)
+        return self._saves and (first or step == total_steps or step % self.section.every(total_steps) == 0)
 
     def save_if_due(
         self,
@@ -222,4 +228,12 @@ class Saver:
             "tokenizer": tokenizer_of_run(self.config),
             "config_sha256": hashlib.sha256(to_toml(self.config).encode()).hexdigest(),
             "torch": torch.__version__,
+            **self._adapter(),
         }
+
+    def _adapter(self) -> dict[str, Any]:
+        """What a manifest says of frozen weights: beside what is trained (LoRA), or as a reference."""
+        how = self.model.adaptation
+        if self.base is None:
+            return {}
+        return {"reference": self.base._asdict()} if how is None else {"lora": recorded(how, self.base)}

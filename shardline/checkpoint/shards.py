@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardline.adapters.lora import trained_parameters
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
@@ -133,10 +134,10 @@ def place_of(tensor: Tensor) -> Place:
 
 
 def held_weights(model: Decoder, dtype: torch.dtype | None = None) -> list[HeldTensor]:
-    """The model's weights; tied ones are there once, under the embedding's name."""
+    """The model's weights, with LoRA the trained ones; tied ones are there once, under the embedding's name."""
     return [
         _held(model.arch, "model/", name, parameter.detach(), None if keeps_type(name) else dtype)
-        for name, parameter in model.named_parameters()
+        for name, parameter in trained_parameters(model).named_parameters()
     ]
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shardline.run.options import TrainOptions
 
 _DTYPE = Option("dtype", f"Convert to {', '.join(DTYPES)}; unset keeps the types.", str, "TYPE", choices=DTYPES)
+_BASE = Option("base", "Of an adapter: where its frozen weights are now.", str, "FOLDER")
 _JSON = Option("json", "Print one JSON object per line.", bool)
 _ITERATIONS = Option("iterations", "Timed calls; unset: as many as fit into half a second.", int, "N", low=1)
 _RENDEZVOUS = (
@@ -39,13 +40,15 @@ def _processes(help: str, default: int | None = None) -> Option:
 _CONFIG_DETAILS = f"""\
 FILE is TOML or YAML. Flags change single keys: --training.steps 100, --training.steps=100, --compile.enable,
 --compile.no_enable; lists are comma separated. `shardline config --comments` explains every key.
---preset NAME starts from a packaged file: {", ".join(preset_names())}."""
+--preset NAME starts from a packaged file:
+{", ".join(preset_names())}."""
 
 
-def load(file: str | None, flags: Sequence[str], *, check_model: bool = False) -> Config:
+def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, download: bool = False) -> Config:
     """The config of a command: loaded, its custom module imported, its combinations checked.
 
-    A rank takes the config of the launcher that started it, which has checked it.
+    A rank takes the config of the launcher that started it, which has checked it. With `download`, a model that is
+    given by its name on the Hub is brought here; without, it is not checked.
     """
     from shardline.config.load import load_config, take_handed_over
     from shardline.config.rules import check
@@ -58,18 +61,25 @@ def load(file: str | None, flags: Sequence[str], *, check_model: bool = False) -
         if handed_over is None:
             check(config)
             if check_model:
-                _check_model(config)
+                config = _check_model(config, download)
     return config
 
 
-def _check_model(config: Config) -> None:
-    """Resolve the flavor and its overrides, unless the model is not built yet."""
+def _check_model(config: Config, download: bool) -> Config:
+    """Resolve the flavor and its overrides, unless the model is not built yet or not here."""
     from shardline.config.rules import pending
+    from shardline.models.huggingface.hub import names_hub_model, with_local_model
 
+    if names_hub_model(config) and not download:
+        name = config.model.hf_assets_path
+        print(f"note: {name} is a model of the Hub, which `shardline train` downloads: not checked", file=sys.stderr)
+        return config
+    config = with_local_model(config)
     if not pending(config).keys() & {"model.name", "model.flavor"}:
         from shardline.models.flavors import resolve
 
         resolve(config.model)
+    return config
 
 
 @contextlib.contextmanager
@@ -105,7 +115,7 @@ def _train(parsed: Parsed) -> int:
         raise UserError("--resume continues a run and --overwrite moves it aside: give one of them")
     if options.world_size is not None and not options.dry_run:
         raise UserError("--world-size is for --dry-run; --nproc starts processes")
-    config = load(parsed.file, parsed.flags, check_model=True)
+    config = load(parsed.file, parsed.flags, check_model=True, download=True)
     with _placing(config):
         if not options.dry_run:
             refuse_pending(config)
@@ -127,6 +137,11 @@ def _config(parsed: Parsed) -> int:
 
         print(compatibility_page(), end="")
         return 0
+    if parsed.options["axolotl"]:
+        from shardline.config.axolotl.table import keys_page
+
+        print(keys_page(), end="")
+        return 0
     from shardline.config.rules import notes
     from shardline.config.write import diff, markdown, to_toml
 
@@ -142,7 +157,7 @@ def _config(parsed: Parsed) -> int:
     config = load(parsed.file, parsed.flags, check_model=True)
     for note in (*config.alias_notes, *notes(config)):
         print(f"note: {note}", file=sys.stderr)
-    print(to_toml(config, comments=parsed.options["comments"]), end="")
+    print(to_toml(config, comments=parsed.options["comments"], sources=True), end="")
     return 0
 
 
@@ -186,6 +201,7 @@ CONFIG = Command(
         Option("diff", "Print the keys in which two files or presets differ.", str, "A B", count=2),
         Option("markdown", "Print the reference page of all keys.", bool),
         Option("compatibility", "Print which features can be combined.", bool),
+        Option("axolotl", "Print what becomes of each key of an Axolotl config.", bool),
     ),
     _config,
     config_flags=True,
@@ -195,6 +211,7 @@ CONFIG = Command(
         "shardline config --preset llama3_8b --training.seq_len=4096 > run.toml",
         "shardline config --comments",
         "shardline config --diff run.toml llama3_8b",
+        "shardline config axolotl.yml > run.toml",
     ),
 )
 
@@ -225,6 +242,15 @@ def _generate(parsed: Parsed) -> int:
     return command(parsed.positionals[0], **parsed.named())
 
 
+def _show(parsed: Parsed) -> int:
+    from shardline.tools.data_show import command
+
+    is_config = parsed.file is None or parsed.file.endswith((".toml", ".yaml", ".yml"))
+    config = load(parsed.file if is_config else None, parsed.flags)
+    with _placing(config):
+        return command(config, None if is_config else parsed.file, **parsed.named())
+
+
 PREPARE = Command(
     "data prepare",
     "Tokenize text into a token store that training reads without copying.",
@@ -242,6 +268,24 @@ PREPARE = Command(
         "shardline data prepare corpus.jsonl store --tokenizer ./llama",
         "shardline data prepare 'shards/*.parquet' store --text-field content",
         "shardline train run.toml --training.dataset_path store",
+    ),
+)
+SHOW = Command(
+    "data show",
+    "Print samples as training reads them, trained tokens coloured, and how many tokens there are.",
+    ("[FILE]",),
+    (
+        Option("samples", "Samples of each source to print.", int, "N", default=3, low=0),
+        Option("type", "Format of a data file, such as alpaca; unset: from its fields.", str, "NAME"),
+    ),
+    _show,
+    config_flags=True,
+    details="FILE: a data file (JSON, JSONL, Parquet), or a config with data.sources; --preset names a packaged one."
+    "\nFlags such as --data.chat_template chatml and --model.tokenizer_path PATH hold for both.",
+    examples=(
+        "shardline data show --preset chat-demo",
+        "shardline data show run.toml --samples 5",
+        "shardline data show chat.jsonl --model.tokenizer_path ./llama --data.chat_template llama3",
     ),
 )
 IMPORT = Command(
@@ -272,6 +316,8 @@ EXPORT = Command(
         _DTYPE,
         Option("max-shard-size", "hf: largest file, such as 500MB or 2GiB; unset: 5GB.", str, "SIZE"),
         Option("overwrite", "Replace OUT.", bool),
+        Option("merge", "Of a run with LoRA: write the whole model, not the adapter.", bool),
+        _BASE,
     ),
     "shardline.checkpoint.convert:export",
     details="CHECKPOINT: a run, a checkpoint, or a URL of one such as s3://bucket/run.",
@@ -324,6 +370,7 @@ GENERATE = Command(
         Option("seed", "Seed of the sampling.", int, "N", default=0, low=0),
         Option("device", "cpu or cuda; unset takes a GPU if there is one.", str, "NAME"),
         Option("tokenizer", "tokenizer.json, its folder, or bytes; unset takes the model's.", str, "PATH"),
+        _BASE,
     ),
     _generate,
     details="FOLDER: a run, a checkpoint, the URL of one such as s3://bucket/run, or a Hugging Face folder.",
@@ -529,7 +576,7 @@ it says; a schedule of --csv must have as many ranks and micro-batches.""",
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
-        *(TRAIN, CONFIG, PREPARE, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
+        *(TRAIN, CONFIG, PREPARE, SHOW, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, TRACE_KERNELS, SCHEDULE),
     )
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -14,6 +14,8 @@ from shardline.registry import nearest
 # The fields that each scaling rule reads besides the factor.
 SCALING_FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
+    "dynamic": (),
+    "longrope": ("original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
@@ -25,7 +27,7 @@ SCALING_FIELDS: dict[str, tuple[str, ...]] = {
 class RopeScaling(Section):
     """How rotary frequencies are scaled beyond the length that a model was first trained with."""
 
-    type: Literal["linear", "llama3", "yarn"] = Field(description="Scaling rule.")
+    type: Literal["linear", "dynamic", "longrope", "llama3", "yarn"] = Field(description="Scaling rule.")
     factor: float = Field(gt=0, description="How many times longer the context becomes.")
     low_freq_factor: float = Field(
         default=1.0, gt=0, description="llama3: wavelengths above original/this are divided."
@@ -33,7 +35,13 @@ class RopeScaling(Section):
     high_freq_factor: float = Field(default=4.0, gt=0, description="llama3: wavelengths below original/this are kept.")
     original_max_position_embeddings: int | None = Field(default=None, ge=1, description="Length before scaling.")
     attention_factor: float | None = Field(
-        default=None, gt=0, description="yarn: scale of cos and sin; unset: derived."
+        default=None, gt=0, description="yarn, longrope: scale of cos and sin; unset: derived."
+    )
+    short_factor: tuple[float, ...] = Field(
+        default=(), description="longrope: divisors of the frequencies of sequences up to the original length."
+    )
+    long_factor: tuple[float, ...] = Field(
+        default=(), description="longrope: divisors of the frequencies of longer sequences."
     )
     beta_fast: float = Field(default=32.0, gt=0, description="yarn: rotations above which a frequency is kept.")
     beta_slow: float = Field(default=1.0, gt=0, description="yarn: rotations below which a frequency is divided.")
@@ -41,8 +49,18 @@ class RopeScaling(Section):
     mscale_all_dim: float | None = Field(default=None, description="yarn: denominator of the derived factor.")
     truncate: bool = Field(default=True, description="yarn: round the band limits to whole dimensions.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _tuples(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        lists = {name: data[name] for name in ("short_factor", "long_factor") if isinstance(data.get(name), list)}
+        return {**data, **{name: tuple(float(value) for value in values) for name, values in lists.items()}}
+
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
+        if self.type == "longrope" and self.original_max_position_embeddings is None:
+            raise ValueError("longrope scaling needs original_max_position_embeddings")
         if self.type == "llama3" and self.high_freq_factor < self.low_freq_factor:
             raise ValueError(
                 f"high_freq_factor ({self.high_freq_factor}) must not be below low_freq_factor ({self.low_freq_factor})"
@@ -126,6 +144,23 @@ class MixtureOfExperts(Section):
 TABLES: dict[str, type[Section]] = {"rope_scaling": RopeScaling, "latent": LatentAttention, "moe": MixtureOfExperts}
 
 
+class ForeignModel(Section):
+    """A model that `transformers` computes: its config.json, and what its code builds from it."""
+
+    config: dict[str, Any] = Field(description="The content of config.json.")
+    shapes: dict[str, tuple[int, ...]] = Field(description="Every weight under its name in the model, tied ones once.")
+    ties: dict[str, str] = Field(default={}, description="Further names of tied weights, and their first ones.")
+    blocks: str = Field(description="The name of the list of decoder layers in the model.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_json(cls, data: Any) -> Any:
+        """JSON, in which a manifest keeps shapes, has lists."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("shapes"), Mapping):
+            return data
+        return {**data, "shapes": {name: tuple(shape) for name, shape in data["shapes"].items()}}
+
+
 Family = Literal[
     "llama",
     "mistral",
@@ -137,10 +172,27 @@ Family = Literal[
     "deepseek_v3",
     "llama4_text",
     "gpt_oss",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "smollm3",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "transformers",
 ]
 
 # Fields of a mixture of experts that are settings of training: no Hugging Face config has them.
 TRAINING_FIELDS = ("balance_coeff", "aux_loss_coeff", "z_loss_coeff")
+
+
+_NOT_LATENT = ("norm_kind", "rope_fraction", "window_rope_theta", "attention_scale", "score_cap")
 
 
 class Architecture(Section):
@@ -161,8 +213,14 @@ class Architecture(Section):
     rope_pairs: Literal["halves", "neighbors"] = Field(
         default="halves", description="Dimensions that rotate together: i and i + head_dim/2, or 2i and 2i + 1."
     )
+    rope_fraction: float = Field(
+        default=1.0, gt=0, le=1, description="Part of a head's dimensions, its first ones, that rotate."
+    )
     rope_layers: tuple[int, ...] | None = Field(
         default=None, description="Layers with rotary positions; unset means every layer."
+    )
+    window_rope_theta: float | None = Field(
+        default=None, gt=0, description="Base of layers with a window, which are then not scaled; unset: rope_theta."
     )
     query_scale: float = Field(
         default=0.0,
@@ -171,11 +229,41 @@ class Architecture(Section):
         " 1 + this * log(1 + floor((p + 1) / query_scale_step)); 0: they do not.",
     )
     query_scale_step: int = Field(default=8192, ge=1, description="Tokens after which the queries' factor grows.")
-    norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon of RMSNorm.")
+    norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon of the norms.")
+    norm_kind: Literal["rms", "rms_plus_one", "layer"] = Field(
+        default="rms", description="rms_plus_one multiplies by 1 + weight; layer subtracts the mean, too."
+    )
+    norm_bias: bool = Field(default=False, description="Bias of the norms; only norm_kind layer has one.")
+    norm_places: Literal["before", "after", "both"] = Field(
+        default="before", description="Norms of a block: of what its two parts read, of what they add, or of both."
+    )
+    parallel_block: bool = Field(
+        default=False, description="Attention and feed-forward part read the same norm, and are added together."
+    )
+    residual_scale: float = Field(default=1.0, gt=0, description="Factor of what a block adds to the residual stream.")
+    embedding_scale: float = Field(default=1.0, gt=0, description="Factor of the embeddings.")
+    logit_scale: float = Field(default=1.0, gt=0, description="Factor of the logits.")
+    logit_cap: float | None = Field(
+        default=None, gt=0, description="Logits become this * tanh(logit / this); unset: they do not."
+    )
+    attention_scale: float | None = Field(
+        default=None, gt=0, description="Factor of the attention scores; unset: 1 / sqrt(head_dim)."
+    )
+    score_cap: float | None = Field(
+        default=None, gt=0, description="Scores become this * tanh(score / this) before the mask; unset: they do not."
+    )
+    activation: Literal["silu", "gelu_tanh"] = Field(
+        default="silu", description="Function inside the feed-forward part of layers without experts."
+    )
+    gated: bool = Field(default=True, description="The feed-forward part multiplies the function by a second product.")
     qkv_bias: bool = Field(default=False, description="Bias on the query, key and value projections.")
     out_bias: bool = Field(default=False, description="Bias on the attention output projection.")
     mlp_bias: bool = Field(default=False, description="Bias on the feed-forward projections.")
-    qk_norm: bool = Field(default=False, description="RMSNorm on each query and key head.")
+    qk_norm: bool = Field(default=False, description="Norm of queries and keys, of norm_kind and without bias.")
+    qk_norm_over: Literal["head", "each_head", "width"] = Field(
+        default="head",
+        description="head: each head, with one weight for all; each_head: with its own; width: all heads together.",
+    )
     rotated_norm: bool = Field(
         default=False, description="RMS norm without weights on each query and key head that was rotated."
     )
@@ -195,6 +283,7 @@ class Architecture(Section):
     )
     attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
     family: Family = Field(default="llama", description="Family whose Hugging Face names are used.")
+    foreign: ForeignModel | None = Field(default=None, description="The model whose code is that of transformers.")
     init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
 
     @model_validator(mode="before")
@@ -222,11 +311,43 @@ class Architecture(Section):
             raise ValueError(f"head_dim ({self.head_dim}) must be even")
         if self.latent is not None:
             self._check_latent(self.latent)
+        if self.latent is None and (self.rope_dim < 2 or self.rope_dim % 2):
+            raise ValueError(
+                f"rope_fraction ({self.rope_fraction}) of head_dim {self.head_dim} must be an even number of dimensions"
+            )
+        self._check_norms()
+        if self.moe is not None and not (self.gated and self.activation == "silu"):
+            raise ValueError("with experts, activation must be 'silu', and gated true")
+        self._check_factors(self.rope_scaling)
+        if (self.family == "transformers") != (self.foreign is not None):
+            raise ValueError('family "transformers" is for models whose code is that of transformers')
         for name in ("sliding_window_layers", "rope_layers"):
             outside = [layer for layer in getattr(self, name) or () if not 0 <= layer < self.n_layers]
             if outside:
                 raise ValueError(f"{name} names {outside}, but the layers are 0 to {self.n_layers - 1}")
         return self
+
+    def _check_norms(self) -> None:
+        if self.norm_bias and self.norm_kind != "layer":
+            raise ValueError(f"norm_bias needs norm_kind 'layer', not {self.norm_kind!r}")
+        if self.parallel_block and self.norm_places != "before":
+            raise ValueError(f"parallel_block needs norm_places 'before', not {self.norm_places!r}")
+        if self.parallel_block and self.moe is not None:
+            raise ValueError("parallel_block cannot have experts")
+        if self.qk_norm_over == "width" and self.norm_kind == "layer":
+            raise ValueError("qk_norm_over 'width' needs a norm_kind without a mean, 'rms' or 'rms_plus_one'")
+
+    def _check_factors(self, scaling: RopeScaling | None) -> None:
+        if scaling is not None and scaling.type == "dynamic" and self.rope_dim < 4:
+            raise ValueError(f"dynamic rope_scaling needs 4 dimensions that rotate, not {self.rope_dim}")
+        if scaling is None or scaling.type != "longrope":
+            return
+        for name in ("short_factor", "long_factor"):
+            if len(getattr(scaling, name)) != self.rope_dim // 2:
+                raise ValueError(
+                    f"rope_scaling.{name} has {len(getattr(scaling, name))} numbers, but {self.rope_dim} dimensions"
+                    f" rotate: it needs {self.rope_dim // 2}"
+                )
 
     def _check_latent(self, latent: LatentAttention) -> None:
         if self.head_dim != latent.head_dim:
@@ -242,11 +363,14 @@ class Architecture(Section):
             raise ValueError(f"latent attention has no {wrong[0]}")
         if self.sinks or self.rotated_norm or self.rope_layers is not None:
             raise ValueError("latent attention has no sinks, no rotated_norm, and rotary positions in every layer")
+        given = [name for name in _NOT_LATENT if getattr(self, name) != Architecture.model_fields[name].default]
+        if given:
+            raise ValueError(f"latent attention cannot have {given[0]}")
 
     @property
     def rope_dim(self) -> int:
         """Dimensions of a head that rotate with the position."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
+        return int(self.head_dim * self.rope_fraction) if self.latent is None else self.latent.rope_dim
 
     @property
     def v_dim(self) -> int:
@@ -263,7 +387,7 @@ class Architecture(Section):
         `head_dim` and `n_kv_heads` follow `dim` and `n_heads` if they did before. A table changes single values of the
         present one, except a `rope_scaling` with a `type` of its own.
         """
-        unknown = [name for name in overrides if name not in Architecture.model_fields]
+        unknown = [name for name in overrides if name not in OVERRIDABLE]
         if unknown:
             raise ConfigError("\n".join(unknown_override(name) for name in unknown))
         fields = {name: getattr(self, name) for name in Architecture.model_fields}
@@ -277,6 +401,10 @@ class Architecture(Section):
             if isinstance(given, Mapping) and "type" not in given and present is not None:
                 fields[name] = {**present.model_dump(), **given}
         return build(fields)
+
+
+OVERRIDABLE = tuple(name for name in Architecture.model_fields if name != "foreign")  # by model.overrides
+NATIVE = frozenset(get_args(Family)) - {"transformers"}  # families that the decoder computes itself
 
 
 def _default_head_dim(latent: Any, dim: Any, heads: Any) -> int | None:
@@ -301,8 +429,8 @@ def build(fields: Mapping[str, Any]) -> Architecture:
 
 def unknown_override(name: str) -> str:
     """The error for a name that is not an architecture field."""
-    close = nearest(name, Architecture.model_fields)
-    known = "" if close else f"; fields: {', '.join(Architecture.model_fields)}"
+    close = nearest(name, OVERRIDABLE)
+    known = "" if close else f"; fields: {', '.join(OVERRIDABLE)}"
     return f"model.overrides.{name}: there is no such architecture field{close}{known}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from shardline.config.aliases import ALIASES, NO_EFFECT
-from shardline.config.architecture import TABLES, Architecture, field_problem, unknown_override
+from shardline.config.architecture import OVERRIDABLE, TABLES, Architecture, field_problem, unknown_override
 from shardline.config.schema import Config, leaves, tables
+from shardline.config.sources import SOURCE_LISTS, plain_table, source_problems
 from shardline.config.types import is_optional, show, words
 from shardline.errors import ConfigError
 from shardline.registry import nearest
@@ -44,6 +46,11 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str], alias_no
     for key, value in values.items():
         _put(nested, key, _without_none(key, value))
     problems = _override_problems(nested["model"].get("overrides", {}), origins)
+    problems += [
+        line(origins.get(place) or origins.get(key, ""), shown_place(place), message)
+        for key in SOURCE_LISTS
+        for place, message in source_problems(key, values.get(key))
+    ]
     config = None
     try:
         config = Config.model_validate(nested)
@@ -59,6 +66,11 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str], alias_no
 def line(where: str, key: str, message: str) -> str:
     """One line of an error: `file:line: key: message`."""
     return f"{where}: {key}: {message}" if where else f"{key}: {message}"
+
+
+def shown_place(key: str) -> str:
+    """`data.sources.0.path` as users write it: `data.sources[0].path`."""
+    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key)
 
 
 def annotation_of(key: str) -> Any:
@@ -135,6 +147,10 @@ def _put(nested: dict[str, Any], key: str, value: Any) -> None:
 
 def _without_none(key: str, value: Any) -> Any:
     """The text "none" means unset for a key that can be unset, in override tables too."""
+    if key in SOURCE_LISTS and isinstance(value, list):
+        return [plain_table(table) if isinstance(table, Mapping) else table for table in value]
+    if key == "data.special_tokens" and isinstance(value, Mapping):
+        return plain_table(value)
     if isinstance(value, dict) and key in (OVERRIDES, *OVERRIDE_TABLES):
         return {name: _without_none(f"{key}.{name}", inner) for name, inner in value.items()}
     if isinstance(value, str) and value.lower() == "none" and is_optional(annotation_of(key)):
@@ -168,7 +184,7 @@ def _override_problems(overrides: Any, origins: Mapping[str, str]) -> list[str]:
     for name, value in overrides.items():
         key = f"{OVERRIDES}.{name}"
         where = origins.get(key, "")
-        if name not in Architecture.model_fields:
+        if name not in OVERRIDABLE:
             problems.append(unknown_key(where, key))
             continue
         problems += [line(origins.get(at, where), at, message) for at, message in _field_problems(name, value)]

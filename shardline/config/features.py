@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from shardline.config.names import FLOAT8_LINEAR, SPLIT_SCHEDULES, find_schedule
+from shardline.config.names import FLOAT8_LINEAR, SPLIT_SCHEDULES, find_schedule, is_foreign
 from shardline.config.schema import Config
 
 
@@ -60,6 +60,13 @@ def _override(name: str, value: object) -> Callable[[Config], bool]:
     return lambda config: config.model.overrides.get(name) == value
 
 
+_keeps_documents_apart = _override("attn_mask_type", "block_causal")
+
+
+def _packs_records(config: Config) -> bool:
+    return bool(config.data.sources) and config.data.packing == "first_fit"
+
+
 FEATURES: dict[str, Callable[[Config], bool]] = {
     "DDP": lambda c: has_replicas(c) and c.parallelism.data_parallel_shard_degree == 1 and not is_context_parallel(c),
     "FSDP": lambda c: _shards(c) and not has_replicas(c),
@@ -71,7 +78,10 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "CP ring": _travels("ring", "alltoall"),
     "CP allgather": _travels("allgather"),
     "CP ulysses": _travels("ulysses"),
-    "accumulation": lambda c: c.training.global_batch_size > c.training.local_batch_size * _known_data_ranks(c),
+    "accumulation": lambda c: (
+        (c.training.gradient_accumulation_steps or 1) > 1
+        or c.training.global_batch_size > c.training.local_batch_size * _known_data_ranks(c)
+    ),
     "AC full": _mode("full"),
     "AC selective": _mode("selective"),
     "AC memory budget": _mode("memory_budget"),
@@ -84,13 +94,16 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "LAMB": lambda c: c.optimizer.name == "LAMB",
     "LARS": lambda c: c.optimizer.name == "LARS",
     "Muon": lambda c: c.optimizer.name == "Muon",
+    "LoRA": lambda c: c.lora.enable,
+    "DPO": lambda c: c.training.objective == "dpo",
     "tied embeddings": _override("tie_word_embeddings", True),
-    "packed documents": _override("attn_mask_type", "block_causal"),
+    "packed documents": lambda c: _keeps_documents_apart(c) or _packs_records(c),
     "validation": lambda c: c.validation.enable,
     "PP": is_pipelined,
     "PP zero-bubble": _splits_backward,
     "experts": lambda c: bool(c.model.overrides.get("moe")) or c.parallelism.expert_parallel_degree > 1,
     "EP": lambda c: c.parallelism.expert_parallel_degree > 1,
+    "transformers": is_foreign,
 }
 
 # Context-parallel ranks shard the parameters too: with replicas that is HSDP.
@@ -114,6 +127,20 @@ _LATE = Refusal(
     "a gradient is complete only after the last micro-batch of its stage",
     "set optimizer.early_step_in_backward = false",
 )
+# What needs to know the arithmetic of a block: feature -> remedy.
+_SHARD = "set {} = 1, and shard with parallelism.data_parallel_shard_degree"
+_NATIVE_ONLY = {
+    **dict.fromkeys(
+        ("TP", "TP without sequence parallel", "async TP", "whole loss on every TP rank"),
+        _SHARD.format("parallelism.tensor_parallel_degree"),
+    ),
+    **dict.fromkeys(("CP ring", "CP allgather", "CP ulysses"), _SHARD.format("parallelism.context_parallel_degree")),
+    **dict.fromkeys(("PP", "PP zero-bubble"), _SHARD.format("parallelism.pipeline_parallel_degree")),
+    **dict.fromkeys(("experts", "EP"), _SHARD.format("parallelism.expert_parallel_degree")),
+    "float8": "remove it from model.converters",
+    "Muon": 'set optimizer.name = "AdamW"',
+    "LoRA": "set lora.enable = false",
+}
 REFUSED: dict[frozenset[str], Refusal] = {
     frozenset({"DDP", "optimizer in backward"}): Refusal(
         "gradients stay in buckets until they are summed, so it would save no memory",
@@ -129,10 +156,30 @@ REFUSED: dict[frozenset[str], Refusal] = {
         "ranks share out whole matrices, and have all of them only after backward",
         'set optimizer.name = "AdamW", or optimizer.early_step_in_backward = false',
     ),
+    **{
+        frozenset({"LoRA", name}): Refusal(
+            "it scales or turns updates by what whole weight matrices are, which LoRA's factors are not",
+            'set optimizer.name = "AdamW"',
+        )
+        for name in ("LAMB", "LARS", "Muon")
+    },
     frozenset({"PP", "optimizer in backward"}): _LATE,
     frozenset({"PP zero-bubble", "optimizer in backward"}): _LATE,
     frozenset({"PP zero-bubble", "compile"}): _COMPILED,
     frozenset({"PP zero-bubble", "AC memory budget"}): _COMPILED,
+    **{
+        frozenset({"transformers", name}): Refusal("needs a model whose family is built here", remedy)
+        for name, remedy in _NATIVE_ONLY.items()
+        if name in FEATURES
+    },
+}
+
+REFUSED |= {
+    frozenset({"DPO", name}): Refusal(
+        "the loss of a pair needs both of its log-probabilities before the first backward, and stages send one way",
+        _SHARD.format("parallelism.pipeline_parallel_degree"),
+    )
+    for name in ("PP", "PP zero-bubble")
 }
 
 # Features that need another one.
@@ -160,7 +207,7 @@ def refusals(config: Config) -> Iterator[tuple[str, str, Refusal]]:
 
 def _known_data_ranks(config: Config) -> int:
     part = config.parallelism
-    return part.data_parallel_replicate_degree * max(part.data_parallel_shard_degree, 1)
+    return max(part.data_parallel_replicate_degree, 1) * max(part.data_parallel_shard_degree, 1)
 
 
 def compatibility_page() -> str:

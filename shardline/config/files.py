@@ -142,6 +142,7 @@ def toml_lines(text: str) -> dict[str, int]:
     """The line of every table and key. Lines are joined until they parse as one statement."""
     lines: dict[str, int] = {}
     header, pending, start = "", "", 0
+    tables: dict[str, int] = {}  # name of a list of tables -> tables of it seen
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
         start = start if pending else number
         pending = f"{pending}\n{line}" if pending else line
@@ -152,10 +153,21 @@ def toml_lines(text: str) -> dict[str, int]:
         is_header = pending.lstrip().startswith("[")
         prefix = "" if is_header else header
         for key in _dotted(statement, prefix):
-            lines.setdefault(key, start)
+            lines.setdefault(_numbered(key, tables), start)
             header = key if is_header else header
+        if pending.lstrip().startswith("[["):
+            tables[header] = tables.get(header, -1) + 1
+            lines.setdefault(_numbered(header, tables), start)
         pending = ""
     return lines
+
+
+def _numbered(key: str, tables: dict[str, int]) -> str:
+    """The key with the number of its table where it lies in a list of tables: `data.sources.0.path`."""
+    for name, number in tables.items():
+        if key == name or key.startswith(name + "."):
+            return f"{name}.{number}{key.removeprefix(name)}"
+    return key
 
 
 def _dotted(value: Any, prefix: str) -> Iterator[str]:
@@ -201,8 +213,10 @@ def _yaml_lines(path: str, node: Any, prefix: str, lines: dict[str, int], depth:
     if depth > 8 or not isinstance(getattr(node, "value", None), list):
         return
     seen: set[str] = set()
-    for pair in node.value:
+    for place, pair in enumerate(node.value):
         if not isinstance(pair, tuple):
+            lines.setdefault(f"{prefix}.{place}", pair.start_mark.line + 1)
+            _yaml_lines(path, pair, f"{prefix}.{place}", lines, depth + 1)
             continue
         name, number = str(pair[0].value), pair[0].start_mark.line + 1
         key = f"{prefix}.{name}" if prefix else name

@@ -81,14 +81,20 @@ class Layout:
 
 
 def resolve_layout(section: Parallelism, world_size: int) -> Layout:
-    """The layout for `world_size` ranks; `data_parallel_shard_degree = -1` takes the remaining ranks.
+    """The layout for `world_size` ranks; a degree of -1, for sharding or for replicas, takes the remaining ranks.
 
     If replicas take all of them, the result is plain replicas (DDP).
     """
     degrees = {axis: getattr(section, key) for axis, key in KEYS.items()}
     given = math.prod(degree for degree in degrees.values() if degree != -1)
-    if degrees["dp_shard"] == -1:
-        degrees["dp_shard"] = max(world_size // given, 1)
+    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(open_axes) > 1:
+        raise ConfigError(
+            "parallelism.data_parallel_replicate_degree = -1: data_parallel_shard_degree is -1 too, and only one of"
+            " them can take the remaining ranks; give a number for the other"
+        )
+    for axis in open_axes:
+        degrees[axis] = max(world_size // given, 1)
     layout = Layout(**degrees)
     if layout.world_size != world_size:
         raise ConfigError(_mismatch(section, degrees, world_size))
@@ -106,9 +112,9 @@ def fewest_ranks(section: Parallelism) -> int:
 
 def with_degrees(config: Config, layout: Layout) -> Config:
     """The config with a number for every degree, so that rules that depend on them can be checked."""
-    if config.parallelism.data_parallel_shard_degree == layout.dp_shard:
-        return config
-    return config.replace({"parallelism.data_parallel_shard_degree": layout.dp_shard})
+    known = {f"parallelism.{KEYS[axis]}": getattr(layout, axis) for axis in ("dp_replicate", "dp_shard")}
+    changes = {key: degree for key, degree in known.items() if config.value(key) != degree}
+    return config.replace(changes) if changes else config
 
 
 def _with_experts(layout: Layout, ep: int, etp: int) -> Layout:
@@ -162,11 +168,11 @@ def _mismatch(section: Parallelism, degrees: dict[str, int], world_size: int) ->
     wanted = {axis: getattr(section, key) for axis, key in KEYS.items()}
     numbers = " x ".join(f"{axis} {degree}" for axis, degree in wanted.items())
     product, rest = math.prod(degrees.values()), ""
-    if wanted["dp_shard"] == -1:
-        named = [degree for axis, degree in degrees.items() if axis != "dp_shard"]
-        product, rest = math.prod(named), ", which it must divide (dp_shard -1 takes the remaining ranks)"
+    for axis in [axis for axis, degree in wanted.items() if degree == -1]:
+        named = [degree for other, degree in degrees.items() if other != axis]
+        product, rest = math.prod(named), f", which it must divide ({axis} -1 takes the remaining ranks)"
         numbers += f": {' x '.join(map(str, named))}"
-        wanted["dp_shard"] = 0
+        wanted[axis] = 0
     good = [_flags(layout, wanted) for layout in suggestions(wanted, world_size)]
     if world_size == 1:  # there is only one layout
         good.append(f"{product} ranks: --nproc {product}")
@@ -177,7 +183,7 @@ def _mismatch(section: Parallelism, degrees: dict[str, int], world_size: int) ->
 def suggestions(wanted: dict[str, int], world_size: int) -> list[Layout]:
     """Two layouts of this many ranks (one for 1 rank), as close as possible to the requested degrees.
 
-    pp, cp and tp stay or become smaller; the data axes take the remaining ranks. `dp_shard` 0 stands for any.
+    pp, cp and tp stay or become smaller; the data axes take the remaining ranks. 0 for a data axis stands for any.
     """
     model = (_up_to(wanted[axis], world_size) for axis in ("pp", "cp", "tp"))
     found = [

@@ -18,10 +18,13 @@ from shardline.config.assemble import (
     unknown_key,
     unknown_table,
 )
-from shardline.config.files import preset_path, read_chain
+from shardline.config.axolotl.translate import is_axolotl, translate
+from shardline.config.files import ConfigFile, preset_path, read_chain
 from shardline.config.flags import WHERE, from_text, parse_flags
-from shardline.config.names import LAUNCHER_VARIABLE
+from shardline.config.modeling_backend import translate_backend
+from shardline.config.names import ALTERNATIVES, LAUNCHER_VARIABLE
 from shardline.config.schema import Config, leaves, tables
+from shardline.config.sources import SOURCE_LISTS
 from shardline.config.types import is_optional, kinds, show
 from shardline.errors import ConfigError
 
@@ -39,6 +42,7 @@ class Given:
     name: str
     where: str
     value: Any
+    inside: dict[str, str] = field(default_factory=dict)  # where the keys of tables in a list are
 
 
 @dataclass
@@ -67,7 +71,7 @@ def load_config(
         top = _layer(flags.values, lambda key: WHERE)
     sources = read_chain(preset_path(preset)) if preset else []
     sources += read_chain(file) if file is not None else []
-    layers = [*(_layer(one.tables, one.where, one.is_yaml) for one in sources), top]
+    layers = [*(_file_layer(one) for one in sources), top]
     problems = [problem for layer in layers for problem in layer.problems]
     try:
         config = _merge(layers, file if file is not None or preset is None else str(preset_path(preset)))
@@ -108,7 +112,7 @@ def _merge(layers: Sequence[Layer], file: str | None) -> Config:
     emptied: dict[str, Given] = {}
     notes: list[str] = []
     for layer in layers:
-        notes += [*layer.notes, *_replaced_length(merged, layer)]
+        notes += [*layer.notes, *_replaced(merged, layer)]
         for key, given in layer.given.items():
             for covered in [old for old in merged if old.startswith(key + ".")]:
                 del merged[covered]
@@ -120,16 +124,30 @@ def _merge(layers: Sequence[Layer], file: str | None) -> Config:
     if file is not None:
         values["job.config_file"] = str(file)
     origins = {key: given.where for key, given in merged.items()}
+    origins |= {key: place for given in merged.values() for key, place in given.inside.items()}
+    notes += translate_backend(values, origins)
     return build_config(values, origins, notes)
 
 
-def _replaced_length(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
-    """Steps and epochs both set the length of a run: the one from the higher layer replaces the other."""
-    for key, other in (("training.epochs", "training.steps"), ("training.steps", "training.epochs")):
+def _replaced(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
+    """Of two keys that say the same thing in different ways, the one from the higher layer replaces the other."""
+    for key, other in (*ALTERNATIVES.items(), *((other, key) for key, other in ALTERNATIVES.items())):
         given = layer.given.get(key)
         if other in merged and other not in layer.given and given is not None and given.value not in (None, RESET):
             replaced = merged.pop(other)
             yield f"{given.where}: {key} replaces {other} = {show(replaced.value)} ({replaced.where})"
+
+
+def _file_layer(file: ConfigFile) -> Layer:
+    """The keys of a file; those of an Axolotl config are translated."""
+    if not is_axolotl(file):
+        return _layer(file.tables, file.where, file.is_yaml)
+    found = translate(file)
+    layer = Layer(notes=found.notes, problems=found.problems)
+    for key, value in found.values.items():
+        inside = {name: place for name, place in found.places.items() if name.startswith(f"{key}.")}
+        layer.given[key] = Given(key, found.places[key], value, inside if key in SOURCE_LISTS else {})
+    return layer
 
 
 def _layer(tables: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> Layer:
@@ -144,8 +162,18 @@ def _layer(tables: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> La
         elif name in ALIASES:
             _add_alias(layer, name, value, where(name))
         else:
-            _add(layer, name, Given(name, where(name), _with_new_names(layer, name, value, where(name))))
+            inside = _places(name, value, where) if name in SOURCE_LISTS else {}
+            _add(layer, name, Given(name, where(name), _with_new_names(layer, name, value, where(name)), inside))
     return layer
+
+
+def _places(key: str, value: Any, where: Where) -> dict[str, str]:
+    """Where each key inside a list of tables was given."""
+    rows = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    found: dict[str, str] = {}
+    for name, inner in rows:
+        found |= {f"{key}.{name}": where(f"{key}.{name}")} | _places(f"{key}.{name}", inner, where)
+    return found
 
 
 def _flatten(table: Mapping[Any, Any], prefix: str, where: Where, problems: list[str]) -> Iterator[tuple[str, Any]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline import registry
@@ -15,11 +17,20 @@ if TYPE_CHECKING:
 
 LAUNCHER_VARIABLE = "SHARDLINE_LAUNCHER"  # in the environment of a rank: pid of the launcher that started it
 
+# Two ways to say the same thing: of a key and its alternative, which has no default, only one is given.
+ALTERNATIVES = {
+    "training.steps": "training.epochs",
+    "training.global_batch_size": "training.gradient_accumulation_steps",
+    "lr_scheduler.warmup_steps": "lr_scheduler.warmup_ratio",
+    "checkpoint.interval": "checkpoint.interval_ratio",
+    "validation.freq": "validation.freq_ratio",
+}
+
 # ---- dtypes, optimizers, schedules, models ---------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")  # of commands; the schema says what a key takes
 # Built-in optimizer -> tensors it keeps per parameter; Muon keeps one of a matrix of a block.
-MOMENTS = {"AdamW": 2, "Adam": 2, "LAMB": 2, "LARS": 1, "Muon": 2}
+MOMENTS = {"AdamW": 2, "Adam": 2, "SGD": 1, "Lion": 1, "LAMB": 2, "LARS": 1, "Muon": 2}
 LAYERWISE = ("LAMB", "LARS")  # optimizers with a trust ratio per layer
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SPLIT_SCHEDULES = SCHEDULES[4:]  # compute weight gradients apart from input gradients
@@ -89,22 +100,47 @@ def _file_endings(section: Any) -> list[str]:
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
+WINDOWED = ("auto", "gpt_oss", "gemma2", "gemma3", "phi3", "starcoder2")
+# What the flavors of a model scale by, if they scale at all; of `auto` and registered models, it is not known.
+SCALED = {"llama3": "llama3", "llama4": "llama3", "deepseek_v3": "yarn", "gpt_oss": "yarn", "gemma3": "linear"}
+
+
 def has_window(config: Config) -> bool:
     """Whether the model has, or may have, a sliding window."""
     overrides = config.model.overrides
     if "sliding_window" in overrides:
         return overrides["sliding_window"] is not None
-    named = config.model.name in ("auto", "gpt_oss") or config.model.flavor.endswith("_irope")
+    named = config.model.name in WINDOWED or config.model.flavor.endswith("_irope")
+    named = named or (config.model.name, config.model.flavor) == ("command_r", "7B")
     return named or _flavor_field(config, "sliding_window") is not None
 
 
+def is_foreign(config: Config) -> bool:
+    """Whether the code of transformers computes the model: as asked, or because its family is not built here."""
+    section = config.model
+    if section.name != "auto" or section.implementation != "auto":
+        return section.implementation == "transformers"
+    try:
+        content = json.loads(Path(section.hf_assets_path, "config.json").read_text(encoding="utf-8"))
+        return "model_type" in content and not is_built(content["model_type"])
+    except (OSError, ValueError, TypeError):
+        return False  # what is wrong with the file is said where it is read
+
+
+def is_built(model_type: Any) -> bool:
+    """Whether the decoder computes models of this type itself."""
+    from shardline.config.architecture import NATIVE
+
+    return model_type in NATIVE or model_type in ("llama4", "gemma3")  # of which the text model is read
+
+
 def scaling_type(config: Config) -> str | None:
-    """How rotary frequencies are scaled, None if that is not known yet. Most named flavors scale as llama3 does."""
+    """How rotary frequencies are scaled, None if that is not known yet."""
     for scaling in (config.model.overrides.get("rope_scaling"), _flavor_field(config, "rope_scaling")):
         found = scaling.get("type") if isinstance(scaling, Mapping) else getattr(scaling, "type", None)
         if found is not None:
             return str(found)
-    return {"auto": None, "deepseek_v3": "yarn", "gpt_oss": "yarn"}.get(config.model.name, "llama3")
+    return SCALED.get(config.model.name)
 
 
 def _flavor_field(config: Config, field: str) -> Any:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from shardline import registry
 from shardline.config.architecture import SCALING_FIELDS, RopeScaling
-from shardline.config.features import has_replicas, is_context_parallel, is_pipelined, is_tensor_parallel
+from shardline.config.features import is_context_parallel, is_pipelined, is_tensor_parallel
 from shardline.config.layout import KEYS
 from shardline.config.names import (
+    ALTERNATIVES,
     CONVERTERS,
     FLOAT8_EXPERTS,
     FLOAT8_LINEAR,
@@ -109,6 +110,16 @@ def _below(section: str, names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names.split())
 
 
+def _instead(key: str, other: str) -> Rule:
+    """Two keys that say the same thing in different ways: only one may be given."""
+    return _refuse(
+        key,
+        lambda config: config.value(key) is not None and config.is_set(other),
+        lambda config: f"given together with {other} = {config.value(other)}",
+        remedy="give one of them",
+    )
+
+
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +166,10 @@ def _one_rank(config: Config) -> bool:
     return all(getattr(config.parallelism, key) == 1 for key in (*KEYS.values(), "expert_parallel_degree"))
 
 
+def has_replicas(config: Config) -> bool:
+    return config.parallelism.data_parallel_replicate_degree != 1
+
+
 def _shards(config: Config) -> bool:
     """Whether parameters are sharded over data-parallel or context-parallel ranks."""
     return config.parallelism.data_parallel_shard_degree != 1 or is_context_parallel(config)
@@ -178,8 +193,8 @@ def _has_copies(config: Config) -> bool:
 
 def lr_notes(section: LRScheduler, total: int) -> dict[str, str]:
     """The parts of a schedule of `total` steps that do not fit: key -> sentence."""
-    found, warmup = {}, min(section.warmup_steps, total)
-    if section.warmup_steps > total:
+    found, warmup = {}, section.warmup(total)
+    if section.warmup_ratio is None and section.warmup_steps > total:
         found["lr_scheduler.warmup_steps"] = f"= {section.warmup_steps} is longer than the schedule: cut to {total}"
     decay = round(total * (section.decay_ratio or 0))
     if decay > total - warmup:
@@ -207,7 +222,8 @@ def _schedule_too_short(config: Config) -> bool:
 
 def _too_short_words(config: Config) -> str:
     section, length = config.lr_scheduler, config.lr_scheduler.total_steps or 0
-    decays = section.warmup_steps < length and (section.decay_ratio is None or round(length * section.decay_ratio) > 0)
+    has_decay = section.decay_ratio is None or round(length * section.decay_ratio) > 0
+    decays = section.warmup(length) < length and has_decay and section.decay_type != "constant"
     return (
         f"= {length} is shorter than training.steps = {config.training.steps}: from step {length + 1} on the learning"
         f" rate stays at {section.min_lr_factor if decays else 1:g} of its peak"
@@ -237,10 +253,102 @@ def _source_rules(part: str) -> list[Rule]:
     ]
 
 
+def _validates_records(config: Config) -> bool:
+    return config.data.held_out > 0 or bool(config.data.validation_sources)
+
+
+def _data_rules() -> list[Rule]:
+    """`data.sources` takes the place of `training.dataset`, and the keys beside it need it."""
+    read_once = "validation_sources held_out mixture packing excess_length min_length shuffle default_system_message"
+    of_formats = "chat_template chat_template_jinja train_on_inputs eot_tokens temperature"
+    return [
+        _refuse(
+            "data.sources",
+            lambda c: bool(c.data.sources) and not is_demo(c.training),
+            "the records of data.sources take the place of training.dataset and training.dataset_path",
+            remedy="remove those, or make them a table of data.sources",
+        ),
+        _refuse(
+            "data.held_out",
+            lambda c: c.data.held_out >= 1 and c.data.held_out != int(c.data.held_out),
+            lambda c: f"expected a fraction below 1 or a whole number of records, got {c.data.held_out:g}",
+        ),
+        _refuse(
+            "data.held_out",
+            lambda c: c.data.held_out > 0 and bool(c.data.validation_sources),
+            "data.validation_sources already names the records to validate on",
+            remedy="remove one of the two",
+        ),
+        Rule(
+            "note",
+            ("data.held_out",),
+            lambda c: c.data.held_out > 0 and bool(c.data.sources) and not c.validation.enable,
+            "keeps records out of training, and validation.enable is false: they are not used",
+        ),
+        _refuse(
+            "data.sources",
+            lambda c: bool(c.data.sources) and c.validation.enable and not _validates_records(c),
+            "no record is named for validation, and validation.dataset is other data",
+            remedy="set data.held_out or data.validation_sources, or validation.enable = false",
+        ),
+        _refuse(
+            "data.shuffle",
+            lambda c: not c.data.shuffle and c.data.mixture == "weights",
+            "with data.mixture = 'weights' samples are drawn",
+            remedy="set data.shuffle = true, or data.mixture = 'concatenate'",
+        ),
+        _idle("data.sources is empty", lambda c: not c.data.sources, *_below("data", f"{read_once} {of_formats}")),
+        _idle_unless("data.mixture", ["weights"], "data.temperature"),
+        _idle("data.sources names the records", lambda c: bool(c.data.sources), *_below("training", TEXT_KEYS)),
+        _idle("data.sources names the records", _validates_records, *_below("validation", f"dataset {TEXT_KEYS}")),
+    ]
+
+
+TEXT_KEYS = "dataset_text_field dataset_split"
+
+
+def _trains_on_pairs(config: Config) -> bool:
+    return config.training.objective == "dpo"
+
+
+def _dpo_rules() -> list[Rule]:
+    """Training on pairs of answers: what it needs, and what it does not read."""
+    return [
+        _refuse(
+            "training.objective",
+            lambda c: _trains_on_pairs(c) and not c.data.sources,
+            "'dpo' compares the two answers of a pair, and text has none",
+            remedy="name records with pairs in data.sources, such as type = 'chat_template.default'",
+        ),
+        _refuse(
+            "dpo.reference",
+            lambda c: _trains_on_pairs(c) and c.dpo.reference == "base" and not c.lora.enable,
+            "only LoRA has frozen weights beside those that are trained",
+            remedy="set it to 'copy', or lora.enable = true",
+        ),
+        _refuse(
+            "dpo.reference",
+            lambda c: _trains_on_pairs(c) and c.dpo.reference == "base" and bool(c.lora.modules_to_save),
+            lambda c: f"lora.modules_to_save = {c.lora.modules_to_save} are trained whole, and change",
+            remedy="set it to 'copy', or leave lora.modules_to_save empty",
+        ),
+        _refuse(
+            "dpo.label_smoothing",
+            lambda c: _trains_on_pairs(c) and c.dpo.loss == "robust" and c.dpo.label_smoothing >= 0.5,
+            lambda c: f"'robust' divides by 1 - 2 x label_smoothing, which is {1 - 2 * c.dpo.label_smoothing:g}",
+            remedy="set it below 0.5",
+        ),
+        _idle_unless("training.objective", ["dpo"], "dpo."),
+        _idle_unless("dpo.loss", ["sigmoid", "robust"], "dpo.label_smoothing"),
+        _idle("every answer of a pair has a row of its own", _trains_on_pairs, "data.packing"),
+        _idle("of a pair the answers are trained", _trains_on_pairs, "data.train_on_inputs"),
+    ]
+
+
 def _prepares(config: Config) -> bool:
     """Whether raw data may be prepared into the cache."""
     sections = [config.training, config.validation] if config.validation.enable else [config.training]
-    return not all(is_demo(section) or is_store(section) for section in sections)
+    return bool(config.data.sources) or not all(is_demo(section) or is_store(section) for section in sections)
 
 
 def _uses_assets(config: Config) -> bool:
@@ -259,6 +367,11 @@ def _override_rules() -> list[Rule]:
         idle = overrides.get("rope_layers") is None and config.model.name != "auto"
         return bool(overrides.get("query_scale")) and idle and not config.model.flavor.endswith("_irope")
 
+    def norm_is_idle(config: Config) -> bool:
+        overrides = config.model.overrides
+        without = config.model.name in ("llama3", "llama4", "mixtral", "gpt_oss", "gemma2", "phi3", "phi4")
+        return "qk_norm_over" in overrides and not overrides.get("qk_norm") and without
+
     def scaling_is_idle(field: str) -> Test:
         default = RopeScaling.model_fields[field].default
 
@@ -272,11 +385,15 @@ def _override_rules() -> list[Rule]:
     def words(config: Config) -> str:
         return f"has no effect: rope_scaling.type is {scaling_type(config)!r}"
 
-    scaling, scale = _below("model.overrides", "rope_scaling query_scale")
-    of_window, no_window = ("sliding_window_layers", "window_kind"), "has no effect: the model has no sliding_window"
+    scaling, scale, norm = _below("model.overrides", "rope_scaling query_scale qk_norm_over")
+    of_window, no_window = (
+        ("sliding_window_layers", "window_kind", "window_rope_theta"),
+        "has no effect: the model has no sliding_window",
+    )
     fields = dict.fromkeys(field for fields in SCALING_FIELDS.values() for field in fields)
     return [
         *(Rule("note", (f"model.overrides.{field}",), window_is_idle(field), no_window) for field in of_window),
+        Rule("note", (norm,), norm_is_idle, "has no effect: the model has no norm of queries and keys (qk_norm)"),
         Rule("note", (scale,), scale_is_idle, "has no effect: every layer has rotary positions (rope_layers)"),
         *(Rule("note", (f"{scaling}.{field}",), scaling_is_idle(field), words) for field in fields),
     ]
@@ -351,11 +468,12 @@ RULES: list[Rule] = [
     ),
     _known("checkpoint.exclude_from_loading", lambda: LOADABLE),
     _refuse(
-        "training.epochs",
-        lambda c: c.training.epochs is not None and c.is_set("training.steps"),
-        lambda c: f"given together with training.steps = {c.training.steps}",
-        remedy="give one of them",
+        "model.implementation",
+        lambda c: c.model.implementation == "transformers" and c.model.name != "auto",
+        lambda c: f"transformers builds models from a config.json, and {c.model.name!r} is a family of ours",
+        remedy='set model.name = "auto" and model.hf_assets_path to a folder with a config.json',
     ),
+    *(_instead(alternative, key) for key, alternative in ALTERNATIVES.items()),
     _refuse(
         "profiling.profile_freq",
         lambda c: (
@@ -414,6 +532,18 @@ RULES: list[Rule] = [
         remedy='set training.nonfinite = "stop", or clip with optimizer.early_step_clipping = "two_pass"',
     ),
     _refuse(
+        "training.mixed_precision_param",
+        lambda c: c.training.mixed_precision_param == "float16" and _steps_early(c),
+        "with float16 a step may have to be skipped, and a step in backward cannot be undone",
+        remedy="set optimizer.early_step_in_backward = false, or compute in bfloat16",
+    ),
+    _refuse(
+        "training.mixed_precision_param",
+        lambda c: c.training.mixed_precision_param == "float16" and c.training.dtype != "float32",
+        lambda c: f"float16 needs weights in float32, not in {c.training.dtype}",
+        remedy="set training.dtype = 'float32'",
+    ),
+    _refuse(
         "optimizer.state_dtype",
         lambda c: c.optimizer.state_dtype != "parameter" and c.optimizer.name not in ("AdamW", "Adam"),
         lambda c: f"only AdamW and Adam can keep their moments in {c.optimizer.state_dtype}",
@@ -442,6 +572,18 @@ RULES: list[Rule] = [
         lambda c: _gathers_float8(c) and c.quantize.linear.float8.recipe_name not in (None, "tensorwise"),
         "weights that were rounded with one factor cannot be given one for each row",
         remedy="set recipe_name = 'tensorwise'",
+    ),
+    _refuse(
+        "lora.base_dtype",
+        lambda c: c.lora.enable and c.lora.base_dtype != "same" and FLOAT8_LINEAR in c.model.converters,
+        "weights in 4 or 8 bits are not rounded to float8 again",
+        remedy=f'set it to "same", or leave {FLOAT8_LINEAR} out of model.converters',
+    ),
+    _refuse(
+        "lora.base_dtype",
+        lambda c: c.lora.enable and c.lora.base_dtype != "same" and c.parallelism.enable_async_tensor_parallel,
+        "products that overlap their communication would keep the weights that codes stand for until backward",
+        remedy='set it to "same", or parallelism.enable_async_tensor_parallel = false',
     ),
     _refuse(
         f"{FLOAT8_EXPERTS}.fqns",
@@ -486,8 +628,11 @@ RULES: list[Rule] = [
     _idle_if(
         "checkpoint.load_only",
         [True],
-        *_below("checkpoint", "interval keep_latest_k async_mode save_timeout_seconds last_save_model_only"),
-        *_below("checkpoint", "last_save_in_hf enable_first_step_checkpoint preempted_exit_code save_before"),
+        *_below("checkpoint", "interval interval_ratio keep_latest_k async_mode save_timeout_seconds save_before"),
+        *_below(
+            "checkpoint",
+            "last_save_model_only last_save_in_hf enable_first_step_checkpoint preempted_exit_code save_before",
+        ),
     ),
     _idle(
         "checkpoint.last_save_model_only and checkpoint.last_save_in_hf are false",
@@ -501,6 +646,13 @@ RULES: list[Rule] = [
     ),
     *(_idle_without(f"{part}.enable", f"{part}.") for part in ("validation", "compile", "fault_tolerance")),
     _idle_without("memory_estimation.enable", "memory_estimation."),
+    _idle_without("lora.enable", "lora."),
+    _idle_unless("lora.base_dtype", ["nf4"], "lora.double_quantization"),
+    _idle(
+        "lora.adapter_path says what is trained",
+        lambda c: c.lora.adapter_path is not None,
+        *_below("lora", "rank alpha use_rslora use_dora target_modules modules_to_save layers"),
+    ),
     _idle_without("fault_tolerance.enable", "checkpoint.enable_ft_dataloader_checkpoints"),
     *(
         _idle(f"model.converters has no {name!r}", lambda c, name=name: name not in c.model.converters, f"{name}.")  # type: ignore[misc]
@@ -537,11 +689,15 @@ RULES: list[Rule] = [
         "metrics.save_for_all_ranks",
     ),
     _idle_if("model.name", ["auto"], "model.flavor"),
+    _idle("model.name is not 'transformers_modeling_backend'", lambda c: True, "hf_transformers.model"),
+    _idle("a flavor is always native", lambda c: c.model.name != "auto", "model.implementation"),
     _idle(
         "model.tokenizer_path is given, and no weights are read from there",
         lambda c: not _uses_assets(c),
         "model.hf_assets_path",
     ),
+    *_data_rules(),
+    *_dpo_rules(),
     *_source_rules("training"),
     *_source_rules("validation"),
     _idle("no raw data is prepared", lambda c: not _prepares(c), "training.cache_folder"),
@@ -569,7 +725,13 @@ RULES: list[Rule] = [
         *_below("activation_checkpoint", "memory_budget visualize_memory_budget_pareto"),
     ),
     _idle_if("optimizer.name", LAYERWISE, *_below("optimizer", "implementation decay_norms")),
-    _idle_if("optimizer.name", ["LARS"], *_below("optimizer", "beta2 eps")),
+    _idle_if("optimizer.name", ["SGD", "Lion"], "optimizer.implementation"),
+    _idle_if("optimizer.name", ["LARS", "SGD"], *_below("optimizer", "beta2 eps")),
+    _idle_if("optimizer.name", ["Lion"], "optimizer.eps"),
+    _idle_if("lr_scheduler.decay_type", ["constant"], *_below("lr_scheduler", "decay_ratio decay_end_ratio")),
+    _idle_if("lr_scheduler.decay_type", ["constant"], "lr_scheduler.min_lr_factor"),
+    _idle_without("training.max_loss", "training.max_loss_steps"),
+    _idle_without("metrics.enable_wandb", *(key for key in leaves() if key.startswith("metrics.wandb_"))),
     _idle_unless("optimizer.name", ["LARS"], "optimizer.trust_coefficient"),
     _idle_unless(
         "optimizer.name", ["Muon"], *_below("optimizer", "muon_lr_factor muon_momentum muon_ns_steps muon_adjust_lr")

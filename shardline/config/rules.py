@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shardline.config.architecture import Architecture
 from shardline.config.assemble import line
+from shardline.config.axolotl import sizes
 from shardline.config.features import refusals
 from shardline.config.layout import Layout, resolve_layout, with_degrees
 from shardline.config.rule_table import LESS_LAYERS, RULES, Kind, Rule, differs, lr_notes
@@ -26,7 +27,12 @@ def check(config: Config) -> None:
 
 def checked_layout(config: Config, ranks: int) -> Layout:
     """The layout of this many ranks. What cannot run on it is a ConfigError; a config is checked once per number."""
-    layout = resolve_layout(config.parallelism, ranks)
+    try:
+        layout = resolve_layout(config.parallelism, ranks)
+    except ConfigError as error:
+        if str(error).startswith("parallelism: ") and sizes.is_translated(config):
+            raise ConfigError(sizes.mismatch(config, ranks)) from None
+        raise
     if config._checked_for != ranks:
         check(with_degrees(config, layout))
         config._checked_for = ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal
@@ -25,6 +26,8 @@ from shardline.config.types import (
     PositiveFloat,
     PositiveOrAll,
     Section,
+    SourceTables,
+    SpecialTokens,
     Text,
 )
 from shardline.errors import ConfigError
@@ -33,6 +36,11 @@ from shardline.errors import ConfigError
 def key(default: Any, meaning: str) -> Any:
     """A key of a section, with its default and one line for the documentation."""
     return Field(default=default, description=meaning)
+
+
+def _steps_between(steps: int, ratio: float | None, total_steps: int) -> int:
+    """A number of steps, or a fraction of the run, rounded up so that no more than 1 / ratio fit into it."""
+    return steps if ratio is None else max(1, math.ceil(ratio * total_steps - 1e-6))
 
 
 class Job(Section):
@@ -64,11 +72,21 @@ class Metrics(Section):
     save_tb_folder: Name = key("tb", "Folder of the TensorBoard files, inside the run folder.")
     save_for_all_ranks: bool = key(False, "Write TensorBoard and W&B metrics on every rank, not only the first.")
     enable_wandb: bool = key(False, "Send metrics to Weights & Biases.")
+    wandb_project: Name | None = key(None, "Project of the W&B run; unset: $WANDB_PROJECT, or shardline.")
+    wandb_entity: Name | None = key(None, "Team of the W&B run; unset: $WANDB_ENTITY or $WANDB_TEAM.")
+    wandb_name: Name | None = key(None, "Name of the W&B run; unset: $WANDB_NAME, or the name of the run folder.")
+    wandb_run_id: Name | None = key(None, "Id of the W&B run to begin or to continue; unset: $WANDB_RUN_ID.")
+    wandb_group: Name | None = key(None, "Group of the W&B run; unset: $WANDB_RUN_GROUP.")
+    wandb_tags: list[Text] = key([], "Tags of the W&B run.")
+    wandb_mode: Literal["online", "offline", "disabled"] | None = key(None, "How W&B works; unset: $WANDB_MODE.")
 
 
 class Model(Section):
     name: Name = key("llama3", 'Model family, or "auto" for the Hugging Face folder in hf_assets_path.')
     flavor: Text = key("debugmodel", "Named size of the family.")
+    implementation: Literal["auto", "native", "transformers"] = key(
+        "auto", "Whose code computes a Hugging Face folder's model: auto is native where the family is built here."
+    )
     hf_assets_path: Text = key("./tests/assets/tokenizer", "Folder with tokenizer, config.json and weights.")
     tokenizer_path: Text | None = key(
         None, 'tokenizer.json or its folder; "bytes" is the embedded byte tokenizer; unset uses hf_assets_path.'
@@ -78,10 +96,14 @@ class Model(Section):
     overrides: dict[str, Any] = key({}, "Architecture fields that differ from the flavor.")
 
 
+class HFTransformers(Section):
+    model: Text = key("", 'TorchTitan\'s name for the folder of model.name = "transformers_modeling_backend".')
+
+
 class Optimizer(Section):
-    name: Name = key("AdamW", "AdamW, Adam, LAMB, LARS, Muon, or one that a custom module registered.")
+    name: Name = key("AdamW", "AdamW, Adam, SGD, Lion, LAMB, LARS, Muon, or one that a custom module registered.")
     lr: NonNegativeFloat = key(8e-4, "Peak learning rate.")
-    beta1: Beta = key(0.9, "Decay of the first moment; momentum of LARS.")
+    beta1: Beta = key(0.9, "Decay of the first moment; momentum of LARS and SGD.")
     beta2: Beta = key(0.95, "Decay of the second moment.")
     eps: NonNegativeFloat = key(1e-8, "Added to the denominator of the update.")
     weight_decay: NonNegativeFloat = key(0.1, "Weight decay (decoupled for AdamW).")
@@ -105,10 +127,16 @@ class Optimizer(Section):
 
 class LRScheduler(Section):
     warmup_steps: NonNegative = key(200, "Steps of linear warmup.")
+    warmup_ratio: Fraction | None = key(None, "Fraction of the schedule that warms up, instead of warmup_steps.")
     total_steps: Positive | None = key(None, "Length of the schedule; unset means training.steps.")
     decay_ratio: Fraction | None = key(None, "Fraction of the schedule that decays; unset: all of it after warmup.")
-    decay_type: Literal["linear", "sqrt", "cosine"] = key("linear", "Shape of the decay.")
+    decay_end_ratio: Fraction | None = key(None, "Fraction of the schedule after which the decay has ended; unset: 1.")
+    decay_type: Literal["linear", "sqrt", "cosine", "constant"] = key("linear", "Shape of the decay; constant: none.")
     min_lr_factor: Fraction = key(0.0, "The decay ends at this fraction of the peak learning rate.")
+
+    def warmup(self, total: int) -> int:
+        """The steps of warmup in a schedule of `total` steps."""
+        return min(total, self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * total))
 
 
 class Dataloader(Section):
@@ -119,17 +147,26 @@ class Dataloader(Section):
 
 
 class Training(Section):
+    objective: Literal["next_token", "dpo"] = key(
+        "next_token", "Predict each next token, or prefer the better answer of each pair (direct preference)."
+    )
     dataset: Name = key("demo", '"demo", a registered source or a Hub dataset; only a label with dataset_path.')
     dataset_path: Text | None = key(None, "Files, glob, folder, prepared store, or dataset name to read.")
     local_batch_size: Positive = key(8, "Sequences per data-parallel rank in one forward pass.")
     global_batch_size: PositiveOrAll = key(-1, "Sequences per step over all ranks; -1: one forward pass per rank.")
+    gradient_accumulation_steps: Positive | None = key(
+        None, "Forward passes per rank and step, instead of global_batch_size."
+    )
     seq_len: Positive = key(2048, "Tokens per sequence.")
     max_norm: NonNegativeFloat = key(1.0, "Gradients with a larger norm are scaled down to it; 0 does not clip.")
     steps: Positive = key(10000, "Optimizer steps to run.")
     enable_cpu_offload: bool = key(False, "Keep parameters, gradients and optimizer state in CPU memory.")
     dtype: Literal["bfloat16", "float32"] = key("float32", "Type of the stored parameters.")
-    mixed_precision_param: Literal["bfloat16", "float32"] = key("bfloat16", "Compute type; unset: float32 on a CPU.")
+    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = key(
+        "bfloat16", "Compute type; unset: float32 on a CPU. float16 scales the loss."
+    )
     mixed_precision_reduce: Literal["float32"] = key("float32", "Type in which gradients are summed across ranks.")
+    tf32: bool = key(False, "Multiply float32 matrices with TensorFloat-32 on GPUs: faster, three digits.")
     gc_freq: Positive = key(50, "Steps between garbage collections.")
     gc_debug: bool = key(False, "Collect garbage every step and log what it freed.")
     dataloader: Dataloader = key(Dataloader(), "How batches are read.")
@@ -140,11 +177,54 @@ class Training(Section):
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "After a NaN or infinite loss or gradient: stop the run, or skip the step."
     )
+    max_loss: PositiveFloat | None = key(None, "Stop the run after max_loss_steps steps in a row above this loss.")
+    max_loss_steps: Positive = key(3, "Steps in a row above max_loss that stop the run.")
     loss_chunk_tokens: NonNegative = key(0, "Tokens per chunk of the loss; 0 derives it from the sizes.")
+
+    @property
+    def rows_of_a_sample(self) -> int:
+        """Rows of tokens that a sample has: a pair has two."""
+        return 2 if self.objective == "dpo" else 1
+
+
+class Dpo(Section):
+    beta: PositiveFloat = key(0.1, "How strongly the model is held to its reference.")
+    loss: Literal["sigmoid", "hinge", "ipo", "robust"] = key("sigmoid", "Loss of a pair's difference in log-odds.")
+    label_smoothing: Beta = key(0.0, "sigmoid, robust: chance that the two answers of a pair are swapped.")
+    reference: Literal["auto", "base", "copy", "none"] = key(
+        "auto", "Frozen weights of LoRA (base), a frozen copy of the first weights, or none; auto: base with LoRA."
+    )
+
+
+class Data(Section):
+    sources: SourceTables = key([], "Tables with path and type: records to train on, instead of training.dataset.")
+    validation_sources: SourceTables = key([], "The same for validation.")
+    held_out: NonNegativeFloat = key(0.0, "Records kept for validation: a fraction below 1, or their number.")
+    mixture: Literal["concatenate", "weights"] = key(
+        "concatenate", "Read every record once an epoch, or draw sources by their weight."
+    )
+    temperature: PositiveFloat = key(1.0, "weights: each weight is raised to the power 1 / temperature.")
+    packing: Literal["first_fit", "none"] = key("first_fit", "first_fit lets records share a row; none pads each.")
+    excess_length: Literal["drop", "truncate", "raise"] = key("drop", "Records longer than seq_len.")
+    min_length: Positive | None = key(None, "Records with fewer tokens are dropped.")
+    shuffle: bool = key(True, "Read in a new random order each epoch.")
+    chat_template: Name | None = key(
+        None, 'Name, "tokenizer_default", "tokenizer_default_fallback_NAME" or "jinja"; unset: the tokenizer\'s.'
+    )
+    chat_template_jinja: Text | None = key(None, "Text of a template, or a file that holds it.")
+    default_system_message: Text | None = key(None, "System message of conversations that have none.")
+    train_on_inputs: bool = key(False, "Train on prompts too, in formats with a prompt and an answer.")
+    eot_tokens: list[Text] | None = key(None, "Tokens that end a turn; unset: the end-of-text token.")
+    special_tokens: SpecialTokens = key(
+        {}, "Special tokens that differ from the tokenizer's: bos_token, eos_token, pad_token, unk_token, ..."
+    )
+    added_tokens: list[Name] = key([], "Tokens added to the tokenizer; the model gets rows for them.")
 
 
 class Parallelism(Section):
-    data_parallel_replicate_degree: Positive = key(1, "Copies of the model (DDP, or HSDP with sharding).")
+    data_parallel_replicate_degree: PositiveOrAll = key(
+        1, "Copies of the model (DDP, or HSDP with sharding); -1: the remaining ranks."
+    )
     data_parallel_shard_degree: PositiveOrAll = key(-1, "Ranks that shard a copy (FSDP); -1: the remaining ranks.")
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = key(
         "default", "Free gathered parameters after forward; default does so unless the model is pipelined."
@@ -205,6 +285,7 @@ class Checkpoint(Section):
     enable_ft_dataloader_checkpoints: bool = key(True, "Save the data position per replica group.")
     folder: Name = key("checkpoint", "Folder of the checkpoints, inside the run folder.")
     interval: Positive = key(500, "Steps between checkpoints.")
+    interval_ratio: Fraction | None = key(None, "Fraction of the run between checkpoints, instead of interval.")
     initial_load_path: Text | None = key(None, "Checkpoint (path, fsspec URL) or Hugging Face folder of a new run.")
     initial_load_model_only: bool = key(True, "Load only the weights from initial_load_path.")
     initial_load_in_hf: bool = key(False, "initial_load_path (or hf_assets_path) is a Hugging Face folder.")
@@ -225,6 +306,10 @@ class Checkpoint(Section):
     load_only: bool = key(False, "Load, but never save.")
     preempted_exit_code: ExitCode = key(0, "Exit code of a run that saved and stopped for SIGTERM or a time limit.")
     save_before: Duration | None = key(None, "Time after the job's start to save and stop by; unset: SLURM's limit.")
+
+    def every(self, total_steps: int) -> int:
+        """The steps between two checkpoints of a run of this length."""
+        return _steps_between(self.interval, self.interval_ratio, total_steps)
 
 
 class ActivationCheckpoint(Section):
@@ -290,6 +375,26 @@ class Quantize(Section):
     grouped_mm: QuantizeGrouped = key(QuantizeGrouped(), "Experts.")
 
 
+class Lora(Section):
+    enable: bool = key(False, "Train matrices of low rank beside frozen weights.")
+    rank: Positive = key(16, "Rows of A and columns of B.")
+    alpha: PositiveFloat = key(16.0, "The product of A and B counts alpha / rank.")
+    dropout: Beta = key(0.0, "Share of what A reads that is set to zero in training.")
+    use_rslora: bool = key(False, "Count alpha / sqrt(rank) instead.")
+    use_dora: bool = key(False, "DoRA: also train the length of each row of the weight.")
+    target_modules: list[Name] | Text = key(
+        [], "Names or endings of modules, or one regular expression; empty: all linear layers of blocks."
+    )
+    modules_to_save: list[Name] = key([], "Modules that are trained whole, such as embed_tokens or norm.")
+    layers: list[NonNegative] | None = key(None, "Numbers of the layers with targets; unset: all.")
+    base_dtype: Literal["same", "nf4", "int8"] = key(
+        "same", "How frozen weights of linear layers are kept: as they compute, in 4 bits or in 8."
+    )
+    double_quantization: bool = key(True, "With nf4: keep the factors of blocks in 8 bits, too.")
+    adapter_path: Name | None = key(None, "Folder of an adapter in the format of peft to start from.")
+    lr_ratio: PositiveFloat = key(1.0, "Learning rate of B over that of A (LoRA+).")
+
+
 class NCCL(Section):
     algorithm: Name | None = key(None, "NCCL_ALGO, such as Ring or Tree; unset lets NCCL choose.")
     protocol: Name | None = key(None, "NCCL_PROTO, such as Simple or LL128.")
@@ -342,10 +447,15 @@ class Validation(Section):
     local_batch_size: Positive = key(8, "Sequences per data-parallel rank in one forward pass.")
     seq_len: Positive = key(2048, "Tokens per sequence.")
     freq: Positive = key(10, "Training steps between validations.")
+    freq_ratio: Fraction | None = key(None, "Fraction of the run between validations, instead of freq.")
     steps: PositiveOrAll = key(-1, "Batches per data-parallel rank; -1 reads all.")
     dataloader: Dataloader = key(Dataloader(), "How batches are read.")
     dataset_text_field: Name = key("text", "Field of each record that holds the text.")
     dataset_split: Name = key("validation", "Split of a Hugging Face dataset.")
+
+    def every(self, total_steps: int) -> int:
+        """The steps between two validations in a run of this length."""
+        return _steps_between(self.freq, self.freq_ratio, total_steps)
 
 
 class Debug(Section):
@@ -363,14 +473,18 @@ class Config(Section):
     profiling: Profiling = key(Profiling(), "Traces and memory snapshots.")
     metrics: Metrics = key(Metrics(), "What is logged, and where.")
     model: Model = key(Model(), "What is trained.")
+    hf_transformers: HFTransformers = key(HFTransformers(), "TorchTitan's experiment with the code of transformers.")
     optimizer: Optimizer = key(Optimizer(), "How weights are updated.")
     lr_scheduler: LRScheduler = key(LRScheduler(), "Learning rate over time.")
     training: Training = key(Training(), "Data, batch, length and precision.")
+    dpo: Dpo = key(Dpo(), "Training on pairs of answers (training.objective).")
+    data: Data = key(Data(), "Records to fine-tune on, and mixtures of sources.")
     parallelism: Parallelism = key(Parallelism(), "How the work is split over ranks.")
     checkpoint: Checkpoint = key(Checkpoint(), "Saving and loading.")
     activation_checkpoint: ActivationCheckpoint = key(ActivationCheckpoint(), "Recomputation that saves memory.")
     compile: Compile = key(Compile(), "torch.compile.")
     quantize: Quantize = key(Quantize(), "Low precision, switched on by model.converters.")
+    lora: Lora = key(Lora(), "LoRA: what is trained beside frozen weights.")
     comm: Comm = key(Comm(), "Time limits and settings of communication.")
     memory_estimation: MemoryEstimation = key(MemoryEstimation(), "Memory estimates without a run.")
     fault_tolerance: FaultTolerance = key(FaultTolerance(), "Replica groups.")

@@ -102,6 +102,20 @@ NCCLVariables = Annotated[
     _holds(lambda table: all(name.startswith("NCCL_") and _is_text(name) and _is_text(table[name]) for name in table)),
     Expect("a table of strings whose names begin with NCCL_"),
 ]
+SPECIAL_TOKENS = (
+    *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+    "additional_special_tokens",
+)
+SpecialTokens = Annotated[
+    dict[str, Name | list[Name]],
+    _holds(
+        lambda table: all(
+            name in SPECIAL_TOKENS and isinstance(table[name], list) == (name == SPECIAL_TOKENS[-1]) for name in table
+        )
+    ),
+    Expect(f"a table of strings with the names {', '.join(SPECIAL_TOKENS)} (a list)"),
+]
+SourceTables = Annotated[list[dict[str, Any]], Expect("a list of tables, each with path and type")]
 
 
 class Section(BaseModel):

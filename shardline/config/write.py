@@ -9,17 +9,23 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from shardline.config.architecture import TABLES, Architecture
+from shardline.config.architecture import OVERRIDABLE, TABLES, Architecture
 from shardline.config.assemble import OVERRIDES
+from shardline.config.axolotl.reader import source_of
+from shardline.config.names import ALTERNATIVES
 from shardline.config.rule_table import LESS_LAYERS
 from shardline.config.rules import pending
 from shardline.config.schema import Config, leaves, tables
 from shardline.config.types import short_type, words
 
 
-def to_toml(config: Config, comments: bool = False) -> str:
-    """The config as TOML, with every key; `comments` adds type, default and meaning above each."""
-    marks = {key: f"  # not built yet: {feature}" for key, feature in pending(config).items()}
+def to_toml(config: Config, comments: bool = False, sources: bool = False) -> str:
+    """The config as TOML, with every key.
+
+    `comments` adds type, default and meaning above each, `sources` the key of another trainer that it comes from.
+    """
+    marks = {key: f"  # {source}" for key in leaves() if sources and (source := source_of(config.origin(key)))}
+    marks |= {key: f"  # not built yet: {feature}" for key, feature in pending(config).items()}
     blocks = []
     for table, keys in _keys_by_table():
         title = f"[{table}]" + (f"  # {_meaning(table)}" if comments and _meaning(table) else "")
@@ -68,7 +74,7 @@ def toml_value(value: Any) -> str:
 
 
 def _toml_key(name: str) -> str:
-    return name if name.replace("_", "").isalnum() and name.isascii() else json.dumps(name)
+    return name if name.replace("_", "").isalnum() and name.isascii() else toml_value(name)
 
 
 def _keys_by_table() -> Iterator[tuple[str, list[str]]]:
@@ -96,8 +102,8 @@ def _why_unset(config: Config, key: str) -> str | None:
             return ": bfloat16, or float32 on CPU"
         if key in LESS_LAYERS:
             return ": 1; if both ends of the pipeline have that, stages are split by weights"
-        if key == "training.steps" and config.training.epochs is not None:
-            return ": training.epochs gives the length"
+        if key in ALTERNATIVES and config.value(ALTERNATIVES[key]) is not None:
+            return f": {ALTERNATIVES[key]} is given"
     return "" if config.value(key) is None and leaves()[key].default is None else None
 
 
@@ -130,6 +136,8 @@ def _fields(table: str, model: type[BaseModel]) -> Iterator[str]:
     """Rows of architecture fields, whose defaults come from the flavor."""
     yield f"### {table}\n\n| key | value | meaning |\n| --- | --- | --- |"
     for name, field in model.model_fields.items():
+        if model is Architecture and name not in OVERRIDABLE:
+            continue
         kind = short_type(field.annotation).replace("|", "\\|")
         yield f"| `{table}.{name}` | {kind} | {field.description} |"
     yield ""

@@ -26,9 +26,12 @@ BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Chunk:
-    """`documents` reads the documents of a chunk from what it carries, and travels to a worker process with it."""
+    """`documents` reads the documents of a chunk from what it carries, and travels to a worker process with it.
 
-    documents: Callable[[], list[str]]
+    They are texts, or, of a source with a format, records with the place where each is.
+    """
+
+    documents: Callable[[], list[Any]]
     size: float
     opens: bool = True
     closes: bool = True
@@ -42,7 +45,7 @@ def file_chunks(file: Path, field: str) -> Iterator[Chunk]:
 
 
 @contextlib.contextmanager
-def _reading(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+def reading(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """The file's content, unzipped, and a function that gives the bytes of the file read since its last call."""
     with file.open("rb") as raw:
         before = 0
@@ -57,7 +60,7 @@ def _reading(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
 
 def _line_chunks(file: Path, field: str) -> Iterator[Chunk]:
     first = 1
-    with _reading(file) as (stream, taken):
+    with reading(file) as (stream, taken):
         while piece := stream.read(CHUNK_BYTES):
             piece += stream.readline()  # up to the end of the line
             yield Chunk(functools.partial(_documents_of_lines, str(file), first, piece, field), taken())
@@ -66,7 +69,7 @@ def _line_chunks(file: Path, field: str) -> Iterator[Chunk]:
 
 def _text_chunks(file: Path) -> Iterator[Chunk]:
     rest, opens = b"", True
-    with _reading(file) as (stream, taken):
+    with reading(file) as (stream, taken):
         while True:
             piece = stream.read(CHUNK_BYTES)
             last = len(piece) < CHUNK_BYTES
@@ -129,7 +132,7 @@ def fields_there(names: Iterable[str]) -> str:
     return f"its fields: {there} (choose one with dataset_text_field, or --text-field in `shardline data prepare`)"
 
 
-def _parquet(file: str) -> Any:
+def open_parquet(file: str) -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
@@ -141,7 +144,7 @@ def _parquet(file: str) -> Any:
 
 
 def _parquet_chunks(file: Path, field: str) -> Iterator[Chunk]:
-    with _parquet(str(file)) as table:
+    with open_parquet(str(file)) as table:
         names, rows = table.schema_arrow.names, max(table.metadata.num_rows, 1)
         if field not in names:
             raise UserError(f"{file}: no column {field!r}; {fields_there(names)}")

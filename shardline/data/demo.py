@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -57,6 +57,50 @@ def demo_store(section: str, tokenizer: Tokenizer) -> TokenStore:
     else:  # one by one: the library's threads would deadlock in worker processes that are forked later
         arrays = [np.array(tokenizer.encode(text), dtype=np.uint32) for text in texts]
     return TokenStore.from_arrays(*join_documents(arrays, tokenizer), f"demo {section} 1", tokenizer)
+
+
+def conversations(count: int = 2000) -> list[dict[str, Any]]:
+    """Short conversations for the demos of chats and of pairs: questions that have one answer."""
+    chance, other = random.Random(3), random.Random(4)
+    return [_conversation(chance) | _pair(other) for _ in range(count)]
+
+
+def _conversation(chance: random.Random) -> dict[str, Any]:
+    messages = [{"role": "system", "content": "You answer in one line."}] if chance.random() < 0.3 else []
+    for _ in range(1 + int(chance.random() * 3)):
+        question, answer = _pick(chance, ASKERS)(chance)
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages}
+
+
+def _pair(chance: random.Random) -> dict[str, Any]:
+    """A question with its answer, and the same answer after idle words."""
+    question, answer = _pick(chance, ASKERS)(chance)
+    return {"prompt": question, "chosen": answer, "rejected": f"{_pick(chance, IDLE)} {answer}"}
+
+
+def _ask_day(chance: random.Random) -> tuple[str, str]:
+    day = int(chance.random() * 7)
+    return f"What comes after {DAYS[day]}?", f"{DAYS[(day + 1) % 7]}."
+
+
+def _ask_opposite(chance: random.Random) -> tuple[str, str]:
+    word = _pick(chance, list(OPPOSITES))
+    return f"What is the opposite of {word}?", f"The opposite of {word} is {OPPOSITES[word]}."
+
+
+def _ask_spelling(chance: random.Random) -> tuple[str, str]:
+    word = _pick(chance, THINGS)
+    return f"How do you spell {word}?", f"{'-'.join(word)}."
+
+
+def _ask_sum(chance: random.Random) -> tuple[str, str]:
+    a, b = int(chance.random() * 6), int(chance.random() * 6)
+    return f"What is {a} + {b}?", f"{a} + {b} = {a + b}."
+
+
+IDLE = ["Well, let me think.", "That is a good question!", "As everybody knows:", "Honestly, I would say this."]
+ASKERS: list[Callable[[random.Random], tuple[str, str]]] = [_ask_day, _ask_opposite, _ask_spelling, _ask_sum]
 
 
 def _pick(chance: random.Random, choices: list[Choice]) -> Choice:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -13,45 +12,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from shardline.data.order import Order, micro_batches, resolve_global_batch
+from shardline.config.architecture import Architecture
+from shardline.data.batch import IGNORE, Batch, Item
+from shardline.data.order import Order, global_batch, micro_batches
 from shardline.data.prepare import store_for
+from shardline.data.record_samples import RecordSamples, build_record_samples
 from shardline.data.token_store import TokenStore
 from shardline.data.tokenizer import Tokenizer, check_vocabulary
 from shardline.errors import UserError, blame
 from shardline.storage.progress import say
 
-IGNORE = -100  # label of a token that is not a target
 SAMPLES_AHEAD = 4096  # samples whose places are computed together
-
-
-@dataclass
-class Batch:
-    """B rows of S tokens. `documents` numbers the documents within each row (block_causal only)."""
-
-    tokens: torch.Tensor  # (B, S) int64
-    labels: torch.Tensor  # (B, S) int64, IGNORE where there is no target
-    documents: torch.Tensor | None  # (B, S) int32
-    sample_ids: torch.Tensor  # (B,) int64, the global sample numbers; -1 for a padding row
-
-    def to(self, device: torch.device) -> Batch:
-        """Move all but `documents`: on the CPU their boundaries are found without waiting for the device.
-
-        To a GPU a copy from page-locked memory does not wait for the step that is under way there.
-        """
-        locked = self.pin_memory() if device.type == "cuda" and not self.tokens.is_pinned() else self
-        moved = locked._each(lambda tensor: tensor.to(device, non_blocking=True))
-        return Batch(moved.tokens, moved.labels, self.documents, moved.sample_ids)
-
-    def pin_memory(self) -> Batch:
-        """Copy to page-locked memory; DataLoader pins objects of types it does not know by this method."""
-        return self._each(lambda tensor: tensor.pin_memory())
-
-    def _each(self, change: Any) -> Batch:
-        documents = None if self.documents is None else change(self.documents)
-        return Batch(change(self.tokens), change(self.labels), documents, change(self.sample_ids))
-
-
-Item = tuple[np.ndarray, np.ndarray]  # (B,) global sample numbers, -1 for padding; (B,) their first tokens
 
 
 class Samples(Dataset[Batch]):
@@ -81,11 +52,18 @@ class Samples(Dataset[Batch]):
             torch.from_numpy(rows[:, :-1].copy()), torch.from_numpy(labels), documents, torch.from_numpy(samples.copy())
         )
 
+    def tokens_in(self, first: int, count: int) -> int:
+        """The tokens of some samples."""
+        return count * self.order.seq_len
+
+    def report_read(self, samples: int) -> None:
+        """Nothing to report: there is one source."""
+
 
 class InWorker(Dataset[Batch | UserError]):
     """`Samples` in a worker process, where torch would wrap an error in a traceback: it is returned as a value."""
 
-    def __init__(self, samples: Samples) -> None:
+    def __init__(self, samples: Samples | RecordSamples) -> None:
         self.samples = samples
 
     def __getitem__(self, item: Item) -> Batch | UserError:
@@ -106,11 +84,14 @@ class MicroBatchSampler(Sampler[Item]):
 
 
 class Loader:
-    """Batches of one rank. The whole state is `position`: global samples consumed so far."""
+    """Batches of one rank. The whole state is `position`: global samples consumed so far.
+
+    `step_tokens` are those of the last step on all ranks; padding does not count.
+    """
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Samples | RecordSamples,
         *,
         local_batch_size: int,
         global_batch_size: int,
@@ -123,7 +104,7 @@ class Loader:
         self.samples_per_epoch = samples.order.samples_per_epoch
         self.local_batch_size, self.global_batch_size = local_batch_size, global_batch_size
         self.rank, self.ranks, self.device = rank, ranks, device
-        self.position = 0
+        self.position = self.step_tokens = 0
         self._sampler = MicroBatchSampler()
         self._reader = _reader(samples, self._sampler, options, device)
         self._stream: Iterator[Batch] | None = None
@@ -141,6 +122,7 @@ class Loader:
             self._stream = self._start(self._endless())
         count = self.global_batch_size // (self.local_batch_size * self.ranks)
         batches = [next(self._stream).to(self.device) for _ in range(count)]
+        self.step_tokens = self.samples.tokens_in(self.position, self.global_batch_size)
         self.position += self.global_batch_size
         return batches
 
@@ -194,6 +176,17 @@ class Loader:
             yield rows, self.samples.order.sequential(np.maximum(rows, 0))
 
 
+def fitted(arch: Architecture, config: Any, tokenizer: Tokenizer | None = None) -> Architecture:
+    """The architecture with what the data asks for: documents kept apart, and rows for tokens that were added."""
+    changes: dict[str, Any] = {}
+    packed = config.data.packing == "first_fit" and config.training.objective == "next_token"
+    if config.data.sources and packed:
+        changes["attn_mask_type"] = "block_causal"
+    if tokenizer is not None and (config.data.added_tokens or config.data.special_tokens):
+        changes["vocab_size"] = max(arch.vocab_size, tokenizer.vocab_size)
+    return arch.model_copy(update=changes) if changes else arch
+
+
 def build_loader(
     config: Any,
     section: Literal["training", "validation"],
@@ -207,13 +200,18 @@ def build_loader(
     """The loader of `[training]` or `[validation]`; prepares raw files into the cache the first time."""
     check_vocabulary(tokenizer, arch)
     settings = getattr(config, section)
-    wanted = settings.global_batch_size if section == "training" else -1
-    global_batch_size = resolve_global_batch(wanted, settings.local_batch_size, ranks)
-    store = store_for(config, section, tokenizer)
-    with blame(f"{section}.seq_len"):
-        order = Order(store.tokens, settings.seq_len, config.debug.seed or 0)
+    together = settings.local_batch_size * ranks
+    global_batch_size = global_batch(config.training, ranks) if section == "training" else together
+    samples: Samples | RecordSamples
+    if config.data.sources:
+        samples = build_record_samples(config, section, tokenizer, log=rank == 0)
+    else:
+        store = store_for(config, section, tokenizer)
+        with blame(f"{section}.seq_len"):
+            order = Order(store.tokens, settings.seq_len, config.debug.seed or 0)
+        samples = Samples(store, order, arch.attn_mask_type == "block_causal", tokenizer.vocab_size)
     return Loader(
-        Samples(store, order, arch.attn_mask_type == "block_causal", tokenizer.vocab_size),
+        samples,
         local_batch_size=settings.local_batch_size,
         global_batch_size=global_batch_size,
         rank=rank,
@@ -228,7 +226,9 @@ def steps_for_epochs(loader: Loader, epochs: float) -> int:
     return math.ceil(Fraction(str(epochs)) * loader.samples_per_epoch / loader.global_batch_size)
 
 
-def _reader(samples: Samples, sampler: MicroBatchSampler, options: Any, device: torch.device) -> DataLoader[Any] | None:
+def _reader(
+    samples: Samples | RecordSamples, sampler: MicroBatchSampler, options: Any, device: torch.device
+) -> DataLoader[Any] | None:
     """Torch's DataLoader, which reads ahead in its workers; with 0 workers it reads in place."""
     workers = options.num_workers
     if options.pin_memory and device.type != "cuda":

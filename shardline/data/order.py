@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardline.config.schema import Config, Training
 from shardline.errors import UserError
 
 ROUNDS = 8
@@ -24,7 +25,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _key(seed: int, epochs: np.ndarray, purpose: int) -> np.ndarray:
+def key(seed: int, epochs: np.ndarray, purpose: int) -> np.ndarray:
     """One 64-bit key per epoch, seed and purpose."""
     base = _mix(np.array([seed % 2**64], dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15))
     return _mix(base + _mix(epochs.astype(np.uint64) * np.uint64(2) + np.uint64(purpose + 1)))
@@ -84,7 +85,7 @@ class Order:
         """First token of each global sample number, shuffled by epoch."""
         size = self.samples_per_epoch
         epochs, index = np.divmod(samples.astype(np.int64), size)
-        windows = permute(index, size, _key(self.seed, epochs, 0))
+        windows = permute(index, size, key(self.seed, epochs, 0))
         return self._offsets(epochs) + windows * self.seq_len
 
     def sequential(self, samples: np.ndarray) -> np.ndarray:
@@ -94,7 +95,7 @@ class Order:
     def _offsets(self, epochs: np.ndarray) -> np.ndarray:
         """The first token of window 0, chosen by epoch among the tokens left over, so that window borders vary."""
         spare = self.tokens - 1 - self.samples_per_epoch * self.seq_len
-        return (_key(self.seed, epochs, 1) % np.uint64(spare + 1)).astype(np.int64)
+        return (key(self.seed, epochs, 1) % np.uint64(spare + 1)).astype(np.int64)
 
 
 def micro_batches(step_start: int, global_batch: int, local_batch: int, rank: int, ranks: int) -> list[np.ndarray]:
@@ -105,6 +106,19 @@ def micro_batches(step_start: int, global_batch: int, local_batch: int, rank: in
     together = local_batch * ranks
     rows = np.arange(local_batch, dtype=np.int64) + step_start + rank * local_batch
     return [rows + a * together for a in range(global_batch // together)]
+
+
+def global_batch(section: Training, ranks: int) -> int:
+    """The sequences of one step of this many data ranks."""
+    if section.gradient_accumulation_steps is not None:
+        return section.local_batch_size * section.gradient_accumulation_steps * ranks
+    return resolve_global_batch(section.global_batch_size, section.local_batch_size, ranks)
+
+
+def one_pass(config: Config, local_batch: int) -> Config:
+    """The config with one forward pass per rank and step, of this many sequences."""
+    changes = {"local_batch_size": local_batch, "global_batch_size": -1, "gradient_accumulation_steps": None}
+    return config.replace({f"training.{name}": value for name, value in changes.items()})
 
 
 def resolve_global_batch(global_batch: int, local_batch: int, ranks: int) -> int:

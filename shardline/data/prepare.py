@@ -27,7 +27,7 @@ from shardline.data.demo import demo_store, documents
 from shardline.data.files import file_kind
 from shardline.data.sources import Source, fingerprint_of, open_source
 from shardline.data.token_store import END_TYPE, StorePart, TokenStore, is_store, token_type
-from shardline.data.tokenize_workers import encode_all
+from shardline.data.tokenize_workers import Encoder, RecordEncoder, TextEncoder, encode_all
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.errors import UserError, blame
 from shardline.storage.atomic import write_atomically
@@ -36,12 +36,12 @@ from shardline.storage.progress import Progress, say
 from shardline.words import counted
 
 PART_TOKENS = 64 * 2**20
-OURS = re.compile(r"(part-\d+\.(tokens|ends|json)|prepare\.json|store\.json)(\.tmp)?|\.lock")
+OURS = re.compile(r"(part-\d+\.(tokens|ends|trained|json)|prepare\.json|store\.json)(\.tmp)?|\.lock")
 
 
 def prepare(
     source: Source,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | RecordEncoder,
     out: str | Path,
     *,
     workers: int | None = None,
@@ -49,9 +49,13 @@ def prepare(
     overwrite: bool = False,
     part_tokens: int = PART_TOKENS,
 ) -> TokenStore:
-    """Tokenize `source` into the folder `out`; continues an interrupted call, and returns a store that is finished."""
+    """Tokenize `source` into the folder `out`; continues an interrupted call, and returns a store that is finished.
+
+    A tokenizer makes documents of texts; an encoder makes of records what their format says.
+    """
     out = Path(out)
-    job = _job(source, tokenizer)
+    encoder: Encoder = tokenizer if isinstance(tokenizer, RecordEncoder) else TextEncoder(tokenizer)
+    job = _job(source, encoder.tokenizer, encoder.mark)
     workers = workers or len(os.sched_getaffinity(0))
     try:
         _check_folder(out)
@@ -65,7 +69,7 @@ def prepare(
                 return _finished(out, job)
             first, notes = _start(out, job)
             try:
-                _write_parts(out, source, tokenizer, first, notes, workers, progress, part_tokens)
+                _write_parts(out, source, encoder, first, notes, workers, progress, part_tokens)
                 _finish(out, job, notes)
             except Exception:
                 if is_store(out) and not any(note["tokens"] for note in notes):  # nothing to continue from
@@ -122,7 +126,17 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
         source = open_source(
             settings.dataset, path, text_field=settings.dataset_text_field, split=settings.dataset_split
         )
-    marks = f"{token_store.VERSION} {source.fingerprint} {tokenizer.fingerprint}"
+    with blame(blamed):
+        return store_in_cache(config, source, tokenizer)
+
+
+def store_in_cache(config: Any, source: Source, tokenizer: Tokenizer | RecordEncoder) -> TokenStore:
+    """The store of a source in the cache, prepared there the first time."""
+    if isinstance(tokenizer, RecordEncoder):
+        mark = f"{tokenizer.tokenizer.fingerprint} {tokenizer.mark}"
+    else:
+        mark = tokenizer.fingerprint
+    marks = f"{token_store.VERSION} {source.fingerprint} {mark}"
     key = hashlib.sha256(marks.encode()).hexdigest()[:20]
     out = cache_folder(config.training.cache_folder) / "tokens" / key
     try:
@@ -134,8 +148,7 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
         ) from error
     if not is_store(out):
         say(f"preparing {source.name} into {out} (once; later runs read it there)")
-    with blame(blamed):
-        return prepare(source, tokenizer, out)
+    return prepare(source, tokenizer, out)
 
 
 def cache_folder(setting: str | None) -> Path:
@@ -155,7 +168,7 @@ def _check_tokenizer(store: TokenStore, path: str, tokenizer: Tokenizer) -> Toke
 def _write_parts(
     out: Path,
     source: Source,
-    tokenizer: Tokenizer,
+    encoder: Encoder,
     first_part: int,
     notes: list[dict[str, Any]],
     workers: int,
@@ -167,7 +180,7 @@ def _write_parts(
     chunks = source.chunks()
     skipped = sum(chunk.size for chunk in itertools.islice(chunks, done))
     with Progress(f"preparing {Path(source.name).name}", source.size, skipped, progress, unit="tokens") as bar:
-        results = encode_all(chunks, tokenizer, workers)
+        results = encode_all(chunks, encoder, workers)
         try:
             for first in results:
                 note = _write_part(out, first_part + len(notes), itertools.chain([first], results), part_tokens, bar)
@@ -183,18 +196,31 @@ def _write_part(out: Path, number: int, results: Iterator[Any], part_tokens: int
     part = StorePart(name, 0, 0)
     tokens = BlockWriter(out / f"{name}.tokens.tmp", token_store.BLOCK_BYTES)
     ends = BlockWriter(out / f"{name}.ends.tmp", token_store.BLOCK_BYTES)
+    trained = BlockWriter(out / f"{name}.trained.tmp", token_store.BLOCK_BYTES)
+    bits = np.empty(0, bool)  # fewer than 8 that are not written yet
     chunks = empty = 0
-    with tokens, ends:
+    with tokens, ends, trained:
         while part.tokens < part_tokens and (result := next(results, None)) is not None:
             tokens.write(_bytes(result.tokens))
             ends.write(_bytes((result.ends + part.tokens).astype(END_TYPE)))
+            if result.trained is not None:
+                bits = np.concatenate([bits, result.trained])
+                whole = len(bits) // 8 * 8
+                trained.write(_bytes(np.packbits(bits[:whole])))
+                bits, part.trained_checksums = bits[whole:], []
             part.tokens += len(result.tokens)
             part.documents += len(result.ends)
             chunks, empty = chunks + 1, empty + result.empty
             bar.advance(result.size, len(result.tokens))
+        trained.write(_bytes(np.packbits(bits)))
         part.token_checksums, part.end_checksums = tokens.finish()["crc32"], ends.finish()["crc32"]
-    for suffix in ("tokens", "ends"):
-        (out / f"{name}.{suffix}.tmp").replace(out / f"{name}.{suffix}")
+        checksums = trained.finish()["crc32"]
+    if part.trained_checksums is None:
+        (out / f"{name}.trained.tmp").unlink()
+    else:
+        part.trained_checksums = checksums
+    for file in out.glob(f"{name}.*.tmp"):
+        file.replace(file.with_suffix(""))
     return asdict(part) | {"chunks": chunks, "empty": empty}
 
 
@@ -206,9 +232,10 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
     write_atomically(file, json.dumps(value, indent=1))
 
 
-def _job(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The inputs of a store; equal jobs give equal stores."""
-    return {
+def _job(source: Source, tokenizer: Tokenizer, mark: str = "") -> dict[str, Any]:
+    """The inputs of a store; equal jobs give equal stores. `mark` stands for the format of records."""
+    records = {"records": mark} if mark else {}
+    return records | {
         "format": token_store.FORMAT,
         "version": token_store.VERSION,
         "dtype": token_type(tokenizer).name,
@@ -267,6 +294,8 @@ def _part_number(file: Path) -> int:
 
 def _whole(out: Path, note: dict[str, Any], token_bytes: int) -> bool:
     sizes = {".tokens": note["tokens"] * token_bytes, ".ends": note["documents"] * END_TYPE.itemsize}
+    if note.get("trained_checksums") is not None:
+        sizes[".trained"] = -(-note["tokens"] // 8)
     paths = {out / (note["name"] + suffix): size for suffix, size in sizes.items()}
     return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
 
@@ -293,6 +322,7 @@ def _finished(out: Path, job: dict[str, Any]) -> TokenStore:
     """The finished store of the folder, which must be this job's."""
     store = TokenStore.open(out)
     same = store.source_fingerprint == job["source"]["fingerprint"]
+    same &= store.manifest.get("records") == job.get("records")
     if not same or store.tokenizer_fingerprint != job["tokenizer"]["fingerprint"]:
         raise UserError(f"{str(out)!r} already holds a store of another source or tokenizer: --overwrite replaces it")
     return store
@@ -318,7 +348,7 @@ def _kept(out: Path) -> set[str]:
     except UserError:  # a damaged manifest: its parts are those from before this job
         begun = _begun(out)
         names = [file.stem for file in out.glob("part-*.tokens") if not begun or _part_number(file) < begun[1]]
-    return {".lock", "store.json", *(name + suffix for name in names for suffix in (".tokens", ".ends"))}
+    return {".lock", "store.json", *(name + suffix for name in names for suffix in (".tokens", ".ends", ".trained"))}
 
 
 def _remove_ours(out: Path, keep: Collection[str]) -> None:

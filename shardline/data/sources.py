@@ -65,7 +65,7 @@ def fingerprint_of(*values: Any) -> str:
 def _local(path: str, field: str, split: str) -> Source:
     folder = Path(path)
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        return _dataset_source(path, _datasets(path).load_from_disk(path), field, split)
+        return _dataset_source(path, load_datasets(path).load_from_disk(path), field, split)
     if folder.is_dir() and not readable_files(folder):
         return _hub(path, field, split)
     files = find_files(path, split)
@@ -102,7 +102,7 @@ def _checked(name: str, text: Any) -> str:
 
 def _hub(name: str, field: str, split: str) -> Source:
     """A dataset the `datasets` library loads by itself: "owner/name", "owner/name:config" or a folder."""
-    library = _datasets(name)
+    library = load_datasets(name)
     place, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
     try:
         data = library.load_dataset(place, config or None, split=split)
@@ -112,7 +112,7 @@ def _hub(name: str, field: str, split: str) -> Source:
     return _dataset_source(name, data, field, split)
 
 
-def _datasets(name: str) -> Any:
+def load_datasets(name: str) -> Any:
     try:
         import datasets
     except ImportError as error:

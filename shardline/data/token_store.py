@@ -3,6 +3,7 @@
 FOLDER/store.json          contents, sizes and checksums; written last, so a folder with it is complete
 FOLDER/part-00000.tokens   token ids, uint16 or uint32, little endian
 FOLDER/part-00000.ends     where documents end: int64, counted in tokens from the start of the part
+FOLDER/part-00000.trained  of records: one bit per token, the first in the highest bit of a byte; 1 where it is trained
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class StorePart:
     documents: int
     token_checksums: list[int] = field(default_factory=list)
     end_checksums: list[int] = field(default_factory=list)
+    trained_checksums: list[int] | None = None  # None: every token is trained, and there is no file
 
 
 class TokenStore:
@@ -53,17 +55,24 @@ class TokenStore:
         self.source_fingerprint = str(manifest.get("source", {}).get("fingerprint", ""))
         self.tokenizer_fingerprint = str(manifest.get("tokenizer", {}).get("fingerprint", ""))
         self._firsts = list(np.cumsum([0] + [part.tokens for part in parts])[:-1].tolist())
-        self._arrays: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._arrays: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     @classmethod
     def from_arrays(
-        cls, tokens: np.ndarray, ends: np.ndarray, source: str = "", tokenizer: Tokenizer | None = None
+        cls,
+        tokens: np.ndarray,
+        ends: np.ndarray,
+        source: str = "",
+        tokenizer: Tokenizer | None = None,
+        trained: np.ndarray | None = None,
     ) -> TokenStore:
         manifest: dict[str, Any] = {"source": {"name": source, "fingerprint": source}}
         if tokenizer is not None:
             manifest["tokenizer"] = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
-        store = cls(None, tokens.dtype.name, [StorePart("memory", len(tokens), len(ends))], manifest)
-        store._arrays[0] = (tokens, ends.astype(END_TYPE))
+        part = StorePart("memory", len(tokens), len(ends), trained_checksums=None if trained is None else [])
+        store = cls(None, tokens.dtype.name, [part], manifest)
+        bits = np.empty(0, np.uint8) if trained is None else np.packbits(trained)
+        store._arrays[0] = (tokens, ends.astype(END_TYPE), bits)
         return store
 
     @classmethod
@@ -85,6 +94,32 @@ class TokenStore:
         for part, begin, stop, at in self._pieces(start, count):
             out[at : at + stop - begin] = self._array(part)[0][begin:stop]
         return out
+
+    def trained(self, start: int, count: int) -> np.ndarray:
+        """Whether each of these tokens is trained."""
+        out = np.ones(count, dtype=bool)
+        for part, begin, stop, at in self._pieces(start, count):
+            if self.parts[part].trained_checksums is not None:
+                bits = np.unpackbits(self._array(part)[2][begin // 8 : -(-stop // 8)])
+                out[at : at + stop - begin] = bits[begin % 8 : begin % 8 + stop - begin]
+        return out
+
+    def has_trained(self) -> np.ndarray:
+        """Of each document, whether a token after its first is trained; only such tokens are targets."""
+        found = []
+        for part, (first, sizes) in enumerate(zip(self._firsts, self.parts, strict=True)):
+            ends = np.asarray(self._array(part)[1])
+            if len(ends):
+                begins = np.concatenate([[0], ends[:-1]])
+                trained = self.trained(first, sizes.tokens)
+                trained[begins] = False
+                found.append(np.logical_or.reduceat(trained, begins))
+        return np.concatenate(found) if found else np.empty(0, bool)
+
+    def document_ends(self) -> np.ndarray:
+        """Where every document ends, counted in tokens from the start of the store."""
+        found = [self._array(part)[1] + first for part, first in enumerate(self._firsts)]
+        return np.concatenate(found) if found else np.empty(0, END_TYPE)
 
     def document_numbers(self, start: int, count: int) -> np.ndarray:
         """The document number (int32) of each of these tokens, counted from 0 at the first token."""
@@ -108,7 +143,12 @@ class TokenStore:
     def verify(self) -> None:
         """Read all files and compare them with their checksums; the error names the damaged file and bytes."""
         assert self.folder is not None, "a store in memory has no files"
-        checksums = (row for part in self.parts for row in (part.token_checksums, part.end_checksums))
+        checksums = (
+            row
+            for part in self.parts
+            for row in (part.token_checksums, part.end_checksums, part.trained_checksums)
+            if row is not None
+        )
         for (file, size), crc32 in zip(self._files(), checksums, strict=True):
             recorded = {"size": size, "block_bytes": self.manifest["block_bytes"], "crc32": crc32}
             for problem in find_damage(locate(file), recorded):
@@ -135,13 +175,15 @@ class TokenStore:
             at += stop - begin
             part += 1
 
-    def _array(self, part: int) -> tuple[np.ndarray, np.ndarray]:
+    def _array(self, part: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if part not in self._arrays:
             assert self.folder is not None
-            name = self.parts[part].name
+            name, tokens = self.parts[part].name, self.parts[part].tokens
+            bits = 0 if self.parts[part].trained_checksums is None else -(-tokens // 8)
             self._arrays[part] = (
-                _map(self.folder / f"{name}.tokens", self.dtype, self.parts[part].tokens),
+                _map(self.folder / f"{name}.tokens", self.dtype, tokens),
                 _map(self.folder / f"{name}.ends", END_TYPE, self.parts[part].documents),
+                _map(self.folder / f"{name}.trained", np.dtype(np.uint8), bits),
             )
         return self._arrays[part]
 
@@ -150,6 +192,8 @@ class TokenStore:
         for part in self.parts:
             yield self.folder / f"{part.name}.tokens", part.tokens * self.dtype.itemsize
             yield self.folder / f"{part.name}.ends", part.documents * END_TYPE.itemsize
+            if part.trained_checksums is not None:
+                yield self.folder / f"{part.name}.trained", -(-part.tokens // 8)
 
 
 def token_type(tokenizer: Tokenizer) -> np.dtype[Any]:

@@ -20,12 +20,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from shardline.data.chunks import Chunk
-from shardline.data.token_store import join_documents
+from shardline.data.formats.base import Format, Tokens
+from shardline.data.token_store import END_TYPE, join_documents, token_type
 from shardline.data.tokenizer import Tokenizer
 from shardline.errors import UserError
 
@@ -37,26 +38,75 @@ START = (
 
 @dataclass
 class Encoded:
-    """A chunk in tokens: ids, where documents end in them, and how many documents were empty and left out."""
+    """A chunk in tokens: ids, where documents end in them, and how many documents were empty and left out.
+
+    `trained` says of each token whether it is trained; None where all are.
+    """
 
     tokens: np.ndarray
     ends: np.ndarray
     empty: int
     size: float
+    trained: np.ndarray | None = None
 
 
-def encode(chunk: Chunk, tokenizer: Tokenizer) -> Encoded:
-    texts = chunk.documents()
-    if chunk.opens and chunk.closes:
-        kept = [text for text in texts if text.strip()]
-    else:
-        kept = texts  # pieces of one large document: white space between them belongs to it
-    arrays = tokenizer.encode_arrays(kept) if kept else []
-    tokens, ends = join_documents(arrays, tokenizer, chunk.opens, chunk.closes)
-    return Encoded(tokens, ends, len(texts) - len(kept), chunk.size)
+class Encoder(Protocol):
+    """Turns a chunk into tokens; it travels to the worker processes."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def mark(self) -> str: ...  # what it does, for the store's manifest; empty for plain text
+
+    def encode(self, chunk: Chunk) -> Encoded: ...
 
 
-def encode_all(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> Iterator[Encoded]:
+@dataclass(frozen=True)
+class TextEncoder:
+    """Documents are texts: `[bos] tokens [eos]`, all of it trained."""
+
+    tokenizer: Tokenizer
+    mark: str = ""
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        texts = chunk.documents()
+        if chunk.opens and chunk.closes:
+            kept = [text for text in texts if text.strip()]
+        else:
+            kept = texts  # pieces of one large document: white space between them belongs to it
+        arrays = self.tokenizer.encode_arrays(kept) if kept else []
+        tokens, ends = join_documents(arrays, self.tokenizer, chunk.opens, chunk.closes)
+        return Encoded(tokens, ends, len(texts) - len(kept), chunk.size)
+
+
+@dataclass(frozen=True)
+class RecordEncoder:
+    """Documents are records of a format; a pair of answers is two documents, one after the other."""
+
+    tokenizer: Tokenizer
+    format: Format
+    mark: str
+
+    def encode(self, chunk: Chunk) -> Encoded:
+        records = chunk.documents()
+        found = [self.rows(where, record) for where, record in records]
+        rows = [row for some in found for row in some if len(row.ids)]
+        dtype = token_type(self.tokenizer)
+        tokens = np.concatenate([row.ids for row in rows]).astype(dtype) if rows else np.empty(0, dtype)
+        trained = np.concatenate([row.trained for row in rows]) if rows else np.empty(0, bool)
+        ends = np.cumsum([len(row.ids) for row in rows], dtype=END_TYPE)
+        return Encoded(tokens, ends, sum(not some for some in found), chunk.size, trained)
+
+    def rows(self, where: str, record: Any) -> list[Tokens]:
+        """The rows of a record; an error names its place."""
+        try:
+            return self.format.rows(record)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+
+def encode_all(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Iterator[Encoded]:
     """Tokenize with `workers` processes; results come in the order of the chunks, a few per worker at a time."""
     local = threading.local()
     started: list[_Worker] = []
@@ -65,7 +115,7 @@ def encode_all(chunks: Iterable[Chunk], tokenizer: Tokenizer, workers: int) -> I
         if not hasattr(local, "worker"):
             local.worker = _Worker()
             started.append(local.worker)
-            local.worker.send(tokenizer)
+            local.worker.send(encoder)
         return local.worker.encode(chunk)
 
     chunks = iter(chunks)
@@ -130,13 +180,13 @@ class _Worker:
 
 
 def main(descriptor: int) -> None:
-    """The worker: a tokenizer first, then chunks until the pipe closes, which also happens if the caller dies."""
+    """The worker: an encoder first, then chunks until the pipe closes, which also happens if the caller dies."""
     with Connection(descriptor) as pipe, contextlib.suppress(EOFError, ConnectionError):
-        tokenizer = pipe.recv()
+        encoder = pipe.recv()
         while True:
             chunk = pipe.recv()
             try:
-                answer: Any = encode(chunk, tokenizer)
+                answer: Any = encoder.encode(chunk)
             except UserError as error:
                 answer = UserError(*error.args)
             except Exception as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,16 +21,61 @@ EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[E
 OPTION = "--model.tokenizer_path"  # for a run; other commands have --tokenizer
 
 
+class Pieces(NamedTuple):
+    """Tokens of a text: ids, and the first character and the one after the last of each, all (T,)."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+@dataclass(frozen=True)
+class Additions:
+    """Tokens beyond those of the files: `special` by name (eos_token, ...), and `added` ones."""
+
+    special: Mapping[str, Any] = field(default_factory=dict)
+    added: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.special or self.added)
+
+    def names(self) -> dict[str, str]:
+        """The special tokens that have a name of their own."""
+        return {name: token for name, token in self.special.items() if isinstance(token, str)}
+
+    def special_texts(self) -> list[str]:
+        lists = [[token] if isinstance(token, str) else token for token in self.special.values()]
+        return list(dict.fromkeys(token for tokens in lists for token in tokens))
+
+    def fingerprint(self) -> str:
+        return json.dumps([dict(self.special), self.added], sort_keys=True)
+
+
 class Tokenizer(Protocol):
-    """Text to ids and back. `encode` adds no special tokens: callers add `bos_id` and `eos_id` where they exist."""
+    """Text to ids and back. `encode` adds no special tokens: callers add `bos_id` and `eos_id` where they exist.
+
+    `special_tokens` holds the texts of bos_token, eos_token and others, and `special_ids` the ids of all special ones.
+    """
 
     name: str
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
+    pad_id: int | None
     fingerprint: str
+    special_tokens: dict[str, str]
+    special_ids: frozenset[int]
+    chat_template: str | None
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_pieces(self, text: str) -> Pieces: ...
+
+    def token_id(self, token: str) -> int | None: ...
+
+    def token_text(self, token: int) -> str: ...
+
+    def is_named(self, token: int) -> bool: ...  # special or added: `decode` leaves it out or cannot split it
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]: ...
 
@@ -35,22 +83,67 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, begin of document 256, end of document 257."""
+    """UTF-8 bytes as ids 0 to 255, begin of document 256, end of document 257, then tokens that were added."""
 
     name = BYTES
-    vocab_size = 258
     bos_id: int | None = 256
-    eos_id: int | None = 257
-    fingerprint = hashlib.sha256(b"shardline byte tokenizer 1").hexdigest()[:32]
+    chat_template: str | None = None
+
+    def __init__(self, additions: Additions | None = None) -> None:
+        self.additions = additions or Additions()
+        special = self.additions.special_texts()
+        extra = list(dict.fromkeys([*special, *self.additions.added]))
+        self.extra = {token: 258 + place for place, token in enumerate(extra)}
+        self.vocab_size = 258 + len(extra)
+        self.special_tokens = self.additions.names()
+        self.special_ids = frozenset({256, 257, *(self.extra[token] for token in special)})
+        self.eos_id: int | None = self.extra.get(self.special_tokens.get("eos_token", ""), 257)
+        self.pad_id: int | None = self.extra.get(self.special_tokens.get("pad_token", ""), 257)
+        mark = "shardline byte tokenizer 1" + (self.additions.fingerprint() if self.additions else "")
+        self.fingerprint = hashlib.sha256(mark.encode()).hexdigest()[:32]
+        self._cut = re.compile("|".join(map(re.escape, sorted(extra, key=len, reverse=True)))) if extra else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (ByteTokenizer, (self.additions,))
 
     def encode(self, text: str) -> list[int]:
-        return list(_utf8(text))
+        return list(_utf8(text)) if self._cut is None else self.encode_pieces(text).ids.tolist()
+
+    def encode_pieces(self, text: str) -> Pieces:
+        ids: list[int] = []
+        places: list[int] = []
+        ends: list[int] = []
+        at = 0
+        for found in [*(self._cut.finditer(text) if self._cut else ()), None]:
+            for place, letter in enumerate(text[at : found.start() if found else None], start=at):
+                letters = _utf8(letter)
+                ids += letters
+                places += [place] * len(letters)
+                ends += [place + 1] * len(letters)
+            if found is not None:
+                ids.append(self.extra[found.group()])
+                places.append(found.start())
+                ends.append(found.end())
+                at = found.end()
+        return Pieces(np.array(ids, np.int64), np.array(places, np.int64), np.array(ends, np.int64))
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if self._cut is not None:
+            return [self.encode_pieces(text).ids for text in texts]
         return [np.frombuffer(_utf8(text), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        return self.extra.get(token, ord(token) if len(token) == 1 and token.isascii() else None)
+
+    def is_named(self, token: int) -> bool:
+        return token > 255
+
+    def token_text(self, token: int) -> str:
+        special = {256: "<begin>", 257: "<end>"} | {number: text for text, number in self.extra.items()}
+        return special.get(token) or bytes([token]).decode("utf-8", errors="replace")
 
 
 def _utf8(text: str) -> bytes:
@@ -60,7 +153,8 @@ def _utf8(text: str) -> bytes:
 class JsonTokenizer:
     """A `tokenizer.json`; begin and end of document come from the files beside it, or from their usual names."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, additions: Additions | None = None) -> None:
+        from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
         content = file.read_bytes()
@@ -71,17 +165,60 @@ class JsonTokenizer:
         # A file saved with truncation or padding would cut or fill documents.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.file = file
+        self.file, self.additions = file, additions or Additions()
         self.name = str(file.parent)
+        if self.additions:
+            special = [AddedToken(token, normalized=False, special=True) for token in self.additions.special_texts()]
+            self.backend.add_special_tokens(special)
+            self.backend.add_tokens([AddedToken(token, normalized=False) for token in self.additions.added])
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
-        self.bos_id = _special_id("bos", BOS_NAMES, file.parent, vocabulary)
-        self.eos_id = _special_id("eos", EOS_NAMES, file.parent, vocabulary)
-        special = f"{self.bos_id} {self.eos_id}".encode()
-        self.fingerprint = hashlib.sha256(content + b"\0" + special).hexdigest()[:32]
+        chosen = {name: vocabulary[token] for name, token in self.additions.names().items()}
+        self.bos_id = chosen.get("bos_token", _special_id("bos", BOS_NAMES, file.parent, vocabulary))
+        self.eos_id = chosen.get("eos_token", _special_id("eos", EOS_NAMES, file.parent, vocabulary))
+        marks = f"{self.bos_id} {self.eos_id}" + (self.additions.fingerprint() if self.additions else "")
+        self.fingerprint = hashlib.sha256(content + b"\0" + marks.encode()).hexdigest()[:32]
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        self.special_tokens = self._special_tokens()
+        pad = self.special_tokens.get("pad_token")
+        self.pad_id = self.eos_id if pad is None else vocabulary.get(pad, self.eos_id)
+        self.chat_template = chat_template_of(file.parent)
+        self._pieces: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (JsonTokenizer, (self.file,))
+        return (JsonTokenizer, (self.file, self.additions))
+
+    def _special_tokens(self) -> dict[str, str]:
+        """The texts by which templates name special tokens."""
+        found = {"bos_token": self.bos_id, "eos_token": self.eos_id}
+        named = {name: self.token_text(number) for name, number in found.items() if number is not None}
+        for name, token in _read_json(self.file.parent / "tokenizer_config.json").items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(text, str):
+                named.setdefault(name, text)
+        return named | self.additions.names()
+
+    def encode_pieces(self, text: str) -> Pieces:
+        if self._pieces is None:  # without the post-processor, which would leave white space out of the places
+            from tokenizers.processors import ByteLevel
+
+            self._pieces = copy.deepcopy(self.backend)
+            self._pieces.post_processor = ByteLevel(trim_offsets=False, add_prefix_space=False)
+        found = self._pieces.encode(text, add_special_tokens=False)
+        places = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+        return Pieces(np.array(found.ids, dtype=np.int64), places[:, 0], places[:, 1])
+
+    def token_id(self, token: str) -> int | None:
+        number: int | None = self.backend.token_to_id(token)
+        return number
+
+    def is_named(self, token: int) -> bool:
+        return token in self.special_ids
+
+    def token_text(self, token: int) -> str:
+        added = self.backend.get_added_tokens_decoder().get(token)
+        return str(added.content if added is not None else self.backend.decode([token], skip_special_tokens=False))
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -94,35 +231,50 @@ class JsonTokenizer:
         return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
 
 
-def load_tokenizer(path: str | Path, option: str = "--tokenizer") -> Tokenizer:
+def load_tokenizer(path: str | Path, option: str = "--tokenizer", additions: Additions | None = None) -> Tokenizer:
     """The tokenizer named by "bytes", a folder that holds tokenizer.json, or that file itself.
 
     Errors name `option` as the way to choose another one.
     """
     if str(path) == BYTES:
-        return ByteTokenizer()
+        return ByteTokenizer(additions)
     file = tokenizer_file(Path(path))
     if file is None:
         raise UserError(f"no tokenizer at {str(path)!r}{_what_is_there(Path(path))}: {_remedy(option)}")
-    return JsonTokenizer(file)
+    return JsonTokenizer(file, additions)
 
 
 def choose_tokenizer(config: Any) -> Tokenizer:
     """`model.tokenizer_path`, else `model.hf_assets_path`; the demo needs neither and falls back to bytes."""
     model, training = config.model, config.training
+    additions = Additions(config.data.special_tokens, tuple(config.data.added_tokens))
     if model.tokenizer_path:
         with blame("model.tokenizer_path"):
-            return load_tokenizer(model.tokenizer_path, OPTION)
+            return load_tokenizer(model.tokenizer_path, OPTION, additions)
     if model.hf_assets_path and tokenizer_file(Path(model.hf_assets_path)) is not None:
         with blame("model.hf_assets_path"):
-            return load_tokenizer(model.hf_assets_path, OPTION)
+            return load_tokenizer(model.hf_assets_path, OPTION, additions)
     if model.hf_assets_path and model.hf_assets_path != type(model).model_fields["hf_assets_path"].default:
         there = _what_is_there(Path(model.hf_assets_path))
         raise UserError(f"model.hf_assets_path = {model.hf_assets_path!r} holds no tokenizer{there}: {_remedy(OPTION)}")
-    if training.dataset == "demo" and not training.dataset_path:
-        return ByteTokenizer()
+    if training.dataset == "demo" and not training.dataset_path and not config.data.sources:
+        return ByteTokenizer(additions)
+    if config.data.sources:
+        raise UserError(f"data.sources needs a tokenizer: {_remedy(OPTION)}")
     key = "dataset_path" if training.dataset_path else "dataset"
     raise UserError(f"training.{key} = {getattr(training, key)!r} needs a tokenizer: {_remedy(OPTION)}")
+
+
+def chat_template_of(folder: Path) -> str | None:
+    """The chat template in the files of a tokenizer: chat_template.jinja, else tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = {row.get("name"): row.get("template") for row in found if isinstance(row, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
 
 
 def _remedy(option: str) -> str:

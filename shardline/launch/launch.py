@@ -46,12 +46,11 @@ def train(config: Config, options: TrainOptions) -> int:
 
 def misfit(config: Config, ranks: int) -> str:
     """Why the layout or the batch cannot be had with this number of ranks; "" where it can."""
-    from shardline.data.order import resolve_global_batch
+    from shardline.data.order import global_batch
 
-    section = config.training
     try:
         data_ranks = _fitting_layout(config, ranks).data_ranks
-        resolve_global_batch(section.global_batch_size, section.local_batch_size, data_ranks)
+        global_batch(config.training, data_ranks)
     except UserError as error:
         return str(error)
     return ""

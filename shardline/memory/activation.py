@@ -24,10 +24,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shardline.config.schema import ActivationCheckpoint
 from shardline.errors import ConfigError
-from shardline.models.cpu_product import onednn
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import logical_names, logical_shapes
+from shardline.models.products.cpu_product import onednn
 
 log = logging.getLogger("shardline")
 Function = Callable[..., Any]

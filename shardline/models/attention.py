@@ -30,6 +30,7 @@ from shardline.models.partial_attention import (
     fastest_kernel,
     fills_tiles,
     for_every_head,
+    kernel_with,
     sink_gradient,
 )
 
@@ -44,7 +45,9 @@ class AttentionMask(NamedTuple):
     allowed: Tensor | None = None  # sdpa, math: (B or 1, 1, S, S) of bool; None is causal
     boundaries: Tensor | None = None  # varlen: (documents + 1,) of int32, first token of each document in (B * S)
     block_mask: Any = None  # flex
+    score_mod: Callable[..., Tensor] | None = None  # flex: the cap
     factors: Tensor | None = None  # of each query's scores: float32, broadcasts to (B, S, H, D)
+    cap: float | None = None  # of scores: math
     shared: Callable[..., Tensor] | None = None  # ranks share the sequence: (q, k, v, mask, sink) -> this rank's out
     each: int = 1  # shared: slices per rank
     table: Tensor | None = None  # shared: (slices, slices), what each slice sees of each other; None is causal
@@ -92,11 +95,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor
     if mask.kernel == "varlen":
         return _varlen_kernel(q, k, v, mask)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # views: (B, H, S, D)
-    if sink is None:
-        return _KERNELS[mask.kernel](q, k, v, mask).transpose(1, 2)
     if mask.kernel == "flex":
         return _flex_kernel(q, k, v, mask, sink).transpose(1, 2)
-    out: Tensor = _WithSink.apply(q, k, v, sink, mask.allowed, mask.kernel)
+    if sink is None and mask.cap is None:
+        return _KERNELS[mask.kernel](q, k, v, mask).transpose(1, 2)
+    out: Tensor = _InOnePart.apply(q, k, v, sink, mask.allowed, mask.kernel, mask.cap)
     return out.transpose(1, 2)
 
 
@@ -149,13 +152,15 @@ def make_mask(
         load_varlen()
         return AttentionMask(kernel, window, boundaries=_boundaries(tokens, documents))
     if kernel == "flex":
-        return AttentionMask(kernel, window, block_mask=_block_mask(tokens, window, documents))
+        score_mod = None if arch.score_cap is None else _capping(arch.score_cap)
+        block_mask = _block_mask(tokens, window, documents)
+        return AttentionMask(kernel, window, block_mask=block_mask, score_mod=score_mod)
     if plain:
-        return AttentionMask(kernel)
+        return AttentionMask(kernel, cap=arch.score_cap)
     if kernel not in ("sdpa", "cpu", "efficient", "math"):
         raise ValueError(f"the {kernel} kernel supports neither documents nor a window")
     places = torch.arange(length, device=device)
-    return AttentionMask(kernel, window, allowed=allowed_pairs(places, places, window, documents))
+    return AttentionMask(kernel, window, allowed=allowed_pairs(places, places, window, documents), cap=arch.score_cap)
 
 
 def check_attention(arch: Architecture, device: torch.device, dtype: torch.dtype, length: int = CUDNN_TILE) -> str:
@@ -170,18 +175,28 @@ def _cached_mask(arch: Architecture, tokens: Tensor, dtype: torch.dtype, window:
     window = 0 if window >= end else window
     plain = cache.used == 0 and not window
     kernel = fastest_kernel(tokens.device, dtype, arch.head_dim, masked=not plain) if arch.sinks else "sdpa"
+    kernel = kernel if arch.score_cap is None else "math"
     if plain:
-        return AttentionMask(kernel)
+        return AttentionMask(kernel, cap=arch.score_cap)
     if arch.window_kind == "chunked" and window:
         window, documents = 0, chunked_documents(end, window, None)
     places = torch.arange(end, device=tokens.device)
-    return AttentionMask(kernel, window, allowed=allowed_pairs(places[cache.used :], places, window, documents))
+    allowed = allowed_pairs(places[cache.used :], places, window, documents)
+    return AttentionMask(kernel, window, allowed=allowed, cap=arch.score_cap)
 
 
 def chunked_documents(length: int, chunk: int, documents: Tensor | None) -> Tensor:
     """(B or 1, length): documents that end at each multiple of `chunk` tokens too; masks keep them apart."""
     chunks = torch.arange(length, device="cpu" if documents is None else documents.device)[None] // chunk
     return chunks if documents is None else documents * (length // chunk + 1) + chunks
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """(B, S): the place of each token in its document, counted from 0."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.zeros_like(places)
+    begins[:, 1:] = places[:, 1:] * (documents[:, 1:] != documents[:, :-1])
+    return places - begins.cummax(dim=1).values
 
 
 def allowed_pairs(queries: Tensor, keys: Tensor, window: int, documents: Tensor | None) -> Tensor:
@@ -240,6 +255,8 @@ def choose_kernel(
     otherwise = "sdpa"
     if arch.sinks:  # PyTorch's function does not give the log-sum-exp
         otherwise = fastest_kernel(device, dtype, arch.head_dim, not plain, deterministic, fills_tiles(length))
+    if arch.score_cap is not None:
+        otherwise, plain = "math", False  # kernels for plain masks have no cap either
     if device.type != "cuda":
         if backend in ("flex", "varlen"):
             raise UserError(
@@ -276,6 +293,8 @@ def _no_varlen(arch: Architecture, dtype: torch.dtype, device: torch.device) -> 
     head_dim = arch.head_dim
     if arch.sinks:
         return "it has no gradient for attention sinks"
+    if arch.score_cap is not None:
+        return "it has no score_cap"
     if dtype not in HALF:
         return f"it computes in bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or head_dim > 256:
@@ -308,35 +327,58 @@ def _sdpa_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor
 
 def _flex_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None = None) -> Tensor:
     """Compiled with its block, or else by itself: uncompiled, FlexAttention would build all S x S scores."""
+    options: dict[str, Any] = {"block_mask": mask.block_mask, "score_mod": mask.score_mod}
+    options["enable_gqa"] = q.shape[1] != k.shape[1]
     alone = q.is_cuda and not torch.compiler.is_compiling()
     flex: Any = _compiled(flex_attention) if alone else flex_attention
-    grouped = q.shape[1] != k.shape[1]
     if sink is None:
-        return flex(q, k, v, block_mask=mask.block_mask, enable_gqa=grouped)
-    request = AuxRequest(lse=True)  # it has a gradient
-    out, more = flex(q, k, v, block_mask=mask.block_mask, enable_gqa=grouped, return_aux=request)
+        return flex(q, k, v, **options)
+    out, more = flex(q, k, v, **options, return_aux=AuxRequest(lse=True))  # it has a gradient
     return add_sink(out, more.lse, sink)[0]
 
 
-class _WithSink(torch.autograd.Function):
-    """Attention with sinks by a kernel for a part of the keys, here with all of them.
+@functools.lru_cache
+def _capping(cap: float) -> Callable[..., Tensor]:
+    """The cap of scores in FlexAttention's form; one function for each, so that a compiled graph is found again."""
+
+    def capping(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capping
+
+
+class _InOnePart(torch.autograd.Function):
+    """Attention with sinks or capped scores by a kernel for a part of the keys, here with all of them.
 
     The kernels take no gradient of the log-sum-exp. They need none: with the sink in `out` and `lse`, their backward is
     that of the softmax with the sink.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, allowed: Tensor | None, kernel: str) -> Tensor:
-        out, lse = add_sink(*KERNELS[kernel].forward(q, k, v, allowed is None, allowed), sink)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        allowed: Tensor | None,
+        kernel: str,
+        cap: float | None,
+    ) -> Tensor:
+        out, lse = kernel_with(kernel, cap).forward(q, k, v, allowed is None, allowed)
+        if sink is not None:
+            out, lse = add_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, out, lse, sink, allowed)
-        ctx.kernel = kernel
+        ctx.kernel, ctx.cap = kernel, cap
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sink, allowed = ctx.saved_tensors
-        dq, dk, dv = KERNELS[ctx.kernel].backward(gradient, q, k, v, out, lse, allowed is None, allowed)
-        return dq, dk, dv, sink_gradient(gradient, out, lse, sink), None, None
+        kept = (gradient, q, k, v, out, lse)
+        dq, dk, dv = kernel_with(ctx.kernel, ctx.cap).backward(*kept, allowed is None, allowed)
+        of_sink = None if sink is None else sink_gradient(gradient, out, lse, sink)
+        return dq, dk, dv, of_sink, None, None, None
 
 
 def _varlen_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:

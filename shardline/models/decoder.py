@@ -14,17 +14,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardline.config.architecture import Architecture, LatentAttention, MixtureOfExperts
-from shardline.models.attention import AttentionMask, KVCache, LayerCache, attention, make_masks, remember, windows
+from shardline.models.adapted.low_rank import Adapted, LowRankSpec, Weight, adapt, joined, some_groups
+from shardline.models.attention import (
+    AttentionMask,
+    KVCache,
+    LayerCache,
+    attention,
+    document_positions,
+    make_masks,
+    remember,
+    windows,
+)
 from shardline.models.dtensor import local, local_waiting
 from shardline.models.experts.moe import ExpertExchange, ExpertProducts, ExpertWeights, RouterRun, SharedExpert, moe
 from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward, narrow, widen
-from shardline.models.fused_weights import gate_block
+from shardline.models.fused_weights import block_norms, gate_block, qk_norm_width
 from shardline.models.latent import NORM_EPS, LatentSpec, LatentWeights, latent_heads, latent_spec
-from shardline.models.linear import linear, rms_norm, weight_queue
-from shardline.models.narrow import narrowed
-from shardline.models.rope import query_factors, rope_tables, rotate
+from shardline.models.norms import (
+    Norm,
+    NormSpec,
+    NormWeights,
+    capped,
+    heads_norm,
+    norm,
+    norm_spec,
+    rms_norm,
+    stream_norm,
+)
+from shardline.models.products.linear import linear, weight_queue
+from shardline.models.products.narrow import narrowed
+from shardline.models.rope import query_factors, rope_tables, rotate, window_rope_tables
 
-Tables = tuple[Tensor, Tensor, Tensor | None]
+# Cosines and sines, and for layers with a base of their own others; factors of queries
+Tables = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class BlockSpec(NamedTuple):
@@ -32,10 +54,14 @@ class BlockSpec(NamedTuple):
 
     head_dim: int
     group: int  # query heads per KV head
-    gate_block: int
-    norm_eps: float
+    gate_block: int  # 0: the feed-forward part has no gate
+    norm: NormSpec
     rope_pairs: str = "halves"
     rotated_norm: bool = False
+    query_factor: float = 1.0  # of queries, which scales the softmax for every kernel
+    parallel: bool = False  # the feed-forward part reads what attention reads
+    residual_scale: float = 1.0
+    activation: str = "silu"
     products: Products = Products()  # of attention
     ffn_products: Products = Products()
     moe: MixtureOfExperts | None = None
@@ -47,18 +73,20 @@ class BlockSpec(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    attention_norm: Tensor
-    wqkv: Tensor | None  # only queries where `wkv` is given, None where `latent` is
+    attention_norm: NormWeights | None
+    attention_post_norm: NormWeights | None
+    wqkv: Weight | None  # only queries where `wkv` is given, None where `latent` is
     wqkv_bias: Tensor | None
-    wkv: Tensor | None
+    wkv: Weight | None
     wkv_bias: Tensor | None
     latent: LatentWeights | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     sinks: Tensor | None
-    wo: Tensor
+    wo: Weight
     wo_bias: Tensor | None
-    ffn_norm: Tensor
+    ffn_norm: NormWeights | None
+    ffn_post_norm: NormWeights | None
     ffn: FeedForwardWeights | None  # of a block with experts: the shared expert
     experts: ExpertWeights | None
 
@@ -75,9 +103,19 @@ def block_function(
 ) -> Tensor:
     """One block over the residual stream x (t, dim) of `shape` (B, S) tokens; weights are cast to the type of x."""
     w = weights
-    x = x + attention_part(rms_norm(x, w.attention_norm, spec.norm_eps), w, cos, sin, mask, spec, shape, cache)
     assert w.ffn is not None
-    return x + feed_forward(rms_norm(x, w.ffn_norm, spec.norm_eps), w.ffn, spec.gate_block, spec.ffn_products)
+    read = norm(x, w.attention_norm, spec.norm)
+    after = add(x, attention_part(read, w, cos, sin, mask, spec, shape, cache), w.attention_post_norm, spec)
+    if not spec.parallel:
+        read = norm(after, w.ffn_norm, spec.norm)
+    out = feed_forward(read, w.ffn, spec.gate_block, spec.ffn_products, spec.activation)
+    return add(after, out, w.ffn_post_norm, spec)
+
+
+def add(x: Tensor, out: Tensor, post_norm: NormWeights | None, spec: BlockSpec) -> Tensor:
+    """The residual stream with what a part of a block adds to it."""
+    out = norm(out, post_norm, spec.norm)
+    return x + out if spec.residual_scale == 1.0 else x + out * spec.residual_scale
 
 
 def expert_block_function(
@@ -92,15 +130,16 @@ def expert_block_function(
 ) -> tuple[Tensor, Tensor]:
     """One block with experts; also returns the tally of its router (see `moe`)."""
     w = weights
-    x = x + attention_part(rms_norm(x, w.attention_norm, spec.norm_eps), w, cos, sin, mask, spec, shape, cache)
+    read = norm(x, w.attention_norm, spec.norm)
+    x = add(x, attention_part(read, w, cos, sin, mask, spec, shape, cache), w.attention_post_norm, spec)
     assert w.experts is not None
     assert spec.moe is not None
-    normed = rms_norm(x, w.ffn_norm, spec.norm_eps)
+    normed = norm(x, w.ffn_norm, spec.norm)
     shared = None if w.ffn is None else _shared_expert(normed, w.ffn, spec)
     out, tally = moe(
         normed.flatten(0, -2), w.experts, spec.moe, spec.exchange, shape, spec.run, shared, spec.expert_products
     )
-    return x + out.view_as(x), tally
+    return add(x, out.view_as(x), w.ffn_post_norm, spec), tally
 
 
 def _shared_expert(x: Tensor, weights: FeedForwardWeights, spec: BlockSpec) -> SharedExpert:
@@ -131,15 +170,26 @@ def attention_part(
     else:
         q, k, v, rows = project(x, w, spec, shape)  # (B, S, KV, group, D), (B, S, KV, 1, D) twice
         if w.q_norm is not None and w.k_norm is not None:
-            q, k = rms_norm(q, w.q_norm, spec.norm_eps), rms_norm(k, w.k_norm, spec.norm_eps)
+            q = heads_norm(q, w.q_norm, spec.norm, spec.products.mean)
+            k = heads_norm(k, _own_keys(w.k_norm, spec), spec.norm, spec.products.mean)
         if cos is not None and sin is not None:
             q, k = rotate(q, cos, sin, spec.rope_pairs), rotate(k, cos, sin, spec.rope_pairs)
             if spec.rotated_norm:
-                q, k = rms_norm(q, None, spec.norm_eps), rms_norm(k, None, spec.norm_eps)
+                q, k = rms_norm(q, None, spec.norm.eps), rms_norm(k, None, spec.norm.eps)
+        if spec.query_factor != 1.0:
+            q = q * spec.query_factor
         q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.squeeze(3)
     if cache is not None:
         k, v = remember(cache, k, v)
     return spec.products.row(attention(q, k, v, mask, w.sinks).reshape(*rows, -1), w.wo, w.wo_bias)
+
+
+def _own_keys(weight: Tensor, spec: BlockSpec) -> Tensor:
+    """The weights of the norm of the keys that this rank uses, where it holds those of all KV heads."""
+    if spec.kv_heads is None or spec.norm.over == "head":
+        return weight
+    first, count = spec.kv_heads
+    return weight[spec.head_dim * first : spec.head_dim * (first + count)]
 
 
 def project(
@@ -157,13 +207,50 @@ def project(
     first, count = spec.kv_heads or (0, w.wkv.shape[0] // (2 * spec.head_dim))
     rows = slice(2 * spec.head_dim * first, 2 * spec.head_dim * (first + count))
     wkv_bias = None if w.wkv_bias is None else w.wkv_bias[rows]
-    product, kv = spec.products.column(x, (w.wqkv, w.wkv[rows]), (w.wqkv_bias, wkv_bias))
+    used = some_groups(w.wkv, first, count) if isinstance(w.wkv, Adapted) else w.wkv[rows]
+    product, kv = spec.products.column(x, (w.wqkv, used), (w.wqkv_bias, wkv_bias))
     k, v = kv.view(*shape, count, 2, spec.head_dim).split(1, dim=3)
     group = w.wqkv.shape[0] // (count * spec.head_dim)
     return product.view(*shape, count, group, spec.head_dim), k, v, product.shape[:-1]
 
 
-class Linear(nn.Module):
+class CodedWeight(nn.Module):
+    """A frozen weight in 4 or 8 bits, uninitialised (models/adapted/quantized.py)."""
+
+    codes: nn.Parameter
+
+    def __init__(self, kind: str, tensors: dict[str, Tensor], shared: int | None) -> None:
+        super().__init__()
+        self.kind, self.shared = kind, shared
+        for name in ("codes", "factors", "scales", "offsets", "row_factors"):
+            given = tensors.get(name)
+            setattr(self, name, None if given is None else nn.Parameter(given, requires_grad=False))
+
+
+class Adaptable(nn.Module):
+    """A module with a weight beside which matrices of low rank may be trained (`adapters`)."""
+
+    weight: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stored: CodedWeight | None = None  # in place of the weight
+        self.lora: nn.ModuleDict | None = None  # by the name of the projection: a fused weight has several
+        self.low_rank: LowRankSpec | None = None
+        self.bare = False  # whether the frozen weight is used alone, as if nothing were trained beside it
+
+    def used(self, part: Callable[[Tensor], Tensor]) -> Weight:
+        """What products take: the weight, with what is trained beside it."""
+        if self.stored is not None:
+            held = tuple(part(parameter) for parameter in self.stored.parameters())
+            beside = None if self.bare else self.lora
+            return adapt(held, self.stored.kind, beside, self.low_rank or LowRankSpec(1.0, 0.0, (("", 1),)), part)
+        if self.lora is None or self.low_rank is None or self.bare:
+            return part(self.weight)
+        return adapt((part(self.weight),), "", self.lora, self.low_rank, part)
+
+
+class Linear(Adaptable):
     """A weight (rows, columns) and an optional bias, uninitialised: `init_weights` or a checkpoint fills them."""
 
     def __init__(self, rows: int, columns: int, bias: bool = False) -> None:
@@ -172,10 +259,10 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.used(local), self.bias)
 
 
-class Embedding(nn.Module):
+class Embedding(Adaptable):
     """The token embedding; where ranks share the vocabulary, `function` is replaced by one with a collective."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:
@@ -184,17 +271,15 @@ class Embedding(nn.Module):
         self.function: Any = F.embedding  # (tokens, weight) -> rows
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.function(tokens, local(self.weight))
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, local(self.weight), self.eps)
+        rows: Tensor = self.function(tokens, local(self.weight))
+        if self.lora is None or self.bare:
+            return rows
+        weight = self.used(local)
+        assert isinstance(weight, Adapted)
+        a, b = joined(weight, rows.dtype)  # a (r, vocabulary) is a narrow embedding
+        assert a is not None
+        assert b is not None
+        return rows + linear(self.function(tokens, a.t()), b, None)
 
 
 class Attention(nn.Module):
@@ -206,8 +291,9 @@ class Attention(nn.Module):
         self.wqkv = None if split_kv else Linear(heads + kv, arch.dim, arch.qkv_bias)
         self.wq = Linear(heads, arch.dim, arch.qkv_bias) if split_kv else None
         self.wkv = Linear(kv, arch.dim, arch.qkv_bias) if split_kv else None
-        self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
-        self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
+        spec = norm_spec(arch)
+        self.q_norm = Norm(qk_norm_width(arch, arch.n_heads), spec) if arch.qk_norm else None
+        self.k_norm = Norm(qk_norm_width(arch, arch.n_kv_heads), spec) if arch.qk_norm else None
         self.sinks = nn.Parameter(torch.empty(arch.n_heads)) if arch.sinks else None
         self.wo = Linear(arch.dim, heads, arch.out_bias)
 
@@ -220,21 +306,21 @@ class LatentProjections(nn.Module):
         queries, rank = arch.n_heads * sizes.head_dim, sizes.q_rank
         self.wq = Linear(queries, arch.dim) if rank is None else None
         self.wq_a = None if rank is None else Linear(rank, arch.dim)
-        self.q_norm = None if rank is None else RMSNorm(rank, NORM_EPS)
+        self.q_norm = None if rank is None else Norm(rank, NormSpec(eps=NORM_EPS))
         self.wq_b = None if rank is None else Linear(queries, rank)
         self.wkv_a = Linear(sizes.kv_rank + sizes.rope_dim, arch.dim)
-        self.kv_norm = RMSNorm(sizes.kv_rank, NORM_EPS)
+        self.kv_norm = Norm(sizes.kv_rank, NormSpec(eps=NORM_EPS))
         self.wkv_b = Linear(arch.n_heads * (sizes.nope_dim + sizes.v_dim), sizes.kv_rank)
         self.wo = Linear(arch.dim, arch.n_heads * sizes.v_dim)
 
     def weights(self, part: Callable[[Tensor], Tensor]) -> LatentWeights:
         return LatentWeights(
-            wq_a=None if self.wq_a is None else part(self.wq_a.weight),
+            wq_a=None if self.wq_a is None else self.wq_a.used(part),
             q_norm=None if self.q_norm is None else part(self.q_norm.weight),
-            wq=part((self.wq or self.wq_b).weight),  # type: ignore[union-attr]
-            wkv_a=part(self.wkv_a.weight),
+            wq=(self.wq or self.wq_b).used(part),  # type: ignore[union-attr]
+            wkv_a=self.wkv_a.used(part),
             kv_norm=part(self.kv_norm.weight),
-            wkv_b=part(self.wkv_b.weight),
+            wkv_b=self.wkv_b.used(part),
         )
 
 
@@ -243,11 +329,19 @@ class FeedForward(nn.Module):
 
     def __init__(self, arch: Architecture, width: int) -> None:
         super().__init__()
-        self.w13 = Linear(2 * width, arch.dim, arch.mlp_bias)
+        self.w13 = Linear(2 * width, arch.dim, arch.mlp_bias) if arch.gated else None
+        self.w1 = None if arch.gated else Linear(width, arch.dim, arch.mlp_bias)
         self.w2 = Linear(arch.dim, width, arch.mlp_bias)
 
+    @property
+    def into(self) -> Linear:
+        """The layer into the wide middle."""
+        layer = self.w13 or self.w1
+        assert layer is not None
+        return layer
 
-class ExpertLinear(nn.Module):
+
+class ExpertLinear(Adaptable):
     """The matrices of all experts, uninitialised, and their biases."""
 
     def __init__(self, shape: tuple[int, ...], bias: bool) -> None:
@@ -287,27 +381,40 @@ class Block(nn.Module):
     def __init__(self, arch: Architecture, layer: int, window: int, split_kv: bool = False) -> None:
         super().__init__()
         spec = arch.moe if arch.moe is not None and arch.moe.holds(layer) else None
-        self.attention_norm = RMSNorm(arch.dim, arch.norm_eps)
+        norms = block_norms(arch)
+        self.attention_norm = stream_norm(arch) if "attention_norm" in norms else None
         latent = arch.latent
         self.attention = Attention(arch, split_kv) if latent is None else LatentProjections(arch, latent)
-        self.ffn_norm = RMSNorm(arch.dim, arch.norm_eps)
+        self.attention_post_norm = stream_norm(arch) if "attention_post_norm" in norms else None
+        self.ffn_norm = stream_norm(arch) if "ffn_norm" in norms else None
         self.feed_forward = FeedForward(arch, arch.ffn_dim) if spec is None else None
         self.moe = None if spec is None else Moe(arch, spec)
+        self.ffn_post_norm = stream_norm(arch) if "ffn_post_norm" in norms else None
         self.window, self.rotates = window, arch.rotates(layer)
+        self.own_base = window > 0 and arch.window_rope_theta is not None
         width = arch.ffn_dim if spec is None else spec.shared_dim
         self.spec = BlockSpec(
             arch.head_dim,
             arch.n_heads // arch.n_kv_heads,
-            gate_block(width),
-            arch.norm_eps,
+            gate_block(width) if arch.gated else 0,
+            norm_spec(arch),
             arch.rope_pairs,
             arch.rotated_norm,
+            1.0 if arch.attention_scale is None else arch.attention_scale * arch.head_dim**0.5,
+            arch.parallel_block,
+            arch.residual_scale,
+            arch.activation,
             moe=spec,
             latent=latent_spec(arch),
         )
         self.function: Callable[..., Any] = block_function if spec is None else expert_block_function
         self.tally: Tensor | None = None  # of the router since it was last reset: tokens of each expert, losses
         self.rest: WithoutExperts | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """What FSDP shards: the block itself."""
+        return self
 
     def without_experts(self) -> WithoutExperts:
         """Everything in this block but its experts, as a module through which its forward passes."""
@@ -326,23 +433,28 @@ class Block(nn.Module):
             parameter = None if module is None else getattr(module, name)
             return None if parameter is None else part(parameter)
 
-        def both(module: Linear | ExpertLinear) -> tuple[Tensor, Tensor | None]:
-            return part(module.weight), maybe(module, "bias")
+        def both(module: Linear | ExpertLinear) -> tuple[Any, Tensor | None]:
+            return module.used(part), maybe(module, "bias")
+
+        def of_norm(module: Norm | None) -> NormWeights | None:
+            return None if module is None else module.weights(part)
 
         return BlockWeights(
-            attention_norm=part(self.attention_norm.weight),
-            wqkv=maybe(queries, "weight"),
+            attention_norm=of_norm(self.attention_norm),
+            attention_post_norm=of_norm(self.attention_post_norm),
+            wqkv=None if queries is None else queries.used(part),
             wqkv_bias=maybe(queries, "bias"),
-            wkv=maybe(kv, "weight"),
+            wkv=None if kv is None else kv.used(part),
             wkv_bias=maybe(kv, "bias"),
             latent=a.weights(part) if isinstance(a, LatentProjections) else None,
             q_norm=maybe(q_norm, "weight"),
             k_norm=maybe(k_norm, "weight"),
             sinks=maybe(a, "sinks") if isinstance(a, Attention) else None,
-            wo=part(a.wo.weight),
+            wo=a.wo.used(part),
             wo_bias=maybe(a.wo, "bias"),
-            ffn_norm=part(self.ffn_norm.weight),
-            ffn=None if f is None else FeedForwardWeights(*both(f.w13), *both(f.w2)),
+            ffn_norm=of_norm(self.ffn_norm),
+            ffn_post_norm=of_norm(self.ffn_post_norm),
+            ffn=None if f is None else FeedForwardWeights(*both(f.into), *both(f.w2)),
             experts=None
             if m is None
             else ExpertWeights(
@@ -395,6 +507,7 @@ class WithoutExperts(nn.Module):
         super().__init__()
         assert block.moe is not None
         self.attention_norm, self.attention, self.ffn_norm = block.attention_norm, block.attention, block.ffn_norm
+        self.attention_post_norm, self.ffn_post_norm = block.attention_post_norm, block.ffn_post_norm
         self.router, self.shared_experts = block.moe.router, block.moe.shared_experts
         self.run = block.run
 
@@ -418,10 +531,13 @@ class Decoder(nn.Module):
     the parameters.
     """
 
+    gives_logits = False  # of `hidden`: where a model changes its logits after the output layer
+
     def __init__(self, arch: Architecture, split_kv: bool = False, stages: Sequence[Stage] | None = None) -> None:
         super().__init__()
         self.arch = arch
         self.compute_dtype: torch.dtype | None = None
+        self.adaptation: Any = None  # where only a part is trained: what (adapters/lora.py)
         self.context: Any = None  # where ranks share sequences: this rank's positions, masks and tokens
         self.stages = (Stage(tuple(range(arch.n_layers)), True, True),) if stages is None else tuple(stages)
         first, last = any(stage.first for stage in self.stages), any(stage.last for stage in self.stages)
@@ -430,7 +546,7 @@ class Decoder(nn.Module):
         here = {layer for stage in self.stages for layer in stage.layers}
         blocks = {str(i): Block(arch, i, window, split_kv) for i, window in enumerate(windows(arch)) if i in here}
         self.layers = nn.ModuleDict(blocks)
-        self.norm = RMSNorm(arch.dim, arch.norm_eps) if last else None
+        self.norm = stream_norm(arch) if last else None
         self.output = Linear(arch.vocab_size, arch.dim) if last and not tied else None
         self._tables: tuple[tuple[int, torch.device], Tables] | None = None
 
@@ -446,8 +562,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Hidden states (B, S, dim) of tokens (B, S) after the final norm; ranks that share tokens get their rows.
 
-        `positions` (S,) or (B, S) default to 0, 1, ...; `documents` (B, S) keep packed documents apart. With `stage`,
-        one of several, `x` is the residual stream before it (None before the first) and the result that after it.
+        They are multiplied by `logit_scale`, whose product with the output's weight is what the logits should be.
+        `positions` (S,) or (B, S) default to 0, 1, ...; `documents` (B, S) keep packed documents apart, and positions
+        start anew in each. With `stage`, one of several, `x` is the residual stream before it (None before the first)
+        and the result that after it.
         """
         if stage is None:
             (stage,) = self.stages
@@ -455,8 +573,14 @@ class Decoder(nn.Module):
             assert self.tok_embeddings is not None
             x = self.tok_embeddings(tokens)
             x = x if self.compute_dtype is None else x.to(self.compute_dtype)
+            if self.arch.embedding_scale != 1.0:  # rounded to the type of x, as Gemma was trained
+                x = x * torch.tensor(self.arch.embedding_scale, dtype=x.dtype, device=x.device)
         assert x is not None
-        cos, sin, factors = self._rope(tokens, positions, cache)
+        if positions is None and documents is not None and self.arch.attn_mask_type == "block_causal":
+            positions = document_positions(documents)
+            positions = positions if self.context is None else self.context.own(positions)
+            positions = positions.to(tokens.device, non_blocking=True)
+        cos, sin, own_cos, own_sin, factors = self._rope(tokens, positions, cache)
         if self.context is not None and cache is None:
             masks = self.context.masks(self.arch, tokens, x.dtype, documents)
         else:
@@ -464,7 +588,9 @@ class Decoder(nn.Module):
         for index in stage.layers:
             block, layer = self.block(index), None if cache is None else cache.layer(index)
             mask, shape = masks[block.window], (tokens.shape[0], tokens.shape[1])
-            if block.rotates:
+            if block.rotates and block.own_base:
+                x = block(x, own_cos, own_sin, mask, shape, layer)
+            elif block.rotates:
                 x = block(x, cos, sin, mask, shape, layer)
             else:
                 x = block(x, None, None, mask._replace(factors=factors), shape, layer)
@@ -473,11 +599,16 @@ class Decoder(nn.Module):
         if not stage.last:
             return x
         assert self.norm is not None
-        return self.norm(x)
+        x = self.norm(x)
+        return x if self.arch.logit_scale == 1.0 else x * self.arch.logit_scale
 
     def forward(self, tokens: Tensor, **options: Any) -> Tensor:
         """Logits (B, S, V); `options` are those of `hidden`."""
-        return linear(self.hidden(tokens, **options), self.output_weight(), None)
+        return self.logits(self.hidden(tokens, **options))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., dim)."""
+        return capped(linear(hidden, self.output_weight(), None), self.arch.logit_cap)
 
     def blocks(self) -> list[Block]:
         return [block for block in self.layers.values() if isinstance(block, Block)]
@@ -487,11 +618,29 @@ class Decoder(nn.Module):
         assert isinstance(block, Block)
         return block
 
+    def whole_parameters(self) -> set[nn.Parameter]:
+        """Parameters that FSDP leaves whole: balancing biases are moved by counts, and never cast."""
+        routers = [block.moe.router for block in self.blocks() if block.moe is not None]
+        return {router.balance for router in routers if router.balance is not None}
+
+    def check_masks(self, device: torch.device) -> None:
+        """Called once on every rank when the weights are there; the masks of this model are its own."""
+
+    def retie(self) -> None:
+        """Called when parameters were replaced; a tied weight here is one module's."""
+
     def output_weight(self) -> Tensor:
         """(V, dim): the output layer's weight, the embedding's when they are tied."""
-        module = self.tok_embeddings if self.output is None else self.output
-        assert module is not None, "the output is in another stage"
-        return local(module.weight)
+        if self.output is None:
+            assert self.tok_embeddings is not None, "the output is in another stage"
+            return local(self.tok_embeddings.weight)
+        weight = self.output.used(local)
+        if not isinstance(weight, Adapted):
+            return weight
+        a, b = joined(weight, weight.weight.dtype)  # the loss multiplies in chunks, with one matrix
+        if a is None or b is None:
+            return weight.weight
+        return torch.addmm(weight.weight, b, a)
 
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tables:
         """Cosines and sines that broadcast to (B, S, KV, group, D/2), and for layers without them factors of queries.
@@ -508,9 +657,15 @@ class Decoder(nn.Module):
         elif positions is None:
             start = 0 if cache is None else cache.used
             positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        cos, sin = (table[..., None, None, :] for table in rope_tables(self.arch, positions))
-        factors = query_factors(self.arch, positions)
-        tables = cos, sin, None if factors is None else factors[..., None, None]  # broadcast to (B, S, H, D)
+        length = tokens.shape[1] if default else None
+        if length is not None and self.context is not None:
+            length *= self.context.slices.ranks
+        cos, sin = (table[..., None, None, :] for table in rope_tables(self.arch, positions, length))
+        own_cos, own_sin = None, None
+        if self.arch.window_rope_theta is not None:
+            own_cos, own_sin = (table[..., None, None, :] for table in window_rope_tables(self.arch, positions))
+        factors = query_factors(self.arch, positions)  # broadcast to (B, S, H, D)
+        tables = cos, sin, own_cos, own_sin, None if factors is None else factors[..., None, None]
         if default:
             self._tables = (key, tables)
         return tables

@@ -1,4 +1,4 @@
-"""Products and SwiGLU on the fused gate-up weight.
+"""Products, and the feed-forward part on the fused gate-up weight, or on one without a gate.
 
 Letters: t rows of the residual stream, one per token: (B, S, dim) on one rank, (tokens / ranks, dim) where ranks share
 the sequence. `Products` is the interface through which tensor parallelism adds its collectives to the products.
@@ -6,6 +6,7 @@ the sequence. `Products` is the interface through which tensor parallelism adds 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardline.models.cpu_product import multiply
-from shardline.models.linear import gradient_of, linear, weight_gradient
+from shardline.models.adapted.low_rank import Adapted, Weight
+from shardline.models.products.cpu_product import multiply
+from shardline.models.products.linear import gradient_of, linear, weight_gradient
+from shardline.models.products.swiglu import swiglu, swiglu_gradient_op, swiglu_op
 
-Weights = tuple[Tensor, ...]
+Weights = tuple[Weight, ...]
 Biases = tuple[Tensor | None, ...]
 
 
@@ -32,27 +35,44 @@ def all_here(x: Tensor) -> Tensor:
 class Products(NamedTuple):
     """The two kinds of products in a block: into heads or the wide middle (`column`), and back to dim (`row`).
 
-    `gather` gives all rows of what each rank has computed for its own, to be used by this rank's heads.
+    `gather` gives all rows of what each rank has computed for its own, to be used by this rank's heads. `mean` gives
+    the mean over ranks of what each has computed of its own heads, which all of them go on with. Where
+    `row_keeps_float8`, backward has the input of `row` in float8 and does not need it as it was.
     """
 
     column: Callable[[Tensor, Weights, Biases], tuple[Tensor, ...]] = columns
-    row: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear
+    row: Callable[[Tensor, Weight, Tensor | None], Tensor] = linear
     gather: Callable[[Tensor], Tensor] = all_here
+    mean: Callable[[Tensor], Tensor] = all_here
+    row_keeps_float8: bool = False
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+_GRADIENTS: dict[str, Callable[..., Tensor]] = {  # (gradient, input, *, grad_input)
+    "silu": torch.ops.aten.silu_backward.grad_input,
+    "gelu_tanh": functools.partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+}
 
 
 class FeedForwardWeights(NamedTuple):
-    w13: Tensor
+    w13: Weight  # only w1 where there is no gate
     w13_bias: Tensor | None
-    w2: Tensor
+    w2: Weight
     w2_bias: Tensor | None
 
 
-def feed_forward(x: Tensor, w: FeedForwardWeights, gate_block: int, products: Products) -> Tensor:
-    """down(silu(gate(x)) * up(x))."""
-    on_cpu = x.device.type == "cpu" and products.column is columns
-    if on_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return products.row(_Gated.apply(x, w.w13, w.w13_bias, gate_block), w.w2, w.w2_bias)
-    return narrow(widen(x, w, products), w, gate_block, products)
+def feed_forward(
+    x: Tensor, w: FeedForwardWeights, gate_block: int, products: Products, activation: str = "silu"
+) -> Tensor:
+    """down(silu(gate(x)) * up(x)), or another activation; where `gate_block` is 0, down(silu(up(x)))."""
+    on_cpu = x.device.type == "cpu" and products.column is columns and gate_block > 0
+    plain = not isinstance(w.w13, Adapted) and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if on_cpu and plain:
+        return products.row(_Gated.apply(x, w.w13, w.w13_bias, gate_block, activation), w.w2, w.w2_bias)
+    return narrow(widen(x, w, products), w, gate_block, products, activation)
 
 
 def widen(x: Tensor, w: FeedForwardWeights, products: Products) -> Tensor:
@@ -61,26 +81,63 @@ def widen(x: Tensor, w: FeedForwardWeights, products: Products) -> Tensor:
     return product
 
 
-def narrow(product: Tensor, w: FeedForwardWeights, gate_block: int, products: Products) -> Tensor:
+def narrow(
+    product: Tensor, w: FeedForwardWeights, gate_block: int, products: Products, activation: str = "silu"
+) -> Tensor:
     """down(silu(gate) * up); the rows of w13 alternate: `gate_block` of gate, `gate_block` of up."""
+    function = ACTIVATIONS[activation]
+    if not gate_block:
+        return products.row(function(product), w.w2, w.w2_bias)
+    if product.is_cuda and activation == "silu" and torch.is_grad_enabled():
+        if products.row is linear and not isinstance(w.w2, Adapted):
+            out: Tensor = _Down.apply(product.flatten(0, -2), w.w2, w.w2_bias, gate_block)
+            return out.unflatten(0, product.shape[:-1])
+        if products.row_keeps_float8:
+            middle = swiglu(product.flatten(0, -2), None, gate_block)
+            return products.row(middle.unflatten(0, product.shape[:-1]), w.w2, w.w2_bias)
     gate, up = product.unflatten(-1, (-1, 2, gate_block)).unbind(-2)  # (t, F / block, block) each
-    return products.row((F.silu(gate) * up).flatten(-2), w.w2, w.w2_bias)
+    return products.row((function(gate) * up).flatten(-2), w.w2, w.w2_bias)
+
+
+class _Down(torch.autograd.Function):
+    """down(silu(gate) * up) of rows (n, 2 F) on a GPU; backward makes the middle again in its gradient's pass."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
+        ctx.save_for_backward(product, weight)
+        ctx.block = block
+        narrow_bias = None if bias is None else bias.to(product.dtype)
+        return F.linear(swiglu_op(product, None, block), weight.to(product.dtype), narrow_bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
+        product, weight = ctx.saved_tensors
+        of_product, _, middle = swiglu_gradient_op(gradient @ weight.to(gradient.dtype), product, None, ctx.block)
+
+        def of_weight() -> Tensor:
+            return (gradient.t() @ middle).to(weight.dtype)
+
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        db = gradient.sum(0) if needs_bias else None
+        if torch.compiler.is_compiling():
+            return of_product, of_weight() if needs_weight else None, db, None
+        return of_product, gradient_of(weight, needs_weight, of_weight), db, None
 
 
 class _Gated(torch.autograd.Function):
     """silu(gate(x)) * up(x) on a CPU, whose loops are slow over blocks: the weight's rows are put in two halves first.
 
-    That copy is small beside the product. Backward computes silu(gate) again.
+    That copy is small beside the product. Backward computes silu(gate) again; `activation` may be another one.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, block: int, activation: str) -> Tensor:
         narrow_bias = None if bias is None else _halves(bias.to(x.dtype), block)
         product = multiply(x, _halves(weight.to(x.dtype), block), narrow_bias)
         ctx.save_for_backward(x, weight, product)
-        ctx.block = block
+        ctx.block, ctx.activation = block, activation
         gate, up = product.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return ACTIVATIONS[activation](gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -88,13 +145,13 @@ class _Gated(torch.autograd.Function):
         gate, up = product.chunk(2, dim=-1)
         change = torch.empty_like(product)
         of_gate, of_up = change.chunk(2, dim=-1)
-        torch.mul(gradient, F.silu(gate), out=of_up)
-        torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        torch.mul(gradient, ACTIVATIONS[ctx.activation](gate), out=of_up)
+        _GRADIENTS[ctx.activation](gradient * up, gate, grad_input=of_gate)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dx = multiply(change, _halves(weight.to(x.dtype), ctx.block).t()) if needs_x else None
         compute = lambda: _blocks(weight_gradient(x, change, weight.dtype), ctx.block)  # noqa: E731
         db = _blocks(change.flatten(0, -2).sum(0), ctx.block) if needs_bias else None
-        return dx, gradient_of(weight, needs_weight, compute), db, None
+        return dx, gradient_of(weight, needs_weight, compute), db, None, None
 
 
 def _halves(rows: Tensor, block: int) -> Tensor:

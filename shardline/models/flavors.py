@@ -11,7 +11,7 @@ from shardline import registry
 from shardline.config.architecture import Architecture, MixtureOfExperts, RopeScaling, build
 from shardline.config.names import NOT_BUILT
 from shardline.config.schema import Model
-from shardline.errors import ConfigError, blame
+from shardline.errors import ConfigError
 from shardline.models.huggingface.config import architecture_from_hf
 
 
@@ -146,6 +146,178 @@ def _gpt_oss(dim: int, layers: int, n_experts: int) -> Architecture:
     return _sized(dim, layers, 64, 8, 2880, family="gpt_oss", sinks=True, moe=experts, **biases, **sizes, **window)
 
 
+# Dense families beyond Llama, in the sizes and with the settings in which they were published.
+
+
+def _gemma(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, period: int, **more: Any) -> Architecture:
+    """All but each `period`-th layer have the window."""
+    fields: dict[str, Any] = {
+        "norm_kind": "rms_plus_one",
+        "norm_places": "both",
+        "activation": "gelu_tanh",
+        "norm_eps": 1e-6,
+        "head_dim": 256,
+        "embedding_scale": dim**0.5,
+        "tie_word_embeddings": True,
+        "sliding_window_layers": tuple(layer for layer in range(layers) if (layer + 1) % period),
+    }
+    return _sized(dim, layers, heads, kv_heads, ffn_dim, **{**fields, **more})
+
+
+_gemma2 = functools.partial(
+    _gemma,
+    period=2,
+    family="gemma2",
+    vocab_size=256000,
+    max_seq_len=8192,
+    rope_theta=10000.0,
+    sliding_window=4096,
+    score_cap=50.0,
+    logit_cap=30.0,
+)
+_gemma3 = functools.partial(
+    _gemma,
+    period=6,
+    family="gemma3_text",
+    vocab_size=262208,
+    rope_theta=1000000.0,
+    window_rope_theta=10000.0,
+    sliding_window=1024,
+    qk_norm=True,
+)
+_EIGHTFOLD: dict[str, Any] = {"rope_scaling": RopeScaling(type="linear", factor=8.0)}
+_phi3 = functools.partial(_sized, family="phi3", vocab_size=32064, max_seq_len=4096, rope_theta=10000.0, norm_eps=1e-5)
+_olmo2 = functools.partial(
+    _sized,
+    family="olmo2",
+    vocab_size=100352,
+    max_seq_len=4096,
+    rope_theta=500000.0,
+    norm_eps=1e-6,
+    norm_places="after",
+    qk_norm=True,
+    qk_norm_over="width",
+)
+_granite = functools.partial(
+    _sized,
+    family="granite",
+    vocab_size=49155,
+    max_seq_len=4096,
+    rope_theta=10000.0,
+    norm_eps=1e-5,
+    embedding_scale=12.0,
+    residual_scale=0.22,
+    tie_word_embeddings=True,
+)
+_starcoder2 = functools.partial(
+    _sized,
+    family="starcoder2",
+    vocab_size=49152,
+    max_seq_len=16384,
+    sliding_window=4096,
+    norm_kind="layer",
+    norm_bias=True,
+    norm_eps=1e-5,
+    activation="gelu_tanh",
+    gated=False,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    tie_word_embeddings=True,
+)
+_cohere = functools.partial(
+    _sized,
+    vocab_size=256000,
+    norm_kind="layer",
+    norm_eps=1e-5,
+    parallel_block=True,
+    rope_pairs="neighbors",
+    tie_word_embeddings=True,
+)
+_R7B_WINDOWS = tuple(layer for layer in range(32) if (layer + 1) % 4)
+_falcon3 = functools.partial(
+    _sized, family="llama", vocab_size=131072, max_seq_len=32768, head_dim=256, rope_theta=1000042.0, norm_eps=1e-6
+)
+_DENSE_FLAVORS: dict[str, dict[str, Architecture]] = {
+    "gemma2": {
+        "debugmodel": _gemma2(256, 4, 8, 4, 768, head_dim=32, vocab_size=2048, sliding_window=64),
+        "2B": _gemma2(2304, 26, 8, 4, 9216),
+        "9B": _gemma2(3584, 42, 16, 8, 14336),
+        "27B": _gemma2(4608, 46, 32, 16, 36864, head_dim=128, attention_scale=144**-0.5),
+    },
+    # The text models of the larger ones, which see images too.
+    "gemma3": {
+        "debugmodel": _gemma3(256, 6, 8, 4, 768, head_dim=32, vocab_size=2048, sliding_window=64),
+        "1B": _gemma3(1152, 26, 4, 1, 6912, vocab_size=262144, max_seq_len=32768, sliding_window=512),
+        "4B": _gemma3(2560, 34, 8, 4, 10240, **_EIGHTFOLD),
+        "12B": _gemma3(3840, 48, 16, 8, 15360, **_EIGHTFOLD),
+        "27B": _gemma3(5376, 62, 32, 16, 21504, head_dim=128, attention_scale=168**-0.5, **_EIGHTFOLD),
+    },
+    "phi3": {
+        "mini": _phi3(3072, 32, 32, 32, 8192, sliding_window=2047),
+        "medium": _phi3(5120, 40, 40, 10, 17920, sliding_window=2047),
+    },
+    "phi4": {"14B": _phi3(5120, 40, 40, 10, 17920, vocab_size=100352, max_seq_len=16384, rope_theta=250000.0)},
+    "olmo2": {
+        "7B": _olmo2(4096, 32, 32, 32, 11008),
+        "13B": _olmo2(5120, 40, 40, 40, 13824),
+        "32B": _olmo2(5120, 64, 40, 8, 27648),
+    },
+    # Granite 3.0; later ones have another base and vocabulary.
+    "granite": {
+        "2B": _granite(2048, 40, 32, 8, 8192, attention_scale=0.015625, logit_scale=1 / 8),
+        "8B": _granite(4096, 40, 32, 8, 12800, attention_scale=0.0078125, logit_scale=1 / 16),
+    },
+    "smollm3": {
+        "3B": _sized(
+            *(2048, 36, 16, 4, 11008),
+            family="smollm3",
+            vocab_size=128256,
+            max_seq_len=32768,
+            rope_theta=2000000.0,
+            norm_eps=1e-6,
+            rope_layers=tuple(layer for layer in range(36) if (layer + 1) % 4),
+            tie_word_embeddings=True,
+        )
+    },
+    "glm4": {
+        "9B": _sized(
+            *(4096, 40, 32, 2, 13696),
+            family="glm4",
+            vocab_size=151552,
+            rope_theta=10000.0,
+            rope_fraction=0.5,
+            rope_pairs="neighbors",
+            norm_eps=1.5625e-7,
+            norm_places="both",
+            qkv_bias=True,
+        )
+    },
+    "starcoder2": {
+        "3B": _starcoder2(3072, 30, 24, 2, 12288, rope_theta=999999.4420358813),
+        "7B": _starcoder2(4608, 32, 36, 4, 18432, rope_theta=1000000.0),
+    },
+    "command_r": {
+        "35B": _cohere(8192, 40, 64, 64, 22528, family="cohere", rope_theta=8000000.0, logit_scale=0.0625),
+        "7B": _cohere(
+            *(4096, 32, 32, 8, 14336),
+            family="cohere2",
+            rope_theta=50000.0,
+            logit_scale=0.25,
+            sliding_window=4096,
+            sliding_window_layers=_R7B_WINDOWS,
+            rope_layers=_R7B_WINDOWS,
+        ),
+    },
+    "falcon3": {
+        "1B": _falcon3(2048, 18, 8, 4, 8192),
+        "3B": _falcon3(3072, 22, 12, 4, 9216),
+        "7B": _falcon3(3072, 28, 12, 4, 23040),
+        "10B": _falcon3(3072, 40, 12, 4, 23040),
+    },
+}
+
+
 # Llama 3.2 (1B, 3B) ties its embeddings and stretches its rotary frequencies; 8B, 70B and 405B do neither, as
 # TorchTitan has them. The published Llama 3.1 weights of those sizes do stretch: load them with model.name = "auto".
 # Llama 4 is TorchTitan's too: the published weights have no rotary positions in layers 3, 7, ..., a norm of rotated
@@ -198,15 +370,19 @@ FLAVORS: dict[str, dict[str, Architecture]] = {
         "20b": _gpt_oss(2880, 24, n_experts=32),
         "120b": _gpt_oss(2880, 36, n_experts=128),
     },
+    **_DENSE_FLAVORS,
 }
 
 
 def resolve(model: Model) -> Architecture:
     """The architecture that a config's model section names, with `model.overrides` applied."""
     if model.name == "auto":
-        with blame("model.hf_assets_path"):
-            found = architecture_from_hf(Path(model.hf_assets_path))
-        return found.with_overrides(model.overrides)
+        try:
+            return architecture_from_hf(Path(model.hf_assets_path), model.implementation, model.overrides)
+        except ConfigError as error:
+            if str(error).startswith(("model.", "model:")):  # a key is named already
+                raise
+            raise ConfigError(f"model.hf_assets_path: {error}") from error
     known = {**FLAVORS.get(model.name, {}), **registry.flavors.get(model.name, {})}
     if model.flavor in known:
         return _architecture(model.name, model.flavor, known[model.flavor]).with_overrides(model.overrides)

@@ -1,6 +1,6 @@
 """The row order of fused weights, and conversion between fused and logical tensors (one per projection).
 
-    wqkv, rows by KV head        w13, rows in blocks of b = gcd(ffn_dim, 8)
+    wqkv, rows by KV head        w13, rows in blocks of b = gcd(ffn_dim, 8); w1 alone where there is no gate
     | q q q q k v | q q q q k v |      | gate b | up b | gate b | up b | ...
 
     w13 of experts: (experts, 2, width, dim), gate and up each a half of the second dimension
@@ -28,14 +28,14 @@ def gate_block(width: int) -> int:
 
 def logical_names(arch: Architecture, name: str) -> list[str]:
     """The logical names of a parameter: its own, or those of the parts of a fused one."""
-    return _halves(name) or list(_runs(arch, name)) or [name]
+    return _halves(name) or list(fused_runs(arch, name)) or [name]
 
 
 def unfuse(arch: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """The logical tensors of the parameter `name`, or of rows of it that hold whole groups."""
     if _halves(name):
         return views(name, tensor)
-    runs = _runs(arch, name)
+    runs = fused_runs(arch, name)
     if not runs:
         return {name: tensor}
     groups = tensor.unflatten(0, (-1, sum(runs.values())))  # (groups, rows of a group, ...)
@@ -47,7 +47,7 @@ def fuse(arch: Architecture, name: str, parts: Mapping[str, Tensor]) -> Tensor:
     """The parameter `name` from its logical tensors: the inverse of `unfuse`."""
     if _halves(name):
         return torch.stack([parts[half] for half in _halves(name)], dim=1)
-    runs = _runs(arch, name)
+    runs = fused_runs(arch, name)
     if not runs:
         return parts[name]
     groups = [parts[part].unflatten(0, (-1, rows)) for part, rows in runs.items()]  # (groups, rows of a group, ...)
@@ -84,15 +84,34 @@ def logical_rows(arch: Architecture, name: str, size: int, held: slice) -> list[
 
 
 def logical_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every logical tensor's shape, in the order of the model; `output.weight` only when it is not tied."""
+    """Every logical tensor's shape, in the order of the model; the output layer's only when it is not tied."""
+    if arch.foreign is not None:
+        return dict(arch.foreign.shapes)
     shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (arch.vocab_size, arch.dim)}
     for layer in range(arch.n_layers):
         for name, shape in _layer_shapes(arch, layer).items():
             shapes[f"layers.{layer}.{name}"] = shape
     shapes["norm.weight"] = (arch.dim,)
+    if arch.norm_bias:
+        shapes["norm.bias"] = (arch.dim,)
     if not arch.tie_word_embeddings:
         shapes["output.weight"] = (arch.vocab_size, arch.dim)
     return shapes
+
+
+def is_low_rank(name: str) -> bool:
+    """Whether a name is that of a matrix that is trained beside a frozen weight."""
+    return ".lora." in name
+
+
+def low_rank_name(name: str) -> str:
+    """The logical name: it does not depend on which weights are fused.
+
+    layers.0.attention.wqkv.lora.wq.a -> layers.0.attention.wq.lora.a
+    """
+    module, _, inner = name.partition(".lora.")
+    projection, _, ending = inner.rpartition(".")
+    return ".".join([*module.split(".")[:-1], projection, "lora", ending]) if projection else name
 
 
 def keeps_type(name: str) -> bool:
@@ -112,12 +131,18 @@ def active_parameter_count(arch: Architecture) -> int:
 def layer_sizes(arch: Architecture) -> list[tuple[int, int]]:
     """(parameters, parameters that one token meets) of each layer."""
     held, used = [0] * arch.n_layers, [0] * arch.n_layers
+    place = f"{layers_name(arch)}."
     for name, shape in logical_shapes(arch).items():
-        if name.startswith("layers."):
-            layer, size = int(name.split(".")[1]), math.prod(shape)
+        if name.startswith(place):
+            layer, size = int(name.removeprefix(place).split(".")[0]), math.prod(shape)
             held[layer] += size
             used[layer] += used_by_a_token(arch, name, size)
     return list(zip(held, used, strict=True))
+
+
+def layers_name(arch: Architecture) -> str:
+    """The name of the list of layers in the model."""
+    return "layers" if arch.foreign is None else arch.foreign.blocks
 
 
 def active_words(arch: Architecture) -> str:
@@ -135,18 +160,20 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
     ffn, width = ("feed_forward", arch.ffn_dim) if moe is None else ("moe.shared_experts", moe.shared_dim)
     matrices = _attention_matrices(arch)
     if width:
-        matrices += [
-            (f"{ffn}.w1", width, arch.dim, arch.mlp_bias),
-            (f"{ffn}.w3", width, arch.dim, arch.mlp_bias),
-            (f"{ffn}.w2", arch.dim, width, arch.mlp_bias),
-        ]
-    shapes: dict[str, tuple[int, ...]] = {"attention_norm.weight": (arch.dim,), "ffn_norm.weight": (arch.dim,)}
+        into = ("w1", "w3") if arch.gated else ("w1",)
+        matrices += [(f"{ffn}.{name}", width, arch.dim, arch.mlp_bias) for name in into]
+        matrices.append((f"{ffn}.w2", arch.dim, width, arch.mlp_bias))
+    endings = ("weight", "bias") if arch.norm_bias else ("weight",)
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.{ending}": (arch.dim,) for name in block_norms(arch) for ending in endings
+    }
     for name, rows, columns, bias in matrices:
         shapes[f"{name}.weight"] = (rows, columns)
         if bias:
             shapes[f"{name}.bias"] = (rows,)
     if arch.qk_norm:
-        shapes["attention.q_norm.weight"] = shapes["attention.k_norm.weight"] = (arch.head_dim,)
+        for name, heads in (("q_norm", arch.n_heads), ("k_norm", arch.n_kv_heads)):
+            shapes[f"attention.{name}.weight"] = (qk_norm_width(arch, heads),)
     if arch.latent is not None:
         shapes["attention.kv_norm.weight"] = (arch.latent.kv_rank,)
     if arch.latent is not None and arch.latent.q_rank is not None:
@@ -154,6 +181,18 @@ def _layer_shapes(arch: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
     if arch.sinks:
         shapes["attention.sinks"] = (arch.n_heads,)
     return shapes if moe is None else {**shapes, **_expert_shapes(arch, moe)}
+
+
+def block_norms(arch: Architecture) -> list[str]:
+    """The names of a block's norms: of what its parts read, and of what they add to the residual stream."""
+    before = ["attention_norm"] if arch.parallel_block else ["attention_norm", "ffn_norm"]
+    after = ["attention_post_norm", "ffn_post_norm"]
+    return {"before": before, "after": after, "both": before + after}[arch.norm_places]
+
+
+def qk_norm_width(arch: Architecture, heads: int) -> int:
+    """How many weights a norm of this many query or key heads has."""
+    return arch.head_dim if arch.qk_norm_over == "head" else heads * arch.head_dim
 
 
 def _attention_matrices(arch: Architecture) -> list[tuple[str, int, int, bool]]:
@@ -199,11 +238,17 @@ def is_halved(name: str) -> bool:
 
 def _halves(name: str) -> list[str]:
     """The logical names in the fused weight or bias of experts; empty for any other parameter."""
+    if is_low_rank(name):
+        return []
     return [name.replace(".w13.", half) for half in (".w1.", ".w3.")] if ".experts.w13." in name else []
 
 
-def _runs(arch: Architecture, name: str) -> dict[str, int]:
+def fused_runs(arch: Architecture, name: str) -> dict[str, int]:
     """The logical names in a fused parameter, and how many rows each has in a group; empty for any other parameter."""
+    if arch.foreign is not None:
+        return {}
+    if is_low_rank(name):
+        return {low_rank_name(name): 1}
     head, block = arch.head_dim, gate_block(arch.ffn_dim)
     shared = gate_block(0 if arch.moe is None else arch.moe.shared_dim)
     kinds = {

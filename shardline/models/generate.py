@@ -1,4 +1,4 @@
-"""Text generation, one token at a time, with a cache of keys and values."""
+"""Text generation, one token at a time, with a cache of keys and values; a model of transformers has none here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from shardline.errors import UserError
 from shardline.models.attention import KVCache
 from shardline.models.decoder import Decoder
+from shardline.models.rope import rope_changes
 
 
 def generate(
@@ -31,25 +32,38 @@ def generate(
     if prompt.numel() == 0:
         raise ValueError("the prompt is empty: give at least one token")
     stops = set(eos_id if isinstance(eos_id, Sequence) else [] if eos_id is None else [eos_id])
-    assert model.tok_embeddings is not None
-    weight = model.tok_embeddings.weight
+    weight = next(model.parameters())
     length = prompt.numel() + max_new_tokens
-    cache = KVCache(model.arch, 1, length, weight.device, model.compute_dtype or weight.dtype)
+    cache = None
+    if model.arch.foreign is None:
+        cache = KVCache(model.arch, 1, length, weight.device, model.compute_dtype or weight.dtype)
+    elif length > model.arch.max_seq_len:
+        raise UserError(
+            f"{length} tokens are more than the {model.arch.max_seq_len} positions that config.json states: give a"
+            " smaller --max-new-tokens"
+        )
     generator = torch.Generator("cpu").manual_seed(seed)
-    step = prompt.to(weight.device)[None]
+    step = known = prompt.to(weight.device)[None]
     for _ in range(max_new_tokens):
+        if cache is not None and cache.used > 0 and rope_changes(model.arch, cache.used, known.shape[1]):
+            step, cache.used = known, 0  # cached keys were rotated by other frequencies
         token = _choose(_next_logits(model, step, cache), temperature, top_k, top_p, generator)
         yield token
         if token in stops:
             return
-        step = torch.tensor([[token]], device=weight.device)
+        new = torch.tensor([[token]], device=weight.device)
+        known = torch.cat([known, new], dim=1)
+        step = known if cache is None else new
 
 
 @torch.no_grad()
-def _next_logits(model: Decoder, step: Tensor, cache: KVCache) -> Tensor:
-    """Logits (V,) of the token after `step` (1, new tokens), in float32 on the CPU."""
+def _next_logits(model: Decoder, step: Tensor, cache: KVCache | None) -> Tensor:
+    """Logits (V,) of the token after `step` (1, new tokens), in float32 on the CPU; without a cache, after all."""
+    if cache is None:
+        logits: Tensor = model(step)[0, -1].float().cpu()
+        return logits
     hidden = model.hidden(step, cache=cache)[0, -1]
-    return (model.output_weight().to(hidden.dtype) @ hidden).float().cpu()
+    return model.logits(hidden).float().cpu()
 
 
 def _choose(

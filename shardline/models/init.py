@@ -6,8 +6,11 @@ blocks of which it holds rows, and neither device, threads, fused layout nor the
     matrices and embeddings   normal, std `init_std`, clamped at 3 std
     wo and w2                 the same with std `init_std` / sqrt(2 n_layers): they write into the residual stream,
                               and the sum over 2 n_layers of them then keeps its size whatever the depth
-    norms                     1
+    norms                     1; 0 where 1 is added to them
     biases                    0
+
+Of a model of transformers, every matrix has std `init_std` (its initializer_range); vectors and other small tensors
+have the values that the model's own code gives them, where it is not random.
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardline.config.architecture import Architecture
 from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import logical_rows, logical_shapes, views
+from shardline.models.state import Parameters
 
 BLOCK_ROWS = 256
 MOST_THREADS = 32  # each holds one block: 54 MiB in the largest weight of a 405B model
@@ -32,6 +36,8 @@ MOST_THREADS = 32  # each holds one block: 54 MiB in the largest weight of a 405
 
 def initial_std(arch: Architecture, name: str) -> float | None:
     """The standard deviation of a logical tensor; None for those that start as a constant."""
+    if arch.foreign is not None:
+        return arch.init_std
     if name.endswith(("norm.weight", ".bias", ".balance")):
         return None
     if name.endswith((".wo.weight", ".w2.weight")):
@@ -39,11 +45,10 @@ def initial_std(arch: Architecture, name: str) -> float | None:
     return arch.init_std
 
 
-def init_weights(model: nn.Module, seed: int) -> None:
+def init_weights(model: Parameters, seed: int) -> None:
     """Fill every parameter of a `Decoder` that has its memory already; of a DTensor, the shard that this rank holds."""
-    arch: Architecture = model.arch  # type: ignore[assignment]
     with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
-        for _ in pool.map(lambda block: block.fill(seed), _blocks(arch, model)):
+        for _ in pool.map(lambda block: block.fill(seed), _blocks(model.arch, model)):
             pass
 
 
@@ -51,7 +56,7 @@ def draw_block(seed: int, name: str, shape: tuple[int, ...], block: int, std: fl
     """One block of the logical tensor `name` of this shape: float32 (BLOCK_ROWS, or the rest, ...) on the CPU."""
     each = block_rows(shape)
     rows = min(each, shape[0] - block * each)
-    generator = torch.Generator("cpu").manual_seed(_block_seed(seed, name, block))
+    generator = torch.Generator("cpu").manual_seed(block_seed(seed, name, block))
     values = torch.empty(rows, *shape[1:], device="cpu", dtype=torch.float32)
     return values.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
 
@@ -77,17 +82,22 @@ class _HeldBlock(NamedTuple):
         self.target.index_copy_(0, self.places.to(self.target.device), values.to(self.target))
 
 
-def _blocks(arch: Architecture, model: nn.Module) -> Iterator[_HeldBlock]:
+def _blocks(arch: Architecture, model: Parameters) -> Iterator[_HeldBlock]:
     """The blocks that this rank draws; parameters that start as a constant are filled on the way."""
     shapes = logical_shapes(arch)
+    constants: Mapping[str, Tensor] = getattr(model, "constants", {})  # of a model of transformers
     for whole_name, parameter in model.named_parameters():
         slices = local_slices(parameter)
+        if whole_name in constants:
+            local(parameter.detach()).copy_(constants[whole_name][slices])
+            continue
         for name, target in views(whole_name, local(parameter.detach())).items():
             rows, *columns = slices if name == whole_name else (slices[0], *slices[2:])
             for part in logical_rows(arch, name, parameter.shape[0], rows):
                 std = initial_std(arch, part.name)
                 if std is None:
-                    target.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+                    ones = name.endswith("norm.weight") and arch.norm_kind != "rms_plus_one"
+                    target.fill_(1.0 if ones else 0.0)
                     continue
                 each = block_rows(shapes[part.name])
                 for block in range(part.start // each, -(-part.stop // each)):
@@ -98,6 +108,6 @@ def _blocks(arch: Architecture, model: nn.Module) -> Iterator[_HeldBlock]:
                     yield _HeldBlock(part.name, shapes[part.name], block, std, held, target, places)
 
 
-def _block_seed(seed: int, name: str, block: int) -> int:
+def block_seed(seed: int, name: str, block: int) -> int:
     digest = hashlib.blake2b(f"{seed}\0{name}\0{block}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # generators take 63 bits everywhere

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from shardline.config.architecture import Architecture, LatentAttention
+from shardline.models.adapted.low_rank import Weight
 from shardline.models.feed_forward import Products
-from shardline.models.linear import linear, rms_norm
+from shardline.models.norms import rms_norm
+from shardline.models.products.linear import linear
 from shardline.models.rope import rotate, softmax_factor
 
 NORM_EPS = 1e-6  # of the norms of latent vectors, whatever the epsilon of the others
@@ -34,12 +36,12 @@ class LatentSpec(NamedTuple):
 class LatentWeights(NamedTuple):
     """The weights that this rank holds."""
 
-    wq_a: Tensor | None  # (q_rank, dim)
+    wq_a: Weight | None  # (q_rank, dim)
     q_norm: Tensor | None  # (q_rank,)
-    wq: Tensor  # wq or wq_b: (heads here x head_dim, dim or q_rank)
-    wkv_a: Tensor  # (kv_rank + rope_dim, dim)
+    wq: Weight  # wq or wq_b: (heads here x head_dim, dim or q_rank)
+    wkv_a: Weight  # (kv_rank + rope_dim, dim)
     kv_norm: Tensor  # (kv_rank,)
-    wkv_b: Tensor  # (heads here x (nope_dim + v_dim), kv_rank)
+    wkv_b: Weight  # (heads here x (nope_dim + v_dim), kv_rank)
 
 
 def latent_spec(arch: Architecture) -> LatentSpec | None:

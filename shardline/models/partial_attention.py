@@ -5,7 +5,8 @@
     out, lse = add_sink(out, lse, sink)                      one more score without a value, after all parts
     dq, dk, dv = part_backward(g, q, k, v, out, lse, ...)    with the merged `out` and `lse`; gradients of parts add up
 
-Queries are (B, H, Q, D), keys and values (B, KV, K, D), lse (B, H, Q); values may be narrower than D. A row that sees
+Queries are (B, H, Q, D), keys and values (B, KV, K, D), lse (B, H, Q); values may be narrower than D. With a `cap`,
+scores are capped (norms.py), which the definition alone computes. A row that sees
 no key of a part has lse -inf and output 0 there. attention.py calls the same kernels for whole sequences. Their ops are
 private to PyTorch and used in this file alone. On a GPU each kernel is compared with the definition before its first
 use; where it is missing or wrong, the next one is used.
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardline.models.norms import cap_slope, capped
+
 HALF = (torch.bfloat16, torch.float16)
 CUDNN_TILE = 128  # tokens; the backward of a tile that is not full may read uninitialised memory and give NaN
 MOST_SCORES = 2**26  # numbers that the definition keeps at a time
@@ -33,10 +36,16 @@ aten = torch.ops.aten
 
 
 def part(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, allowed: Tensor | None = None, kernel: str | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    allowed: Tensor | None = None,
+    kernel: str | None = None,
+    cap: float | None = None,
 ) -> Part:
     """Output and lse under `allowed` (B or 1, 1, Q, K) of bool, or `causal`; with neither every query sees all keys."""
-    out, lse = KERNELS[kernel or _kernel(q, k, v, allowed)].forward(q, k, v, causal, allowed)
+    out, lse = kernel_with(kernel or _kernel(q, k, v, allowed), cap).forward(q, k, v, causal, allowed)
     if allowed is None:
         return out, lse
     blind = ~allowed.any(dim=-1)  # (B or 1, 1, Q); what kernels give such a row is undefined
@@ -53,9 +62,11 @@ def part_backward(
     causal: bool = False,
     allowed: Tensor | None = None,
     kernel: str | None = None,
+    cap: float | None = None,
 ) -> Gradients:
     """The contribution of these keys to the gradients of q, k and v; `out` and `lse` are those over all keys."""
-    return KERNELS[kernel or _kernel(q, k, v, allowed)].backward(gradient, q, k, v, out, lse, causal, allowed)
+    chosen = kernel_with(kernel or _kernel(q, k, v, allowed), cap)
+    return chosen.backward(gradient, q, k, v, out, lse, causal, allowed)
 
 
 def merge_(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -253,12 +264,12 @@ def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tenso
     return state, state[0]
 
 
-def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: Tensor | None) -> Part:
+def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: Tensor | None, cap: float | None = None) -> Part:
     """The definition, a block of query rows at a time."""
     k, v = for_every_head(q, k), for_every_head(q, v)
     outs, sums = [], []
     for rows in _row_blocks(q, k):
-        scores = _scores(q, k, rows, causal, allowed)
+        scores = _masked(capped(_scores(q, k, rows), cap), rows, causal, allowed)
         lse = scores.logsumexp(dim=-1)
         outs.append((scores - _finite(lse)[..., None]).exp_().to(v.dtype) @ v)
         sums.append(lse)
@@ -266,29 +277,48 @@ def _math(q: Tensor, k: Tensor, v: Tensor, causal: bool, allowed: Tensor | None)
 
 
 def _math_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, allowed: Tensor | None
+    g: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    allowed: Tensor | None,
+    cap: float | None = None,
 ) -> Gradients:
     heads, scale = k.shape[1], q.shape[-1] ** -0.5
     k, v = for_every_head(q, k), for_every_head(q, v)
     wide = lse.dtype
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows in _row_blocks(q, k):
-        weights = (_scores(q, k, rows, causal, allowed) - _finite(lse[:, :, rows])[..., None]).exp_()
+        scores = capped(_scores(q, k, rows), cap)
+        slope = None if cap is None else cap_slope(scores, cap)  # before the mask, which is no number
+        weights = (_masked(scores, rows, causal, allowed) - _finite(lse[:, :, rows])[..., None]).exp_()
         gradient = g[:, :, rows].to(wide)
         dv += weights.transpose(-2, -1) @ gradient
         own = (gradient * out[:, :, rows]).sum(dim=-1, keepdim=True)
         weights *= (gradient @ v.to(wide).transpose(-2, -1)).sub_(own).mul_(scale)
+        if slope is not None:
+            weights *= slope
         dq[:, :, rows] = (weights @ k.to(wide)).to(q.dtype)
         dk += weights.transpose(-2, -1) @ q[:, :, rows].to(wide)
     return dq, _of_groups(dk, heads), _of_groups(dv, heads)
 
 
-def _scores(q: Tensor, k: Tensor, rows: slice, causal: bool, allowed: Tensor | None) -> Tensor:
-    """The masked scores of some query rows, in float32 or wider."""
+def _scores(q: Tensor, k: Tensor, rows: slice) -> Tensor:
+    """The scores of some query rows, in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q[:, :, rows].to(wide) @ k.to(wide).transpose(-2, -1) * q.shape[-1] ** -0.5
+    return q[:, :, rows].to(wide) @ k.to(wide).transpose(-2, -1) * q.shape[-1] ** -0.5
+
+
+def _masked(scores: Tensor, rows: slice, causal: bool, allowed: Tensor | None) -> Tensor:
+    """-inf in place of the scores of some query rows that these do not see."""
     if causal:
-        allowed = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        seen = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] >= torch.arange(
+            scores.shape[-1], device=scores.device
+        )
+        return scores.masked_fill_(~seen, float("-inf"))
     return scores if allowed is None else scores.masked_fill_(~allowed[:, :, rows], float("-inf"))
 
 
@@ -320,6 +350,13 @@ def _of_groups(gradient: Tensor, heads: int) -> Tensor:
 class Kernel(NamedTuple):
     forward: Callable[..., Part]  # (q, k, v, causal, allowed)
     backward: Callable[..., Gradients]  # (gradient, q, k, v, out, lse, causal, allowed)
+
+
+def kernel_with(name: str, cap: float | None) -> Kernel:
+    """The kernel of a name; with a cap the definition, which alone can have one."""
+    if cap is None:
+        return KERNELS[name]
+    return Kernel(functools.partial(_math, cap=cap), functools.partial(_math_backward, cap=cap))
 
 
 def _of_one_width(kernel: Kernel) -> Kernel:

@@ -12,31 +12,56 @@ from torch import Tensor
 from shardline.config.architecture import Architecture, RopeScaling
 
 
-def inverse_frequencies(arch: Architecture) -> tuple[Tensor, float]:
+def inverse_frequencies(arch: Architecture, length: int | None = None) -> tuple[Tensor, float]:
     """Frequencies (D/2,) in float32 on the CPU, and the factor by which cosines and sines are multiplied.
 
-    The default device is ignored: a model built under `torch.device("meta")` still needs real numbers here.
+    `length` is that of the whole sequence, on which dynamic and longrope scaling depend; None: not beyond the original
+    one. The default device is ignored: a model built under `torch.device("meta")` still needs real numbers here.
     """
     plain = _powers(arch).reciprocal()
     scaling = arch.rope_scaling
     if scaling is None:
         return plain, 1.0
+    if scaling.type in _BY_LENGTH:
+        return _BY_LENGTH[scaling.type](arch, scaling, length or 0)
     return _SCALINGS[scaling.type](arch, scaling, plain)
 
 
-def rope_tables(arch: Architecture, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., S, D/2) in float32 of `positions` (..., S)."""
-    frequencies, factor = inverse_frequencies(arch)
+def rope_tables(arch: Architecture, positions: Tensor, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (..., S, D/2) in float32 of `positions` (..., S) in sequences of `length` tokens.
+
+    Where the length is not given and matters, it is that up to the last position.
+    """
+    if length is None and arch.rope_scaling is not None and arch.rope_scaling.type in _BY_LENGTH:
+        length = int(positions.max()) + 1
+    return _tables(*inverse_frequencies(arch, length), positions)
+
+
+def window_rope_tables(arch: Architecture, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables of layers with a window, where these have a base of their own."""
+    return _tables(_powers(arch, arch.window_rope_theta).reciprocal(), 1.0, positions)
+
+
+def _tables(frequencies: Tensor, factor: float, positions: Tensor) -> tuple[Tensor, Tensor]:
     angles = positions.unsqueeze(-1).float() * frequencies.to(positions.device)
     return angles.cos() * factor, angles.sin() * factor
 
 
+def rope_changes(arch: Architecture, before: int, after: int) -> bool:
+    """Whether sequences of these two lengths have different frequencies."""
+    if arch.rope_scaling is None or arch.rope_scaling.type not in _BY_LENGTH:
+        return False
+    return not torch.equal(inverse_frequencies(arch, before)[0], inverse_frequencies(arch, after)[0])
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: str = "halves") -> Tensor:
-    """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end.
+    """Rotate (B, S, ..., D) by tables that broadcast to it with D/2 at the end; narrower ones turn its beginning only.
 
     Dimension i pairs with i + D/2 (`halves`), or 2i with 2i + 1 (`neighbors`). Computed in float32 whatever the type of
     x: compiled, the cast costs nothing, and large positions stay exact.
     """
+    if (width := 2 * cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos, sin, pairs), x[..., width:]), dim=-1)
     if pairs == "halves":
         if x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
             rotated: Tensor = _Rotated.apply(x, cos, sin)
@@ -81,9 +106,9 @@ def softmax_factor(arch: Architecture) -> float:
     return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
-def _powers(arch: Architecture) -> Tensor:
+def _powers(arch: Architecture, theta: float | None = None) -> Tensor:
     exponents = torch.arange(0, arch.rope_dim, 2, dtype=torch.int64, device="cpu").float() / arch.rope_dim
-    return torch.as_tensor(arch.rope_theta**exponents)
+    return torch.as_tensor((theta or arch.rope_theta) ** exponents)
 
 
 def _linear(arch: Architecture, scaling: RopeScaling, plain: Tensor) -> tuple[Tensor, float]:
@@ -135,6 +160,27 @@ def _mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def _dynamic(arch: Architecture, scaling: RopeScaling, length: int) -> tuple[Tensor, float]:
+    """Beyond the longest sequence the base grows with the length."""
+    stretch = scaling.factor * max(length, arch.max_seq_len) / arch.max_seq_len - (scaling.factor - 1)
+    return _powers(arch, arch.rope_theta * stretch ** (arch.rope_dim / (arch.rope_dim - 2))).reciprocal(), 1.0
+
+
+def _longrope(arch: Architecture, scaling: RopeScaling, length: int) -> tuple[Tensor, float]:
+    """Each frequency has a divisor, and another one in sequences beyond the original length."""
+    original = scaling.original_max_position_embeddings
+    assert original is not None
+    divisors = scaling.long_factor if length > original else scaling.short_factor
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = 1.0 if scaling.factor <= 1 else math.sqrt(1 + math.log(scaling.factor) / math.log(original))
+    return (torch.tensor(divisors, dtype=torch.float32, device="cpu") * _powers(arch)).reciprocal(), factor
+
+
+_BY_LENGTH: dict[str, Callable[[Architecture, RopeScaling, int], tuple[Tensor, float]]] = {
+    "dynamic": _dynamic,
+    "longrope": _longrope,
+}
 _SCALINGS: dict[str, Callable[[Architecture, RopeScaling, Tensor], tuple[Tensor, float]]] = {
     "linear": _linear,
     "llama3": _llama3,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
@@ -16,7 +17,25 @@ from shardline.storage.safetensors import LazyTensors
 from shardline.words import listed
 
 
-def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
+class Parameters(Protocol):
+    """A model, or some parameters of one."""
+
+    arch: Architecture
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+class SomeParameters:
+    """The parameters of a model whose names pass a test."""
+
+    def __init__(self, model: Decoder, wanted: Callable[[str], bool]) -> None:
+        self.arch, self.model, self.wanted = model.arch, model, wanted
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((name, one) for name, one in self.model.named_parameters() if self.wanted(name))
+
+
+def load_logical_state(model: Parameters, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
     """Copy logical tensors into the model, one parameter at a time, using only the rows that this rank holds.
 
     With `strict` the names must be exactly those of the model; without it parameters whose tensors are absent keep
@@ -38,7 +57,10 @@ def load_logical_state(model: Decoder, tensors: Mapping[str, Tensor], strict: bo
 
 def check_names(arch: Architecture, present: Set[str]) -> None:
     """Refuse names that are not those of the whole model, even where this rank holds a part of it."""
-    expected = logical_shapes(arch)
+    check_shapes(logical_shapes(arch), present)
+
+
+def check_shapes(expected: Mapping[str, tuple[int, ...]], present: Set[str]) -> None:
     missing = [part for part in expected if part not in present]
     unexpected = sorted(present - expected.keys())
     if missing or unexpected:
@@ -53,6 +75,9 @@ def misfits(missing: Sequence[str], unexpected: Sequence[str], most: int) -> str
 
 def _copy(arch: Architecture, name: str, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
     held, shape = local_slices(parameter), tuple(parameter.shape)
+    if not shape:  # a number that a model of transformers keeps beside its weights
+        local(parameter).copy_(tensors[name])
+        return
     if is_halved(name):
         held, shape = (held[0], *held[2:]), (shape[0], *shape[2:])
     for view, target in views(name, local(parameter)).items():

@@ -52,10 +52,13 @@ def clipping_factor(norm: float, max_norm: float) -> float:
     return max_norm / (norm + 1e-6) if 0 < max_norm < min(norm + 1e-6, math.inf) else 1.0
 
 
-def clip_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
-    """Scale the gradients so that their norm is at most max_norm; `max_norm` 0 or less, or inf, leaves them alone."""
+def clip_(parameters: Iterable[nn.Parameter], norm: float, max_norm: float, scale: float = 1.0) -> None:
+    """Scale the gradients so that their norm is at most max_norm; `max_norm` 0 or less, or inf, leaves them alone.
+
+    They are divided by `scale`, with which the loss was multiplied; `norm` is without it.
+    """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    factor = clipping_factor(norm, max_norm)
+    factor = clipping_factor(norm, max_norm) / scale
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline.models.narrow import narrow_copy
+from shardline.models.products.narrow import narrow_copy
 from shardline.optim.narrow_adam import adam_state
 
 

@@ -21,6 +21,7 @@ DECAYS = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "constant": lambda progress: 1.0,
 }
 
 
@@ -33,19 +34,23 @@ def lr_factor(step: int, config: Config, steps: int | None = None) -> float:
     """
     section = config.lr_scheduler
     total = section.total_steps or steps or config.training.steps
-    warmup = min(section.warmup_steps, total)
-    decay = total - warmup
+    warmup = section.warmup(total)
+    end = total if section.decay_end_ratio is None else max(warmup, int(total * section.decay_end_ratio))
+    decay = end - warmup
     if section.decay_ratio is not None:
         decay = min(decay, round(total * section.decay_ratio))
     if step < warmup:
         return (step + 1) / warmup
-    decayed = step - (total - decay)
+    decayed = step - (end - decay)
     if decayed <= 0 or decay == 0:
         return 1.0
     left = DECAYS[section.decay_type](min(1.0, decayed / decay))
     return section.min_lr_factor + (1 - section.min_lr_factor) * left
 
 
+RATIO = "lr_ratio"  # of a group of parameters: its learning rate over that of the run
+
+
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(RATIO, 1.0)

@@ -21,8 +21,11 @@ from shardline.config.schema import Config
 from shardline.config.schema import Optimizer as Section
 from shardline.errors import ConfigError, UserError
 from shardline.models.dtensor import local
+from shardline.models.fused_weights import is_low_rank
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lamb import Lamb, Lars, fused_parts
+from shardline.optim.lion import Lion, Sgd
+from shardline.optim.lr_schedule import RATIO
 from shardline.optim.matrices import matrices_of
 from shardline.optim.muon import Muon
 from shardline.optim.narrow_adam import NarrowAdam
@@ -44,8 +47,11 @@ NARROW = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # types of moments
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.name` names, built in or registered, over the parameters that are trained."""
     section = config.optimizer
+    groups = parameter_groups(section, model, section.decay_norms)
+    if config.lora.enable and config.lora.lr_ratio != 1:
+        groups = _with_ratio(groups, model, config.lora.lr_ratio)
     if section.name in registry.optimizers:
-        built = registry.optimizers[section.name](parameter_groups(section, model, section.decay_norms), section)
+        built = registry.optimizers[section.name](groups, section)
         if not isinstance(built, torch.optim.Optimizer):
             kind = type(built).__name__
             raise ConfigError(
@@ -56,7 +62,11 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return _build_layerwise(section, model)
     if section.name == "Muon":
         return _build_muon(section, model)
-    adam = _build_adam(section, parameter_groups(section, model, section.decay_norms))
+    if section.name == "SGD":
+        return Sgd(groups, {"lr": section.lr, "momentum": section.beta1})
+    if section.name == "Lion":
+        return Lion(groups, {"lr": section.lr, "betas": (section.beta1, section.beta2)})
+    adam = _build_adam(section, groups)
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
     if section.state_dtype != "parameter" and wide:
         return NarrowAdam(adam, NARROW[section.state_dtype])
@@ -88,6 +98,16 @@ def parameter_groups(section: Section, model: nn.Module, decay_norms: bool) -> l
         {"params": [p for p in trained if p in plain], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _with_ratio(groups: list[dict[str, Any]], model: nn.Module, ratio: float) -> list[dict[str, Any]]:
+    """LoRA+: the matrices B, in groups of their own, learn `ratio` times as fast."""
+    faster = {p for name, p in model.named_parameters() if is_low_rank(name) and name.endswith(".b")}
+    found = []
+    for group in groups:
+        found.append({**group, "params": [p for p in group["params"] if p not in faster]})
+        found.append({**group, "params": [p for p in group["params"] if p in faster], RATIO: ratio})
+    return [group for group in found if group["params"]]
 
 
 def plain_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -14,6 +14,7 @@ from shardline.models.state import misfits
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.int8_moments import SCALES
 from shardline.optim.lamb import Lamb, Lars
+from shardline.optim.lion import OneMoment
 from shardline.optim.muon import Muon
 from shardline.optim.narrow_adam import NarrowAdam, adam_state, keep_moment
 from shardline.optim.optimizer import BUILT_IN
@@ -119,7 +120,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     state, options = optimizer.state[parameter], optimizer.defaults
     if state:
         return state
-    if isinstance(optimizer, GPUAdam | Lamb | Lars | Muon | NarrowAdam):
+    if isinstance(optimizer, GPUAdam | Lamb | Lars | Muon | NarrowAdam | OneMoment):
         state.update(optimizer.initial_state(parameter))
     elif type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
         on_device = options["fused"] or options["capturable"]

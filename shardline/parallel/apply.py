@@ -1,6 +1,6 @@
 """Transforms a model for its layout, in the one order that works.
 
-    (stages were cut when the model was made)
+    (stages were cut when the model was made, and matrices of LoRA added)
     context -> expert -> tensor parallel -> float8 -> activation checkpointing -> compile -> activation offload
     -> data parallel
 
@@ -17,11 +17,14 @@ from typing import Any
 
 import torch
 
+from shardline.adapters.base_weights import hold_quantized
+from shardline.adapters.lora import Adaptation, attach
+from shardline.adapters.peft_files import adaptation_of
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import check_experts
 from shardline.config.schema import Config
-from shardline.data.order import resolve_global_batch
+from shardline.data.order import global_batch
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.memory.offload import Offload, offload_activations
@@ -76,14 +79,29 @@ def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
 
 
 def make_model(
-    arch: Architecture, config: Config | None, mesh: Mesh | None, precision: Precision
+    arch: Architecture,
+    config: Config | None,
+    mesh: Mesh | None,
+    precision: Precision,
+    how: Adaptation | None = None,
 ) -> tuple[Decoder, Applied]:
     """The part of the model that this rank holds, without memory, transformed for this run's layout."""
     plan = None if mesh is None or config is None else plan_pipeline(config, arch, mesh.layout)
     stages = None if plan is None or mesh is None else plan.held(mesh.coordinates["pp"])
-    with torch.device("meta"):
-        model = Decoder(arch, split_kv=needs_split_kv(arch, 1 if mesh is None else mesh.layout.tp), stages=stages)
+    if arch.foreign is not None:
+        from shardline.models.huggingface.foreign import ForeignDecoder
+
+        model: Decoder = ForeignDecoder(arch)
+    else:
+        split_kv = needs_split_kv(arch, 1 if mesh is None else mesh.layout.tp)
+        with torch.device("meta"):
+            model = Decoder(arch, split_kv=split_kv, stages=stages)
     apply_precision(model, precision)
+    how = how or (None if config is None else adaptation_of(config, arch))
+    if how is not None:
+        attach(model, how, precision.storage, frozen=precision.compute)
+        if config is not None:
+            hold_quantized(model, config.lora, 1 if mesh is None else mesh.layout.tp)
     if mesh is None or config is None:
         return model, Applied()
     if plan is not None:
@@ -96,7 +114,7 @@ def make_model(
 def router_run(config: Config, mesh: Mesh) -> RouterRun:
     """What this run says to the routers."""
     section = config.training
-    batch = resolve_global_batch(section.global_batch_size, section.local_batch_size, mesh.layout.data_ranks)
+    batch = global_batch(section, mesh.layout.data_ranks) * section.rows_of_a_sample
     return RouterRun(config.debug.moe_force_load_balance, batch, section.seq_len)
 
 
@@ -174,7 +192,8 @@ def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:
         from shardline.parallel.expert.compiled_order import compiler as of_transfers
 
         compiler = of_transfers(backend)
-    compile_once = functools.cache(functools.partial(torch.compile, backend=compiler, fullgraph=True))
+    native = model.arch.foreign is None  # other code may break a graph, where its lines are not arithmetic
+    compile_once = functools.cache(functools.partial(torch.compile, backend=compiler, fullgraph=native))
     for block in model.blocks():
         block.function = compile_once(block.function)
     log.info("compiling %d blocks with %s (the first step takes longer)", len(model.layers), backend)

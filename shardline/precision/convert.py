@@ -14,13 +14,14 @@ from shardline.config.architecture import Architecture
 from shardline.config.names import FLOAT8_EXPERTS, FLOAT8_LINEAR
 from shardline.config.schema import Config
 from shardline.errors import ConfigError
+from shardline.models.adapted.low_rank import Adapted, Weight, add_low_rank, factors, plain_weight, squared_norms
 from shardline.models.decoder import Block, Decoder
 from shardline.models.dtensor import local
 from shardline.models.feed_forward import Biases, Products, Weights
 from shardline.models.fused_weights import logical_names, logical_shapes
-from shardline.models.linear import linear as plain_linear
+from shardline.models.products.linear import linear as plain_linear
 from shardline.precision import float8
-from shardline.precision.float8 import MULTIPLE, Recipe
+from shardline.precision.float8 import MULTIPLE, Recipe, keeps_float8
 from shardline.registry import nearest
 
 log = logging.getLogger("shardline")
@@ -43,7 +44,7 @@ class BlockRecipes(NamedTuple):
 MODULES = {
     "into_heads": ("attention.wqkv", "attention.wq", "attention.wkv", "attention.wq_b", "attention.wkv_b"),
     "out_of_heads": ("attention.wo",),
-    "widen": ("feed_forward.w13", "moe.shared_experts.w13"),
+    "widen": ("feed_forward.w13", "feed_forward.w1", "moe.shared_experts.w13"),
     "narrow": ("feed_forward.w2", "moe.shared_experts.w2"),
 }
 
@@ -183,13 +184,17 @@ def describe(recipes: dict[Block, BlockRecipes]) -> list[str]:
 # ---- products of one rank --------------------------------------------------------------------------------------------
 
 
-def multiplier(recipe: Recipe | None) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+def multiplier(recipe: Recipe | None) -> Callable[[Tensor, Weight, Tensor | None], Tensor]:
     """x times a weight, plus a bias."""
     if recipe is None:
         return plain_linear
 
-    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product = float8.linear(x, weight, recipe)
+    def multiply(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        product = float8.linear(x, plain_weight(weight), recipe)
+        if isinstance(weight, Adapted):
+            product = add_low_rank(product, x, weight)
+        if isinstance(weight, Adapted) and weight.has_magnitude:
+            product = product * factors(weight, squared_norms(weight)).to(x.dtype)
         return product if bias is None else product + bias.to(product.dtype)
 
     return multiply
@@ -203,4 +208,4 @@ def products_here(into: Recipe | None, back: Recipe | None) -> Products:
     def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
         return tuple(multiply(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
-    return Products(column, multiplier(back))
+    return Products(column, multiplier(back), row_keeps_float8=keeps_float8(back))

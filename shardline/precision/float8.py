@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardline.models.linear import gradient_of
+from shardline.models.products.linear import gradient_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: torch.finfo(E4M3).max, E5M2: torch.finfo(E5M2).max}
@@ -49,6 +49,11 @@ class Recipe(NamedTuple):
     @property
     def of_gradients(self) -> torch.dtype:
         return E4M3 if self.by_row else E5M2
+
+
+def keeps_float8(recipe: Recipe | None) -> bool:
+    """Whether a product by this recipe keeps its rows for backward as rounded."""
+    return recipe is not None and not recipe.wide_weight_gradient
 
 
 class Quantized(NamedTuple):
@@ -78,8 +83,32 @@ def transposed(x: Quantized, recipe: Recipe) -> Quantized:
     """(depth, rows): the factors of rows become factors of columns, or one for all."""
     if x.factors.numel() == 1:
         return Quantized(x.data.t().contiguous(), x.factors)
+    if x.data.is_cuda:
+        return Quantized(*_turn(x.data, x.factors))
     data, factors = quantize(x.wide(torch.float32).t(), x.data.dtype, recipe.by_row)
     return Quantized(data.contiguous(), factors)
+
+
+@torch.library.custom_op(
+    "shardline::float8_turn", mutates_args=(), schema="(Tensor data, Tensor factors) -> (Tensor, Tensor)"
+)
+def _turn(data: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """What `transposed` gives, by kernels."""
+    from shardline.precision.float8_kernels import COLUMNS, ROWS, TILES, largest_kernel, turn_kernel
+
+    rows, depth = data.shape
+    data, factors = data.contiguous(), factors.expand(rows, 1).contiguous()
+    largest = torch.zeros(depth, device=data.device)
+    turned, of_columns = data.new_empty(depth, rows), factors.new_empty(depth, 1)
+    across, down = -(-depth // COLUMNS), -(-rows // ROWS)
+    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS}
+    largest_kernel[(across, -(-down // TILES))](data, factors, largest, rows, depth, TILES=TILES, **tile)
+    limits = LARGEST[data.dtype], TINY
+    turn_kernel[(across, down)](data, factors, largest, turned, of_columns, rows, depth, *limits, **tile)
+    return turned, of_columns
+
+
+_turn.register_fake(lambda data, factors: (data.new_empty(data.shape[::-1]), factors.new_empty(data.shape[1], 1)))
 
 
 def multiply(a: Quantized, b: Quantized, dtype: torch.dtype, emulate: bool, out: Tensor | None = None) -> Tensor:

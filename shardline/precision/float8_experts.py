@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shardline.models.experts.grouped import multiply, weight_gradient
 from shardline.models.experts.moe import ExpertProducts
-from shardline.models.experts.rows import Spread, swiglu
-from shardline.models.linear import gradient_of
+from shardline.models.experts.rows import Spread
+from shardline.models.products.linear import gradient_of
+from shardline.models.products.swiglu import swiglu
 from shardline.precision.float8 import Quantized, Recipe, quantize
 
 _NAME = "shardline::float8_grouped_linear"
@@ -52,7 +53,7 @@ def _through(
     """What `expert_feed_forward` of models/experts/rows.py computes, with the given products."""
     rows = x if sorting is None else Spread.apply(x, *sorting)
     product = linear(rows, w13.flatten(1, 2), ends)
-    out: Tensor = linear(swiglu(product, weights), w2, ends)
+    out: Tensor = linear(swiglu(product, weights, w2.shape[2]), w2, ends)
     return out
 
 

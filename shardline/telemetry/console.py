@@ -245,7 +245,7 @@ class Console:
         eta = self._eta(row)
         log.info(format_row(row, self.step, self.total, eta), extra={"shown_live": True})
         if self.bar is not None:
-            text = "  ".join(part for part in (*_parts(row, ("loss", *SPEED)), f"eta {format_time(eta)}") if part)
+            text = "  ".join(part for part in (*parts(row, ("loss", *SPEED)), f"eta {format_time(eta)}") if part)
             self.bar.update(self.bar.task_ids[0], completed=self.step, text=text)
             self._draw()
 
@@ -288,11 +288,14 @@ class Console:
         return max(0.0, pace * (self.total - self.step))
 
 
+PREFERENCES = ("reward_margin", "reward_accuracy")
 SPEED = ("tokens_per_second", "memory_gib", "mfu")
 FORMATS: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}",
     "grad_norm": lambda value: f"grad_norm {value:.3f}",
     "lr": lambda value: f"lr {value:.1e}",
+    "reward_margin": lambda value: f"margin {value:.4f}",
+    "reward_accuracy": lambda value: f"accuracy {value:.1%}",
     "expert_load": lambda value: f"expert load {value:.2f}",
     "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
     "memory_gib": lambda value: f"{value:.1f} GiB",
@@ -300,13 +303,13 @@ FORMATS: dict[str, Callable[[float], str]] = {
 }
 
 
-def _parts(row: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+def parts(row: dict[str, Any], names: tuple[str, ...]) -> list[str]:
     return [FORMATS[name](row[name]) for name in names if row.get(name) is not None]
 
 
 def format_row(row: dict[str, Any], step: int, total: int, eta: float) -> str:
     """`step 10/200  loss 3.2100  grad_norm 1.200  lr 3.0e-04  12,345 tok/s  1.2 GiB  mfu 45.1%  eta 0:12`."""
-    return "  ".join([f"step {step}/{total}", *_parts(row, tuple(FORMATS)), f"eta {format_time(eta)}"])
+    return "  ".join([f"step {step}/{total}", *parts(row, tuple(FORMATS)), f"eta {format_time(eta)}"])
 
 
 def format_time(seconds: float) -> str:

@@ -44,7 +44,7 @@ KEYS = (
 # the same of expert-parallel communication where the host carries it; the share of the logged step in which the
 # pipeline's ranks were idle; bytes of activations that the step sent to host memory. Of mixtures of experts: how many
 # times the mean the most used expert got, the largest of all layers and by layer; the routers' losses, means over the
-# layers.
+# layers. Of pairs of answers: by how much the reward of the better one is higher, and the share of pairs where it is.
 OPTIONAL_KEYS = (
     "dp_exposed_seconds",
     "tp_comm_seconds",
@@ -59,6 +59,8 @@ OPTIONAL_KEYS = (
     "expert_load_layers",
     "aux_loss",
     "z_loss",
+    "reward_margin",
+    "reward_accuracy",
 )
 
 
@@ -76,8 +78,10 @@ class Meter:
         dtype: torch.dtype,
         devices: int = 1,
         clock: Callable[[], float] = time.perf_counter,
+        more_flops: float = 0.0,
     ) -> None:
-        self.flops, self.peak = flops_per_token(arch, seq_len), peak_flops(device, dtype)
+        """`more_flops` are what LoRA adds to those of the model, less those of gradients that it does not compute."""
+        self.flops, self.peak = flops_per_token(arch, seq_len) + more_flops, peak_flops(device, dtype)
         self.devices, self.clock = devices, clock
         self.restart()
 
@@ -151,8 +155,8 @@ class MetricsLog:
             raise ValueError(f"metrics row: missing or unknown keys: {', '.join(sorted(differing))}")
         self._write({key: row[key] for key in (*KEYS, *OPTIONAL_KEYS) if key in row})
 
-    def log_validation(self, step: int, loss: float) -> None:
-        self._write({"step": step, "validation_loss": loss})
+    def log_validation(self, step: int, found: dict[str, float]) -> None:
+        self._write({"step": step} | {f"validation_{name}": value for name, value in found.items()})
 
     def close(self) -> None:
         if self.file is not None:
@@ -270,7 +274,7 @@ class TensorBoard:
 
 
 class WandB:
-    """One W&B run per run folder; a resumed run continues it. W&B reads its own WANDB_* variables."""
+    """One W&B run per run folder; a resumed run continues it. W&B reads its own WANDB_* variables too."""
 
     def __init__(self, config: Config, run_folder: RunFolder, rank: int) -> None:
         try:
@@ -281,15 +285,18 @@ class WandB:
             ) from error
         id_path = run_folder.path / "log" / f"wandb-{rank}.txt"
         earlier = id_path.read_text().strip() if (run_folder.resume or run_folder.again) and id_path.exists() else None
-        name = os.environ.get("WANDB_NAME") or os.environ.get("WANDB_RUN_NAME") or run_folder.path.resolve().name
-        every_rank = config.metrics.save_for_all_ranks
+        section, known = config.metrics, os.environ.get
+        name = section.wandb_name or known("WANDB_NAME") or known("WANDB_RUN_NAME") or run_folder.path.resolve().name
+        every_rank = section.save_for_all_ranks
         try:
             self.run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "shardline"),
-                entity=os.environ.get("WANDB_ENTITY") or os.environ.get("WANDB_TEAM"),
+                project=section.wandb_project or known("WANDB_PROJECT", "shardline"),
+                entity=section.wandb_entity or known("WANDB_ENTITY") or known("WANDB_TEAM"),
                 name=f"{name}-rank{rank}" if every_rank else name,
-                group=name if every_rank else os.environ.get("WANDB_RUN_GROUP"),
-                id=earlier or os.environ.get("WANDB_RUN_ID"),
+                group=section.wandb_group or (name if every_rank else known("WANDB_RUN_GROUP")),
+                id=earlier or section.wandb_run_id or known("WANDB_RUN_ID"),
+                tags=section.wandb_tags or None,
+                mode=section.wandb_mode,
                 resume="allow",
                 dir=str(run_folder.path / "log"),
                 config=config.model_dump(mode="json"),

@@ -32,7 +32,7 @@ from shardline.parallel.pipeline.schedules import theoretical_bubble
 from shardline.run import attempt
 from shardline.run.device import peak_memory_gib, read, reset_peak
 from shardline.run.folder import RunFolder
-from shardline.telemetry.console import Console
+from shardline.telemetry.console import PREFERENCES, Console, parts
 from shardline.telemetry.metrics import Meter, MetricsLog
 from shardline.telemetry.profile import Profiler
 from shardline.telemetry.recompiles import CompileReport
@@ -126,8 +126,11 @@ class Telemetry:
     def is_logged(self) -> bool:
         return self.number in (1, self.last_step) or self.number % self.config.metrics.log_freq == 0
 
-    def log(self, loss: float, grad_norm: float, lr: float, tokens: int, experts: dict[str, Any]) -> None:
-        """The step was made: show it, and record its row where one is due. `tokens` counts all of the run so far."""
+    def log(self, loss: float, grad_norm: float, lr: float, tokens: int, more: dict[str, Any]) -> None:
+        """The step was made: show it, and record its row where one is due.
+
+        `tokens` counts all of the run so far; `more` are numbers that not every run has.
+        """
         times = self.sampler.end() if self.sampler is not None and self.is_logged() else {}
         if self.number == self.first_step + 1 and self.mesh.world_size > 1:
             watchdog.set_timeouts(self.config.comm.train_timeout_seconds)
@@ -136,15 +139,16 @@ class Telemetry:
         self.console.advance(self.number)
         if self.is_logged():
             of_step = {"step": self.number, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens}
-            self.row = of_step | self._measured(times) | self.meter.rates() | experts
+            self.row = of_step | self._measured(times) | self.meter.rates() | more
             self.metrics.log(self.row)
             self.console.update(self.row)
         for line in self.recompiles.lines(self.number, self.first_step):
             log.warning("%s", line)
 
-    def log_validation(self, step: int, loss: float) -> None:
-        self.metrics.log_validation(step, loss)
-        self.console.message(f"step {step}  validation loss {loss:.4f}")
+    def log_validation(self, step: int, found: dict[str, float]) -> None:
+        self.metrics.log_validation(step, found)
+        more = "".join(f"  {text}" for text in parts(found, PREFERENCES))
+        self.console.message(f"step {step}  validation loss {found['loss']:.4f}{more}")
 
     def _measured(self, times: dict[str, Times]) -> dict[str, Any]:
         """Memory and communication of this step: the highest numbers of all ranks."""

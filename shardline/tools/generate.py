@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardline.adapters.lora import own_parameters, trained_parameters
 from shardline.checkpoint.assets import end_tokens, tokenizer_of_checkpoint
 from shardline.checkpoint.fetch import local_path
 from shardline.checkpoint.format import find_checkpoint
+from shardline.checkpoint.lora.adapter import Adapter, find_adapter
 from shardline.config.architecture import Architecture
 from shardline.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_file
 from shardline.errors import UserError
@@ -26,18 +28,25 @@ from shardline.training.setup import build_model
 
 
 def command(
-    folder: str | Path, *, prompt: str, device: str | None = None, tokenizer: str | None = None, **sampling: Any
+    folder: str | Path,
+    *,
+    prompt: str,
+    device: str | None = None,
+    tokenizer: str | None = None,
+    base: str | None = None,
+    **sampling: Any,
 ) -> int:
     """Print the prompt and the text that the model adds to it, as `models.generate` samples it."""
     where, folder = _device(device), local_path(folder)
-    saved = _open(folder)
+    adapter = find_adapter(folder, base)
+    saved = _open(folder) if adapter is None else _adapted(adapter)
     location = tokenizer or saved.tokenizer
     words = _tokenizer(folder, location, saved.architecture)
     # Training documents begin with the start token, so prompts do too.
     ids = [*([] if words.bos_id is None else [words.bos_id]), *words.encode(prompt)]
     if not ids:
         raise UserError("--prompt is empty and the tokenizer has no start token: give at least one character")
-    model = _build(saved.architecture, saved.read(), where)
+    model = _build(saved, where)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a character is no reason to stop
     sys.stdout.write(prompt)
@@ -87,6 +96,11 @@ class SavedModel(NamedTuple):
     architecture: Architecture
     read: Callable[[], Mapping[str, torch.Tensor]]
     tokenizer: str  # where it is
+    adapter: Adapter | None = None
+
+
+def _adapted(adapter: Adapter) -> SavedModel:
+    return SavedModel(adapter.architecture, adapter.frozen, adapter.tokenizer, adapter)
 
 
 def _open(folder: Path) -> SavedModel:
@@ -104,11 +118,15 @@ def _open(folder: Path) -> SavedModel:
     return SavedModel(saved.architecture, read, tokenizer_of_checkpoint(saved))
 
 
-def _build(architecture: Architecture, weights: Mapping[str, torch.Tensor], device: torch.device) -> Decoder:
+def _build(saved: SavedModel, device: torch.device) -> Decoder:
     """The model with its weights, in bfloat16 if the GPU supports it."""
     compute = torch.bfloat16 if device.type == "cuda" and supports_bf16(device) else torch.float32
-    model, _ = build_model(architecture, device, Precision(compute, compute, torch.float32))
-    load_logical_state(model, weights)
+    precision, adapter = Precision(compute, compute, torch.float32), saved.adapter
+    how = None if adapter is None else adapter.how
+    model, _ = build_model(saved.architecture, device, precision, how=how)
+    load_logical_state(own_parameters(model), saved.read())
+    if adapter is not None:
+        load_logical_state(trained_parameters(model), adapter.tensors, strict=False)
     return model.eval()
 
 

@@ -13,6 +13,7 @@ from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout, check_experts, fewest_ranks
 from shardline.config.rules import checked_layout
 from shardline.config.schema import Config
+from shardline.data.order import one_pass
 from shardline.errors import ConfigError
 from shardline.models.flavors import resolve
 from shardline.parallel.expert.expert import sent_in_a_pass
@@ -72,7 +73,7 @@ def read_model(config: Config, microbatches: int | None) -> StagedModel:
         raise ConfigError("parallelism.pipeline_parallel_degree = 1: there is no pipeline to draw; give --pp 2 or more")
     if microbatches is not None:
         batch = microbatches * section.pipeline_parallel_microbatch_size
-        config = config.replace({"training.local_batch_size": batch, "training.global_batch_size": -1})
+        config = one_pass(config, batch)
     layout, arch = checked_layout(config, fewest_ranks(section)), resolve(config.model)
     check_experts(arch, layout)
     return StagedModel(config, arch, layout, count_microbatches(config))

@@ -34,8 +34,9 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("loss", r"loss_kernel|nll_loss|log_softmax|cross_?entropy"),
     (
         "rows of experts",
-        r"(send_rows|swiglu|swiglu_gradient|add_up|share_counts|routes)_kernel|shardline::(expert|deepep)_|deep_ep",
+        r"(send_rows|add_up|share_counts|routes)_kernel|shardline::(expert|deepep)_|deep_ep",
     ),
+    ("SwiGLU and float8", r"(swiglu|swiglu_gradient|turn|largest)_kernel"),
     ("compiled elementwise", r"^triton_(poi|red|per|for)_|cpp_fused|compiled_?(function|fxgraph)|torch-compiled"),
     ("attention", r"flash|fmha|attention|sdpa|cudnn"),
     (

@@ -27,15 +27,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from shardline.comm import collectives
-from shardline.data.loader import IGNORE
-from shardline.models.cpu_product import multiply, served
+from shardline.data.batch import IGNORE
 from shardline.models.decoder import Decoder
+from shardline.models.norms import cap_slope, capped
+from shardline.models.products.cpu_product import multiply, served
 from shardline.parallel.tensor.tensor import TensorParallel, vocabulary_rows
 
-# Logits of one chunk. Larger chunks read and write grad_weight less often, smaller ones hold less memory.
-CHUNK_BYTES = {"cuda": 2**30, "cpu": 32 * 2**20}
+# Logits of one chunk. Larger chunks read and write grad_weight less often, smaller ones hold less memory. On a GPU they
+# are at most a 64th of its memory.
+CHUNK_BYTES = {"cuda": 2**31, "cpu": 32 * 2**20}
 SMALLEST_CHUNK = 128
 # Eager elementwise work runs over slices of a chunk, so that its float32 copies stay this small: on a CPU they fit into
 # the cache, on a GPU they are large enough to keep it busy.
@@ -61,22 +64,61 @@ class Head:
             return 1.0
         return 1.0 / self.tensor.degree
 
-    def loss(self, model: Decoder, hidden: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
-        """scale * sum of the losses of the tokens that this rank has."""
-        weight, plan = model.output_weight(), self.tensor
-        hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    def loss(
+        self, model: Decoder, hidden: Tensor, labels: Tensor, scale: Tensor | float, rows: Tensor | None = None
+    ) -> Tensor:
+        """scale * sum of the losses of the tokens that this rank has; `rows` (B,) says how much each row counts."""
+        weights = None if rows is None else rows[:, None].expand(labels.shape)
+        if model.gives_logits:
+            losses = logits_losses(hidden, labels)
+            return scale * (losses if weights is None else losses * weights.flatten()).sum()
+        hidden, options = self._prepared(model, hidden)
+        own = None if weights is None else self._own(weights)
+        return chunked_cross_entropy(
+            hidden, model.output_weight(), self._own(labels), scale=scale, weights=own, **options
+        )
+
+    @torch.no_grad()
+    def log_probabilities(self, model: Decoder, hidden: Tensor, labels: Tensor) -> Tensor:
+        """(B,) float32: the log-probability of each row's targets, of those that are on this rank's slices."""
+        if model.gives_logits:
+            return -logits_losses(hidden, labels).view(labels.shape).sum(1)
+        hidden, options = self._prepared(model, hidden)
+        here = chunked_losses(hidden, model.output_weight(), self._own(labels), **options)
+        if not self._shares_tokens:
+            return -here.view(labels.shape).sum(1)
+        whole = here.new_zeros(labels.numel())
+        whole.chunk(collectives.axis("tp").size)[collectives.axis("tp").rank].copy_(here)
+        return -collectives.sum_in_place(whole.view(labels.shape).sum(1), "tp")
+
+    @property
+    def _shares_tokens(self) -> bool:
+        """Whether each tensor-parallel rank computes the losses of its own tokens."""
+        return self.tensor is not None and self.tensor.sequence_parallel and not self.tensor.loss_parallel
+
+    def _own(self, of_tokens: Tensor) -> Tensor:
+        """(T,): those numbers (B, S) whose tokens this rank computes the losses of."""
+        flat = of_tokens.reshape(-1)
+        return flat.chunk(collectives.axis("tp").size)[collectives.axis("tp").rank] if self._shares_tokens else flat
+
+    def _prepared(self, model: Decoder, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The hidden states (T, dim) that this rank multiplies, and how their losses are computed."""
+        plan, cap = self.tensor, model.arch.logit_cap
+        hidden = hidden.reshape(-1, hidden.shape[-1])
         losses, chunk_tokens = None, self.chunk_tokens
         if plan is not None and plan.loss_parallel:
             hidden = collectives.all_gather(hidden, "tp") if plan.sequence_parallel else collectives.copy(hidden, "tp")
             largest = len(vocabulary_rows(model.arch.vocab_size, plan.degree, 0))  # ranks add up the same chunks
             chunk_tokens = chunk_tokens or choose_chunk_tokens(hidden, largest)
             first = vocabulary_rows(model.arch.vocab_size, plan.degree, collectives.axis("tp").rank).start
-            losses = _fused_losses(self.backend, first)
-        elif plan is not None and plan.sequence_parallel:
-            labels = labels.chunk(plan.degree)[collectives.axis("tp").rank]
-        return chunked_cross_entropy(
-            hidden, weight, labels, scale=scale, chunk_tokens=chunk_tokens, backend=self.backend, losses=losses
-        )
+            losses = _fused_losses(self.backend, first, cap)
+        return hidden, {"chunk_tokens": chunk_tokens, "backend": self.backend, "losses": losses, "cap": cap}
+
+
+def logits_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """(T,): -log p(label) of each target from whole logits (B, S, V), for models that change them at the end."""
+    wide = logits.flatten(0, -2).to(_wide(logits.dtype))
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="none")
 
 
 def chunked_cross_entropy(
@@ -88,30 +130,73 @@ def chunked_cross_entropy(
     chunk_tokens: int = 0,
     backend: str | None = None,
     losses: Losses | None = None,
+    cap: float | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """scale * sum of -log p(label) over the targets: hidden (B, S, dim), weight (V, dim), labels (B, S), IGNORE = none.
 
     Products run in hidden's dtype, the softmax and the sum of the weight's gradient over the chunks in float32.
     `chunk_tokens` 0 is chosen from V. `backend` compiles the softmax; `losses` replaces the softmax over all of V.
+    Logits may have a soft `cap`, which `losses` must know by itself. `weights` (B, S) say how much each target counts.
     """
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    labels = labels.reshape(-1)
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    how = _chosen(hidden, weight, labels, chunk_tokens, backend, losses, cap)
+    if weights is not None:
+        wide = _wide(hidden.dtype)
+        scale = torch.as_tensor(scale, dtype=wide, device=hidden.device) * weights.reshape(-1, 1).to(wide)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _CrossEntropy.apply(hidden, weight, labels, scale, *how)
+    per_token, _, _ = _walk(hidden, weight, labels, scale, *how, for_hidden=False, for_weight=False)
+    return _total(per_token, scale)
+
+
+@torch.no_grad()
+def chunked_losses(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int = 0,
+    backend: str | None = None,
+    losses: Losses | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """(T,) -log p(label) of each target, 0 where there is none; the options are those of `chunked_cross_entropy`."""
+    how = _chosen(hidden, weight, labels, chunk_tokens, backend, losses, cap)
+    return _walk(hidden, weight, labels, 1.0, *how, for_hidden=False, for_weight=False)[0]
+
+
+def _chosen(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    backend: str | None,
+    losses: Losses | None,
+    cap: float | None,
+) -> tuple[int, Losses]:
+    """The size of chunks and the function that computes their losses."""
     if labels.shape[0] != hidden.shape[0]:
         raise ValueError(f"{labels.shape[0]} labels for {hidden.shape[0]} tokens of hidden states")
     if hidden.shape[0] == 0:
         raise ValueError("there are no tokens to compute a loss over")
     size = chunk_tokens or choose_chunk_tokens(hidden, weight.shape[0])
-    losses = losses or _losses_on(hidden.device, hidden.dtype, backend)
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _CrossEntropy.apply(hidden, weight, labels, scale, size, losses)
-    total, _, _ = _walk(hidden, weight, labels, scale, size, losses, for_hidden=False, for_weight=False)
-    return total * scale
+    return size, losses or _losses_on(hidden.device, hidden.dtype, backend, cap)
+
+
+def _total(per_token: Tensor, scale: Tensor | float) -> Tensor:
+    """The sum of losses (T,) times the scale, or times the scale (T, 1) of each."""
+    one_each = isinstance(scale, Tensor) and scale.ndim > 0
+    return (per_token * scale.flatten()).sum() if one_each else per_token.sum() * scale  # type: ignore[union-attr]
 
 
 def choose_chunk_tokens(hidden: Tensor, vocabulary: int) -> int:
     """Tokens per chunk, a multiple of 128: chunks are of nearly equal size, each about the byte limit of its device."""
     tokens = hidden.shape[0]
-    most = max(SMALLEST_CHUNK, CHUNK_BYTES[hidden.device.type] // (vocabulary * hidden.element_size()))
+    limit = CHUNK_BYTES[hidden.device.type]
+    if hidden.is_cuda and torch.cuda.is_available():  # a dry run has no GPU
+        limit = min(limit, torch.cuda.get_device_properties(hidden.device).total_memory // 64)
+    most = max(SMALLEST_CHUNK, limit // (vocabulary * hidden.element_size()))
     chunks = max(1, math.ceil(tokens / most))
     return max(1, math.ceil(tokens / chunks / SMALLEST_CHUNK)) * SMALLEST_CHUNK
 
@@ -130,21 +215,33 @@ class _CrossEntropy(torch.autograd.Function):
         losses: Losses,
     ) -> Tensor:
         for_hidden, for_weight = ctx.needs_input_grad[:2]
-        total, grad_hidden, grad_weight = _walk(
+        per_token, grad_hidden, grad_weight = _walk(
             hidden, weight, labels, scale, chunk_tokens, losses, for_hidden=for_hidden, for_weight=for_weight
         )
         ctx.save_for_backward(grad_hidden, grad_weight)
-        return total * scale
+        return _total(per_token, scale)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if getattr(grad_output, _IS_ONE, False):
+            return (*ctx.saved_tensors, None, None, None, None)
         # In place, because grad_weight can be gigabytes; not when the graph is kept for another backward.
         multiply = torch.mul if _graph_is_kept() else Tensor.mul_
         gradients = [
             None if saved is None else multiply(saved, grad_output.to(saved.dtype)) for saved in ctx.saved_tensors
         ]
         return (*gradients, None, None, None, None)
+
+
+def run_backward(loss: Tensor) -> None:
+    """`loss.backward()`, without the pass in which a head's gradients, gigabytes of them, are multiplied by one."""
+    one = torch.ones_like(loss)
+    setattr(one, _IS_ONE, True)
+    torch.autograd.backward(loss, one)
+
+
+_IS_ONE = "shardline_is_one"  # an attribute of the tensor that backward begins with
 
 
 def _walk(
@@ -158,7 +255,7 @@ def _walk(
     for_hidden: bool,
     for_weight: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Sum of the losses, and the requested gradients of that sum times `scale`.
+    """Losses (T,), and the requested gradients of their sum times `scale`, which may be (T, 1), one for each.
 
     The scale is applied to dlogits while they are float32: rounded to bfloat16 by itself it would bias every gradient.
     """
@@ -174,68 +271,89 @@ def _walk(
         # Rows without a target become zeros, so they add nothing to grad_weight, even if they hold NaN.
         inputs = torch.where(valid[:, None], hidden[rows], 0)  # (C, dim)
         logits = _product(inputs, head, out=buffer[: valid.shape[0]])  # (C, V)
-        per_token[rows] = torch.where(valid, losses(logits, target, scale if for_hidden or for_weight else None), 0)
+        here = scale[rows] if isinstance(scale, Tensor) and scale.ndim else scale
+        per_token[rows] = torch.where(valid, losses(logits, target, here if for_hidden or for_weight else None), 0)
         if grad_hidden is not None:
             _product(logits, head.T, out=grad_hidden[rows]).masked_fill_(~valid[:, None], 0)
         if grad_weight is not None:
             _add_product(grad_weight, logits.T, inputs, keep=rows.start > 0)
-    return per_token.sum(), grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+    return per_token, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
-# (logits (C, V), target (C,), scale) -> losses (C,); with a scale, scaled dlogits take the place of the logits
+# (logits (C, V), target (C,), scale) -> losses (C,); with a scale, scaled dlogits take the place of the logits.
+# A scale is one number, or (C, 1), one for each row.
 Losses = Callable[[Tensor, Tensor, "Tensor | float | None"], Tensor]
 
 
-def _losses_on(device: torch.device, dtype: torch.dtype, backend: str | None) -> Losses:
+def _losses_on(device: torch.device, dtype: torch.dtype, backend: str | None, cap: float | None = None) -> Losses:
     """Our kernel on a GPU, elsewhere the compiled form or the eager one."""
     if device.type == "cuda" and dtype != torch.float64 and find_spec("triton"):
-        return _kernel_losses
-    return _chunk_losses if backend is None else _fused_losses(backend)
+        return functools.partial(_kernel_losses, cap=cap)
+    return functools.partial(_chunk_losses, cap=cap) if backend is None else _fused_losses(backend, cap=cap)
 
 
-def _kernel_losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:
+def _kernel_losses(logits: Tensor, target: Tensor, scale: Tensor | float | None, cap: float | None = None) -> Tensor:
     from shardline.training.loss_kernel import BLOCK, WARPS, loss_kernel
 
     losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
     factor = losses if scale is None else torch.as_tensor(scale, dtype=losses.dtype, device=losses.device)
-    loss_kernel[(logits.shape[0],)](
-        logits, target, losses, factor, logits.shape[1], GRADIENT=scale is not None, BLOCK=BLOCK, num_warps=WARPS
-    )
+    switches = {"GRADIENT": scale is not None, "CAPPED": cap is not None, "WEIGHTED": factor.ndim > 1}
+    options: dict[str, Any] = {**switches, "BLOCK": BLOCK}
+    width, grid = logits.shape[1], (logits.shape[0],)
+    loss_kernel[grid](logits, target, losses, factor, width, cap or 1.0, **options, num_warps=WARPS)
     return losses
 
 
-def _chunk_losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:
+def _chunk_losses(logits: Tensor, target: Tensor, scale: Tensor | float | None, cap: float | None = None) -> Tensor:
     """The eager form: slices of rows, so that the float32 log probabilities of only one slice exist."""
     losses = []
     slice_rows = max(1, SLICE_BYTES[logits.device.type] // (4 * logits.shape[1]))
     for rows in _chunks(logits.shape[0], slice_rows):
         index = target[rows, None]
-        log_p = torch.log_softmax(logits[rows], 1, dtype=_wide(logits.dtype))  # (slice, V)
+        wide = logits[rows] if cap is None else _capped_wide(logits[rows], cap)
+        log_p = torch.log_softmax(wide, 1, dtype=_wide(logits.dtype))  # (slice, V)
         loss = -log_p.gather(1, index)
         if scale is not None:
             # p - 1 of the target without cancellation: rounding p first would lose it where p is near 1
-            logits[rows] = log_p.exp_().scatter_(1, index, torch.expm1(-loss)).mul_(scale)
+            here = scale[rows] if isinstance(scale, Tensor) and scale.ndim else scale
+            change = log_p.exp_().scatter_(1, index, torch.expm1(-loss)).mul_(here)
+            logits[rows] = change if cap is None else change.mul_(cap_slope(wide, cap))
         losses.append(loss.squeeze(1))
     return torch.cat(losses)
 
 
-def _statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _capped_wide(logits: Tensor, cap: float | None) -> Tensor:
+    """The logits in the type of the softmax, with their cap if they have one."""
+    return capped(logits.to(_wide(logits.dtype)), cap)
+
+
+def _statistics(logits: Tensor, target: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Maximum, log of the sum of exponentials below it, and loss of each row: (C, 1) each."""
-    wide = logits.to(_wide(logits.dtype))
+    wide = _capped_wide(logits, cap)
     peak = wide.amax(1, keepdim=True)
     log_sum = (wide - peak).exp().sum(1, keepdim=True).log()
     return peak, log_sum, log_sum - (wide.gather(1, target[:, None]) - peak)
 
 
-def _write_gradient(logits: Tensor, target: Tensor, peak: Tensor, log_sum: Tensor, loss: Tensor, scale: Tensor) -> None:
+def _write_gradient(
+    logits: Tensor,
+    target: Tensor,
+    peak: Tensor,
+    log_sum: Tensor,
+    loss: Tensor,
+    scale: Tensor,
+    cap: float | None = None,
+) -> None:
     """Put scale * dlogits where the logits are; a target below 0 is in no column of this rank."""
     columns = torch.arange(logits.shape[1], device=logits.device)
-    probability = (logits.to(peak.dtype) - peak - log_sum).exp()
-    logits.copy_(torch.where(columns == target[:, None], torch.expm1(-loss), probability) * scale)
+    wide = _capped_wide(logits, cap)
+    probability = (wide - peak - log_sum).exp()
+    change = torch.where(columns == target[:, None], torch.expm1(-loss), probability) * scale
+    logits.copy_(change if cap is None else change * cap_slope(wide, cap))
 
 
 @functools.cache
-def _fused_losses(backend: str | None, first: int | None = None) -> Losses:
+def _fused_losses(backend: str | None, first: int | None = None, cap: float | None = None) -> Losses:
     """The compiled form, in two functions: as one, the compiler writes dlogits elsewhere and copies them back.
 
     With `first`, logits are those of this rank's rows of the vocabulary from there on: two small all-reduces a chunk.
@@ -247,25 +365,25 @@ def _fused_losses(backend: str | None, first: int | None = None) -> Losses:
 
     def losses(logits: Tensor, target: Tensor, scale: Tensor | float | None) -> Tensor:
         if first is None:
-            peak, log_sum, loss = statistics(logits, target)
+            peak, log_sum, loss = statistics(logits, target, cap)
         else:
             held = (target >= first) & (target < first + logits.shape[1])
             target = torch.where(held, target - first, -1)
-            peak = collectives.max_in_place(logits.amax(1, keepdim=True).float(), "tp")
-            both = collectives.sum_in_place(sums(logits, target, peak), "tp")  # (C, 2)
+            peak = collectives.max_in_place(capped(logits.amax(1, keepdim=True).float(), cap), "tp")
+            both = collectives.sum_in_place(sums(logits, target, peak, cap), "tp")  # (C, 2)
             log_sum = both[:, :1].log()
             loss = log_sum - both[:, 1:]
         if scale is not None:
             scale = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device)
-            write_gradient(logits, target, peak, log_sum, loss, scale)
+            write_gradient(logits, target, peak, log_sum, loss, scale, cap)
         return loss.squeeze(1)
 
     return losses
 
 
-def _sums(logits: Tensor, target: Tensor, peak: Tensor) -> Tensor:
+def _sums(logits: Tensor, target: Tensor, peak: Tensor, cap: float | None = None) -> Tensor:
     """(C, 2): the sum of exponentials below the peak, and the target's logit below it where this rank has it."""
-    wide = logits.to(peak.dtype) - peak
+    wide = _capped_wide(logits, cap).to(peak.dtype) - peak
     index = target[:, None]
     picked = torch.where(index >= 0, wide.gather(1, index.clamp(min=0)), 0)
     return torch.cat([wide.exp().sum(1, keepdim=True), picked], dim=1)

@@ -1,4 +1,4 @@
-"""The passes of a model that is cut into pipeline stages; its methods are those of `WholeModel` in step.py."""
+"""The passes of a model that is cut into pipeline stages; its methods are those of `WholeModel`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config
-from shardline.data.loader import Batch
+from shardline.data.batch import Batch
 from shardline.models.decoder import Decoder, Stage
 from shardline.models.dtensor import local
 from shardline.parallel.data.ddp import Replicas
 from shardline.parallel.data.stage_reduction import StageSums, stage_users
 from shardline.parallel.pipeline.executor import MicroBatch, Pipeline
 from shardline.parallel.pipeline.stages import PipelinePlan
-from shardline.training.loss import Head
+from shardline.training.loss import Head, count_targets
 
 
 class PipelinedModel:
@@ -41,6 +41,15 @@ class PipelinedModel:
         if tensor is None:
             return (*tokens.shape, arch.dim), dtype
         return (tokens.numel() // (tensor.degree if tensor.sequence_parallel else 1), arch.dim), dtype
+
+    names: tuple[str, ...] = ("loss",)
+
+    @property
+    def share(self) -> float:
+        return self.head.share
+
+    def count(self, batch: Batch) -> Tensor:
+        return count_targets(batch.labels)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 

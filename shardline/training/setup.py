@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -15,8 +16,11 @@ import numpy as np
 import torch
 
 from shardline import registry
+from shardline.adapters.lora import NOTHING, Adaptation, more_flops, trained_shapes
+from shardline.checkpoint.assets import write_tokenizer
 from shardline.checkpoint.fetch import fetch_to_resume
 from shardline.checkpoint.format import Found, list_folder
+from shardline.checkpoint.lora.base import base_of
 from shardline.checkpoint.mirror import Mirror, check_free, open_mirror
 from shardline.checkpoint.powersgd_state import PowerSGDState
 from shardline.checkpoint.resume import DataIdentity, Start, resumable_step
@@ -37,19 +41,22 @@ from shardline.config.layout import check_experts, with_degrees
 from shardline.config.rules import checked_layout, expert_notes, notes, refuse_pending, schedule_notes
 from shardline.config.schema import Config, Job
 from shardline.config.write import to_toml
-from shardline.data.loader import Loader, build_loader, steps_for_epochs
+from shardline.data.loader import Loader, build_loader, fitted, steps_for_epochs
+from shardline.data.order import global_batch
 from shardline.data.prepare import cache_folder
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
-from shardline.errors import blame
+from shardline.errors import ConfigError, blame
 from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
-from shardline.models.fused_weights import active_words, parameter_count
-from shardline.models.narrow import keep_narrow
+from shardline.models.fused_weights import active_words, is_low_rank, parameter_count
+from shardline.models.huggingface.foreign_notes import check_lengths, foreign_line, foreign_notes
+from shardline.models.products.narrow import keep_narrow
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.parallel.apply import Applied, make_model
 from shardline.parallel.context.context import attention_words
+from shardline.parallel.data.fsdp import reshard
 from shardline.parallel.expert import deepep
 from shardline.parallel.expert.choose import choose_carrier
 from shardline.parallel.pipeline.schedules import warnings
@@ -59,7 +66,7 @@ from shardline.parallel.tensor import async_tp
 from shardline.precision.convert import check_device
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.run import attempt
-from shardline.run.device import choose_device, device_identity, device_name, supports_bf16
+from shardline.run.device import choose_device, device_identity, device_name, flops_per_token, supports_bf16
 from shardline.run.folder import RunFolder, open_run_folder
 from shardline.run.numa import prepare_rank
 from shardline.run.options import TrainOptions
@@ -69,6 +76,7 @@ from shardline.storage.atomic import write_atomically
 from shardline.telemetry.console import hold_log, setup_logging
 from shardline.telemetry.metrics import Meter
 from shardline.telemetry.telemetry import Telemetry
+from shardline.training.pairs import Reference, reference_kind
 from shardline.training.step import Stepper
 
 log = logging.getLogger("shardline")
@@ -107,13 +115,22 @@ class Setup:
         self.device = choose_device()
         self.layout = checked_layout(config, world_size())
         set_determinism(config, self.device)  # first: kernels are chosen by it
-        self.arch = resolve(config.model)
-        check_experts(self.arch, self.layout)
         self.tokenizer = choose_tokenizer(config)
+        self.arch = fitted(resolve(config.model), config, self.tokenizer)
+        check_experts(self.arch, self.layout)
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
         check_device(config, self.device, self.precision.compute)
-        self.kernel = check_attention(self.arch, self.device, self.precision.compute, config.training.seq_len)
+        if self.arch.moe is not None and self.precision.compute == torch.float16:
+            raise ConfigError(
+                "training.mixed_precision_param = 'float16': the losses that balance experts are not scaled; compute in"
+                " bfloat16 or float32"
+            )
+        if self.arch.foreign is not None:
+            check_lengths(self.arch, config)
+            self.kernel = "transformers"
+        else:
+            self.kernel = check_attention(self.arch, self.device, self.precision.compute, config.training.seq_len)
         self.pipeline = plan_pipeline(config, self.arch, self.layout)
 
     # ---- ranks, data and folder --------------------------------------------------------------------------------------
@@ -134,7 +151,7 @@ class Setup:
         config, ranks = self.config, self.layout.data_ranks
         resume, overwrite = self.options.resume, self.options.overwrite
         saved = None if overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config, resume))
-        if saved is not None and saved.size != config.training.local_batch_size * ranks:
+        if saved is not None and saved.size != global_batch(config.training, ranks):
             self.config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
             checked_layout(self.config, self.mesh.world_size)
 
@@ -203,6 +220,8 @@ class Setup:
             log.info("%s", to_toml(config))
         size = f"{parameter_count(self.arch):,} parameters{active_words(self.arch)}"
         log.info("%s %s, %s, on %s", config.model.name, config.model.flavor, size, device_name(self.device))
+        if self.arch.foreign is not None:
+            log.info("%s", foreign_line(self.arch, asked=config.model.implementation == "transformers"))
         if mesh.world_size > 1:
             log.info("%d ranks: %s", mesh.world_size, self.layout)
             for line in crossing_lines(self.layout, ranks_from_environment("LOCAL_WORLD_SIZE", mesh.world_size)):
@@ -220,6 +239,9 @@ class Setup:
         config = self.config
         yield from (*config.alias_notes, *notes(with_degrees(config, self.layout)), *self.precision.notes)
         yield from expert_notes(config, self.arch)
+        yield from () if self.arch.foreign is None else foreign_notes(self.arch)
+        if config.training.tf32 and self.device.type != "cuda":
+            yield f"training.tf32 has no effect on {self.device.type}"
         if config.training.epochs is not None:
             yield from schedule_notes(config, self.total_steps)
         length, longest = config.training.seq_len, self.arch.max_seq_len
@@ -238,6 +260,7 @@ class Setup:
         registry.run_hooks("before_build", config)
         self.requests = Requests.of_rank(config, mesh.rank)
         self.model, applied = build_model(self.arch, device, self.precision, mesh, config)
+        self._announce_trained()
         self.optimizer = build_optimizer(config, self.model)
         self._keep_narrow_weights()
         self.base_lr = scaled_lr(config, batch)
@@ -250,7 +273,8 @@ class Setup:
         carried = choose_carrier(config, self.arch, mesh, dtype, device)
         for line in (*self.async_tensor.lines, *filter(None, [carried])):
             log.info("%s", line)
-        self.stepper = Stepper(config, self.model, self.optimizer, mesh, applied, device)
+        self.reference = self._build_reference()
+        self.stepper = Stepper(config, self.model, self.optimizer, mesh, applied, device, self.reference)
         self.identity = DataIdentity(
             seed=seed_of(config),
             dataset=self.loader.samples.store.source_fingerprint,
@@ -258,6 +282,9 @@ class Setup:
             global_batch_size=batch,
             tokenizer=self.tokenizer.fingerprint,
         )
+        lora, self.copy = config.lora.enable, None if self.reference is None else self.reference.copy
+        needed = lora or self.copy is not None
+        self.base = self.mesh.from_rank_0(lambda: base_of(config, seed_of(config))) if needed else None
         self.powersgd = PowerSGDState(self.stepper.passes.replicas, self.model, mesh, self.stepper.summed_over_tp)
         self.saver = Saver(
             config,
@@ -267,6 +294,7 @@ class Setup:
             self.identity,
             mesh,
             self.mirror,
+            self.base,
             extra=self.powersgd.held,
         )
         self.closing.callback(self.saver.close)
@@ -276,12 +304,38 @@ class Setup:
             self.folder,
             mesh,
             device,
-            Meter(self.arch, seq_len, device, dtype, devices),
+            Meter(self.arch, seq_len, device, dtype, devices, more_flops=self._more_flops()),
             step_tokens=batch * seq_len,
             tensor_parallel=applied.tensor is not None,
             pipeline=self.stepper.passes.pipeline,
             offload=applied.offload,
         )
+
+    def _build_reference(self) -> Reference | None:
+        """What pairs are compared by; a copy of the model is frozen, in the type that it computes in."""
+        kind = reference_kind(self.config, self.model.adaptation)
+        if kind is None:
+            return None
+        words = {"base": "the frozen weights", "copy": "a frozen copy of the first weights", "none": "none"}
+        log.info("reference of pairs: %s", words[kind])
+        if kind != "copy":
+            return Reference(kind)
+        copy, _ = build_model(self.arch, self.device, self.precision, self.mesh, self.config, NOTHING)
+        return Reference(kind, copy.eval())
+
+    def _more_flops(self) -> float:
+        """FLOPs for a token that LoRA adds, and those of a reference's forward pass."""
+        passes = 0 if self.reference is None or self.reference.kind == "none" else 1
+        return more_flops(self.model) + passes * flops_per_token(self.arch, self.config.training.seq_len) / 3
+
+    def _announce_trained(self) -> None:
+        """With LoRA, log how much of the model is trained."""
+        if self.model.adaptation is not None:
+            own, shapes = parameter_count(self.arch), trained_shapes(self.model).items()
+            count = sum(math.prod(shape) for _, shape in shapes)
+            whole = own + sum(math.prod(shape) for name, shape in shapes if is_low_rank(name))
+            share = f"{100 * count / whole:.3g} %"
+            log.info("trained parameters: %s of %s (%s)", f"{count:,}", f"{whole:,}", share)
 
     def _keep_narrow_weights(self) -> None:
         """Keep the blocks' matrices in the compute type too, where nothing but this rank's optimizer changes them."""
@@ -289,7 +343,8 @@ class Setup:
         alone = self.mesh.world_size == 1 and not config.training.enable_cpu_offload
         once = self.loader.global_batch_size == config.training.local_batch_size * self.layout.data_ranks
         if alone and once and isinstance(self.optimizer, GPUAdam) and compute == torch.bfloat16:
-            matrices = [p for p in self.model.layers.parameters() if p.ndim > 1 and p.requires_grad]
+            held = [parameter for block in self.model.blocks() for parameter in block.module.parameters()]
+            matrices = [parameter for parameter in held if parameter.ndim > 1 and parameter.requires_grad]
             for parameter in matrices:
                 keep_narrow(parameter, compute)
             log.info("the blocks' matrices are kept in bfloat16 too, and their gradients in bfloat16 alone")
@@ -305,19 +360,24 @@ class Setup:
             self.total_steps,
             self.mesh,
             self.powersgd.load,
+            self.base,
             self.found,
+            self.copy,
         )
         self.progress, self.finished = start.run(self.folder.resume, seed_of(self.config))
         if not self.finished:
             self.total_steps = start.last_step(self.progress)
             self._note_validation()
         self.saver.saved_step = self.progress.step
+        self.stepper.loss_scale.load(self.progress.loss_scale)
         self.loader.seek(self.progress.samples)
         registry.run_hooks("after_build", self.model, self.config)
         if self.config.model.print_after_conversion:
             log.info("%s", self.model)
         if not self.finished:  # the weights of a run that had finished are not loaded
             check_replicas(self.model, self.progress.step)
+            self.model.check_masks(self.device)
+            reshard(self.model)
         attempt.note("loaded", step=self.progress.step)
 
     def _note_validation(self) -> None:
@@ -334,6 +394,7 @@ class Setup:
         self.folder.begin()
         text = to_toml(self.config)
         self.folder.write_config(text)
+        write_tokenizer(self.config, self.tokenizer)
         if self.async_tensor.measured:
             write_atomically(self.folder.path / async_tp.FILE, json.dumps(self.async_tensor.rows(), indent=1))
         if self.config.job.save_config_file:
@@ -359,6 +420,7 @@ def set_determinism(config: Config, device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when its first handle is made
     torch.use_deterministic_algorithms(deterministic, warn_only=config.debug.deterministic_warn_only)
     if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
         torch.backends.cudnn.deterministic = deterministic
         torch.backends.cudnn.benchmark = False
         torch.backends.cuda.enable_cudnn_sdp(False)  # PyTorch would choose it for lengths where it gives NaN
@@ -370,9 +432,13 @@ def build_model(
     precision: Precision,
     mesh: Mesh | None = None,
     config: Config | None = None,
+    how: Adaptation | None = None,
 ) -> tuple[Decoder, Applied]:
-    """A model, cut and transformed for this run, whose parameters have memory on `device` but no values yet."""
-    model, applied = make_model(arch, config, mesh, precision)
+    """A model, cut and transformed for this run, whose parameters have memory on `device` but no values yet.
+
+    `how` says what is trained beside frozen weights where the config does not.
+    """
+    model, applied = make_model(arch, config, mesh, precision, how)
     offloaded = config is not None and config.training.enable_cpu_offload
     model.to_empty(device=torch.device("cpu") if offloaded else device)
     model.train()

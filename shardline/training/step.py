@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config
-from shardline.data.loader import Batch
+from shardline.data.batch import Batch
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.optim.clip import clip_, clipping_factor, nonfinite_parameters, shards, squared_norm
@@ -21,57 +21,20 @@ from shardline.optim.early_step import EarlyStep, step_early
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.apply import Applied
-from shardline.parallel.data.ddp import Replicas
 from shardline.parallel.data.float8_gather import Float8Gather
-from shardline.parallel.data.fsdp import set_gradient_sync
 from shardline.parallel.expert.balance import ExpertLoad
 from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicated_gradients
+from shardline.precision.loss_scale import LossScale
 from shardline.run.device import read
 from shardline.run.stop import Request, no_requests, request_of
-from shardline.training.loss import Head, count_targets
+from shardline.training.loss import Head
+from shardline.training.pairs import PairedModel, Reference
 from shardline.training.pipelined_step import PipelinedModel
+from shardline.training.whole_model import WholeModel
 from shardline.words import listed
 
 log = logging.getLogger("shardline")
 RequestNumbers = Callable[[], Sequence[float]]  # read as late as possible: a signal during the step still counts
-
-
-class WholeModel:
-    """The passes of a model whose layers are all on this rank, sharded or not: micro-batch after micro-batch."""
-
-    pipeline = None
-    batches_at_once = 1  # of a validation
-    on_two_stages: frozenset[nn.Parameter] = frozenset()
-
-    def __init__(self, config: Config, model: Decoder, mesh: Mesh, head: Head) -> None:
-        self.section, self.model, self.head = config.parallelism, model, head
-        plain_replicas = mesh.axis("dp_replicate") is not None and mesh.axis("fsdp") is None
-        self.replicas = Replicas(model, config) if plain_replicas else None
-
-    def forward_backward(self, batch: Batch, scale: Tensor, last: bool) -> Tensor:
-        """This rank's part of the loss; with the `last` batch of a step, gradients are summed over data ranks."""
-        set_gradient_sync(self.model, self.section, last)
-        if self.replicas is not None:
-            self.replicas.expect(last, every_micro_batch=self.section.accumulation_sync == "micro_batch")
-        loss = self._loss(batch, scale)
-        loss.backward()
-        return loss.detach()
-
-    def finish(self) -> None:
-        """After the last batch of a step: wait until the replicas' gradients are summed."""
-        if self.replicas is not None:
-            self.replicas.finish()
-
-    def sum_tied(self) -> None:
-        """Nothing to do: autograd has added up what both uses of a tied embedding give it."""
-
-    def losses(self, batches: Sequence[Batch]) -> Tensor:
-        """The sum of the token losses of some batches, without backward."""
-        return torch.stack([self._loss(batch, 1.0) for batch in batches]).sum()
-
-    def _loss(self, batch: Batch, scale: Tensor | float) -> Tensor:
-        hidden = self.model.hidden(batch.tokens, documents=batch.documents)
-        return self.head.loss(self.model, hidden, batch.labels, scale)
 
 
 class StepResult(NamedTuple):
@@ -81,7 +44,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     lr: float
     request: Request  # to stop or to save, made to some rank
-    experts: dict[str, Any] = {}  # what metrics.jsonl says of a mixture of experts  # noqa: RUF012
+    more: dict[str, Any] = {}  # what metrics.jsonl says of pairs, and of a mixture of experts  # noqa: RUF012
 
     @property
     def finite(self) -> bool:
@@ -99,17 +62,22 @@ class Stepper:
         mesh: Mesh,
         applied: Applied,
         device: torch.device,
+        reference: Reference | None = None,
     ) -> None:
+        """`reference` is what pairs are compared by, where the objective has pairs."""
         self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
         tensor = applied.tensor
         compiled = config.compile.enable and "loss" in config.compile.components
         self.head = Head(tensor, config.training.loss_chunk_tokens, config.compile.backend if compiled else None)
         self.passes: WholeModel | PipelinedModel
-        if applied.pipeline is None:
+        if reference is not None:
+            self.passes = PairedModel(config, model, mesh, self.head, reference)
+        elif applied.pipeline is None:
             self.passes = WholeModel(config, model, mesh, self.head)
         else:
             self.passes = PipelinedModel(config, model, mesh, applied.pipeline, self.head, device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.loss_scale = LossScale(dynamic=model.compute_dtype == torch.float16)
         self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
         self.experts = ExpertLoad(model, device)
         section = config.quantize.linear.float8
@@ -124,20 +92,20 @@ class Stepper:
             )
 
     def forward_backward(self, batches: list[Batch]) -> Tensor:
-        """Gradients of the mean loss over all targets of the global batch, summed over data ranks.
+        """Gradients of the mean loss over all targets (or pairs) of the global batch, summed over data ranks.
 
-        Returns this rank's part of that loss.
+        Returns this rank's part of that loss, and of the other numbers of a pass.
         """
         self.experts.begin()
         self.float8_gather.prepare()
         if self.model.context is not None:
             batches = [self.model.context.cut(batch) for batch in batches]
         device = batches[0].labels.device
-        targets = sum((count_targets(batch.labels) for batch in batches), torch.zeros((), device=device))
+        targets = sum((self.passes.count(batch) for batch in batches), torch.zeros((), device=device))
         if self.mesh.size("loss") > 1:
             collectives.sum_in_place(targets, "loss")
-        scale = 1.0 / targets.clamp(min=1)
-        total = torch.zeros((), device=device)
+        scale = self.loss_scale.value / targets.clamp(min=1)
+        total = torch.zeros(len(self.passes.names), device=device)
         for number, batch in enumerate(batches, start=1):
             last = number == len(batches)
             if self.early is not None:
@@ -164,10 +132,12 @@ class Stepper:
         result = self._agree(self.forward_backward(batches), lr, requests)
         if result.finite:
             if isinstance(self.optimizer, GPUAdam):
-                self.optimizer.scale = clipping_factor(result.grad_norm, self.config.training.max_norm)
+                factor = clipping_factor(result.grad_norm, self.config.training.max_norm)
+                self.optimizer.scale = factor / self.loss_scale.value
             else:
-                clip_(self.parameters, result.grad_norm, self.config.training.max_norm)
+                clip_(self.parameters, result.grad_norm, self.config.training.max_norm, self.loss_scale.value)
             self.optimizer.step()
+            self.loss_scale.advance()
         else:
             self._nonfinite(result, number)
         self.optimizer.zero_grad(set_to_none=True)
@@ -194,24 +164,28 @@ class Stepper:
             squares = squared_norm(self.parameters, ranks, self.passes.on_two_stages)
         alone = self.mesh.world_size == 1
         asked = torch.tensor(() if alone else requests(), device=loss.device)
-        numbers = torch.cat(
-            [torch.stack([loss * self.head.share, squares.to(loss.device)]), asked, self.experts.tallies()]
-        )
+        numbers = torch.cat([squares.to(loss.device)[None], loss * self.passes.share, asked, self.experts.tallies()])
         if not alone:
             collectives.sum_in_place(numbers, "world")
-        tallies = 2 + len(asked)
-        total, squared, *others = read(torch.cat([numbers[:tallies], self.experts.summary(numbers[tallies:])]))
+        first = 1 + len(loss)
+        tallies = first + len(asked)
+        row = read(torch.cat([numbers[:tallies], self.experts.summary(numbers[tallies:])]))
+        squared, means, others = row[0], [one / self.loss_scale.value for one in row[1:first]], row[first:]
         return StepResult(
-            total,
-            math.sqrt(squared) if squared >= 0 else math.nan,
+            means[0],
+            math.sqrt(squared) / self.loss_scale.value if squared >= 0 else math.nan,
             lr,
             request_of(requests() if alone else others[: len(asked)]),
-            self.experts.row(others[len(asked) :]),
+            dict(zip(self.passes.names[1:], means[1:], strict=True)) | self.experts.row(others[len(asked) :]),
         )
 
     def _nonfinite(self, result: StepResult, number: int, changed: bool = False) -> None:
         """Stop, or skip the step; weights that are not finite themselves are named first: they are the cause."""
         broken = nonfinite_parameters(self.model, of_gradients=False)
+        if self.loss_scale.dynamic and not broken:
+            self.loss_scale.back_off(number)
+            log.info("step %d: skipped, the loss is scaled by %g from now on", number, self.loss_scale.value)
+            return
         names, what = (broken, "weights") if broken else (nonfinite_parameters(self.model), "gradient")
         where = f"; not finite in the {what} of {listed(names)}" if names else ""
         text = f"step {number}: loss {result.loss}, gradient norm {result.grad_norm}{where}"

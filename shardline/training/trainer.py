@@ -12,7 +12,7 @@ import torch
 from shardline import registry
 from shardline.comm import collectives, watchdog
 from shardline.config.schema import Config
-from shardline.data.loader import Batch
+from shardline.data.batch import Batch
 from shardline.errors import UserError
 from shardline.optim.lr_schedule import lr_factor
 from shardline.parallel.replica_check import check_replicas
@@ -57,6 +57,7 @@ class Trainer:
         self.stepper, self.saver, self.telemetry = run.stepper, run.saver, run.telemetry
         self.async_tensor = run.async_tensor
         self.progress, self.total_steps, self.finished = run.progress, run.total_steps, run.finished
+        self.high_losses = 0  # steps in a row above training.max_loss
         self.validator = Validator(
             run.config, run.stepper, run.validation, run.mesh, run.total_steps, run.telemetry, self._requests_meanwhile
         )
@@ -73,13 +74,16 @@ class Trainer:
                     with telemetry.step(progress.step + 1):
                         with telemetry.fetching():
                             batches = self.loader.step()
+                        telemetry.step_tokens = self.loader.step_tokens
                         result = self.train_step(batches, self._request_numbers)
                         self._advance()
-                        telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, result.experts)
+                        telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, result.more)
                         self._after_step(result)
                         request = self.validator.run_if_due(progress.step, result.request)
                         self.saver.save_if_due(progress, self.total_steps, request, self._saving)
                 self.saver.complete()
+                if self.mesh.rank == 0:
+                    self.loader.samples.report_read(progress.samples)
                 telemetry.stopped_by = request.stop if progress.step < self.total_steps else None
                 self.requests.final_code = exit_code(telemetry.stopped_by, self.config)
             return Result(progress.step, telemetry.row.get("loss"), telemetry.stopped_by)
@@ -117,17 +121,29 @@ class Trainer:
         self.progress.step += 1
         self.progress.tokens += self.telemetry.step_tokens
         self.progress.samples = self.loader.position
+        self.progress.loss_scale = self.stepper.loss_scale.state()
 
     def _after_step(self, result: StepResult) -> None:
         """Look for what went wrong without an error, and run hooks; from the first step on the run has its folder."""
         step, freq = self.progress.step, self.config.debug.check_replicas_freq
         self.folder.settle()
+        self._check_loss(result.loss)
         for line in self.async_tensor.missed():
             log.warning("%s", line)
         if freq and step % freq == 0:
             check_replicas(self.model, step)
         registry.run_hooks("after_step", self, {"step": step, "loss": result.loss, "lr": result.lr})
         self.saver.check()
+
+    def _check_loss(self, loss: float) -> None:
+        """End a run whose loss stays above `training.max_loss`, before such weights are saved."""
+        section = self.config.training
+        self.high_losses = self.high_losses + 1 if section.max_loss is not None and loss > section.max_loss else 0
+        if self.high_losses >= section.max_loss_steps:
+            raise UserError(
+                f"step {self.progress.step}: the loss was above training.max_loss = {section.max_loss:g} for"
+                f" {self.high_losses} steps (now {loss:.4g}): lower optimizer.lr; {self._kept()}"
+            )
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:

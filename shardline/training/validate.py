@@ -1,4 +1,4 @@
-"""Validation: the mean loss per target token over the validation set, read once in order."""
+"""Validation: the mean loss per target token, or per pair, over the validation set, read once in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from shardline.parallel.data.fsdp import free_gathered
 from shardline.run.device import read
 from shardline.run.stop import Request
 from shardline.telemetry.telemetry import Telemetry
-from shardline.training.loss import count_targets
 from shardline.training.step import Stepper
 
 log = logging.getLogger("shardline")
@@ -43,35 +42,35 @@ class Validator:
 
     def run_if_due(self, step: int, request: Request) -> Request:
         """Validate where it is time to; returns `request` with what ranks were asked for meanwhile."""
-        if self.loader is None or not (step in (1, self.last_step) or step % self.section.freq == 0):
+        if self.loader is None or not (step in (1, self.last_step) or step % self.section.every(self.last_step) == 0):
             return request
-        loss = None
+        found = None
         with self.telemetry.paused():
             if request.stop is None:
-                loss, request = self._loss(self.loader, request)
-        if loss is None:
+                found, request = self._numbers(self.loader, request)
+        if found is None:
             log.info("step %d: stopping, validation is left out", step)
         else:
-            self.telemetry.log_validation(step, loss)
+            self.telemetry.log_validation(step, found)
         return request
 
     @torch.no_grad()
-    def _loss(self, loader: Loader, request: Request) -> tuple[float | None, Request]:
-        """Sum of token losses over number of targets, over `validation.steps` batches (-1: all) of every data rank.
+    def _numbers(self, loader: Loader, request: Request) -> tuple[dict[str, float] | None, Request]:
+        """Sums of losses over number of targets or pairs, of `validation.steps` batches (-1: all) of every data rank.
 
-        There is no loss where ranks are asked to stop; all of them see that after the same batch.
+        There are none where ranks are asked to stop; all of them see that after the same batch.
         """
-        model, head, passes = self.stepper.model, self.stepper.head, self.stepper.passes
+        model, passes = self.stepper.model, self.stepper.passes
         self.stepper.float8_gather.prepare()
         was_training = model.training
         model.eval()
-        sums = torch.zeros(2, dtype=torch.float64, device=loader.device)
+        sums = torch.zeros(1 + len(passes.names), dtype=torch.float64, device=loader.device)
         batches = iter(loader.epoch(None if self.section.steps < 0 else self.section.steps))
         while request.stop is None and (some := list(itertools.islice(batches, passes.batches_at_once))):
             some = [batch if model.context is None else model.context.cut(batch) for batch in some]
-            sums[0] += passes.losses(some) * head.share
+            sums[1:] += passes.losses(some) * passes.share
             for batch in some:
-                sums[1] += count_targets(batch.labels) / (self.mesh.layout.tp * self.mesh.layout.pp)
+                sums[0] += passes.count(batch) / (self.mesh.layout.tp * self.mesh.layout.pp)
             request = request.and_then(self.requests())
         free_gathered(model)
         model.train(was_training)
@@ -79,5 +78,5 @@ class Validator:
             return None, request
         if self.mesh.world_size > 1:
             collectives.sum_in_place(sums, "world")
-        total, targets = read(sums)
-        return total / max(targets, 1.0), request
+        count, *totals = read(sums)
+        return {name: total / max(count, 1.0) for name, total in zip(passes.names, totals, strict=True)}, request

@@ -95,6 +95,10 @@ def call(*words: str | Path) -> int:
         ("Qwen2", {"tie_word_embeddings": True, "dtype": torch.bfloat16}),
         ("Qwen3", {"head_dim": 16}),
         ("Mistral", {"sliding_window": 9, "dtype": torch.float16}),
+        ("Gemma2", {"sliding_window": 9, "head_dim": 16, "dtype": torch.bfloat16, "pad_token_id": 2}),
+        ("Phi3", {"pad_token_id": None, "dtype": torch.bfloat16, "shard": "20KB"}),  # joined tensors
+        ("Cohere", {"use_qk_norm": True, "attention_bias": True}),
+        ("Starcoder2", {"sliding_window": 9, "dtype": torch.float16}),
         ("Mixtral", {"num_local_experts": 4, "shard": "20KB"}),
         ("Qwen3Moe", {**QWEN3_MOE, "mlp_only_layers": [0], "dtype": torch.bfloat16}),
     ],
@@ -371,8 +375,8 @@ def widen_the_config(folder: Path) -> str:
 
 
 def another_family(folder: Path) -> str:
-    edit_config(folder, model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    return f"{folder / 'config.json'}: model_type 'gpt2' is not supported"
+    edit_config(folder, model_type="gpt5", architectures=["GPT5LMHeadModel"])
+    return f"{folder / 'config.json'}: model_type 'gpt5' is not one that transformers builds"
 
 
 def no_config(folder: Path) -> str:

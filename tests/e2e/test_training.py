@@ -11,9 +11,8 @@ import torch
 
 from shardline import registry
 from shardline.errors import UserError
-from shardline.training import validate
-from shardline.training.loss import count_targets
 from shardline.training.trainer import Trainer
+from shardline.training.whole_model import WholeModel
 from tests.e2e.tiny import rows, run, tiny_config
 
 KEYS = {
@@ -162,15 +161,15 @@ def test_validation_rows(tmp_path):
 )
 def test_a_signal_within_validation(tmp_path, monkeypatch, number, steps, validated, saved):
     """One to stop does not wait for its end; one to save does."""
-    counted = []
+    counted, losses = [], WholeModel.losses
 
-    def count(labels):
-        counted.append(labels)
+    def count(self, batches):
+        counted.append(batches)
         if len(counted) == 4 + 2:  # four batches at step 1, then the second at step 3
             os.kill(os.getpid(), number)
-        return count_targets(labels)
+        return losses(self, batches)
 
-    monkeypatch.setattr(validate, "count_targets", count)
+    monkeypatch.setattr(WholeModel, "losses", count)
     written = run(tmp_path / "run", validation__enable=True, validation__freq=3, validation__steps=4,
                   validation__seq_len=32, validation__local_batch_size=4, checkpoint__enable=True,
                   checkpoint__interval=1000)  # fmt: skip

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parity.harness import BFLOAT16, FLOAT8, FLOAT32, Tolerances
+from tests.parity.harness import BFLOAT16, FLOAT8, FLOAT32, Tolerances, of_pairs
 from tests.parity.pool import TIMEOUT_SECONDS
 
 DEGREES = {
@@ -71,6 +72,15 @@ LARGE_TIED = model(vocab_size=2051, dim=256, tie_word_embeddings=True)  # a norm
 QK_NORM = model(qk_norm=True)
 BIASES = model(qkv_bias=True, out_bias=True, mlp_bias=True)
 DOCUMENTS = model(attn_mask_type="block_causal")
+RECORDS = {"data.sources": [{"path": str(Path(__file__).with_name("records.jsonl")), "type": "input_output"}]}
+UNPACKED = RECORDS | {"data.packing": "none"}
+PAIRS = {
+    "path": str(Path(__file__).with_name("pairs.jsonl")),
+    "type": {"field_chosen": "chosen", "field_rejected": "rejected"},
+}
+DPO = {"training.objective": "dpo", "data.sources": [PAIRS]}
+IPO = DPO | {"dpo.loss": "ipo"}
+HELD_OUT = {"data.held_out": 0.25, "validation.enable": True, "validation.freq": 5, "validation.seq_len": 32}
 WINDOW = model(sliding_window=8)
 SMALL_STEPS = {"optimizer.lr": 3e-4}  # where gradients have spikes, in which rounding shows a hundredfold
 NO_SEQUENCE = {"parallelism.enable_sequence_parallel": False}
@@ -105,6 +115,23 @@ LAMB = {"optimizer.name": "LAMB", "optimizer.lr": 1e-2}
 LARS = {"optimizer.name": "LARS", "optimizer.lr": 10.0}
 MUON = {"optimizer.name": "Muon", "optimizer.muon_lr_factor": 5.0}
 OFFLOAD = {"training.enable_cpu_offload": True}
+# B begins at zero and is nothing but the sum of its updates: an eps that is small beside rounding would show that.
+LORA = {"lora.enable": True, "lora.rank": 4, "lora.alpha": 8.0, "optimizer.lr": 3e-3, "optimizer.eps": 1e-3}
+
+
+NF4 = model(head_dim=16, ffn_dim=256)  # two ranks that share columns have 64 of each, at least
+
+
+def lora(*targets: str, **more: Any) -> dict[str, Any]:
+    return LORA | {"lora.target_modules": list(targets)} | {f"lora.{name}": value for name, value in more.items()}
+
+
+# A model that transformers computes; the folder has a config.json, whose sizes the harness overrides.
+FOREIGN = {
+    "model.name": "auto",
+    "model.implementation": "transformers",
+    "model.hf_assets_path": str(Path(__file__).parent / "foreign_model"),
+}
 
 
 def layers(number: int) -> dict[str, Any]:
@@ -164,6 +191,8 @@ FLOAT8_GATHER = {"quantize.linear.float8.enable_fsdp_float8_all_gather": True}
 SHARED_FACTORS = {"quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True}
 TENSORWISE, ROWWISE, WIDE_GRADIENTS = map(float8, ("tensorwise", "rowwise", "rowwise_with_gw_hp"))
 
+HALF = {"training.mixed_precision_param": "float16", "optimizer.lr": 1e-3}
+SGD = {"optimizer.name": "SGD", "optimizer.lr": 0.05}
 COMPRESSED = {"parallelism.gradient_compression": "bfloat16", "optimizer.lr": 1e-3}
 # PowerSGD is exact where gradients have no higher rank than its matrices have columns: 8 samples of 4 tokens give 32.
 # The usual eps of Adam would make a whole step of what rounding leaves of a gradient that is 0.
@@ -196,6 +225,22 @@ CASES = [
     case("offload-bf16-documents", OFFLOAD, BF16, DOCUMENTS, tolerances=BFLOAT16),
     case("offload-lamb", OFFLOAD, LAMB, slow=True),
     case("offload-muon", OFFLOAD, MUON, slow=True),
+    # a model that transformers computes
+    case("transformers-fsdp2-full-ac", FOREIGN, FULL_AC, fsdp=2),
+    case("transformers-ddp2-tied-accumulation", FOREIGN, TIED, SMALL_BATCHES, ddp=2),
+    case("transformers-compile", FOREIGN, COMPILE),
+    case("transformers-hsdp2x2-documents-op-ac", FOREIGN, DOCUMENTS, OP_AC, ddp=2, fsdp=2, slow=True),
+    case(
+        "transformers-fsdp2-tied-bf16-validation",
+        FOREIGN,
+        TIED,
+        BF16,
+        VALIDATION,
+        fsdp=2,
+        tolerances=BFLOAT16,
+        slow=True,
+    ),
+    case("transformers-fsdp2-offload-every-second-ac", FOREIGN, OFFLOAD, EVERY_SECOND_AC, fsdp=2, slow=True),
     # float8
     case("float8-ddp2", TENSORWISE, ddp=2, tolerances=FLOAT8),
     case("float8-fsdp2-rowwise", ROWWISE, fsdp=2, tolerances=FLOAT8),
@@ -223,6 +268,63 @@ CASES = [
     case("float8-pp2-zbv-tp2", TENSORWISE, ASYNC, layers(4), ZBV, pp=2, tp=2, tolerances=FLOAT8, slow=True),
     case("float8-pp2-zbv", ROWWISE, layers(4), ZBV, pp=2, tolerances=FLOAT8),
     case("float8-fsdp2-op-ac-compile", TENSORWISE, OP_AC, COMPILE, fsdp=2, tolerances=FLOAT8),
+    # LoRA
+    case("lora-ddp2", LORA, ddp=2),
+    case("lora-fsdp2", lora("q_proj", "v_proj", "w2", "embed_tokens", modules_to_save=["lm_head", "norm"]), fsdp=2),
+    case("lora-tp2", LORA, tp=2),
+    case("lora-tp2-ends", lora("all-linear", "embed_tokens", "lm_head"), tp=2, slow=True),
+    case("lora-tp2-ends-no-sequence", lora("wk", "wo", "tok_embeddings", "output"), NO_SEQUENCE, tp=2, slow=True),
+    case("lora-tp2-whole-loss", lora("w1", "wo", "tok_embeddings", "output"), NO_LOSS_PARALLEL, tp=2, slow=True),
+    case("lora-tp2-async", LORA, ASYNC, tp=2),
+    case("lora-tp2-async-no-sequence", LORA, ASYNC, NO_SEQUENCE, tp=2, slow=True),
+    case("lora-tp2-async-compile", LORA, ASYNC, COMPILE, tp=2),
+    case("lora-tp4-split-kv", LORA, ONE_KV_HEAD, tp=4, slow=True),
+    case("lora-tp4-split-kv-async", lora("wk", "w3"), TWO_KV_HEADS, BIASES, ASYNC, tp=4, slow=True),
+    case("lora-fsdp2-nf4", lora(base_dtype="nf4"), NF4, fsdp=2),
+    case("lora-fsdp2-nf4-bf16", lora(base_dtype="nf4"), NF4, BF16, fsdp=2, tolerances=BFLOAT16, slow=True),
+    case("lora-fsdp2-int8-bf16", lora(base_dtype="int8"), BF16, fsdp=2, tolerances=BFLOAT16, slow=True),
+    case("lora-tp2-nf4-dora", lora("w1", "w2", base_dtype="nf4", use_dora=True), NF4, tp=2),
+    case("lora-ddp2-tp2-nf4-single", lora(base_dtype="nf4", double_quantization=False), NF4, ddp=2, tp=2, slow=True),
+    case("lora-fsdp2-tp2-nf4-full-ac", lora(base_dtype="nf4"), NF4, FULL_AC, fsdp=2, tp=2, slow=True),
+    case("lora-pp2-int8-compile", lora(base_dtype="int8"), COMPILE, pp=2, slow=True),
+    case("lora-tp2-int8", lora(base_dtype="int8"), tp=2, slow=True),
+    case("lora-fsdp2-dora", lora(use_dora=True), fsdp=2),
+    case("lora-tp2-dora", lora(use_dora=True), tp=2, slow=True),
+    case("lora-tp2-dora-compile", lora("wo", "w1", use_dora=True), COMPILE, tp=2, slow=True),
+    case(
+        "lora-tp2-dora-async-no-sequence",
+        lora("q_proj", "down_proj", use_dora=True),
+        ASYNC,
+        NO_SEQUENCE,
+        tp=2,
+        slow=True,
+    ),
+    case("lora-experts-fsdp2-ep2", lora("experts", "wq"), EXPERTS, ep(2), fsdp=2),
+    case("lora-experts-tp2", lora("experts", "all-linear"), EXPERTS, tp=2),
+    case("lora-experts-tp2-ep2-no-sequence", lora("experts"), EXPERTS, NO_SEQUENCE, ep(2), tp=2, slow=True),
+    case("lora-fsdp2-tp2-ep2-etp2", lora("experts"), EXPERTS, ep(2, etp=2), fsdp=2, tp=2, slow=True),
+    case("lora-pp2-zbv", LORA, layers(4), ZBV, pp=2),
+    case("lora-pp2-tied", lora("q_proj", "embed_tokens"), layers(4), TIED, pp=2, slow=True),
+    case("lora-fsdp2-tp2-full-ac-compile", LORA, FULL_AC, COMPILE, fsdp=2, tp=2, slow=True),
+    case("lora-fsdp2-op-ac", LORA, OP_AC, fsdp=2, slow=True),
+    case("lora-tp2-async-op-ac", LORA, ASYNC, OP_AC, tp=2, slow=True),
+    # pairs of answers
+    case("dpo-ddp2", DPO, ddp=2, slow=True),
+    case("dpo-fsdp2-accumulation-validation", DPO, SMALL_BATCHES, HELD_OUT, fsdp=2),
+    case("dpo-fsdp2-never-full-ac", DPO, NEVER, FULL_AC, fsdp=2, slow=True),
+    case("dpo-tp2", DPO, CHUNKS, tp=2),
+    case("dpo-tp2-whole-loss", DPO, NO_LOSS_PARALLEL, HELD_OUT, tp=2, slow=True),
+    case("dpo-tp2-no-sequence-whole-loss", DPO, NO_LOSS_PARALLEL, NO_SEQUENCE, tp=2, slow=True),
+    case("dpo-cp2-ring-validation", DPO, RING, HELD_OUT, cp=2),
+    case("dpo-cp2-ulysses-ipo", IPO, ULYSSES, cp=2, slow=True),
+    case("dpo-fsdp2-lora-accumulation", LORA, DPO, SMALL_BATCHES, fsdp=2, slow=True),
+    case("dpo-tp2-lora-ends", lora("all-linear", "embed_tokens", "lm_head"), DPO, tp=2),
+    case(
+        "dpo-fsdp2-lora-nf4-saved", lora("wq", base_dtype="nf4", modules_to_save=["norm"]), NF4, DPO, fsdp=2, slow=True
+    ),
+    case("dpo-cp2-tp2-lora-async-compile", LORA, DPO, RING, ASYNC, COMPILE, cp=2, tp=2, slow=True),
+    case("dpo-transformers-fsdp2", FOREIGN, DPO, fsdp=2, slow=True),
+    case("dpo-fsdp2-bf16", DPO, BF16, fsdp=2, tolerances=of_pairs(BFLOAT16)),
     # data parallel: replicas
     case("ddp2", ddp=2),
     case("ddp4", ddp=4, slow=True),
@@ -269,6 +371,8 @@ CASES = [
     case("fsdp2-no-decay-of-norms", NO_DECAY_OF_NORMS, fsdp=2),
     case("fsdp2-epochs", EPOCHS, fsdp=2, slow=True),
     case("fsdp2-bf16", BF16, fsdp=2, tolerances=BFLOAT16),
+    case("fsdp2-float16", HALF, fsdp=2, tolerances=BFLOAT16),
+    case("fsdp2-sgd", SGD, fsdp=2),
     case("fsdp2-compile", COMPILE, fsdp=2, slow=True),
     case("fsdp2-ep2-compile-offload-ac", layers(4), EXPERTS, ep(2), COMPILE, OFFLOAD_AC, fsdp=2, slow=True),
     case("fsdp8", fsdp=8, slow=True),
@@ -316,6 +420,7 @@ CASES = [
     case("tp2-lars", LARS, tp=2, slow=True),
     case("tp2-offload", OFFLOAD, tp=2, slow=True),
     case("tp2-bf16", BF16, tp=2, tolerances=BFLOAT16),
+    case("tp2-float16", HALF, tp=2, tolerances=BFLOAT16, slow=True),
     case("tp2-compile", COMPILE, tp=2, slow=True),
     case("tp2-compile-full-ac", COMPILE, FULL_AC, tp=2, slow=True),
     case("tp2-compile-op-ac-no-sequence", COMPILE, OP_AC, NO_SEQUENCE, tp=2, slow=True),
@@ -351,6 +456,14 @@ CASES = [
         for name, method in (("ring", RING), ("allgather", ALLGATHER), ("ulysses", ULYSSES))
         for word, changes in (("", ()), ("-documents", (DOCUMENTS,)))
     ),
+    # records of data.sources, packed and one a row
+    case("ddp2-records-validation", RECORDS, HELD_OUT, SMALL_BATCHES, ddp=2),
+    case("cp2-ring-records", RECORDS, RING, cp=2),
+    case("cp2-allgather-records-validation", RECORDS, HELD_OUT, ALLGATHER, cp=2, slow=True),
+    case("cp2-ulysses-records-unpacked", UNPACKED, ULYSSES, cp=2, slow=True),
+    case("tp2-records", RECORDS, tp=2, slow=True),
+    case("pp2-records", RECORDS, SMALL_BATCHES, pp=2, slow=True),
+    case("fsdp2-records-unpacked", UNPACKED, fsdp=2, slow=True),
     case("cp2-alltoall", {"parallelism.context_parallel_rotate_method": "alltoall"}, cp=2),
     case("cp4-ring-contiguous", RING, CONTIGUOUS, cp=4, slow=True),
     case("cp2-allgather-contiguous-documents", ALLGATHER, CONTIGUOUS, DOCUMENTS, cp=2, slow=True),

@@ -15,7 +15,7 @@ from shardline.config.features import EXCLUSIVE, FEATURES, NEEDS, REFUSED, activ
 from shardline.config.load import load_config
 from tests.parity import cases
 from tests.parity.cases import Case, case
-from tests.parity.harness import BFLOAT16, FLOAT8, FLOAT8_OF_BFLOAT16, FLOAT32, complete
+from tests.parity.harness import BFLOAT16, FLOAT8, FLOAT8_OF_BFLOAT16, FLOAT32, complete, of_pairs
 from tests.parity.pool import MOST_RANKS
 
 Pair = frozenset[str]
@@ -45,6 +45,8 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "LAMB": ("lamb", {}, cases.LAMB),
     "LARS": ("lars", {}, cases.LARS),
     "Muon": ("muon", {}, cases.MUON),
+    "LoRA": ("lora", {}, cases.LORA),
+    "DPO": ("dpo", {}, cases.DPO),
     "tied embeddings": ("tied", {}, cases.TIED),
     "packed documents": ("documents", {}, cases.DOCUMENTS),
     "validation": ("validation", {}, cases.VALIDATION),
@@ -52,6 +54,7 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "PP zero-bubble": ("zbv", {}, cases.layers(4) | cases.ZBV),
     "experts": ("experts", {}, cases.EXPERTS),
     "EP": ("ep", {"tp": 2}, cases.ep(2)),  # replicas alone have no ranks to split
+    "transformers": ("transformers", {}, cases.FOREIGN),
 }
 
 
@@ -127,6 +130,9 @@ def _case_of(features: list[str]) -> Case:
     if "experts" in features and {"bfloat16", "float8"} & set(features):
         # Rounding decides between experts with nearly equal scores, not the layout; long steps make more of it.
         changes.append(cases.FORCED | ({"optimizer.lr": 3.0} if "LARS" in features else {}))
+    if {"DPO", "validation"} <= set(features):
+        changes.append(cases.HELD_OUT)  # pairs to validate on
     wide, narrow = (FLOAT8, FLOAT8_OF_BFLOAT16) if "float8" in features else (FLOAT32, BFLOAT16)
     tolerances = narrow if "bfloat16" in features else wide
+    tolerances = of_pairs(tolerances) if "DPO" in features else tolerances
     return case("-".join(["x", *words]), *changes, **degrees, tolerances=tolerances, slow=True, timeout=300)

@@ -62,12 +62,26 @@ CHAINS = {
         (cases.TWO_KV_HEADS, cases.ODD_VOCABULARY, cases.BIASES, cases.QK_NORM, cases.UNCLIPPED),
         ["tp4", "fsdp4", "fsdp2-tp2", "tp4", "one"],
     ),
+    "norms-over-heads": (
+        (cases.TWO_KV_HEADS, cases.model(qk_norm=True, qk_norm_over="width", norm_places="both")),
+        ["tp4", "tp2", "one"],
+    ),
+    "no-gate": (
+        (cases.BIASES, cases.model(n_layers=4, norm_kind="layer", norm_bias=True, gated=False, activation="gelu_tanh")),
+        ["tp2", "pp2", "one"],
+    ),
     "tied": ((layers(4), cases.TIED), ["pp2", "tp2", "pp2-tp2", "one", "pp2-fsdp2-interleaved"]),
     "narrow": ((layers(4), cases.NARROW_STATE), ["fsdp2-tp2", "one", "pp2", "fsdp2-offload"]),
     "experts": ((cases.EXPERTS,), ["one", "fsdp2-ep2", "fsdp4-ep4", "tp2", *EXPERT_LAYOUTS, "one"]),
+    "lora": (
+        (layers(4), cases.lora("all-linear", "embed_tokens", modules_to_save=["lm_head"], use_rslora=True)),
+        ["one", "fsdp2-tp2", "pp2", "ddp2", "tp4", "pp2-fsdp2-interleaved", "one"],
+    ),
+    "lora-experts": ((cases.EXPERTS, cases.lora("experts", "wk")), ["one", "fsdp2-ep2", "tp2", "fsdp4-ep4", "one"]),
     "lamb": ((layers(4), cases.LAMB), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
     "muon": ((layers(4), cases.MUON), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
     "int8": ((layers(4), cases.INT8_STATE, cases.WHOLE_BLOCKS), ["fsdp2-tp2", "one", "pp2", "fsdp2-offload"]),
+    "transformers": ((cases.FOREIGN, cases.TIED), ["fsdp2", "one", "ddp2", "hsdp2x2", "fsdp4", "offload", "one"]),
 }
 
 
@@ -184,6 +198,16 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(harness, tmp_path, layou
     assert_same(tensors(whole, 4), tensors(resumed, 4), layout)
 
 
+@pytest.mark.parametrize("layout", ["one", "fsdp2", "ddp2"])
+def test_a_model_of_transformers_resumes_bitwise(harness, tmp_path, layout):
+    runs = Runs(harness, tmp_path)
+    whole = runs.train("whole", layout, cases.FOREIGN)
+    runs.train("resumed", layout, cases.FOREIGN, {"training.steps": 2})
+    resumed = runs.train("resumed", layout, cases.FOREIGN)
+    assert losses(resumed) == losses(whole)
+    assert_same(tensors(whole, 4), tensors(resumed, 4), layout)
+
+
 @pytest.mark.parametrize("change", [cases.MUON, cases.INT8_STATE], ids=["muon", "int8"])
 def test_other_optimizer_state_resumes_bitwise(harness, tmp_path, change):
     runs = Runs(harness, tmp_path)
@@ -232,6 +256,16 @@ def test_experts_go_on_where_others_left_off(harness, tmp_path):
     saved = tensors(resumed, 6)
     for name, tensor in tensors(whole, 6).items():
         assert torch.allclose(saved[name], tensor, rtol=1e-3, atol=1e-5), name
+
+
+def test_pairs_keep_their_reference_on_other_ranks(harness, tmp_path):
+    """The copy of the first weights is in no checkpoint: every layout makes it again."""
+    runs, length = Runs(harness, tmp_path), {"training.seq_len": 32}
+    whole = runs.train("whole", "one", cases.DPO, length)
+    for layout, steps in (("fsdp2", 2), ("tp2", 4)):
+        resumed = runs.train("resumed", layout, cases.DPO, length | {"training.steps": steps})
+    assert losses(resumed) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(whole)[0] > losses(whole)[-1] + 0.1
 
 
 THIN = {"parallelism.gradient_compression": "powersgd", "parallelism.powersgd_rank": 2}

@@ -43,13 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train_and_map(settings: dict[str, Any]) -> tuple[Record, list[int]]:
     """On a rank: train, and write down where in the file the tensors begin that were mapped."""
     mapped: list[int] = []
-    map_tensor = hf._map_tensor
+    map_tensor = hf.map_tensor
 
     def recorded(path: Path, row: HeaderRow, *rows: slice) -> Tensor:
         mapped.append(row.start)
         return map_tensor(path, row, *rows)
 
-    with patch.object(hf, "_map_tensor", recorded):
+    with patch.object(hf, "map_tensor", recorded):
         record = train(settings, None)
     return record, mapped
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardline.comm import collectives
 from shardline.comm.job import job
 from shardline.comm.transfers import Exchange, distances, pieces
-from shardline.models.linear import accumulate, weight_queue
+from shardline.models.products.linear import accumulate, weight_queue
 from shardline.parallel.tensor import overlap
 from shardline.parallel.tensor.async_tp import usable_backends
 from shardline.parallel.tensor.backend_table import Choice, backends, choices

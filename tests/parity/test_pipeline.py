@@ -16,7 +16,7 @@ from shardline.checkpoint import format as files
 from shardline.config.load import load_config
 from shardline.models import decoder
 from shardline.models.dtensor import local
-from shardline.models.linear import weight_queue
+from shardline.models.products.linear import weight_queue
 from shardline.parallel.data import stage_reduction as stage_sums
 from shardline.parallel.tensor import overlap
 from tests.parity import cases

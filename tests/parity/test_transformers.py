@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardline.data.loader import Batch
+from shardline.data.batch import Batch
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import unfuse
 from shardline.training.trainer import Trainer
@@ -42,6 +42,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {"sliding_window": 11, "head_dim": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "head_dim": 16}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 11,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2, "logits_scaling": 0.8},
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 11}),
+    "cohere": ("Cohere", {"use_qk_norm": True, "logit_scale": 1.3}),
     "qwen3-moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}),
 }
 
@@ -212,6 +228,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
     "mixtral": ("mixtral", {}),
+    "gemma2": ("gemma2", {}),
+    "granite": ("granite", {}),
+    "starcoder2": ("starcoder2", {}),
+    "cohere": ("cohere", {}),
     "qwen3-moe": ("qwen3-moe", {"training__local_batch_size": 3, "training__global_batch_size": BATCH}),
     "accumulation": ("qwen3", {"training__local_batch_size": 2, "training__global_batch_size": BATCH}),
     "documents": ("llama-tied", PACKED),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardline.models.linear import gradient_of
+from shardline.models.products.linear import gradient_of
 
 _NAME = "shardline::grouped"
 

@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardline.config.architecture import MixtureOfExperts
+from shardline.models.adapted.low_rank import Adapted, Weight, dropped
 from shardline.models.experts.grouped import grouped_linear
 from shardline.models.experts.rows import AddUp, Spread, expert_feed_forward
-from shardline.models.linear import wide_linear
+from shardline.models.products.linear import wide_linear
 
 CLAMP, ALPHA = 7.0, 1.702  # of the clamped activation
 
@@ -36,9 +37,9 @@ class ExpertWeights(NamedTuple):
     router: Tensor  # (E, dim)
     router_bias: Tensor | None  # (E,)
     balance: Tensor | None  # (E,) float32: added to the scores when experts are chosen, not in the weights
-    w13: Tensor  # (experts here, 2, width, dim): gate and up
+    w13: Weight  # (experts here, 2, width, dim): gate and up
     w13_bias: Tensor | None  # (experts here, 2, width)
-    w2: Tensor  # (experts here, dim, width)
+    w2: Weight  # (experts here, dim, width)
     w2_bias: Tensor | None  # (experts here, dim)
 
 
@@ -274,7 +275,9 @@ def sort_by_expert(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 def _is_plain(w: ExpertWeights, spec: MixtureOfExperts) -> bool:
     """Whether the experts are two products with SwiGLU between them, which one operation computes."""
-    return spec.activation == "silu" and not spec.scale_input and w.w13_bias is None and w.w2_bias is None
+    adapted = isinstance(w.w13, Adapted) or isinstance(w.w2, Adapted)
+    no_bias = w.w13_bias is None and w.w2_bias is None
+    return spec.activation == "silu" and not spec.scale_input and no_bias and not adapted
 
 
 def experts(
@@ -290,16 +293,28 @@ def experts(
         return products.feed_forward(rows, None, weights, ends, w.w13, w.w2)
     if spec.scale_input:
         rows, weights = rows * weights.to(rows.dtype), torch.ones_like(weights)
-    product = products.linear(rows, w.w13.flatten(1, 2), ends)
+    product = _product(products, rows, w.w13, ends)
     own = None
     if w.w13_bias is not None:
         own = torch.searchsorted(ends, torch.arange(rows.shape[0], device=product.device), right=True)
         product = product + w.w13_bias.flatten(1, 2).to(product.dtype)[own]
     gate, up = product.chunk(2, dim=-1)
-    out = products.linear((activated(gate, up, spec) * weights).to(product.dtype), w.w2, ends)
+    out = _product(products, (activated(gate, up, spec) * weights).to(product.dtype), w.w2, ends)
     if w.w2_bias is not None:
         out = out + (w.w2_bias[own] * (bias_share * weights)).to(out.dtype)
     return out
+
+
+def _product(products: ExpertProducts, rows: Tensor, weight: Weight, ends: Tensor) -> Tensor:
+    """Rows times the matrices of their experts, (E, ..., in); of experts with LoRA, plus their low-rank term."""
+    if not isinstance(weight, Adapted):
+        return products.linear(rows, weight.flatten(1, -2), ends)
+    product = products.linear(rows, weight.weight.flatten(1, -2), ends)
+    (part,) = weight.parts
+    assert part is not None
+    other = dropped(rows, weight)
+    low = grouped_linear(rows if other is None else other, part.a, ends)
+    return product + grouped_linear(low, part.b.flatten(1, -2) * weight.scale, ends)
 
 
 def activated(gate: Tensor, up: Tensor, spec: MixtureOfExperts) -> Tensor:

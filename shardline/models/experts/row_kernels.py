@@ -1,4 +1,4 @@
-"""Triton kernels over rows of experts: every number is read once and written once, at the speed of the memory."""
+"""Triton kernels over rows, of experts above all: every number is read once and written once, as fast as memory is."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -23,34 +23,51 @@ def add_up_kernel(rows, inverse, out, width, K: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def swiglu_kernel(product, weights, out, width, BLOCK: tl.constexpr):
-    """out = silu(gate) * up * weight for each row of `product`, which holds gate and then up, `width` of each."""
+def swiglu_kernel(
+    product, weights, out, width, RUN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out = silu(gate) * up, times the row's weight if there is one, for BLOCK columns of a row.
+
+    A row of `product` holds RUN numbers of gate, then RUN of up, and so on, `width` of each.
+    """
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
-    gate = tl.load(product + row * 2 * width + columns, mask=here, other=0).to(tl.float32)
-    up = tl.load(product + row * 2 * width + width + columns, mask=here, other=0).to(tl.float32)
-    middle = gate * tl.sigmoid(gate) * up * tl.load(weights + row)
+    places = row * 2 * width + columns + columns // RUN * RUN
+    gate = tl.load(product + places, mask=here, other=0).to(tl.float32)
+    up = tl.load(product + places + RUN, mask=here, other=0).to(tl.float32)
+    middle = gate * tl.sigmoid(gate) * up
+    if WEIGHTED:
+        middle *= tl.load(weights + row)
     tl.store(out + row * width + columns, middle.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
-def swiglu_gradient_kernel(gradient, product, weights, of_product, of_weights, out, width, BLOCK: tl.constexpr):
-    """The gradients of `product` and of the weights from that of the result, and the result itself once more."""
+def swiglu_gradient_kernel(
+    gradient, product, weights, of_product, of_weights, out, width,
+    RUN: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradients of `product` and of the weights from that of the result, and the result itself once more.
+
+    With weights, one program has a whole row: the gradient of its weight is a sum over it.
+    """
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = columns < width
-    gate = tl.load(product + row * 2 * width + columns, mask=here, other=0).to(tl.float32)
-    up = tl.load(product + row * 2 * width + width + columns, mask=here, other=0).to(tl.float32)
+    places = row * 2 * width + columns + columns // RUN * RUN
+    gate = tl.load(product + places, mask=here, other=0).to(tl.float32)
+    up = tl.load(product + places + RUN, mask=here, other=0).to(tl.float32)
     given = tl.load(gradient + row * width + columns, mask=here, other=0).to(tl.float32)
     bent = tl.sigmoid(gate)
-    weight = tl.load(weights + row)
     middle = gate * bent * up
-    tl.store(of_weights + row, tl.sum(given * middle))
-    tl.store(out + row * width + columns, (middle * weight).to(out.dtype.element_ty), mask=here)
-    given *= weight
+    if WEIGHTED:
+        weight = tl.load(weights + row)
+        tl.store(of_weights + row, tl.sum(given * middle))
+        middle *= weight
+        given *= weight
+    tl.store(out + row * width + columns, middle.to(out.dtype.element_ty), mask=here)
     of_gate = given * up * bent * (1 + gate * (1 - bent))
     of_up = given * gate * bent
     kind = of_product.dtype.element_ty
-    tl.store(of_product + row * 2 * width + columns, of_gate.to(kind), mask=here)
-    tl.store(of_product + row * 2 * width + width + columns, of_up.to(kind), mask=here)
+    tl.store(of_product + places, of_gate.to(kind), mask=here)
+    tl.store(of_product + places + RUN, of_up.to(kind), mask=here)

@@ -13,90 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardline.models.experts.grouped import multiply, row_gradient, weight_gradient
-from shardline.models.linear import gradient_of
-
-
-@torch.library.custom_op("shardline::swiglu", mutates_args=(), schema="(Tensor product, Tensor weights) -> Tensor")
-def _swiglu(product: Tensor, weights: Tensor) -> Tensor:
-    """silu(gate) * up * weight: (n, 2 width) and (n, 1) -> (n, width)."""
-    width = product.shape[1] // 2
-    if not product.is_cuda:
-        gate, up = _wide(product).chunk(2, dim=1)
-        return (F.silu(gate) * up * weights).to(product.dtype)
-    from shardline.models.experts.row_kernels import swiglu_kernel
-
-    out = product.new_empty(product.shape[0], width)
-    if out.numel():
-        swiglu_kernel[(out.shape[0],)](product, weights.contiguous(), out, width, BLOCK=power_of_two(width))
-    return out
-
-
-@torch.library.custom_op(
-    "shardline::swiglu_gradient",
-    mutates_args=(),
-    schema="(Tensor gradient, Tensor product, Tensor weights) -> (Tensor, Tensor, Tensor)",
-)
-def _swiglu_gradient(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of both inputs of `_swiglu`, and what it gave, which one pass makes again on the way."""
-    width = product.shape[1] // 2
-    if not product.is_cuda:
-        return _swiglu_gradient_by_torch(gradient, product, weights)
-    from shardline.models.experts.row_kernels import swiglu_gradient_kernel
-
-    of_product, of_weights = torch.empty_like(product), torch.empty_like(weights, memory_format=torch.contiguous_format)
-    out = product.new_empty(product.shape[0], width)
-    if gradient.numel():
-        inputs = (gradient.contiguous(), product, weights.contiguous())
-        swiglu_gradient_kernel[(product.shape[0],)](
-            *inputs, of_product, of_weights, out, width, BLOCK=power_of_two(width)
-        )
-    return of_product, of_weights, out
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from shardline.models.products.linear import gradient_of
+from shardline.models.products.swiglu import swiglu_gradient_op, swiglu_op
 
 
 def power_of_two(width: int) -> int:
+    """The smallest power of two that is not below `width`."""
     return 1 << (width - 1).bit_length()
-
-
-_swiglu.register_fake(lambda product, weights: product.new_empty(product.shape[0], product.shape[1] // 2))
-_swiglu_gradient.register_fake(
-    lambda gradient, product, weights: (
-        torch.empty_like(product),
-        torch.empty_like(weights),
-        product.new_empty(gradient.shape),
-    )
-)
-
-
-def _swiglu_gradient_by_torch(gradient: Tensor, product: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    gate, up = _wide(product).chunk(2, dim=1)
-    given, bent = _wide(gradient), gate.sigmoid()
-    middle = gate * bent * up
-    of_weights = (given * middle).sum(1, keepdim=True)
-    given = given * weights
-    of_gate, of_up = given * up * bent * (1 + gate * (1 - bent)), given * gate * bent
-    of_product = torch.cat([of_gate, of_up], dim=1).to(product.dtype)
-    return of_product, of_weights.to(weights.dtype), (middle * weights).to(product.dtype)
-
-
-def swiglu(product: Tensor, weights: Tensor) -> Tensor:
-    """silu(gate) * up * weight, with a gradient."""
-    out: Tensor = _SwiGLU.apply(product, weights)
-    return out
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, product: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(product, weights)
-        return _swiglu(product, weights)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return _swiglu_gradient(gradient, *ctx.saved_tensors)[:2]
 
 
 def spread(x: Tensor, order: Tensor, k: int) -> Tensor:
@@ -188,7 +111,7 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor]:
     rows = x if order is None else spread(x, order, k)
     product = multiply(rows, w13.flatten(1, 2).to(x.dtype).transpose(1, 2), ends)
-    return multiply(_swiglu(product, weights), w2.to(x.dtype).transpose(1, 2), ends), product
+    return multiply(swiglu_op(product, weights, w2.shape[2]), w2.to(x.dtype).transpose(1, 2), ends), product
 
 
 @_feed_forward.register_fake
@@ -223,7 +146,8 @@ def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Any, ...]:
         return weight_gradient(of_product, rows, ends, w13.dtype).view(w13.shape)
 
     *_, needs_w13, needs_w2 = ctx.needs_input_grad
-    of_product, of_weights, middle = _swiglu_gradient(row_gradient(gradient, w2, ends), product, weights)
+    of_middle = row_gradient(gradient, w2, ends)
+    of_product, of_weights, middle = swiglu_gradient_op(of_middle, product, weights, w2.shape[2])
     of_rows = row_gradient(of_product, w13.flatten(1, 2), ends)  # before the others: it may have to travel
     d_w2 = gradient_of(w2, needs_w2, of_w2)
     d_w13 = gradient_of(w13, needs_w13, of_w13)

@@ -7,21 +7,27 @@ ignored here too.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardline.config.architecture import (
-    SCALING_FIELDS,
-    TRAINING_FIELDS,
-    Architecture,
-    MixtureOfExperts,
-    RopeScaling,
-    build,
-)
+from shardline.config.architecture import TRAINING_FIELDS, Architecture, MixtureOfExperts, build
+from shardline.config.names import is_built
 from shardline.errors import ConfigError, UserError
 from shardline.models.huggingface import deepseek
+from shardline.models.huggingface.dense import (
+    ACTIVATION_NAMES,
+    DENSE,
+    dense_fields,
+    dense_keys,
+    differences,
+    dropouts,
+    usual_dense_windows,
+)
+from shardline.models.huggingface.rotary import dense_rotary_keys, rotary_fields, rotary_keys, window_theta
 
+log = logging.getLogger("shardline")
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -33,6 +39,7 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    **{family: row.model for family, row in DENSE.items()},
 }
 
 # The values of keys that config.json leaves out: common ones, and those in which the families differ.
@@ -48,6 +55,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": 128,
     },
     **deepseek.DEFAULTS,
+    **{family: row.defaults for family, row in DENSE.items()},
     "mixtral": {
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
@@ -169,21 +177,38 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return config
 
 
-def architecture_from_hf(folder: Path) -> Architecture:
-    """The architecture of a Hugging Face model folder."""
+def architecture_from_hf(
+    folder: Path, implementation: str = "auto", overrides: Mapping[str, Any] | None = None
+) -> Architecture:
+    """The architecture of a Hugging Face model folder, with some fields changed.
+
+    `implementation` is model.implementation: whether transformers computes families that are not built here, or all.
+    """
+    config = read_config(folder)
+    foreign = implementation == "transformers"
+    foreign |= implementation == "auto" and not is_built(config.get("model_type"))
     try:
-        return architecture_from_dict(read_config(folder))
+        if foreign:
+            from shardline.models.huggingface.foreign_config import foreign_architecture
+
+            return foreign_architecture(config, overrides)
+        found = architecture_from_dict(config)
     except ConfigError as error:
-        if str(folder) in str(error):
+        if str(folder) in str(error) or (
+            (foreign or implementation == "transformers") and str(error).startswith("model.overrides.")
+        ):
             raise
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from None
+        other = "" if foreign else '; model.implementation = "transformers" leaves the model to other code'
+        remedy = other if "is not supported" in str(error) or "are not supported" in str(error) else ""
+        raise ConfigError(f"{folder / 'config.json'}: {error}{remedy}") from None
+    return found.with_overrides(overrides or {})
 
 
 def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
     family = config.get("model_type")
-    if family == "llama4":  # text and images: the text model is read
+    if family in ("llama4", "gemma3"):  # text and images: the text model is read
         return architecture_from_dict(
-            {**(config.get("text_config") or {}), **_shared(config), "model_type": "llama4_text"}
+            {**(config.get("text_config") or {}), **_shared(config), "model_type": f"{family}_text"}
         )
     if family not in CLASSES:
         raise ConfigError(f"model_type {family!r} is not supported (supported: {', '.join(CLASSES)})")
@@ -192,7 +217,7 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
     if absent:
         raise ConfigError(f"{absent[0]} is {'missing' if absent[0] not in merged else 'not a whole number'}")
     _refuse(family, merged)
-    theta, scaling = _rope(merged)
+    theta, scaling = rotary_fields(family, merged)
     window, layers = _sliding(family, merged)
     heads = merged["num_attention_heads"]
     all_biases = bool(merged.get("attention_bias")) and family in _BIASED
@@ -222,8 +247,24 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
             "init_std": merged["initializer_range"] or _COMMON["initializer_range"],
             **(deepseek.deepseek_fields(family, merged) if family in deepseek.DEFAULTS else {}),
             **(_llama4_fields(merged) if family == "llama4_text" else {}),
+            **(_dense_fields(family, merged, window, layers) if family in DENSE else {}),
         }
     )
+
+
+def _dense_fields(
+    family: str, config: Mapping[str, Any], window: int | None, layers: tuple[int, ...] | None
+) -> dict[str, Any]:
+    """Fields of the families in `DENSE`, of which some depend on the layers with a window."""
+    fields = dense_fields(family, config)
+    if family == "cohere2":
+        fields["rope_layers"] = () if window is None else layers  # the others have no positions
+    if DENSE[family].rotates_in_part:
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        fields["rope_fraction"] = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if DENSE[family].by_layer_type and window is not None:
+        fields["window_rope_theta"] = window_theta(config)
+    return fields
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,17 +298,31 @@ def _refuse(family: str, config: Mapping[str, Any]) -> None:
     if family == "gpt_oss" and (config["swiglu_limit"], config["swiglu_alpha"]) != (7.0, 1.702):
         limits = f"swiglu_limit {config['swiglu_limit']} and swiglu_alpha {config['swiglu_alpha']}"
         raise ConfigError(f"{limits} are not supported (only 7.0 and 1.702 are)")
-    if config["hidden_act"] not in ("silu", "swish"):
-        raise ConfigError(f"hidden_act {config['hidden_act']!r} is not supported (supported: 'silu')")
+    _check_activation(family, config)
     method = (config.get("quantization_config") or {}).get("quant_method", "unknown")
     if config.get("quantization_config") and (family, method) != ("gpt_oss", "mxfp4"):
         raise ConfigError(f"quantization_config ({method}) is not supported; use the unquantized weights")
-    for key in ("attention_dropout", "router_jitter_noise"):
-        if config.get(key):
-            raise ConfigError(f"{key} {config[key]} is not supported (only 0.0 is)")
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention is not supported (only false is)")
+    noises = [*dropouts(config), *(["router_jitter_noise"] if config.get("router_jitter_noise") else [])]
+    if noises and family in DENSE and DENSE[family].trained_with_dropout:
+        rates = ", ".join(f"{key} {config[key]}" for key in noises)
+        log.warning("config.json: the model was trained with %s; there is no dropout here", rates)
+    elif noises:
+        raise ConfigError(f"{noises[0]} {config[noises[0]]} is not supported (only 0.0 is)")
     names = config.get("architectures") or []
     if names and CLASSES[family] not in names:
         raise ConfigError(f"architectures {names} is not supported (supported: ['{CLASSES[family]}'])")
+
+
+def _check_activation(family: str, config: Mapping[str, Any]) -> None:
+    """Refuse another activation than the family's; Gemma's name for its own changed over time."""
+    row = DENSE.get(family)
+    names = ACTIVATION_NAMES["silu" if row is None else row.fixed.get("activation", "silu")]
+    key = "hidden_activation" if row is not None and "hidden_activation" in row.defaults else "hidden_act"
+    known = (*names, "gelu") if family == "gemma" else names
+    if config[key] not in known:
+        raise ConfigError(f"{key} {config[key]!r} is not supported (supported: {names[0]!r})")
 
 
 def _experts(family: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -297,57 +352,15 @@ def _first_dense(without: list[int], every: int, layers: int) -> int:
     raise ConfigError(f"mlp_only_layers {without} is not supported (only layers at the beginning are)")
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if any(isinstance(value, Mapping) for value in rope.values()):
-        raise ConfigError("rope_parameters per layer type are not supported")
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    partial = rope.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if partial != 1.0:
-        raise ConfigError(f"partial_rotary_factor {partial} is not supported (only 1.0 is)")
-    legacy = rope.pop("type", None)
-    kind = rope.pop("rope_type", None) or legacy or "default"
-    if kind == "default":
-        return theta, None
-    if kind not in SCALING_FIELDS:
-        raise ConfigError(f"rope_type {kind!r} is not supported (supported: default, {', '.join(SCALING_FIELDS)})")
-    try:
-        return theta, _scaling(kind, rope, config)
-    except KeyError as error:
-        raise ConfigError(f"rope_type {kind!r} needs {error.args[0]}") from None
-    except ValueError as error:
-        raise ConfigError(f"rope_type {kind!r}: {error}") from None
-
-
-def _scaling(kind: Any, rope: dict[str, Any], config: Mapping[str, Any]) -> RopeScaling:
-    """Keys that are left out have our defaults; llama3's are needed, as is `factor`, which yarn derives from null."""
-    needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
-    values = {key: rope[key] for key in needed}
-    values |= {key: rope[key] for key in SCALING_FIELDS[kind] if key in rope}
-    if kind == "yarn":
-        values = {key: value for key, value in values.items() if value or key not in ("beta_fast", "beta_slow")}
-        if values["factor"] is None:
-            values["factor"] = config["max_position_embeddings"] / _original(rope, config)
-    if kind != "linear":
-        values["original_max_position_embeddings"] = _original(rope, config)
-    return RopeScaling(type=kind, **values)
-
-
-def _original(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """The original context length; a value at the top level takes precedence, as in transformers."""
-    outside = config.get("original_max_position_embeddings")
-    return outside or rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-
-
 def _sliding(family: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
     """The window and the layers that use it (None: all layers); (None, None) without a window."""
     window = config.get("attention_chunk_size" if family == "llama4_text" else "sliding_window")
-    if family == "llama" or family in deepseek.DEFAULTS or window is None:
+    without = family == "llama" or (family in DENSE and not DENSE[family].windows)
+    if without or family in deepseek.DEFAULTS or window is None:
         return None, None
-    if family in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral") or (family in DENSE and DENSE[family].windows == "every"):
         return window, None
-    always = family in ("llama4_text", "gpt_oss")
+    always = family in ("llama4_text", "gpt_oss") or (family in DENSE and family != "smollm3")
     if not always and not config.get("use_sliding_window", False):
         return None, None
     if family == "qwen3_moe":  # its model has one mask for all layers
@@ -370,6 +383,8 @@ def _sliding(family: str, config: Mapping[str, Any]) -> tuple[int | None, tuple[
 def _usual_windows(family: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     """The layers with a window where config.json does not name them."""
     layers = range(config["num_hidden_layers"])
+    if family in DENSE:
+        return usual_dense_windows(family, config)
     if family == "gpt_oss":
         return tuple(layers[::2])
     if family == "llama4_text":
@@ -436,6 +451,11 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
         ],
     }
     rules["mixtral"], rules["qwen3_moe"] = rules["mistral"], [*rules["qwen3"], one_window]
+    if family in DENSE:
+        return _dense_obstacles(arch, family)
+    given = [name for name in _NEW_FIELDS if getattr(arch, name) != Architecture.model_fields[name].default]
+    if given:
+        return [f"has no {given[0]}"]
     if family in deepseek.DEFAULTS:
         return [text for broken, text in deepseek.deepseek_obstacles(arch, family) if broken]
     others = family != "llama4_text"
@@ -449,6 +469,24 @@ def _obstacles(arch: Architecture, family: str) -> list[str]:
         (others and chunked, "has no chunks"),
     ]
     return [text for broken, text in rules[family] + everywhere if broken] + _expert_obstacles(arch.moe, family)
+
+
+# Fields that only families in `DENSE` may have
+_NEW_FIELDS = (
+    *("rope_fraction", "window_rope_theta", "norm_kind", "norm_bias", "norm_places", "parallel_block"),
+    *("residual_scale", "embedding_scale", "logit_scale", "logit_cap", "attention_scale", "score_cap"),
+    *("activation", "gated", "qk_norm_over"),
+)
+
+
+def _dense_obstacles(arch: Architecture, family: str) -> list[str]:
+    """What the config.json for this family would change in the architecture."""
+    if family in ("gemma2", "gemma3_text") and arch.dim % arch.n_heads:
+        return ["needs dim divisible by n_heads"]
+    try:
+        return differences(arch, architecture_from_dict(_written(arch, family)))
+    except ConfigError as error:
+        return [f"refuses it: {error}"]
 
 
 def _expert_obstacles(moe: MixtureOfExperts | None, family: str) -> list[str]:
@@ -466,9 +504,16 @@ def hf_config(
     dtype: str = "float32",
     bos_token_id: int | None = None,
     eos_token_id: int | list[int] | None = None,
+    pad_token_id: int | None = None,
 ) -> dict[str, Any]:
     """The config.json with which transformers computes this architecture; reading it gives the same one."""
     family = export_family(arch)
+    special = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    return {**_written(arch, family), **special, "use_cache": True, "dtype": dtype, "torch_dtype": dtype}
+
+
+def _written(arch: Architecture, family: str) -> dict[str, Any]:
+    """The keys of config.json that an architecture decides."""
     config: dict[str, Any] = {
         "architectures": [CLASSES[family]],
         "model_type": family,
@@ -485,13 +530,11 @@ def hf_config(
         "tie_word_embeddings": arch.tie_word_embeddings,
         "initializer_range": arch.init_std,
         "attention_dropout": 0.0,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        "use_cache": True,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        **_rope_keys(arch),
+        **rotary_keys(arch),
     }
+    if family in DENSE:
+        windows = _window_keys(arch, family) if DENSE[family].windows else {}
+        return {**config, **dense_keys(arch, family), **windows, **dense_rotary_keys(arch, family)}
     if family in _BIASED:
         config["attention_bias"] = arch.qkv_bias
     if family == "llama":
@@ -536,19 +579,11 @@ def _layer_types(arch: Architecture, kind: str) -> list[str]:
     return [kind if layer in chosen else "full_attention" for layer in range(arch.n_layers)]
 
 
-def _rope_keys(arch: Architecture) -> dict[str, Any]:
-    """Both layouts: transformers 5 reads `rope_parameters`, older ones the other two."""
-    scaling = None
-    if (rope := arch.rope_scaling) is not None:
-        values = {name: getattr(rope, name) for name in ("factor", *SCALING_FIELDS[rope.type])}
-        scaling = {"rope_type": rope.type, **{name: value for name, value in values.items() if value is not None}}
-        if rope.type != "linear":
-            scaling.setdefault("original_max_position_embeddings", arch.max_seq_len)
-    parameters = {"rope_theta": arch.rope_theta, **(scaling or {"rope_type": "default"})}
-    return {"rope_theta": arch.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
-
-
 def _window_keys(arch: Architecture, family: str) -> dict[str, Any]:
+    if family in DENSE:
+        typed = DENSE[family].windows == "pattern"
+        types = {"layer_types": _layer_types(arch, "sliding_attention")} if typed else {}
+        return {"sliding_window": arch.sliding_window, **types}
     if family in ("mistral", "mixtral"):
         return {"sliding_window": arch.sliding_window}
     if family == "qwen3_moe":

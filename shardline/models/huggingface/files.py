@@ -54,6 +54,19 @@ _ARITHMETIC = (
     "query_scale",
     "query_scale_step",
     "rotated_norm",
+    "rope_fraction",
+    "window_rope_theta",
+    "norm_kind",
+    "norm_places",
+    "parallel_block",
+    "residual_scale",
+    "embedding_scale",
+    "logit_scale",
+    "logit_cap",
+    "attention_scale",
+    "score_cap",
+    "activation",
+    "qk_norm_over",
 )
 
 
@@ -63,6 +76,7 @@ class Located(NamedTuple):
     how: Stored | None  # None: nowhere, it is zero
     shape: tuple[int, ...]
     rows: list[Row]  # one for each expert, or a single one
+    first: int = 0  # row of a stored tensor that holds others before it
 
 
 class HFTensors(LazyTensors):
@@ -75,28 +89,44 @@ class HFTensors(LazyTensors):
         return self.part(name, (slice(None),))
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
-        how, shape, rows = self._rows[name]
+        how, shape, rows, first = self._rows[name]
         if how is None:
             return torch.zeros(shape)[place]
+        if how.joined:
+            start, stop, _ = place[0].indices(shape[0])
+            (path, row), held = rows[0], slice(first + start, first + stop)
+            return map_tensor(path, row, held)[(slice(None), *place[1:])]
+        if how.by_head:
+            return map_tensor(*rows[0]).reshape(shape)[place]
         if how.each:
-            return torch.stack([_map_tensor(*row)[place[1:]] for row in rows[place[0]]])
+            return torch.stack([map_tensor(*row)[place[1:]] for row in rows[place[0]]])
         ((path, row),) = rows
-        return how.take(_map_tensor(path, row, place[0]))[(slice(None), *place[1:])]
+        if not shape:
+            return map_tensor(path, row)
+        return how.take(map_tensor(path, row, place[0]))[(slice(None), *place[1:])]
 
     def dtype(self, name: str) -> torch.dtype:
-        how, _, rows = self._rows[name]
+        how, _, rows, _ = self._rows[name]
         return torch.float32 if how is None else torch_type(rows[0][1].dtype)
 
 
 def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     """Open a Hugging Face folder; its tensors must be exactly those of `arch` (default: of its own config.json)."""
     folder = Path(folder)
+    if arch is not None and arch.foreign is not None:
+        return _read_foreign(folder, arch)
     theirs = architecture_from_hf(folder) if arch is None or (folder / "config.json").is_file() else arch
+    if theirs.foreign is not None:
+        if arch is not None:
+            raise UserError(
+                f"{folder} holds a model of type {theirs.foreign.config['model_type']!r}: name another folder"
+            )
+        return _read_foreign(folder, theirs)
     arch = arch or theirs
     _compare(folder, theirs, arch)
     wanted = stored_shapes(arch, theirs.family)
     beside = _beside(folder)
-    stored = {name: row for name, row in _stored(folder).items() if not beside.search(name)}
+    stored = {name: row for name, row in stored_rows(folder).items() if not beside.search(name)}
     if arch.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(folder, stored)
         del stored["lm_head.weight"]
@@ -112,23 +142,40 @@ def read_hf(folder: Path | str, arch: Architecture | None = None) -> HFTensors:
     return HFTensors(arch, found)
 
 
+def _read_foreign(folder: Path, arch: Architecture) -> HFTensors:
+    from shardline.models.huggingface.foreign_files import read_foreign
+
+    return read_foreign(folder, arch)
+
+
 def stored_shapes(arch: Architecture, family: str) -> dict[str, tuple[int, ...]]:
     """The tensors of a folder, under the names of a family."""
-    shapes = {}
-    for name, shape in logical_shapes(arch).items():
+    shapes, logical = {}, logical_shapes(arch)
+    for name, shape in logical.items():
         if (how := stored_as(name, family)) is not None:
-            shapes.update(dict.fromkeys(how.names(shape[0]), how.shape(shape)))
+            shapes.update(dict.fromkeys(how.names(shape[0]), _stored_shape(arch, how, logical, shape)))
         elif not keeps_type(name):  # the balancing bias is a setting of training, which a family may not have
             raise UserError(f"{CLASSES[family]} has no {name}")
     return shapes
 
 
+def _stored_shape(
+    arch: Architecture, how: Stored, logical: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape of the stored tensor that holds a logical one of this shape."""
+    if how.joined:
+        return (sum(logical[name][0] for name in how.joined), *shape[1:])
+    return (shape[0] // arch.head_dim, arch.head_dim) if how.by_head else how.shape(shape)
+
+
 def find_tensors(arch: Architecture, family: str, stored: Mapping[str, Row]) -> dict[str, Located]:
     """Where each logical tensor lies among the stored ones."""
-    found = {}
-    for name, shape in logical_shapes(arch).items():
+    found, logical = {}, logical_shapes(arch)
+    for name, shape in logical.items():
         how = stored_as(name, family)
-        found[name] = Located(how, shape, [] if how is None else [stored[key] for key in how.names(shape[0])])
+        rows = [] if how is None else [stored[key] for key in how.names(shape[0])]
+        before = how.joined[: how.joined.index(name)] if how is not None and how.joined else ()
+        found[name] = Located(how, shape, rows, sum(logical[other][0] for other in before))
     return found
 
 
@@ -190,7 +237,7 @@ class Packed(NamedTuple):
         return experts, 32 * groups, rows  # each expert's matrix is transposed
 
     def read(self, path: Path, first: slice) -> Tensor:
-        blocks, scales = _map_tensor(path, self.blocks, first), _map_tensor(self.scales_path, self.scales, first)
+        blocks, scales = map_tensor(path, self.blocks, first), map_tensor(self.scales_path, self.scales, first)
         return dequantize(blocks, scales).transpose(1, 2)
 
 
@@ -199,9 +246,12 @@ Row = tuple[Path, HeaderRow | Packed]
 
 def _readable(stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Row]:
     """The tensors of the text model, with those of MXFP4 put together."""
-    text = "language_model."
-    if any(name.startswith(text) for name in stored):  # beside a model of images
-        stored = {name.removeprefix(text): place for name, place in stored.items() if name.startswith(text)}
+    for text, place in (("language_model.", ""), ("model.language_model.", "model.")):  # beside a model of images
+        if any(name.startswith(text) for name in stored):
+            kept = {place + name.removeprefix(text): row for name, row in stored.items() if name.startswith(text)}
+            head = {name: row for name, row in stored.items() if name == OUTSIDE["output.weight"]}
+            stored = {**head, **kept}
+            break
     found: dict[str, Row] = {}
     for name, (path, row) in stored.items():
         base = name.removesuffix("_blocks")
@@ -212,13 +262,16 @@ def _readable(stored: Mapping[str, tuple[Path, HeaderRow]]) -> dict[str, Row]:
     return found
 
 
-def _stored(folder: Path) -> dict[str, Row]:
-    """Every stored tensor's name, file and place in it."""
+def stored_rows(folder: Path, readable: bool = True) -> dict[str, Row]:
+    """Every stored tensor's name, file and place in it; `readable` means as a family of ours reads them."""
     index, single = folder / INDEX, folder / "model.safetensors"
+    found = None
     if index.is_file():
-        return _readable(_indexed(folder, index))
-    if single.is_file():
-        return _readable({name: (single, row) for name, row in _header(single).items()})
+        found = _indexed(folder, index)
+    elif single.is_file():
+        found = {name: (single, row) for name, row in _header(single).items()}
+    if found is not None:
+        return _readable(found) if readable else {**found}
     if list(folder.glob("*.bin")):
         raise UserError(f"{folder} holds pickled weights (*.bin); only safetensors are read: save it as safetensors")
     raise UserError(f"{folder}: there is no model.safetensors and no {INDEX}")
@@ -249,7 +302,12 @@ def _header(path: Path) -> dict[str, HeaderRow]:
         raise UserError(f"{path}: cannot be read ({error})") from None
 
 
-def _map_tensor(path: Path, row: HeaderRow | Packed, first: slice = slice(None)) -> Tensor:
+def map_file(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a safetensors file, over the file itself."""
+    return {name: map_tensor(path, row) for name, row in _header(path).items()}
+
+
+def map_tensor(path: Path, row: HeaderRow | Packed, first: slice = slice(None)) -> Tensor:
     """A tensor, or some of its rows, over the file itself; writing to it changes a copy."""
     if isinstance(row, Packed):
         return row.read(path, first)
@@ -263,7 +321,8 @@ def _map_tensor(path: Path, row: HeaderRow | Packed, first: slice = slice(None))
         raise UserError(f"{path}: it ends within a tensor of {size} bytes at byte {row.start}") from None
     # Headers are padded to 8 bytes by most writers; elements at other places are copied to where a CPU can load them.
     aligned = raw if row.start % dtype.itemsize == 0 else np.array(raw)
-    return torch.from_numpy(aligned).view(dtype).view(row.shape)[first]
+    whole = torch.from_numpy(aligned).view(dtype).view(row.shape)
+    return whole[first] if row.shape else whole
 
 
 def _check_tied(folder: Path, stored: dict[str, Row]) -> None:
@@ -271,7 +330,7 @@ def _check_tied(folder: Path, stored: dict[str, Row]) -> None:
     embedding = OUTSIDE["tok_embeddings.weight"]
     if embedding not in stored:
         return
-    if not torch.equal(_map_tensor(*stored["lm_head.weight"]), _map_tensor(*stored[embedding])):
+    if not torch.equal(map_tensor(*stored["lm_head.weight"]), map_tensor(*stored[embedding])):
         raise UserError(
             f"{folder}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
             "set tie_word_embeddings to false in config.json to keep both"
@@ -290,14 +349,18 @@ def write_hf(
     """Write logical tensors as a folder that transformers opens, one at a time: none is held when the next is read.
 
     `dtype` None keeps each tensor's own. Everything is written beside `out` and renamed at the end; `out` must be
-    absent or empty. Tokenizer files come from `assets_from`, and so do `bos_token_id` and `eos_token_id` where it has a
+    absent or empty. Tokenizer files come from `assets_from`, and so do the ids of special tokens where it has a
     config.json; otherwise `special_tokens` gives them. Returns the checksums of the tensors' files by name.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not empty; choose another folder or remove it")
-    family = export_family(arch)  # before anything is written: refuses what no Hugging Face model computes
-    shards = _plan_shards(stored_entries(entries, arch, family, dtype), max_shard_bytes)
+    if arch.foreign is None:
+        family = export_family(arch)  # before anything is written: refuses what no Hugging Face model computes
+        stored = stored_entries(entries, arch, family, dtype)
+    else:
+        stored = [entry if dtype is None else entry._replace(dtype=dtype) for entry in entries]
+    shards = _plan_shards(stored, max_shard_bytes)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.parent / f".{out.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
@@ -315,7 +378,10 @@ def write_hf(
             copy_assets(assets_from, partial)
         special = _special_tokens(assets_from) or special_tokens or {}
         type_name = str(dtype or entries[0].dtype).removeprefix("torch.")
-        _write_json(partial / "config.json", hf_config(arch, type_name, **special))
+        if arch.foreign is None:
+            _write_json(partial / "config.json", hf_config(arch, type_name, **special))
+        else:
+            _write_json(partial / "config.json", {**arch.foreign.config, "dtype": type_name, "torch_dtype": type_name})
         os.replace(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -338,24 +404,37 @@ def stored_entries(
         raise ValueError(f"tensors were not given: {', '.join(wanted)}")
     stored_shapes(arch, family)  # refuses what the family has no place for
     _warn_of_balance([entry for name, entry in given.items() if stored_as(name, family) is None], family)
-    return [entry for name in given for entry in _as_stored(given, name, stored_as(name, family))]
+    return [entry for name in given for entry in _as_stored(arch, given, name, stored_as(name, family))]
 
 
-def _as_stored(given: Mapping[str, Entry], name: str, how: Stored | None) -> Iterator[Entry]:
-    """What is stored of a logical tensor; of fused gate and up, both with gate and nothing with up."""
+def _as_stored(arch: Architecture, given: Mapping[str, Entry], name: str, how: Stored | None) -> Iterator[Entry]:
+    """What is stored of a logical tensor; of several in one stored tensor, all with the first, nothing with others."""
     entry = given[name]
-    if how is None or how.half == 1:
+    if how is None or how.half == 1 or (how.joined and how.joined[0] != name):
         return
-    shape = how.shape(entry.shape)
-    if how.each:
+    shape = _stored_shape(arch, how, {other: given[other].shape for other in how.joined}, entry.shape)
+    if how.joined:
+        yield Entry(how.name, shape, _widest(parts := [given[other] for other in how.joined]), lambda: _in_turn(parts))
+    elif how.by_head:
+        yield Entry(how.name, shape, entry.dtype, lambda: entry.part(slice(None)).reshape(shape))
+    elif how.each:
         for expert, stored in enumerate(how.names(entry.shape[0])):
             yield Entry(stored, shape, entry.dtype, functools.partial(entry.part, slice(expert, expert + 1)))
     elif how.half is None and not how.transposed:
         yield entry._replace(name=how.name)
     else:
         parts = [entry] if how.half is None else [entry, given[name.replace(".w1.", ".w3.")]]
-        widest = functools.reduce(torch.promote_types, [part.dtype for part in parts])
-        yield Entry(how.name, shape, widest, functools.partial(_joined, how, parts))
+        yield Entry(how.name, shape, _widest(parts), functools.partial(_joined, how, parts))
+
+
+def _widest(parts: Sequence[Entry]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [part.dtype for part in parts])
+
+
+def _in_turn(parts: Sequence[Entry]) -> Iterator[Tensor]:
+    """The rows of one tensor after those of another."""
+    for part in parts:
+        yield part.part(slice(None))
 
 
 def _joined(how: Stored, parts: Sequence[Entry]) -> Iterator[Tensor]:
@@ -394,7 +473,7 @@ def _special_tokens(folder: Path | str | None) -> dict[str, Any]:
     if folder is None or not (Path(folder) / "config.json").is_file():
         return {}
     given = read_config(Path(folder))
-    return {key: given[key] for key in ("bos_token_id", "eos_token_id") if given.get(key) is not None}
+    return {key: given[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if given.get(key) is not None}
 
 
 def copy_assets(source: Path | str, target: Path | str) -> None:

@@ -6,6 +6,8 @@ Most logical tensors are one stored tensor under another name. A tensor of exper
     gate and up fused      experts.gate_up_proj (E, columns, 2 rows), an expert's matrix transposed:
                            | gate | up |  or, alternating,  | gate 0 | up 0 | gate 1 | up 1 | ...
 
+Matrices of a layer may be joined by rows, too: qkv_proj is | wq | wk | wv |, gate_up_proj | w1 | w3 |.
+
 `_NAMES` says which family has what, for both directions.
 """
 
@@ -21,6 +23,7 @@ from torch import Tensor
 OUTSIDE = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
+    "norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
 }
 
@@ -32,6 +35,8 @@ class Stored(NamedTuple):
     half: int | None = None  # of a tensor that holds gate (0) and up (1)
     alternating: bool = False  # gate and up take turns; otherwise all of gate comes first
     transposed: bool = False  # the matrix of an expert has its columns first
+    joined: tuple[str, ...] = ()  # logical tensors whose rows it holds, one after the other
+    by_head: bool = False  # a dimension for the heads, in place of one for all numbers
 
     @property
     def each(self) -> bool:
@@ -82,6 +87,17 @@ def _fused(place: str, alternating: bool) -> dict[str, str | Stored]:
     return names
 
 
+def _joined(theirs: str, place: str, *ours: str) -> dict[str, str | Stored]:
+    """Matrices of a layer, and their biases, that are one stored tensor."""
+    return {
+        f"{place}.{name}.{ending}": Stored(
+            f"{theirs}.{ending}", joined=tuple(f"{place}.{other}.{ending}" for other in ours)
+        )
+        for name in ours
+        for ending in ("weight", "bias")
+    }
+
+
 def _gated(ours: str, theirs: str) -> dict[str, str | Stored]:
     return {f"{ours}.w1": f"{theirs}.gate_proj", f"{ours}.w2": f"{theirs}.down_proj", f"{ours}.w3": f"{theirs}.up_proj"}
 
@@ -109,6 +125,12 @@ _DEEPSEEK: dict[str, str | Stored] = {
     **_gated("moe.shared_experts", "mlp.shared_experts"),
     **_each("mlp.experts", "gate_proj", "down_proj", "up_proj"),
 }
+_BOTH_NORMS: dict[str, str | Stored] = {
+    "attention_post_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_post_norm": "post_feedforward_layernorm",
+}
+_JOINED_GATE = _joined("mlp.gate_up_proj", "feed_forward", "w1", "w3")
 _NAMES: dict[str, dict[str, str | Stored]] = {
     "mixtral": {"moe.router.gate": "block_sparse_moe.gate", **_each("block_sparse_moe.experts", "w1", "w2", "w3")},
     "qwen3_moe": {"moe.router.gate": "mlp.gate", **_each("mlp.experts", "gate_proj", "down_proj", "up_proj")},
@@ -119,6 +141,22 @@ _NAMES: dict[str, dict[str, str | Stored]] = {
         "moe.router.gate": "feed_forward.router",
         **_gated("moe.shared_experts", "feed_forward.shared_expert"),
         **_fused("feed_forward.experts", alternating=False),
+    },
+    "gemma2": _BOTH_NORMS,
+    "gemma3_text": _BOTH_NORMS,
+    "phi3": {**_joined("self_attn.qkv_proj", "attention", "wq", "wk", "wv"), **_JOINED_GATE},
+    "olmo2": _BOTH_NORMS,
+    "olmo3": _BOTH_NORMS,
+    "glm": _JOINED_GATE,
+    "glm4": {
+        "attention_post_norm": "post_self_attn_layernorm",
+        "ffn_post_norm": "post_mlp_layernorm",
+        **_JOINED_GATE,
+    },
+    "starcoder2": {"feed_forward.w1": "mlp.c_fc", "feed_forward.w2": "mlp.c_proj"},
+    "cohere": {
+        "attention.q_norm.weight": Stored("self_attn.q_norm.weight", by_head=True),
+        "attention.k_norm.weight": Stored("self_attn.k_norm.weight", by_head=True),
     },
     "gpt_oss": {
         "attention.sinks": Stored("self_attn.sinks"),
@@ -140,7 +178,8 @@ def stored_as(name: str, family: str) -> Stored | None:
     module, _, ending = layer[2].rpartition(".")
     tensor, renamed = names.get(layer[2]), names.get(module)
     if isinstance(tensor, Stored):
-        return tensor._replace(name=place + tensor.name)
+        joined = tuple(f"layers.{layer[1]}.{other}" for other in tensor.joined)
+        return tensor._replace(name=place + tensor.name, joined=joined)
     if isinstance(renamed, str) and ending in ("weight", "bias"):
         return Stored(f"{place}{renamed}.{ending}")
     return None

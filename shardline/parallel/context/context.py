@@ -40,13 +40,14 @@ class ContextParallel:
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Where in sequences of `length` tokens this rank's are: (length / cp,)."""
-        return self._own(torch.arange(length, device=device)[None])[0]
+        return self.own(torch.arange(length, device=device)[None])[0]
 
     def cut(self, batch: Batch) -> Batch:
         """This rank's tokens and labels of a batch; documents stay whole, to know what lies on other ranks."""
-        return replace(batch, tokens=self._own(batch.tokens), labels=self._own(batch.labels))
+        return replace(batch, tokens=self.own(batch.tokens), labels=self.own(batch.labels))
 
-    def _own(self, x: Tensor) -> Tensor:
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's part (B, S / cp) of rows (B, S)."""
         if x.shape[1] % self.slices.total:
             raise ValueError(f"{x.shape[1]} tokens cannot be cut into {self.slices.total} slices")
         parts = x.chunk(self.slices.total, dim=1)
@@ -71,7 +72,7 @@ class ContextParallel:
         window = 0 if window >= length else window
         if arch.window_kind == "chunked" and window:
             window, documents = 0, chunked_documents(length, window, documents)
-        mask = AttentionMask(self.method, window, shared=shared_attention, each=self.slices.each)
+        mask = AttentionMask(self.method, window, cap=arch.score_cap, shared=shared_attention, each=self.slices.each)
         if documents is None:
             return mask
         table = document_table(documents, self.slices.total, window)
@@ -164,6 +165,8 @@ def attention_words(
     masked = arch.attn_mask_type == "block_causal" or any(windows(arch))
     kinds = (False, True) if masked else (False,)
     fixed = config.debug.deterministic
+    if arch.score_cap is not None:
+        return "math, in parts"
     names = [fastest_kernel(device, dtype, arch.head_dim, kind, fixed, v_dim=arch.v_dim) for kind in kinds]
     return f"{' and '.join(dict.fromkeys(names))}, in parts"
 

@@ -34,16 +34,18 @@ AXIS = "cp"
 
 def shared_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None) -> Tensor:
     """(B, S / cp, H, D): what this rank's queries see of the whole sequence."""
-    out, _ = shared_attention_op(q, k, v, sink, mask.table, mask.documents, mask.window, mask.each, mask.kernel)
+    options = (mask.table, mask.documents, mask.cap, mask.window, mask.each, mask.kernel)
+    out, _ = shared_attention_op(q, k, v, sink, *options)
     return out
 
 
 class PairMask(NamedTuple):
-    """Builds the mask of a pair of slices from positions and documents."""
+    """Builds the mask of a pair of slices from positions and documents; scores may be capped."""
 
     documents: Tensor | None  # (B, S)
     window: int
     length: int  # tokens of a slice
+    cap: float | None
 
     def allowed(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """(B or 1, 1, length, length) of bool for two slices, by their numbers in the sequence."""
@@ -120,7 +122,7 @@ class Attending(OwnQueries):
 
     def add(self, source: int, span: range, block: Tensor) -> None:
         for rows, _, k, v, mask in self.parts(self.plan.calls[source], source, span, block):
-            out, lse = part(self.q[:, :, rows], k, v, *mask)
+            out, lse = part(self.q[:, :, rows], k, v, *mask, cap=self.seen.cap)
             if self.begun or out.shape[2] < self.q.shape[2]:
                 merge_(self.out[:, :, rows], self.lse[:, :, rows], out, lse)
             else:  # nothing to merge with yet
@@ -148,7 +150,7 @@ class Differentiating(OwnQueries):
         added = torch.zeros(block.shape, dtype=self.wide, device=block.device)
         for rows, among, k, v, mask in self.parts(calls, source, span, block):
             kept = (self.gradient[:, :, rows], self.q[:, :, rows], k, v, self.out[:, :, rows], self.lse[:, :, rows])
-            dq, dk, dv = part_backward(*kept, *mask)
+            dq, dk, dv = part_backward(*kept, *mask, cap=self.seen.cap)
             self.dq[:, :, rows] += dq
             added[among] += pack(dk.transpose(1, 2), dv.transpose(1, 2), among.stop - among.start)
         return added
@@ -265,7 +267,7 @@ def allgather_backward(differentiating: Differentiating, block: Tensor, plan: At
 
 
 def _prepared(
-    q: Tensor, table: Tensor | None, documents: Tensor | None, window: int, each: int
+    q: Tensor, table: Tensor | None, documents: Tensor | None, cap: float | None, window: int, each: int
 ) -> tuple[AttentionPlan, PairMask]:
     axis = collectives.axis(AXIS)
     slices, length = Slices(axis.size, each), q.shape[1] // each
@@ -273,10 +275,10 @@ def _prepared(
         plan = causal_plan(slices, axis.rank, length, window)
     else:
         plan = make_plan(table.tolist(), slices, axis.rank, length)
-    return plan, PairMask(documents, window, length)
+    return plan, PairMask(documents, window, length, cap)
 
 
-MASK = "Tensor? table, Tensor? documents, int window, int each"  # the arguments of `_prepared`
+MASK = "Tensor? table, Tensor? documents, float? cap, int window, int each"  # the arguments of `_prepared`
 SCHEMA = f"(Tensor q, Tensor k, Tensor v, Tensor? sink, {MASK}, str method) -> (Tensor, Tensor)"
 GRADIENT = (
     f"(Tensor g, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {MASK}, str method) -> (Tensor, Tensor, Tensor)"
@@ -322,7 +324,7 @@ def _announce(backward: bool, q: Tensor, k: Tensor, v: Tensor, window: int, each
     """Report to a dry run what the op would send: without values nothing is sent."""
     if not isinstance(q.shape[1], int):
         return  # a compiler's symbol
-    plan, _ = _prepared(q, None, None, window, each)
+    plan, _ = _prepared(q, None, None, None, window, each)
     block = k.nbytes + v.nbytes
     if method == "ring":
         job.traffic.planned(AXIS, "ring", plan.sent(backward) * block // each)
@@ -345,7 +347,7 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, .
     if sink is not None:
         out, lse = kept[3:5]
         dsink = sink_gradient(gradient.transpose(1, 2), out.transpose(1, 2), lse, sink)
-    return *gradients, dsink, None, None, None, None, None
+    return *gradients, dsink, None, None, None, None, None, None
 
 
 shared_attention_op.register_autograd(_differentiate, setup_context=_keep)

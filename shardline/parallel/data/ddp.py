@@ -149,6 +149,7 @@ def replicate_parameters(model: Decoder, mesh: Mesh) -> None:
         else:
             joined, placements, whole = mesh.axis("dp_replicate"), [Replicate()], parameter.detach()
         replace_parameter(model, name, distribute_tensor(whole, joined, placements, src_data_rank=None))
+    model.retie()
 
 
 def _buckets(model: nn.Module, config: Config, users: Mapping[nn.Parameter, frozenset[int]]) -> list[Bucket]:

@@ -48,8 +48,10 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     """Shard each block, then the rest of the model, over dp_shard x cp; replicate over dp_replicate."""
     dp = mesh.joined("dp_replicate", "fsdp")
     assert dp is not None
+    # Codes and their factors must travel as they are; what is trained beside them is small, and cast where it is used.
+    in_codes = any(".stored." in name for name, _ in model.named_parameters())
     policy = MixedPrecisionPolicy(
-        param_dtype=precision.compute if precision.compute != precision.storage else None,
+        param_dtype=precision.compute if precision.compute != precision.storage and not in_codes else None,
         reduce_dtype=precision.reduce,
         cast_forward_inputs=False,  # rotary tables stay float32
     )
@@ -59,8 +61,7 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     freed = config.parallelism.fsdp_reshard_after_forward
     one_stage = config.parallelism.pipeline_parallel_degree == 1  # in a pipeline every micro-batch needs the weights
     reshard = one_stage if freed == "default" else freed == "always"
-    routers = [block.moe.router for block in model.blocks() if block.moe is not None]
-    whole = {router.balance for router in routers if router.balance is not None}  # moved by counts, and never cast
+    whole = model.whole_parameters()
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     for block in model.blocks():
         if block.moe is not None and mesh.layout.ep > 1:  # the experts are sharded over other ranks than the rest
@@ -72,12 +73,13 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
             of_experts: dict[str, Any] = {"mesh": ranks, "shard_placement_fn": cut, "ignored_params": others}
             fully_shard(block, reshard_after_forward=reshard, **of_experts, **options)
         else:
-            fully_shard(block, mesh=dp, reshard_after_forward=reshard, ignored_params=whole, **options)
+            fully_shard(block.module, mesh=dp, reshard_after_forward=reshard, ignored_params=whole, **options)
     # The modules of the root (embedding, norm, head) are used first and last: freeing them in between gains nothing.
     fully_shard(model, mesh=dp, reshard_after_forward=False, ignored_params=whole, **options)
     for name in ENTRY_METHODS:
         register_fsdp_forward_method(model, name)
-    waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() else None
+    native = model.arch.foreign is None  # the hooks of `StreamWaits` know what goes in and out of a native block
+    waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() and native else None
     exposed.measured = waits is not None or not on_gpu
     use_counted_collectives(model, waits, replicated=mesh.axis("dp_replicate") is not None)
     _prefetch(model, config.parallelism.fsdp_prefetch)
@@ -128,7 +130,7 @@ def _prefetch(model: Decoder, depth: int) -> None:
 
 def sharded_modules(block: Block) -> list[FSDPModule]:
     """The block, and where its experts are sharded apart, the rest of it."""
-    return [cast(FSDPModule, module) for module in (block, block.rest) if module is not None]
+    return [cast(FSDPModule, module) for module in (block.module, block.rest) if module is not None]
 
 
 class _Allocate:
@@ -253,6 +255,13 @@ def accumulation_sync(section: Parallelism) -> str:
 
 def free_gathered(model: nn.Module) -> None:
     """Call after a forward without a backward: frees the weights that FSDP keeps for the backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def reshard(model: Decoder) -> None:
+    """Shard again what a forward pass without backward has left gathered: parameters have their names only then."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -27,7 +27,8 @@ class ExpertLoad:
         here = {layer: model.block(layer) for layer in self.layers if str(layer) in model.layers}
         self.blocks: dict[int, Block] = here
         biases = {layer: block.moe.router.balance for layer, block in here.items() if block.moe is not None}
-        self.biases = {layer: bias for layer, bias in biases.items() if bias is not None}
+        frozen = model.adaptation is not None
+        self.biases = {layer: bias for layer, bias in biases.items() if bias is not None and not frozen}
         self.coefficient = 0.0 if moe is None else moe.balance_coeff
         self.loads = torch.empty(0)  # (layers, experts) of the last step
 

@@ -67,7 +67,7 @@ def _tokens(config: Config, mesh: Mesh) -> int:
     """The tokens that a rank routes in a micro-batch."""
     layout, section = mesh.layout, config.training
     shared_by = layout.cp * (1 if routes_together(layout) else layout.tp)
-    return max(1, section.local_batch_size * section.seq_len // shared_by)
+    return max(1, section.local_batch_size * section.rows_of_a_sample * section.seq_len // shared_by)
 
 
 class Trip:

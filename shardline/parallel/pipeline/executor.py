@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from shardline.comm import collectives
 from shardline.comm.exposed_time import mark
 from shardline.models.decoder import Stage
-from shardline.models.linear import Waiting, accumulate, weight_queue
+from shardline.models.products.linear import Waiting, accumulate, weight_queue
 from shardline.parallel.pipeline.channels import Channels, Key, Message, Transfers, messages_of, needed_by, sent_by
 from shardline.parallel.pipeline.stages import PipelinePlan
 from shardline.parallel.pipeline.timeline import Action

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardline.adapters.peft_files import adaptation_of
 from shardline.comm import collectives, symmetric_memory
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
@@ -20,7 +21,9 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.parallel.tensor import fused, symmetric
 from shardline.parallel.tensor.autotune import (
+    Beside,
     Measured,
+    Projections,
     Shape,
     as_row,
     block_shapes,
@@ -121,9 +124,35 @@ def run_shapes(
         sizes = (arch, plan.degree, rows, dtype)
         trains, sequence_parallel = name == "training", plan.sequence_parallel
         for low in map(written, recipes):
-            shapes = block_shapes(*sizes, sequence_parallel=sequence_parallel, training=trains, low=low)
-            found |= {shape.product: shape for shape in shapes}
+            for beside in _kinds_beside(config, arch, low):
+                shapes = block_shapes(
+                    *sizes, sequence_parallel=sequence_parallel, training=trains, low=low, beside=beside
+                )
+                found |= {shape.product: shape for shape in shapes}
     return list(found.values())
+
+
+def _kinds_beside(config: Config, arch: Architecture, low: str) -> list[Beside]:
+    """With LoRA; and without it, where the frozen weights are the reference of pairs."""
+    with_lora = beside_products(config, arch, low)
+    alone = config.lora.enable and config.training.objective == "dpo"
+    return [with_lora, lambda projections: {()}] if alone else [with_lora]
+
+
+def beside_products(config: Config, arch: Architecture, low: str) -> Beside:
+    """What LoRA multiplies together with the projections of a layer; it differs where not all layers have targets."""
+    how = adaptation_of(config, arch)
+    targets = () if how is None or how.dropout or low else how.targets
+
+    def widths(projections: Projections) -> set[tuple[int, ...]]:
+        found = set()
+        for layer in range(arch.n_layers):
+            names = {name.rpartition(".")[2] for name in targets if name.startswith(f"layers.{layer}.")}
+            counts = [sum(one in names for one in of_weight) for of_weight in projections]
+            found.add(tuple(count * how.rank for count in counts if how is not None and count))
+        return found
+
+    return widths
 
 
 def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[str]:

@@ -107,6 +107,10 @@ class Shape(NamedTuple):
     widths: tuple[int, ...] = ()
 
 
+Projections = tuple[tuple[str, ...], ...]  # of each weight that reads the same rows
+Beside = Callable[[Projections], set[tuple[int, ...]]]
+
+
 def block_shapes(
     arch: Architecture,
     degree: int,
@@ -116,13 +120,21 @@ def block_shapes(
     sequence_parallel: bool = True,
     training: bool = True,
     low: str = "",
+    beside: Beside = lambda projections: {()},
 ) -> list[Shape]:
-    """The products of the blocks with `rows` tokens, for one of `degree` ranks; `low` as float8_rows.py writes it."""
+    """The products of the blocks with `rows` tokens, for one of `degree` ranks; `low` as float8_rows.py writes it.
+
+    `beside` gives the widths of what LoRA multiplies together with some projections.
+    """
     column, row = (COLUMN, ROW) if sequence_parallel else ("copy_linear", "linear_all_reduce")
-    weights = [(column, depth, widths) for depth, widths in _into_heads(arch, degree)]
+    into_heads = zip(_into_heads(arch, degree), _heads(arch, degree), strict=True)
+    weights = [
+        (column, depth, (*widths, *more)) for (depth, widths), names in into_heads for more in sorted(beside(names))
+    ]
     weights.append((row, arch.n_heads * arch.v_dim // degree, (arch.dim,)))
     for width in cut_widths(arch).values():
-        weights += [(column, arch.dim, (2 * width // degree,)), (row, width // degree, (arch.dim,))]
+        into = [(2 * width // degree, *more) for more in sorted(beside((("w1", "w3"),)))]
+        weights += [*((column, arch.dim, widths) for widths in into), (row, width // degree, (arch.dim,))]
     silent = {("copy_linear", "forward"), ("linear_all_reduce", "backward")}
     return [
         Shape(Product(operation, direction, rows, depth, sum(widths), dtype, "tp", low), widths)
@@ -130,6 +142,13 @@ def block_shapes(
         for operation, depth, widths in weights
         if (operation, direction) not in silent
     ]
+
+
+def _heads(arch: Architecture, degree: int) -> list[Projections]:
+    """The projections in each weight of the products that give queries, keys and values."""
+    if arch.latent is not None:
+        return [(("wq" if arch.latent.q_rank is None else "wq_b",),), (("wkv_b",),)]
+    return [(("wq",), ("wk", "wv")) if degree > arch.n_kv_heads else (("wq", "wk", "wv"),)]
 
 
 def _into_heads(arch: Architecture, degree: int) -> list[tuple[int, tuple[int, ...]]]:

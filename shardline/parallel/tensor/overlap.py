@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardline.comm import collectives
-from shardline.models.linear import weight_queue
+from shardline.models.products.linear import weight_queue
 from shardline.parallel.tensor.backend_table import choices, chosen_backend
 from shardline.parallel.tensor.float8_rows import arithmetic, written
 from shardline.parallel.tensor.serial_and_ring import (
@@ -110,8 +110,10 @@ class Operation:
             @staticmethod
             def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
                 kept, *weights = ctx.saved_tensors
-                needs = Needs(ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:]))
-                dx, dw = _differentiate(operation.backward, gradients, kept, weights, ctx.axis, ctx.low, needs)
+                needs_x, _, _, *needed = ctx.needs_input_grad
+                dx, dw = _differentiate(
+                    operation.backward, gradients, kept, weights, ctx.axis, ctx.low, needs_x, needed
+                )
                 return dx, None, None, *dw
 
         ProductFunction.__name__ = self.name
@@ -139,10 +141,10 @@ class Operation:
             torch.zeros(rows, weight.shape[0], dtype=weight.dtype, device=kept.device) if gradient is None else gradient
             for gradient, weight in zip(gradients, weights, strict=False)  # the kept rows have none
         ]
-        needed = ctx.needs_input_grad[1]
-        needs = Needs(ctx.needs_input_grad[0], any(needed) if isinstance(needed, (list, tuple)) else needed)
+        needs_x, needed = ctx.needs_input_grad[:2]
+        needed = list(needed) if isinstance(needed, (list, tuple)) else [needed] * len(weights)
         backward = self.backward if self.local else self._call_backward
-        return *_differentiate(backward, given, kept, weights, ctx.axis, ctx.low, needs), None, None
+        return *_differentiate(backward, given, kept, weights, ctx.axis, ctx.low, needs_x, needed), None, None
 
     def _call_backward(
         self, gradients: Tensors, kept: Tensor, weights: Tensors, axis: str, low: str, needs: Needs
@@ -177,14 +179,27 @@ def _differentiate(
     weights: Tensors,
     axis: str,
     low: str,
-    needs: Needs,
+    needs_x: bool,
+    needed: Sequence[bool],
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """Gradients of x and the weights. A pipeline schedule may queue the latter, which a compiled function cannot."""
-    later = needs.weights and not torch.compiler.is_compiling() and weight_queue.active
-    dx, dw, of_products = backward(gradients, kept, weights, axis, low, Needs(needs.x, needs.weights and not later))
+    """Gradients of x and the weights. A pipeline schedule may queue the latter, which a compiled function cannot.
+
+    Where only some weights are trained, which are then the small ones of LoRA, theirs are computed after the rest.
+    """
+    trained = [number for number, one in enumerate(needed) if one]
+    later = bool(trained) and not torch.compiler.is_compiling() and weight_queue.active
+    whole = len(trained) == len(weights)
+    dx, dw, of_products = backward(gradients, kept, weights, axis, low, Needs(needs_x, whole and not later))
+    how = arithmetic(low, weights[0].dtype)
+
+    def of_trained() -> list[Tensor]:
+        return weight_gradients(how, [of_products[number] for number in trained], kept)
+
     if later:
-        how = arithmetic(low, weights[0].dtype)
-        weight_queue.push(weights, lambda: weight_gradients(how, of_products, kept))
+        weight_queue.push([weights[number] for number in trained], of_trained)
+    elif trained and not whole:
+        some = dict(zip(trained, of_trained(), strict=True))
+        return dx, [some.get(number) for number in range(len(weights))]
     return dx, [None] * len(weights) if dw is None else dw
 
 

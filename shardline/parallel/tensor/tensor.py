@@ -11,6 +11,9 @@
 Without sequence parallelism every rank has all rows; the two collectives are an all-reduce after the row product, and
 one of the gradient before the column product. The embedding and the output layer are cut by rows of the vocabulary.
 
+A norm over all query heads, or over all key heads, is the exception to "no communication": one number a token is summed
+over tp.
+
 Norm weights, biases of row products and the projections to latent vectors are whole on every rank. With sequence
 parallelism a rank's gradient for them covers its rows only: `sum_replicated_gradients` adds them up, once per step and
 in one piece.
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +36,24 @@ from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import ConfigError
+from shardline.models.adapted.low_rank import (
+    Adapted,
+    Weight,
+    dropped,
+    factors,
+    joined,
+    plain_weight,
+    squared_norms,
+    without_magnitude,
+)
+from shardline.models.adapted.quantized import OF_ROWS
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.models.feed_forward import Biases, Products, Weights, columns
-from shardline.models.fused_weights import gate_block
-from shardline.models.linear import linear
+from shardline.models.fused_weights import gate_block, is_low_rank
+from shardline.models.products.linear import linear
 from shardline.parallel.tensor import overlap
-from shardline.precision.float8 import Recipe
+from shardline.precision.float8 import Recipe, keeps_float8
 
 # Ending of a parameter's name -> how tp cuts it; everything else is whole on every rank.
 PLAN: dict[str, Placement] = {
@@ -53,6 +67,8 @@ PLAN: dict[str, Placement] = {
     "attention.wo.weight": Shard(1),
     "feed_forward.w13.weight": Shard(0),
     "feed_forward.w13.bias": Shard(0),
+    "feed_forward.w1.weight": Shard(0),
+    "feed_forward.w1.bias": Shard(0),
     "feed_forward.w2.weight": Shard(1),
     "tok_embeddings.weight": Shard(0),
     "output.weight": Shard(0),
@@ -63,6 +79,7 @@ PLAN: dict[str, Placement] = {
     "moe.experts.w13.bias": Shard(2),
     "moe.experts.w2.weight": Shard(2),
 }
+HEADS_NORMS = ("attention.q_norm.weight", "attention.k_norm.weight")
 
 
 class TensorParallel(NamedTuple):
@@ -98,8 +115,9 @@ def _problems(arch: Architecture, degree: int) -> list[str]:
     if not all(vocabulary_rows(arch.vocab_size, degree, rank) for rank in range(degree)):
         problems.append(f"a vocabulary of {arch.vocab_size} leaves ranks without a row")
     for what, width in cut_widths(arch).items():
-        if width % (degree * gate_block(width)):
-            problems.append(f"{what} {width} is not a multiple of {degree} x {gate_block(width)}")
+        block = gate_block(width) if arch.gated else 1
+        if width % (degree * block):
+            problems.append(f"{what} {width} is not a multiple of {degree} x {block}")
     return problems
 
 
@@ -128,9 +146,11 @@ def batch_shapes(config: Config) -> list[tuple[str, int, int]]:
     """(section of the config, sequences that go through the model at a time, their length)."""
     training, validation, section = config.training, config.validation, config.parallelism
     staged = section.pipeline_parallel_degree > 1
-    batch = section.pipeline_parallel_microbatch_size if staged else training.local_batch_size
+    each = training.rows_of_a_sample
+    batch = section.pipeline_parallel_microbatch_size if staged else training.local_batch_size * each
     shapes = [("training", batch, training.seq_len)]
-    return [*shapes, ("validation", validation.local_batch_size, validation.seq_len)] if validation.enable else shapes
+    validated = ("validation", validation.local_batch_size * each, validation.seq_len)
+    return [*shapes, validated] if validation.enable else shapes
 
 
 def nearest_lengths(length: int, batch: int, degree: int) -> list[int]:
@@ -140,16 +160,36 @@ def nearest_lengths(length: int, batch: int, degree: int) -> list[int]:
     return [good for good in (below, below + step) if good > 0]
 
 
-def placement(name: str, plan: TensorParallel, tied: bool) -> Placement:
+def placement(name: str, plan: TensorParallel, arch: Architecture) -> Placement:
     """The placement of the parameter `name` on the tp axis."""
-    head = "tok_embeddings.weight" if tied else "output.weight"
-    if name == head and not plan.loss_parallel:
+    head = "tok_embeddings." if arch.tie_word_embeddings else "output."
+    if name.startswith(head) and not plan.loss_parallel:
         return Replicate()
+    if arch.qk_norm_over != "head" and name.endswith(HEADS_NORMS):  # it has weights of every head
+        whole = name.endswith("k_norm.weight") and needs_split_kv(arch, plan.degree)
+        return Replicate() if whole else Shard(0)
     return planned_cut(name)
 
 
 def planned_cut(name: str) -> Placement:
-    """How ranks that share a layer cut the parameter `name`."""
+    """How ranks that share a layer cut the parameter `name`; the matrices of LoRA are cut with their weight.
+
+    Where ranks hold rows of a weight, they hold those rows of B and all of A; where they hold columns, those columns of
+    A and all of B. An embedding has its rows as columns of A.
+    """
+    module, _, stored = name.partition(".stored.")
+    if stored:
+        cut = planned_cut(f"{module}.weight")
+        return Replicate() if cut == Shard(1) and stored in OF_ROWS else cut
+    if is_low_rank(name):
+        module, _, inner = name.partition(".lora.")
+        cut = planned_cut(f"{module}.weight")
+        by_columns = module == "tok_embeddings" or module.endswith((".wo", ".w2"))
+        if cut == Replicate() or inner.endswith(".a") != by_columns:
+            return Replicate()
+        if module == "tok_embeddings":
+            return Shard(1)
+        return cut
     return next((cut for ending, cut in PLAN.items() if name.endswith(ending)), Replicate())
 
 
@@ -161,9 +201,7 @@ def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> N
     for name, parameter in list(model.named_parameters()):
         if isinstance(parameter, DTensor):
             continue  # expert parallelism has cut it
-        cut = distribute_tensor(
-            parameter.detach(), tp, [placement(name, plan, arch.tie_word_embeddings)], src_data_rank=None
-        )
+        cut = distribute_tensor(parameter.detach(), tp, [placement(name, plan, arch)], src_data_rank=None)
         replace_parameter(model, name, cut)
     products = parallel_products(plan)
     kv_heads = None
@@ -172,7 +210,7 @@ def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> N
     for block in model.blocks():
         block.spec = block.spec._replace(products=products, ffn_products=products, kv_heads=kv_heads)
     rows = vocabulary_rows(arch.vocab_size, plan.degree, rank)
-    whole = isinstance(placement("tok_embeddings.weight", plan, arch.tie_word_embeddings), Replicate)
+    whole = isinstance(placement("tok_embeddings.weight", plan, arch), Replicate)
     if model.tok_embeddings is not None:
         model.tok_embeddings.function = ParallelEmbedding(rows, plan.sequence_parallel, whole)
 
@@ -202,24 +240,85 @@ def parallel_products(plan: TensorParallel, into: Recipe | None = None, back: Re
     gather = overlap.all_gather_linear if plan.sequence_parallel else overlap.copy_linear
     scatter = overlap.linear_reduce_scatter if plan.sequence_parallel else overlap.linear_all_reduce
 
-    def fused_column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-        products = zip(gather(x, weights, "tp", into), biases, strict=True)
-        return tuple(_with_bias(product, bias) for product, bias in products)
+    def share(matrix: Tensor) -> Tensor:
+        """A matrix whose gradient every rank has whole, unless ranks share the sequence."""
+        return matrix if plan.sequence_parallel else _Share.apply(matrix, plan.degree)
 
-    def fused_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _with_bias(scatter(x, (weight,), "tp", back)[0], bias)
+    def fused_column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
+        """LoRA's A is one more weight that reads x: no collective of its own, unless rows travel in float8.
+
+        What A reads is then not what travels (nor is it with dropout), and x A^T travels, which is narrow.
+        """
+        low_rank = [joined(weight, x.dtype) if isinstance(weight, Adapted) else (None, None) for weight in weights]
+        along = into is None and not any(isinstance(weight, Adapted) and weight.dropout for weight in weights)
+        more = [a for a, _ in low_rank if along and a is not None]
+        products = list(gather(x, (*map(plain_weight, weights), *more), "tp", into))
+        lows = products[len(weights) :]
+        found = []
+        for weight, bias, product, (a, b) in zip(weights, biases, products, low_rank, strict=False):
+            if a is not None and b is not None:
+                low = lows.pop(0) if along else before(_read(x, weight) @ share(a).t(), "tp")
+                product = torch.addmm(product, low, b.t())
+            found.append(_with_bias(_with_magnitude(product, weight), bias))
+        return tuple(found)
+
+    def fused_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        """LoRA's x A^T, which is narrow, is summed over ranks by itself: the large product stays as it is."""
+        product = scatter(x, (plain_weight(weight),), "tp", back)[0]
+        a, b = joined(weight, x.dtype) if isinstance(weight, Adapted) else (None, None)
+        if a is not None and b is not None:
+            product = torch.addmm(product, after(_read(x, weight) @ a.t(), "tp"), share(b).t())
+        return _with_bias(_with_magnitude(product, weight, "tp"), bias)
 
     def column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
         return columns(before(x, "tp"), weights, biases)  # one gather for all the weights that read x
 
-    def row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _with_bias(after(linear(x, weight, None), "tp"), bias)
+    def row(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        if not isinstance(weight, Adapted):
+            return _with_bias(after(linear(x, weight, None), "tp"), bias)
+        summed = after(without_magnitude(x, weight, None), "tp")  # the low-rank term is a summand on each rank
+        return _with_bias(_with_magnitude(summed, weight, "tp"), bias)
 
     return Products(
         fused_column if plan.overlapped or into is not None else column,
         fused_row if plan.overlapped or back is not None else row,
         functools.partial(before, axis="tp"),
+        functools.partial(_mean, degree=plan.degree),
+        keeps_float8(back),
     )
+
+
+def _read(x: Tensor, weight: Weight) -> Tensor:
+    """What A reads."""
+    other = dropped(x, weight) if isinstance(weight, Adapted) else None
+    return x if other is None else other
+
+
+def _with_magnitude(product: Tensor, weight: Weight, axis: str | None = None) -> Tensor:
+    """DoRA's factors for the columns of a product; ranks along `axis` hold columns of the weight."""
+    if not isinstance(weight, Adapted) or not weight.has_magnitude:
+        return product
+    squares = squared_norms(weight)
+    squares = squares if axis is None else collectives.all_reduce(squares, axis)
+    return product * factors(weight, squares).to(product.dtype)
+
+
+class _Share(torch.autograd.Function):
+    """A matrix, and a share of its gradient: ranks that all have the whole of it add their shares up."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return matrix.view_as(matrix)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
+def _mean(x: Tensor, degree: int) -> Tensor:
+    """The mean over ranks of what each has computed of its heads; every rank goes on with it, for its heads."""
+    return collectives.copy(collectives.all_reduce(x, "tp"), "tp") / degree
 
 
 def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -252,15 +351,24 @@ class ParallelEmbedding(NamedTuple):
 def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Parameter]:
     """Parameters that every tp rank holds whole, but whose gradients there cover only a part of the group's work."""
     # Norms of heads, of which a rank has some; that of a latent vector comes before the heads.
-    of_heads = (".q_norm.", ".k_norm.") if model.arch.latent is None else ()
+    of_heads = HEADS_NORMS if model.arch.latent is None else ()
     found = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or not _is_whole(parameter):
             continue
         of_some = any(part in name for part in (".wkv.", ".router.", ".experts.w2.bias", *of_heads))
+        of_some = of_some or _is_beside_a_cut(name, plan, model.arch)
         if plan.sequence_parallel or of_some:
             found.append(parameter)
     return found
+
+
+def _is_beside_a_cut(name: str, plan: TensorParallel, arch: Architecture) -> bool:
+    """Whether a matrix of LoRA is whole beside a weight that is cut: each rank's part of the weight has a share."""
+    module, _, inner = name.partition(".lora.")
+    if not inner or inner.endswith(".magnitude") or module == "tok_embeddings":
+        return False
+    return placement(f"{module}.weight", plan, arch) != Replicate()
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:

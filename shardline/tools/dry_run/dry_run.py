@@ -8,15 +8,18 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from shardline import registry
+from shardline.adapters.peft_files import adaptation_of
 from shardline.comm.mesh import crossing_lines
 from shardline.config.architecture import Architecture
 from shardline.config.layout import AXES, EXPERT_AXES, Layout, fewest_ranks, with_degrees
 from shardline.config.names import MOMENTS
 from shardline.config.rules import checked_layout, expert_notes, missing, notes, pending
 from shardline.config.schema import Config
-from shardline.data.order import resolve_global_batch
+from shardline.data.loader import fitted
+from shardline.data.order import global_batch
 from shardline.models.flavors import resolve
-from shardline.models.fused_weights import active_words, parameter_count
+from shardline.models.fused_weights import active_words, is_low_rank, parameter_count
+from shardline.models.huggingface.foreign_notes import foreign_line
 from shardline.optim.int8_moments import int8_bytes
 from shardline.optim.matrices import is_block_matrix
 from shardline.parallel.context.context import context_plan, slices_line
@@ -34,6 +37,7 @@ from shardline.tools.dry_run.shapes import (
     stage_ranks,
 )
 from shardline.tools.dry_run.traffic import step_collectives
+from shardline.training.pairs import reference_kind
 from shardline.words import sized
 
 MOST_BUILT = 4  # ranks that are built; the shards of the others follow from the placements
@@ -53,12 +57,14 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     if not unbuilt.keys() & {"model.name", "model.flavor"}:
         # The types of a run on GPUs: on CPU the default is float32.
         precision = choose_precision(config, torch.device("cuda"), has_bfloat16=True)
-        arch = resolve(config.model)
+        arch = fitted(resolve(config.model), config)
         lines += _model_lines(config, arch, layout, precision)
         lines += _step_lines(config, layout, _pipeline_lines(config, arch, layout))
         lines += _context_lines(config, layout)
         lines += _collective_lines(config, arch, layout, precision)
         lines += [f"note: {line}" for line in expert_notes(config, arch)]
+        if arch.foreign is not None:
+            lines.append(foreign_line(arch, asked=config.model.implementation == "transformers"))
     else:
         lines += _step_lines(config, layout)
     lines += [f"not built yet: {key} = {config.value(key)!r} ({feature})" for key, feature in unbuilt.items()]
@@ -103,11 +109,13 @@ def _model_lines(config: Config, arch: Architecture, layout: Layout, precision: 
     first = build_rank(arch, config, layout, precision, 0)
     if layout.world_size == 1:
         yield from _whole_lines(config, arch, first, precision)
+        yield from _reference_lines(config, arch, first, precision)
         return
     kinds, alike = list(first.counts), same_shapes(first, layout)
     yield "parameters on rank 0 (how many x whole shape, placement, shard, elements):"
     yield from (_row(first, kind) for kind in kinds)
     yield f"rank 0 holds {_sizes(config, first, precision)}"
+    yield from _reference_lines(config, arch, first, precision)
     chosen = chosen_ranks(alike, MOST_BUILT)
     for rank in chosen[1:]:
         built = build_rank(arch, config, layout, precision, rank)
@@ -143,13 +151,25 @@ def _other_rank(config: Config, first: Built, built: Built, precision: Precision
 
 def _sizes(config: Config, built: Built, precision: Precision) -> str:
     """The bytes that training keeps for a rank's parameters; gradients have the type of their parameters."""
-    weights = built.elements * precision.storage.itemsize
-    words = f"{built.elements:,} parameters: weights {sized(weights)}, gradients {sized(weights)}"
+    sizes = {kind: count * math.prod(built.shards[kind]) for kind, count in built.counts.items()}
+    weights = sum(size * kind.dtype.itemsize for kind, size in sizes.items())
+    trained = {kind: size for kind, size in sizes.items() if kind.trained}
+    gradients = sum(trained.values()) * precision.storage.itemsize
+    what = f"{sum(trained.values()):,} trained of {built.elements:,}" if config.lora.enable else f"{built.elements:,}"
+    words = f"{what} parameters: weights {sized(weights)}, gradients {sized(gradients)}"
     name = config.optimizer.name
     if name not in MOMENTS:
         return f"{words}, and the state of {name}"
-    states = (n * _state_bytes(config, kind, built.shards[kind], precision) for kind, n in built.counts.items())
+    states = (built.counts[kind] * _state_bytes(config, kind, built.shards[kind], precision) for kind in trained)
     return f"{words}, {name} state {sized(sum(states))}"
+
+
+def _reference_lines(config: Config, arch: Architecture, built: Built, precision: Precision) -> Iterator[str]:
+    """The memory of a frozen copy, which is sharded as the model is."""
+    if reference_kind(config, adaptation_of(config, arch)) == "copy":
+        own = [kind for kind in built.counts if not is_low_rank(kind.name)]
+        size = sum(built.counts[kind] * math.prod(built.shards[kind]) for kind in own) * precision.compute.itemsize
+        yield f"reference of pairs: a frozen copy, {sized(size)}"
 
 
 def _state_bytes(config: Config, kind: ParameterKind, shard: tuple[int, ...], precision: Precision) -> int:
@@ -171,12 +191,16 @@ def _total_lines(arch: Architecture, config: Config, stages: list[Built], layout
     plan = plan_pipeline(config, arch, layout)
     if plan is not None and arch.tie_word_embeddings and len(set(plan.ends)) > 1:
         once -= arch.vocab_size * arch.dim  # with the first stage and with the last
-    if once != parameter_count(arch):
-        raise RuntimeError(f"the shards hold {once:,} parameters, the model has {parameter_count(arch):,}")
+    how = adaptation_of(config, arch)
+    whole = parameter_count(arch) + (0 if how is None else how.added(arch))
+    quantized = how is not None and config.lora.base_dtype != "same"  # codes are no parameters
+    if once != whole and not quantized:
+        raise RuntimeError(f"the shards hold {once:,} parameters, the model has {whole:,}")
     count = sum(map(len, alike))
     sets = f"{count} different sets of shards" if count > 1 else "all the same shards"
     yield f"{layout.world_size} ranks, {sets} ({built} ranks were built): {total:,} elements"
-    yield f"with copies counted once: {once:,}, the parameters of the model{active_words(arch)}"
+    if not quantized:
+        yield f"with copies counted once: {once:,}, the parameters of the model{active_words(arch)}"
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -191,13 +215,15 @@ def _pipeline_lines(config: Config, arch: Architecture, layout: Layout) -> Itera
 
 def _step_lines(config: Config, layout: Layout, pipeline: Iterable[str] = ()) -> Iterator[str]:
     training = config.training
-    tokens = training.local_batch_size * training.seq_len
+    each = training.rows_of_a_sample
+    tokens = training.local_batch_size * each * training.seq_len
+    words = "" if each == 1 else " pairs x 2"
     unit = "micro-batch" if layout.pp == 1 else "batch"  # the pipeline cuts it into micro-batches of its own
-    yield f"{unit}: {training.local_batch_size} x {training.seq_len} = {tokens:,} tokens"
+    yield f"{unit}: {training.local_batch_size}{words} x {training.seq_len} = {tokens:,} tokens"
     yield from pipeline
-    whole = resolve_global_batch(training.global_batch_size, training.local_batch_size, layout.data_ranks)
+    whole = global_batch(training, layout.data_ranks)
     ranks = f" x {layout.data_ranks} data ranks" if layout.data_ranks > 1 else ""
-    yield f"step: {_micro_batches(config, layout)} x {unit}{ranks} = {whole * training.seq_len:,} tokens"
+    yield f"step: {_micro_batches(config, layout)} x {unit}{ranks} = {whole * each * training.seq_len:,} tokens"
 
 
 def _context_lines(config: Config, layout: Layout) -> Iterator[str]:
@@ -206,14 +232,15 @@ def _context_lines(config: Config, layout: Layout) -> Iterator[str]:
         yield slices_line(plan, config.training.seq_len)
         share = layout.cp * (layout.tp if config.parallelism.enable_sequence_parallel else 1)
         section = config.parallelism
-        rows = config.training.local_batch_size if layout.pp == 1 else section.pipeline_parallel_microbatch_size
+        local = config.training.local_batch_size * config.training.rows_of_a_sample
+        rows = local if layout.pp == 1 else section.pipeline_parallel_microbatch_size
         tokens = rows * config.training.seq_len // share
         yield f"a rank has {tokens:,} tokens of a micro-batch between its products"
 
 
 def _micro_batches(config: Config, layout: Layout) -> int:
     local, ranks = config.training.local_batch_size, layout.data_ranks
-    return resolve_global_batch(config.training.global_batch_size, local, ranks) // (local * ranks)
+    return global_batch(config.training, ranks) // (local * ranks)
 
 
 def _collective_lines(config: Config, arch: Architecture, layout: Layout, precision: Precision) -> Iterator[str]:
@@ -222,6 +249,9 @@ def _collective_lines(config: Config, arch: Architecture, layout: Layout, precis
     names = [str(kind).removeprefix("torch.") for kind in (precision.compute, precision.reduce)]
     yield f"collectives of one step, bytes that rank 0 sends (computing in {names[0]}, summing in {names[1]}):"
     counted = step_collectives(arch, config, layout, precision, _micro_batches(config, layout))
+    if ("world", "all-reduce") not in counted:  # with which every step ends
+        yield "  (not known: the model's code reads values, which tensors without memory do not have)"
+        return
     for (axis, kind), numbers in sorted(counted.items(), key=lambda item: -item[1]["bytes"]):
         size = numbers["bytes"]
         yield f"  {axis:<12} {kind:<14} {numbers['calls']:>8,} x {size:>22,} bytes  {sized(size):>12}"

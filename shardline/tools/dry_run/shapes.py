@@ -15,6 +15,7 @@ from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
 from shardline.models.dtensor import local
+from shardline.models.fused_weights import layers_name
 from shardline.parallel.apply import make_model
 from shardline.precision.mixed import Precision
 from shardline.tools.dry_run.fake import fake_group
@@ -30,6 +31,8 @@ class ParameterKind:
     name: str
     whole: Shape
     cuts: tuple[tuple[str, int], ...]
+    dtype: torch.dtype = torch.float32
+    trained: bool = True
 
     def shard(self, layout: Layout, coordinates: dict[str, int]) -> Shape:
         """The shape of the shard of the rank at `coordinates`: equal shards, smaller or empty ones at the end."""
@@ -77,8 +80,10 @@ def build_rank(arch: Architecture, config: Config, layout: Layout, precision: Pr
         model, _ = make_model(arch, config, Mesh(layout, "cpu"), precision)
         counts: Counter[ParameterKind] = Counter()
         shards = {}
+        any_layer = re.compile(rf"^({re.escape(layers_name(arch))})\.\d+")
         for name, parameter in model.named_parameters():
-            kind = ParameterKind(re.sub(r"^layers\.\d+", "layers.*", name), tuple(parameter.shape), _cuts(parameter))
+            about = (tuple(parameter.shape), _cuts(parameter), parameter.dtype, parameter.requires_grad)
+            kind = ParameterKind(any_layer.sub(r"\1.*", name), *about)
             counts[kind] += 1
             shards[kind] = tuple(local(parameter).shape)
         indices = tuple(int(layer) for layer in model.layers)

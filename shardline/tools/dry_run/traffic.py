@@ -15,12 +15,15 @@ from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.schema import Config
-from shardline.data.loader import Batch
+from shardline.data.batch import Batch
+from shardline.data.order import one_pass
+from shardline.models.decoder import Decoder
 from shardline.parallel.apply import make_model
 from shardline.parallel.tensor.tensor import vocabulary_rows
 from shardline.precision.mixed import Precision
 from shardline.tools.dry_run.fake import Collectives, count_collectives, fake_group, fake_tensors
 from shardline.training.loss import choose_chunk_tokens
+from shardline.training.pairs import Reference, reference_kind
 from shardline.training.step import Stepper
 
 FEW_LAYERS = 3  # the first, the last and one between
@@ -50,9 +53,7 @@ def step_collectives(
     count = config.training.local_batch_size // size
     if config.parallelism.pipeline_parallel_schedule_csv or count <= 2:
         return sent(arch.n_layers)
-    one, two = (
-        config.replace({"training.local_batch_size": few * size, "training.global_batch_size": -1}) for few in (1, 2)
-    )
+    one, two = (one_pass(config, few * size) for few in (1, 2))
     return _extended(sent(arch.n_layers, one), sent(arch.n_layers, two), count - 1)
 
 
@@ -66,7 +67,8 @@ def _layers(config: Config, layout: Layout, arch: Architecture) -> tuple[int, in
     period = int(option) if section.mode == "selective" and option.isdecimal() and int(option) > 0 else 1
     period = math.lcm(period, every)
     few = FEW_LAYERS * period + (layers - dense) % period + dense
-    return (layers, period) if plain_replicas or layers <= few + period else (few, period)
+    all_layers = plain_replicas or arch.foreign is not None or layers <= few + period
+    return (layers, period) if all_layers else (few, period)
 
 
 def _extended(one: Collectives, two: Collectives, times: int) -> Collectives:
@@ -85,22 +87,38 @@ def _step(
     # them cannot run without values.
     of_layers = {"sliding_window_layers": None, "rope_layers": None}
     plain = {"attn_backend": "auto", "sliding_window": None, **of_layers, "n_layers": layers}
-    arch = arch.with_overrides(plain)
+    arch = arch.with_overrides(plain) if arch.foreign is None else arch
     config = _without_memory(config, arch, layout, precision)
     training = config.training
     with fake_group(0, layout.world_size):
         mesh = Mesh(layout, "cpu")
         model, applied = make_model(arch, config, mesh, precision)
         with fake_tensors():
+            if arch.foreign is not None:
+                model.to_empty(device="cpu")
             for module in model.modules():  # each once: a router is a part of two modules where ranks share experts
-                module.to_empty(device="cpu", recurse=False)
+                if arch.foreign is None:
+                    module.to_empty(device="cpu", recurse=False)
             model.train()
             stepper = Stepper(
-                config, model, torch.optim.SGD(model.parameters(), lr=0.0), mesh, applied, torch.device("cpu")
+                config,
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.0),
+                mesh,
+                applied,
+                torch.device("cpu"),
+                _reference(config, model),
             )
-            tokens = torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64)
+            rows = training.local_batch_size * training.rows_of_a_sample
+            tokens = torch.zeros(rows, training.seq_len, dtype=torch.int64)
             batch = Batch(tokens, tokens, None, torch.zeros(training.local_batch_size, dtype=torch.int64))
             return count_collectives(lambda: stepper.step([batch] * micro_batches, 0.0, 1))
+
+
+def _reference(config: Config, model: Decoder) -> Reference | None:
+    """The reference of pairs; a copy of the model sends what the model itself sends in a forward pass."""
+    kind = reference_kind(config, model.adaptation)
+    return None if kind is None else Reference(kind, model if kind == "copy" else None)
 
 
 def _without_memory(config: Config, arch: Architecture, layout: Layout, precision: Precision) -> Config:
@@ -112,7 +130,8 @@ def _without_memory(config: Config, arch: Architecture, layout: Layout, precisio
     if config.activation_checkpoint.mode in ("memory_budget", "offload"):  # the compiler's; copies of values
         changes["activation_checkpoint.mode"] = "none"
     if not config.training.loss_chunk_tokens:
-        tokens = config.training.local_batch_size * config.training.seq_len // layout.cp
+        section = config.training
+        tokens = section.local_batch_size * section.rows_of_a_sample * section.seq_len // layout.cp
         rows = len(vocabulary_rows(arch.vocab_size, layout.tp, 0))
         with fake_tensors():
             hidden = torch.empty(tokens, arch.dim, dtype=precision.compute, device="cuda")

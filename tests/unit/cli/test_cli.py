@@ -210,7 +210,8 @@ def test_dry_run_accepts_what_is_not_built(run, stub):
             "shardline.checkpoint.convert",
             "export",
             ("ck", "out"),
-            {"format": "consolidated", "dtype": None, "overwrite": True, "max_shard_size": None},
+            {"format": "consolidated", "dtype": None, "overwrite": True, "max_shard_size": None}
+            | {"merge": False, "base": None},
         ),
         (
             ["generate", "folder", "--prompt", "-x y", "--top-k=5", "--temperature", "0.5"],
@@ -218,7 +219,7 @@ def test_dry_run_accepts_what_is_not_built(run, stub):
             "command",
             ("folder",),
             {"prompt": "-x y", "max_new_tokens": 100, "temperature": 0.5, "top_k": 5, "top_p": None, "seed": 0}
-            | {"device": None, "tokenizer": None},
+            | {"device": None, "tokenizer": None, "base": None},
         ),
     ],
 )

@@ -10,7 +10,25 @@ from shardline.config.schema import leaves
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 NAMES = TEXT.filter(lambda text: text.strip() and text.lower() != "none")
+SOURCES = st.lists(
+    st.fixed_dictionaries(
+        {"path": NAMES},
+        optional={
+            "type": st.sampled_from(["alpaca", "chat_template"])
+            | st.fixed_dictionaries({}, optional={"field_input": NAMES, "format": TEXT}),
+            "weight": st.floats(0.1, 10),
+            "train_on_eos": st.sampled_from(["turn", "none"]),
+            "roles": st.dictionaries(TEXT, st.lists(NAMES, max_size=2), max_size=2),
+        },
+    ),
+    max_size=2,
+)
 SPECIAL = {
+    "data.sources": SOURCES,
+    "data.validation_sources": SOURCES,
+    "data.special_tokens": st.fixed_dictionaries(
+        {}, optional={"pad_token": NAMES, "additional_special_tokens": st.lists(NAMES, max_size=2)}
+    ),
     "job.config_file": st.none(),
     "activation_checkpoint.selective_ac_option": st.sampled_from(["op", "1", "7"]),
     "model.converters": st.lists(NAMES, max_size=3, unique=True).map(

@@ -375,5 +375,6 @@ def test_line_numbers_of_statements():
         "b.f": 8,
         "b.f.g.h": 9,
         "k": 13,
-        "k.l": 14,
+        "k.0": 13,
+        "k.0.l": 14,
     }

@@ -354,6 +354,14 @@ def test_not_pending(keys):
             "model.overrides.window_kind has no effect: the model has no sliding_window",
         ),
         (
+            {"model__overrides": {"window_rope_theta": 100.0}},
+            "model.overrides.window_rope_theta has no effect: the model has no sliding_window",
+        ),
+        (
+            {"model__overrides": {"qk_norm_over": "width"}},
+            "model.overrides.qk_norm_over has no effect: the model has no norm of queries and keys (qk_norm)",
+        ),
+        (
             {"model__overrides": {"query_scale": 0.1}},
             "model.overrides.query_scale has no effect: every layer has rotary positions (rope_layers)",
         ),
@@ -460,6 +468,8 @@ CHANGED = {
     "mscale": 2.0,
     "mscale_all_dim": 3.0,
     "truncate": False,
+    "short_factor": tuple(float(n) for n in range(1, 33)),
+    "long_factor": tuple(float(n) for n in range(2, 34)),
 }
 
 
@@ -468,12 +478,12 @@ CHANGED = {
 def test_the_rules_know_what_each_scaling_reads(kind, field):
     assert set(CHANGED) == set(RopeScaling.model_fields) - {"type", "factor"}
     plain = {"type": kind, "factor": 4.0, "original_max_position_embeddings": 128}
+    plain |= {"short_factor": (1.0,) * 32, "long_factor": (2.0,) * 32} if kind == "longrope" else {}
     plain |= {"mscale": 1.0, "mscale_all_dim": 0.5} if field.startswith("mscale") else {}  # read together
 
     def frequencies(scaling):
         arch = Architecture(dim=64, n_layers=1, n_heads=1, ffn_dim=64, vocab_size=64, rope_scaling=scaling)
-        found, factor = inverse_frequencies(arch)
-        return [*found.tolist(), factor]
+        return [(found.tolist(), factor) for found, factor in (inverse_frequencies(arch, n) for n in (8, 256))]
 
     same = frequencies(plain) == frequencies(plain | {field: CHANGED[field]})
     assert same == (field not in SCALING_FIELDS[kind])
@@ -531,7 +541,8 @@ def test_a_prepared_store_needs_no_cache(tmp_path):
 
 def test_registered_names_count(monkeypatch):
     monkeypatch.setitem(registry.optimizers, "Mine", lambda groups, section: None)
-    with pytest.raises(ConfigError, match=r"AdamW, Adam, LAMB, LARS, Muon, Mine, got 'AdmaW', did you mean 'AdamW'"):
+    known = "AdamW, Adam, SGD, Lion, LAMB, LARS, Muon, Mine"
+    with pytest.raises(ConfigError, match=rf"{known}, got 'AdmaW', did you mean 'AdamW'"):
         check(given(optimizer__name="AdmaW"))
     monkeypatch.setitem(registry.flavors, "llama4", {"tiny": {}})
     check(given(optimizer__name="Mine", model__name="llama4", model__flavor="tiny"))

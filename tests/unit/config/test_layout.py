@@ -200,7 +200,7 @@ def test_nearest_lengths(length, batch, degree):
 def rows_config(length: int, batch: int, validates: bool = False, stages: int = 1) -> SimpleNamespace:
     return SimpleNamespace(
         parallelism=SimpleNamespace(pipeline_parallel_degree=stages, pipeline_parallel_microbatch_size=1),
-        training=SimpleNamespace(seq_len=length, local_batch_size=batch),
+        training=SimpleNamespace(seq_len=length, local_batch_size=batch, rows_of_a_sample=1),
         validation=SimpleNamespace(seq_len=7, local_batch_size=3, enable=validates),
     )
 

@@ -23,6 +23,7 @@ LEVELS = {
     "comm": 11,
     "memory": 10,
     "precision": 9,
+    "adapters": 9,
     "data": 8,
     "models": 7,
     "storage": 6,

@@ -16,7 +16,7 @@ from shardline.memory import offload
 from shardline.memory.offload import KeptBlock, Offload
 from shardline.models.decoder import Decoder
 from shardline.models.init import init_weights
-from shardline.models.narrow import keep_narrow, narrow_copy
+from shardline.models.products.narrow import keep_narrow, narrow_copy
 from shardline.parallel.apply import apply
 from shardline.precision.mixed import Precision
 from shardline.training.setup import build_model

@@ -39,7 +39,13 @@ def packed_documents(batch: int, length: int, lengths: list[int]) -> Tensor:
 
 
 def definition(
-    q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | None, sink: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    documents: Tensor | None,
+    sink: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Query by query, in loops: nothing shared with the code under test."""
     out = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -51,6 +57,8 @@ def definition(
                 seen = [j for j in seen if documents[b, i] == documents[b, j]]
             for h in range(q.shape[2]):
                 scores = k[b, seen, h // group] @ q[b, i, h] / q.shape[3] ** 0.5
+                if cap is not None:
+                    scores = cap * torch.tanh(scores / cap)
                 if sink is not None:
                     scores = torch.cat((scores, sink[h : h + 1]))
                 out[b, i, h] = scores.softmax(0)[: len(seen)] @ v[b, seen, h // group]
@@ -102,6 +110,38 @@ def test_sinks_take_part_in_the_softmax(kernel: str, window: int, packed: bool) 
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kernel", ["math", "flex"])
+@pytest.mark.parametrize(("window", "packed", "sinks"), [(0, False, False), (5, True, False), (5, False, True)])
+def test_scores_may_have_a_soft_cap(
+    kernel: str, window: int, packed: bool, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial_attention, "MOST_SCORES", 2 * 4 * 24 * 5)  # 5 rows at a time
+    torch.manual_seed(0)
+    documents = packed_documents(2, 24, [7, 3, 11]) if packed else None
+    inputs = [torch.randn(2, 24, heads, 16, requires_grad=kernel != "flex") for heads in (4, 2, 2)]
+    sink = torch.tensor([-1.0, 0.5, 2.0, 3.0]) if sinks else None
+    arch = architecture(score_cap=0.7, sinks=sinks)
+    mask = make_mask(arch, torch.zeros(2, 24, dtype=torch.int64), torch.float32, window, documents, kernel=kernel)
+    found, expected = attention(*inputs, mask, sink), definition(*inputs, window, documents, sink, cap=0.7)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (found - definition(*inputs, window, documents, sink)).abs().max() > 1e-2
+    if kernel != "flex":  # whose gradients need a GPU
+        gradient = torch.randn_like(found)
+        for a, b in zip(*(torch.autograd.grad(x, inputs, gradient) for x in (found, expected)), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_kernels_of_capped_scores(hopper: set[str]) -> None:
+    bf16, capped = torch.bfloat16, architecture(score_cap=5.0)
+    assert choose_kernel(capped, CPU, torch.float32, plain=True) == "math"
+    assert choose_kernel(capped, CUDA, bf16, plain=True) == "flex"
+    assert choose_kernel(capped, CUDA, bf16, plain=False) == "flex"
+    assert choose_kernel(architecture(score_cap=5.0, attn_backend="sdpa"), CUDA, bf16, plain=True) == "math"
+    assert choose_kernel(architecture(score_cap=5.0, head_dim=8), CUDA, bf16, plain=True) == "math"
+    with pytest.raises(UserError, match="has no score_cap"):
+        choose_kernel(architecture(score_cap=5.0, attn_backend="varlen"), CUDA, bf16, plain=True)
+
+
 def test_kernels_of_a_model_with_sinks_give_the_log_sum_exp() -> None:
     assert choose_kernel(architecture(sinks=True), CPU, torch.float32, plain=True) == "cpu"
     assert choose_kernel(architecture(sinks=True), CPU, torch.float32, plain=False) == "cpu"
@@ -128,13 +168,15 @@ def test_chunks_are_documents_of_the_varlen_kernel() -> None:
     assert mask.window == 0
 
 
-def test_flex_mask_enters_a_compiled_function() -> None:
+@pytest.mark.parametrize("cap", [None, 0.7])
+def test_flex_mask_enters_a_compiled_function(cap: float | None) -> None:
+    arch = architecture(score_cap=cap)
     q, k, v = torch.randn(2, 128, 4, 16), torch.randn(2, 128, 2, 16), torch.randn(2, 128, 2, 16)
     documents = packed_documents(2, 128, [50, 31])
-    mask = make_mask(architecture(), q[:, :, 0, 0], torch.float32, 9, documents, kernel="flex")
+    mask = make_mask(arch, q[:, :, 0, 0], torch.float32, 9, documents, kernel="flex")
     torch._dynamo.reset()
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
-    dense = make_mask(architecture(), q[:, :, 0, 0], torch.float32, 9, documents, kernel="sdpa")
+    dense = make_mask(arch, q[:, :, 0, 0], torch.float32, 9, documents, kernel="sdpa")
     torch.testing.assert_close(compiled(q, k, v, mask), attention(q, k, v, dense), atol=1e-5, rtol=1e-5)
 
 
@@ -287,11 +329,18 @@ def gpu_case(packed: bool, window: int, dtype: torch.dtype) -> tuple[list[Tensor
     return tensors, documents, torch.randn(2, 512, 8, 128, device="cuda").to(dtype)
 
 
-def run(kernel: str, tensors: list[Tensor], documents: Tensor | None, window: int, grad: Tensor) -> list[Tensor]:
+def run(
+    kernel: str,
+    tensors: list[Tensor],
+    documents: Tensor | None,
+    window: int,
+    grad: Tensor,
+    cap: float | None = None,
+) -> list[Tensor]:
     """The result and the gradients of `tensors`: q, k, v and perhaps a sink."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
     tokens = torch.zeros(2, 512, dtype=torch.int64, device="cuda")
-    mask = make_mask(architecture(head_dim=128), tokens, grad.dtype, window, documents, kernel=kernel)
+    mask = make_mask(architecture(head_dim=128, score_cap=cap), tokens, grad.dtype, window, documents, kernel=kernel)
     out = attention(*leaves[:3], mask, *leaves[3:])
     out.backward(grad)
     return [out.detach(), *(leaf.grad for leaf in leaves)]
@@ -334,6 +383,16 @@ def test_cuda_kernels_agree_on_sinks(kernel: str, packed: bool, window: int) -> 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("packed", "window"), [(False, 0), (True, 60)])
+def test_cuda_kernels_agree_on_capped_scores(packed: bool, window: int) -> None:
+    tensors, documents, grad = gpu_case(packed, window, torch.bfloat16)
+    expected = run("math", [tensor.float() for tensor in tensors], documents, window, grad.float(), 1.5)
+    for found, wanted in zip(run("flex", tensors, documents, window, grad, 1.5), expected, strict=True):
+        error = (found.float() - wanted).norm() / wanted.norm()
+        assert error < 2e-2, float(error)
+
+
+@pytest.mark.gpu
 def test_cuda_choice_runs_compiled() -> None:
     """The chosen kernels inside a compiled block: the same loss as eager, packed and plain."""
     from shardline.models.decoder import Decoder, block_function
@@ -341,7 +400,8 @@ def test_cuda_choice_runs_compiled() -> None:
 
     packed = {"attn_mask_type": "block_causal"}
     sinks = {"sinks": True, "sliding_window": 40, "sliding_window_layers": (0,)}
-    for changes in ({}, packed, {"sliding_window": 40}, {"sliding_window": 40, "window_kind": "chunked"}, sinks):
+    windows = ({"sliding_window": 40}, {"sliding_window": 40, "window_kind": "chunked"}, {"score_cap": 2.0})
+    for changes in ({}, packed, *windows, sinks):
         torch._dynamo.reset()
         with torch.device("cuda"):
             model = Decoder(architecture(head_dim=64, **changes))

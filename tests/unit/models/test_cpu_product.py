@@ -5,10 +5,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardline.models import cpu_product, feed_forward
-from shardline.models.cpu_product import multiply
+from shardline.models import feed_forward
 from shardline.models.feed_forward import FeedForwardWeights, Products
-from shardline.models.linear import linear
+from shardline.models.products import cpu_product
+from shardline.models.products.cpu_product import multiply
+from shardline.models.products.linear import linear
 from shardline.models.rope import rotate
 
 needs_op = pytest.mark.skipif(

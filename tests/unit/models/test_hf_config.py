@@ -199,7 +199,13 @@ def test_sliding_windows() -> None:
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 2]}, "mlp_only_layers [0, 2] is not supported"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "top_k (9) must not exceed n_experts (8)"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type 'proportional' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' needs short_factor"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear' is not supp"),
+        ({"model_type": "gemma2", "hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention is not"),
+        ({"model_type": "phi3", "resid_pdrop": 0.1}, "resid_pdrop 0.1 is not supported"),
+        ({"model_type": "olmo2", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_type 'mrope' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_type 'llama3' needs low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "rope_type 'linear': "),
@@ -215,9 +221,10 @@ def test_sliding_windows() -> None:
 def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL, **changes}))
     with pytest.raises(ConfigError) as error:
-        architecture_from_hf(tmp_path)
+        architecture_from_hf(tmp_path, "native")
     assert message in str(error.value)
     assert "config.json" in str(error.value)
+    assert ('model.implementation = "transformers"' in str(error.value)) == ("not supported" in str(error.value))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -280,17 +280,17 @@ def test_a_rank_reads_only_the_rows_that_it_holds(family: str, tmp_path: Path, m
     ranks, rank = 8, 3
     whole, model, reads = Decoder(arch), Decoder(arch), Reads()
     load_logical_state(whole, tensors)
-    map_tensor = hf._map_tensor
+    mapped = hf.map_tensor
 
     def watched(*place: Any) -> Tensor:
-        tensor = map_tensor(*place)
+        tensor = mapped(*place)
         kept.append(tensor)  # so that no other tensor is given its address
         reads.places.add(tensor.untyped_storage().data_ptr())
         assert str(file) in Path("/proc/self/maps").read_text()
         return tensor
 
     kept: list[Tensor] = []
-    monkeypatch.setattr(hf, "_map_tensor", watched)
+    monkeypatch.setattr(hf, "map_tensor", watched)
     with fake_group(rank, ranks):
         mesh = init_device_mesh("cpu", (ranks,))
         for name, parameter in list(model.named_parameters()):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardline.models.linear import accumulate, linear, weight_queue, wide_linear
+from shardline.models.products.linear import accumulate, linear, weight_queue, wide_linear
 
 
 def leaves(dtype=torch.float32, bias=True, rows=(3, 5)):

@@ -15,6 +15,7 @@ from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import FLAVORS, resolve
 from shardline.models.fused_weights import active_parameter_count, parameter_count
+from shardline.models.huggingface.config import architecture_from_dict, export_family, hf_config
 
 PUBLISHED = {
     ("llama3", "1B"): 1_235_814_400,
@@ -39,6 +40,31 @@ PUBLISHED = {
     ("llama4", "17bx128e"): 400_711_848_960,
     ("llama4", "17bx16e_irope"): 107_769_861_120,
     ("llama4", "17bx128e_irope"): 400_711_848_960,
+    ("gemma2", "2B"): 2_614_341_888,
+    ("gemma2", "9B"): 9_241_705_984,
+    ("gemma2", "27B"): 27_227_128_320,
+    ("gemma3", "1B"): 999_885_952,
+    ("gemma3", "4B"): 4_300_079_472 - 416_866_032 - 1152 * 2561,  # without the tower of images and the way to it
+    ("gemma3", "12B"): 12_187_325_040 - 416_866_032 - 1152 * 3841,
+    ("gemma3", "27B"): 27_432_406_640 - 416_866_032 - 1152 * 5377,
+    ("phi3", "mini"): 3_821_079_552,
+    ("phi3", "medium"): 13_960_238_080,
+    ("phi4", "14B"): 14_659_507_200,
+    ("olmo2", "7B"): 7_298_617_344,
+    ("olmo2", "13B"): 13_716_198_400,
+    ("olmo2", "32B"): 32_234_279_936,
+    ("granite", "2B"): 2_533_531_648,
+    ("granite", "8B"): 8_170_848_256,
+    ("smollm3", "3B"): 3_075_098_624,
+    ("glm4", "9B"): 9_400_279_040,
+    ("starcoder2", "3B"): 3_030_371_328,
+    ("starcoder2", "7B"): 7_173_923_840,
+    ("command_r", "35B"): 34_980_831_232,
+    ("command_r", "7B"): 8_028_033_024,
+    ("falcon3", "1B"): 1_669_408_768,
+    ("falcon3", "3B"): 3_227_655_168,
+    ("falcon3", "7B"): 7_455_550_464,
+    ("falcon3", "10B"): 10_305_653_760,
     ("gpt_oss", "20b"): 20_914_757_184,
     ("gpt_oss", "120b"): 116_829_156_672,
 }
@@ -56,6 +82,7 @@ class Section:
     name: str = "llama3"
     flavor: str = "debugmodel"
     hf_assets_path: str = ""
+    implementation: str = "auto"
     overrides: dict[str, Any] = field(default_factory=dict)
 
 
@@ -67,6 +94,17 @@ def test_parameter_counts(model: str, flavor: str) -> None:
     assert parameter_count(arch) == PUBLISHED[model, flavor]
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in Decoder(arch).parameters()) == PUBLISHED[model, flavor]
+
+
+DENSE = "gemma2 gemma3 phi3 phi4 olmo2 granite smollm3 glm4 starcoder2 command_r falcon3"
+
+
+@pytest.mark.parametrize("model", DENSE.split())
+def test_dense_flavors_have_a_family_of_transformers(model: str) -> None:
+    """The config.json of a flavor is one of its own family, and reads back as the flavor."""
+    for arch in FLAVORS[model].values():
+        assert export_family(arch) == arch.family
+        assert architecture_from_dict(hf_config(arch)) == arch
 
 
 @pytest.mark.parametrize(("model", "flavor"), ACTIVE)
@@ -160,7 +198,7 @@ def test_a_folder_by_auto(tmp_path: Path) -> None:
         "vocab_size": 99,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    arch = resolve(Section("auto", "", str(tmp_path), {"n_layers": 2}))
+    arch = resolve(Section("auto", "", str(tmp_path), overrides={"n_layers": 2}))
     assert (arch.family, arch.n_layers, arch.qkv_bias) == ("qwen2", 2, True)
     with pytest.raises(ConfigError, match=r"nowhere/config\.json: there is no such file"):
         resolve(Section("auto", "", str(tmp_path / "nowhere")))

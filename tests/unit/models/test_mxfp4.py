@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardline.models.huggingface.files import _map_tensor, _stored
+from shardline.models.huggingface.files import map_tensor, stored_rows
 from shardline.models.huggingface.mxfp4 import dequantize
 
 
@@ -40,15 +40,15 @@ def test_packed_tensors_of_a_folder_are_read_as_one(tmp_path: Path) -> None:
     save_file(
         {f"{name}_blocks": blocks, f"{name}_scales": scales, f"{name}_bias": plain}, tmp_path / "model.safetensors"
     )
-    stored = _stored(tmp_path)
+    stored = stored_rows(tmp_path)
     assert stored.keys() == {name, f"{name}_bias"}
     assert (stored[name][1].shape, stored[name][1].dtype) == ((3, 64, 8), "BF16")
     whole = dequantize(blocks, scales).transpose(1, 2)
-    assert torch.equal(_map_tensor(*stored[name]), whole)
-    assert torch.equal(_map_tensor(*stored[name], slice(1, 3)), whole[1:3])
+    assert torch.equal(map_tensor(*stored[name]), whole)
+    assert torch.equal(map_tensor(*stored[name], slice(1, 3)), whole[1:3])
 
 
 def test_the_text_part_of_a_folder_is_read(tmp_path: Path) -> None:
     names = ("language_model.model.norm.weight", "vision_model.norm.weight", "multi_modal_projector.linear_1.weight")
     save_file({name: torch.randn(2) for name in names}, tmp_path / "model.safetensors")
-    assert _stored(tmp_path).keys() == {"model.norm.weight"}
+    assert stored_rows(tmp_path).keys() == {"model.norm.weight"}

@@ -19,6 +19,8 @@ from shardline.parallel.expert.row_transfer_kernels import (  # noqa: E402
     send_rows_kernel,
     share_counts_kernel,
 )
+from shardline.precision.float8 import E4M3, LARGEST, TINY, Quantized, Recipe, quantize, transposed  # noqa: E402
+from shardline.precision.float8_kernels import largest_kernel, turn_kernel  # noqa: E402
 from shardline.training.loss_kernel import loss_kernel  # noqa: E402
 
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -59,24 +61,48 @@ def check_add_up() -> None:
     torch.testing.assert_close(out, kept.view(tokens, k, width).sum(1))
 
 
-def check_swiglu() -> None:
+def check_swiglu(run: int, weighted: bool, block: int) -> None:
+    """Gate and up alternate in runs; with weights a program has a whole row."""
     source = torch.Generator().manual_seed(2)
-    rows, width = 5, 20
+    rows, width = 5, 24
     product = torch.randn(rows, 2 * width, generator=source).to(DEVICE).requires_grad_()
     weights = torch.rand(rows, 1, generator=source).to(DEVICE).requires_grad_()
-    gate, up = product.chunk(2, dim=1)
-    wanted = torch.nn.functional.silu(gate) * up * weights
+    gate, up = (half.flatten(1) for half in product.unflatten(1, (-1, 2, run)).unbind(2))
+    wanted = torch.nn.functional.silu(gate) * up * (weights if weighted else 1 + 0 * weights)
     given = torch.randn(rows, width, generator=source).to(DEVICE)
     of_product, of_weights = torch.autograd.grad(wanted, (product, weights), given)
     inputs = product.detach(), weights.detach()
     out, of_one, of_other = torch.empty_like(wanted), torch.empty_like(product), torch.empty_like(weights)
-    swiglu_kernel[(rows,)](*inputs, out, width, BLOCK=32)
+    grid, options = (rows, -(-width // block)), {"RUN": run, "WEIGHTED": weighted, "BLOCK": block}
+    swiglu_kernel[grid](*inputs, out, width, **options)
     torch.testing.assert_close(out, wanted.detach())
     again = torch.empty_like(out)
-    swiglu_gradient_kernel[(rows,)](given, *inputs, of_one, of_other, again, width, BLOCK=32)
+    swiglu_gradient_kernel[grid](given, *inputs, of_one, of_other, again, width, **options)
     torch.testing.assert_close(again, wanted.detach())
     torch.testing.assert_close(of_one, of_product)
-    torch.testing.assert_close(of_other, of_weights)
+    if weighted:
+        torch.testing.assert_close(of_other, of_weights)
+
+
+def check_float8_turn() -> None:
+    """Rows that differ by orders of magnitude, one of them zeros, in tiles that do not divide them."""
+    source = torch.Generator().manual_seed(4)
+    rows, depth = 21, 13
+    wide = torch.randn(rows, depth, generator=source) * torch.logspace(-3, 3, rows)[:, None]
+    wide[5] = 0
+    given = quantize(wide)
+    wanted = transposed(given, Recipe("rowwise", emulate=False))
+    data, factors = (tensor.to(DEVICE) for tensor in given)
+    largest = torch.zeros(depth, device=DEVICE)
+    found = Quantized(data.new_empty(depth, rows), factors.new_empty(depth, 1))
+    largest_kernel[(2, 2)](data, factors, largest, rows, depth, ROWS=8, COLUMNS=8, TILES=2)
+    tile = {"ROWS": 8, "COLUMNS": 8}
+    turn_kernel[(2, 3)](data, factors, largest, *found, rows, depth, LARGEST[E4M3], TINY, **tile)
+    assert torch.equal(found.factors.cpu(), wanted.factors)
+    one, other = found.data.cpu().float(), wanted.data.float()
+    exact = (other.abs() >= 2**-6) | ON_GPU  # the interpreter does not know numbers whose exponent has run out
+    assert torch.equal(one[exact], other[exact])
+    assert exact.float().mean() > 0.5
 
 
 def check_row_transfers() -> None:
@@ -147,30 +173,37 @@ def check_squares() -> None:
         torch.testing.assert_close(sums.sum(), x.square().sum())
 
 
-def check_loss() -> None:
+def check_loss(cap: float | None, weighted: bool = False) -> None:
     """Also where the target has nearly all of the probability, and where it is in the last, unfinished block."""
     rows, width = 4, 37
     logits = 3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     target = torch.tensor([0, 36, 20, 5], device=DEVICE)
     logits[2, 20] += 17
     scale = torch.tensor(0.25, device=DEVICE)
+    if weighted:  # every row has its own
+        scale = torch.tensor([[0.25], [-2.0], [0.0], [1.0]], device=DEVICE)
     exact = logits.double().requires_grad_()
-    wanted = torch.nn.functional.cross_entropy(exact, target, reduction="none")
-    (of_logits,) = torch.autograd.grad(wanted.sum() * 0.25, exact)
-    losses = torch.empty(rows, device=DEVICE)
-    loss_kernel[(rows,)](logits, target, losses, losses, width, GRADIENT=False, BLOCK=16)
+    inside = exact if cap is None else cap * torch.tanh(exact / cap)
+    wanted = torch.nn.functional.cross_entropy(inside, target, reduction="none")
+    (of_logits,) = torch.autograd.grad((wanted * scale.flatten()).sum(), exact)
+    losses, options = torch.empty(rows, device=DEVICE), {"CAPPED": cap is not None, "WEIGHTED": weighted, "BLOCK": 16}
+    loss_kernel[(rows,)](logits, target, losses, losses, width, cap or 1.0, GRADIENT=False, **options)
     torch.testing.assert_close(losses, wanted.float().detach(), rtol=1e-5, atol=1e-7)
     assert torch.equal(logits, exact.float())
-    loss_kernel[(rows,)](logits, target, losses, scale, width, GRADIENT=True, BLOCK=16)
+    loss_kernel[(rows,)](logits, target, losses, scale, width, cap or 1.0, GRADIENT=True, **options)
     torch.testing.assert_close(losses, wanted.float().detach(), rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(logits, of_logits.float(), rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(logits, of_logits.float(), rtol=1e-5, atol=1e-12 if cap is None else 1e-7)
 
 
 if __name__ == "__main__":
     check_squares()
-    check_loss()
+    check_loss(None)
+    check_loss(4.0)
+    check_loss(None, weighted=True)
     check_row_transfers()
-    check_swiglu()
+    check_float8_turn()
+    check_swiglu(run=24, weighted=True, block=32)
+    check_swiglu(run=8, weighted=False, block=16)
     for optimizer in (torch.optim.AdamW, torch.optim.Adam):
         for of_gradient in (torch.float32, torch.bfloat16):
             check_adam(optimizer, of_gradient)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.models.narrow import keep_narrow, narrow_copy, narrowed
+from shardline.models.products.narrow import keep_narrow, narrow_copy, narrowed
 from shardline.optim.clip import clip_, clipping_factor
 from shardline.optim.gpu_adam import GPUAdam
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardline import registry
+from shardline.config.schema import Lora
 from shardline.errors import ConfigError, UserError
 from shardline.optim import optimizer as module
 from shardline.optim.optimizer import build_optimizer, scaled_lr
@@ -32,7 +33,7 @@ DEFAULTS = {
 
 
 def config(**options):
-    return SimpleNamespace(optimizer=SimpleNamespace(**{**DEFAULTS, **options}))
+    return SimpleNamespace(optimizer=SimpleNamespace(**{**DEFAULTS, **options}), lora=Lora())
 
 
 class Tiny(nn.Module):

@@ -82,7 +82,7 @@ def meshes():
 
 @case
 def layerwise_steps_are_those_of_one_process():
-    for name in ("LAMB", "LARS"):
+    for name in ("LAMB", "LARS", "SGD", "Lion"):
         for label, (mesh, placements) in meshes().items():
             whole, model = decoder(name), decoder(name)
             shard(model, mesh, placements)

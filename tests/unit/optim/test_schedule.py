@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.config.rules import schedule_notes
+from shardline.config.schema import LRScheduler
 from shardline.optim.lr_schedule import lr_factor, set_lr
 
 
-def config(steps=10, warmup=0, total=None, ratio=None, decay="linear", floor=0.0):
-    section = SimpleNamespace(
-        warmup_steps=warmup, total_steps=total, decay_ratio=ratio, decay_type=decay, min_lr_factor=floor
+def config(steps=10, warmup=0, total=None, ratio=None, decay="linear", floor=0.0, **others):
+    section = LRScheduler(
+        warmup_steps=warmup, total_steps=total, decay_ratio=ratio, decay_type=decay, min_lr_factor=floor, **others
     )
     return SimpleNamespace(lr_scheduler=section, training=SimpleNamespace(steps=steps))
 
@@ -39,6 +40,11 @@ TABLE = [
     ({"warmup": 5, "ratio": 0.8}, [0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2]),
     ({"warmup": 2, "total": 20}, [0.5, 1, 1, 0.9444, 0.8889, 0.8333, 0.7778, 0.7222, 0.6667, 0.6111]),
     ({"warmup": 200}, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1]),
+    # Keys that TorchTitan does not have
+    ({"warmup_ratio": 0.4}, [0.25, 0.5, 0.75, 1, 1, 0.8333, 0.6667, 0.5, 0.3333, 0.1667]),
+    ({"warmup": 2, "decay": "constant"}, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+    ({"decay": "linear", "decay_end_ratio": 0.5, "floor": 0.5}, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.5, 0.5, 0.5]),
+    ({"warmup": 2, "ratio": 0.2, "decay_end_ratio": 0.6}, [0.5, 1, 1, 1, 1, 0.5, 0, 0, 0, 0]),
 ]
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from shardline.config.load import load_config
 from shardline.config.rules import check, notes
-from shardline.data.loader import Batch
+from shardline.data.batch import Batch
 from shardline.errors import ConfigError
 from shardline.models import partial_attention as attention_parts
 from shardline.models.attention import make_mask
@@ -190,7 +190,7 @@ def test_calls_cover_what_is_visible_once_and_nothing_needless(layout):
                 if call.kind == MASKED:
                     assert region.any(), "an empty rectangle is not computed"
                     assert not region.all(), "a full one needs no mask"
-                    pair = PairMask(documents, window, length).allowed(
+                    pair = PairMask(documents, window, length, cap=None).allowed(
                         mine[call.queries.start], theirs[call.keys.start], torch.device("cpu")
                     )
                     assert torch.equal(pair[:, 0], region)
@@ -236,22 +236,32 @@ def drawn(*shape: int, seed: int, dtype=torch.float64) -> Tensor:
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def whole_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """PyTorch's own over (B, S, H, D)."""
+def whole_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, cap: float | None = None) -> Tensor:
+    """PyTorch's own over (B, S, H, D); with a cap of the scores, the formula."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if cap is not None:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        scores = cap * torch.tanh(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 / cap)
+        return (scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1) @ v).transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], enable_gqa=True).transpose(1, 2)
 
 
 @SOME
-@given(layouts(), st.sampled_from(((4, 4), (4, 2), (3, 1))), st.sampled_from((8, 6)), st.integers(0, 100))
-def test_ranks_together_compute_what_one_computes(layout, heads, v_dim, seed):
+@given(
+    layouts(),
+    st.sampled_from(((4, 4), (4, 2), (3, 1))),
+    st.sampled_from((8, 6)),
+    st.sampled_from((None, 0.7)),
+    st.integers(0, 100),
+)
+def test_ranks_together_compute_what_one_computes(layout, heads, v_dim, cap, seed):
     """All ranks' plans, run one after the other: outputs and gradients of PyTorch's attention over whole sequences."""
     slices, length, window, documents = layout
     tokens, batch = slices.total * length, 2 if documents is None else documents.shape[0]
     sizes = ((heads[0], 8), (heads[1], 8), (heads[1], v_dim))
     q, k, v = (drawn(batch, tokens, *size, seed=seed + i).requires_grad_() for i, size in enumerate(sizes))
     gradient = drawn(batch, tokens, heads[0], v_dim, seed=seed + 9)
-    expected = whole_attention(q, k, v, visible(tokens, window, documents))
+    expected = whole_attention(q, k, v, visible(tokens, window, documents), cap)
     expected.backward(gradient)
     where = [
         ContextParallel(slices, rank, "ring").positions(tokens, torch.device("cpu")) for rank in range(slices.ranks)
@@ -259,7 +269,7 @@ def test_ranks_together_compute_what_one_computes(layout, heads, v_dim, seed):
     q_, k_, v_ = (x.detach() for x in (q, k, v))
     blocks = [pack(k_[:, places], v_[:, places], slices.each) for places in where]
     added = torch.zeros(slices.ranks, *blocks[0].shape, dtype=torch.float64)
-    seen = PairMask(documents, window, length)
+    seen = PairMask(documents, window, length, cap)
     for plan, places in zip(plans_of(*layout), where, strict=True):
         attending = Attending(q_[:, places], widths(k_, v_), plan, seen)
         spans = [(source, span) for source, span in enumerate(plan.wanted) if span is not None]

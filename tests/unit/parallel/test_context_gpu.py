@@ -70,7 +70,7 @@ def test_ranks_together_compute_what_one_computes(window: int, packed: bool, dty
     blocks = [pack(k[:, places], v[:, places], 2) for places in where]
     found = [torch.zeros_like(x, dtype=torch.float32) for x in expected]
     added = torch.zeros(RANKS, *blocks[0].shape, device=CUDA)
-    seen = PairMask(None if documents is None else documents.to(CUDA), window, length)
+    seen = PairMask(None if documents is None else documents.to(CUDA), window, length, cap=None)
     for rank, places in enumerate(where):
         plan = plan_of(slices, rank, length, window, documents)
         attending = Attending(q[:, places], widths(k, v), plan, seen)

@@ -17,7 +17,7 @@ from shardline.errors import ConfigError
 from shardline.models.experts.grouped import grouped_linear
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
-from shardline.models.linear import accumulate, weight_queue
+from shardline.models.products.linear import accumulate, weight_queue
 from shardline.precision import float8
 from shardline.precision.convert import check_device, check_rows
 from shardline.precision.float8 import E4M3, E5M2, LARGEST, Quantized, Recipe, quantize

@@ -113,7 +113,7 @@ def test_tied_head_is_counted_as_the_product_it_is():
 def test_flops_of_latent_attention_are_those_that_run(monkeypatch, q_rank):
     """PyTorch's own count of forward and backward, which has no norms, with values as narrow as they are."""
     monkeypatch.setattr("shardline.models.attention.as_wide_as", lambda q, v: v)
-    monkeypatch.setattr("shardline.models.cpu_product.onednn", lambda: None)  # its products are not counted
+    monkeypatch.setattr("shardline.models.products.cpu_product.onednn", lambda: None)  # its products are not counted
     sizes = {"kv_rank": 12, "q_rank": q_rank, "nope_dim": 10, "rope_dim": 6, "v_dim": 8}
     arch = Architecture(dim=32, n_layers=2, n_heads=4, ffn_dim=48, vocab_size=64, latent=sizes)
     model, tokens = Decoder(arch), torch.zeros(2, 24, dtype=torch.int64)

@@ -44,7 +44,7 @@ def test_rows_have_the_keys_of_the_contract(tmp_path):
     folder = RunFolder(tmp_path)
     metrics = MetricsLog(make_config(), folder)
     metrics.log(dict(reversed(make_row(1, comm_bytes={"dp_shard": 12}).items())))
-    metrics.log_validation(1, 2.25)
+    metrics.log_validation(1, {"loss": 2.25})
     # No close: every line is in the file once the call has returned.
     first, second = strict_rows(folder.metrics_path)
     assert list(first) == list(KEYS)
@@ -114,10 +114,10 @@ class AlmostFull:
 def test_a_row_that_does_not_fit_leaves_no_part(tmp_path):
     folder = RunFolder(tmp_path)
     metrics = MetricsLog(make_config(), folder)
-    metrics.log_validation(1, 2.25)
+    metrics.log_validation(1, {"loss": 2.25})
     metrics.file = AlmostFull(metrics.file, 10)
     with pytest.raises(UserError, match=r"cannot write .*metrics.jsonl: No space left"):
-        metrics.log_validation(2, 2.5)
+        metrics.log_validation(2, {"loss": 2.5})
     assert strict_rows(folder.metrics_path) == [{"step": 1, "validation_loss": 2.25}]
     metrics.close()
 
@@ -134,8 +134,8 @@ def test_a_sink_that_fails_is_left_out_and_the_rows_go_on(tmp_path, caplog):
     metrics = MetricsLog(make_config(), folder)
     metrics.sinks = [Broken()]
     with caplog.at_level(logging.WARNING, "shardline"):
-        metrics.log_validation(1, 2.25)
-        metrics.log_validation(2, 2.5)
+        metrics.log_validation(1, {"loss": 2.25})
+        metrics.log_validation(2, {"loss": 2.5})
     assert [row["step"] for row in strict_rows(folder.metrics_path)] == [1, 2]
     assert caplog.text.count("Broken is no longer written") == 1
     metrics.close()
@@ -224,7 +224,7 @@ def test_tensorboard_gets_every_number(tmp_path):
     metrics = MetricsLog(make_config(enable_tensorboard=True, save_tb_folder="board"), RunFolder(tmp_path))
     metrics.log(make_row(1, comm_bytes={"dp": 8}))
     metrics.log(make_row(2, loss=0.5, mfu=0.25))
-    metrics.log_validation(2, 0.75)
+    metrics.log_validation(2, {"loss": 0.75})
     metrics.close()
     scalars = scalars_in(tmp_path / "board")
     assert scalars["loss"] == [(1, 1.5), (2, 0.5)]
@@ -311,7 +311,7 @@ def wandb_runs(monkeypatch):
 def test_wandb_gets_config_and_rows(tmp_path, wandb_runs):
     metrics = MetricsLog(make_config(enable_wandb=True), make_folder(tmp_path))
     metrics.log(make_row(3, comm_bytes={"dp": 8}))
-    metrics.log_validation(3, 2.0)
+    metrics.log_validation(3, {"loss": 2.0})
     metrics.close()
     (run,) = wandb_runs
     assert run.options["project"] == "shardline"
@@ -331,6 +331,16 @@ def test_wandb_reads_its_environment(tmp_path, wandb_runs, monkeypatch):
     MetricsLog(make_config(enable_wandb=True), RunFolder(tmp_path)).close()
     options = wandb_runs[0].options
     assert (options["project"], options["entity"], options["name"], options["id"]) == ("p", "t", "n", "i")
+
+
+def test_wandb_keys_take_precedence_over_its_environment(tmp_path, wandb_runs, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "other")
+    names = ("project", "entity", "name", "run_id", "group")
+    keys = {f"wandb_{name}": name for name in names} | {"wandb_tags": ["a"], "wandb_mode": "offline"}
+    MetricsLog(make_config(enable_wandb=True, **keys), RunFolder(tmp_path)).close()
+    options = wandb_runs[0].options
+    assert [options["id" if name == "run_id" else name] for name in names] == list(names)
+    assert (options["tags"], options["mode"]) == (["a"], "offline")
 
 
 def test_resumed_run_continues_its_wandb_run(tmp_path, wandb_runs):

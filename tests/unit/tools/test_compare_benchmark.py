@@ -207,3 +207,14 @@ def test_list(benchmark, monkeypatch, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in printed} == set(benchmark.CASES)
     assert len(printed) == sum(map(len, benchmark.CASES.values()))
+
+
+def test_only_the_chosen_trainers_run(benchmark, monkeypatch):
+    monkeypatch.setattr(benchmark, "measure", lambda run, *rest: {"tokens_per_second": 1.0})
+    monkeypatch.setattr(benchmark, "mfu", lambda run, rate: None)
+    found = benchmark.compare(["bf16", "cpu-demo"], 2, [], 1.0, ["shardline", "loop"])
+    assert [(row["case"], row["trainer"]) for row in found] == [
+        (case, trainer) for case in ("bf16", "cpu-demo") for trainer in ("shardline", "loop")
+    ]
+    with pytest.raises(benchmark.argparse.ArgumentTypeError, match="no trainer is named 'titan'"):
+        benchmark.chosen_trainers("titan")

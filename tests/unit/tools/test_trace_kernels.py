@@ -37,7 +37,7 @@ from tests.unit.tools.test_trace_overlap import event, nccl, step, write
         ("void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>>", "elementwise"),
         ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "collectives"),
         ("send_rows_kernel", "rows of experts"),
-        ("swiglu_gradient_kernel", "rows of experts"),
+        ("swiglu_gradient_kernel", "SwiGLU and float8"),
         ("add_up_kernel", "rows of experts"),
         ("void at::native::radixSortKVInPlace<2>", "other"),
         ("aten::mm", "matrix products"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +13,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardline.tools.dry_run.fake import fake_tensors
 from shardline.training import loss as loss_module
-from shardline.training.loss import IGNORE, choose_chunk_tokens, chunked_cross_entropy, count_targets
+from shardline.training.loss import (
+    IGNORE,
+    choose_chunk_tokens,
+    chunked_cross_entropy,
+    chunked_losses,
+    count_targets,
+    run_backward,
+)
 
 
 def make(batch: int, sequence: int, dim: int, vocabulary: int, ignored: float = 0.2, seed: int = 0, **options):
@@ -24,9 +34,10 @@ def make(batch: int, sequence: int, dim: int, vocabulary: int, ignored: float = 
     return hidden, weight, labels.to(hidden.device)
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float, cap: float | None = None) -> Tensor:
     logits = hidden @ weight.to(hidden.dtype).T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     return scale * F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
@@ -39,7 +50,7 @@ def assert_same(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float
     scale = 1 / 37
     ours = chunked_cross_entropy(hidden, weight, labels, scale=scale, **options)
     exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    reference = plain(*exact, labels, scale)
+    reference = plain(*exact, labels, scale, options.get("cap"))
     assert ours.dtype == torch.float32
     assert ours.shape == ()
     assert relative(ours.detach(), reference.detach(), scale) <= tolerance
@@ -67,6 +78,36 @@ def test_equals_torch_in_float32(batch, sequence, dim, vocabulary, chunk, ignore
 def test_any_chunk_size_and_slice_size(chunk, monkeypatch):
     monkeypatch.setitem(loss_module.SLICE_BYTES, "cpu", 4 * 50 * 5)  # 5 rows a slice
     assert_same(*make(2, 33, 16, 50), 1e-6, chunk_tokens=chunk)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_logits_may_have_a_soft_cap(backend, chunk):
+    hidden, weight, labels = make(2, 33, 16, 50)
+    assert_same(hidden, weight, labels, 1e-6, chunk_tokens=chunk, backend=backend, cap=0.8)
+    free, capped = (chunked_cross_entropy(hidden, weight, labels, scale=1.0, cap=cap) for cap in (None, 0.8))
+    assert relative(free.detach(), capped.detach()) > 1e-2
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_targets_may_count_differently(backend, monkeypatch):
+    monkeypatch.setitem(loss_module.SLICE_BYTES, "cpu", 1024)  # several slices of a chunk
+    hidden, weight, labels = make(4, 30, 8, 50)
+    weights = torch.tensor([1.0, -0.5, 0.0, 3.0])[:, None].expand(labels.shape)
+    options = {"chunk_tokens": 50, "backend": backend}
+    ours = chunked_cross_entropy(hidden, weight, labels, scale=0.3, weights=weights, **options)
+    logits = (hidden @ weight.T).flatten(0, 1)
+    losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="none")
+    expected = 0.3 * (losses * weights.flatten()).sum()
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
+    both = (torch.autograd.grad(one, (hidden, weight)) for one in (ours, expected))
+    for found, wanted in zip(*both, strict=True):
+        assert relative(found, wanted) < 1e-5
+    with torch.no_grad():
+        ours = chunked_cross_entropy(hidden, weight, labels, scale=0.3, weights=weights, **options)
+        assert ours.item() == pytest.approx(expected.item(), rel=1e-5)
+    flat = (hidden.flatten(0, 1), weight, labels.flatten())
+    assert relative(chunked_losses(*flat, **options), losses.detach()) < 1e-6
 
 
 def test_scale_may_be_a_tensor_and_an_incoming_gradient_counts():
@@ -277,3 +318,31 @@ def test_compiled_form_equals_the_eager_one():
     hidden, weight, labels = make(2, 33, 16, 50)
     assert_same(hidden, weight, labels, 1e-6, chunk_tokens=20, backend="aot_eager")
     torch._dynamo.reset()
+
+
+def test_backward_of_a_loss_does_not_multiply_its_gradients_by_one():
+    class Count(TorchDispatchMode):
+        products = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            self.products += function in (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul.Tensor)
+            return function(*arguments, **(options or {}))
+
+    found = []
+    for backward in (run_backward, Tensor.backward):
+        hidden, weight, labels = make(2, 8, 16, 50)
+        loss = chunked_cross_entropy(hidden, weight, labels, scale=0.1)
+        with Count() as count:
+            backward(loss)
+        found.append((count.products, hidden.grad, weight.grad))
+    assert [products for products, *_ in found] == [0, 2]
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[0][2], found[1][2])
+
+
+def test_a_dry_run_leaves_nothing_behind_that_a_later_backward_uses():
+    for place in (fake_tensors(), nullcontext()):
+        with place:
+            hidden, weight, labels = make(2, 8, 16, 50)
+            run_backward(chunked_cross_entropy(hidden, weight, labels, scale=0.1))
+    assert all(type(tensor.grad) is Tensor for tensor in (hidden, weight))

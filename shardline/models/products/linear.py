@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-from shardline.models.cpu_product import multiply, served
+from shardline.models.adapted.low_rank import Adapted, Weight, adapted_linear
+from shardline.models.products.cpu_product import multiply, served
 
 # Where the gradients of some weights go (None: not needed), and the function that computes them
 Waiting = tuple[list[GradientEdge | None], Callable[[], Sequence[Tensor]]]
@@ -84,8 +85,10 @@ def gradient_of(weight: Tensor, needed: bool, compute: Callable[[], Tensor]) -> 
     return compute()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     """x (..., in) times weight (out, in) in the type of x, whatever the type of the weight."""
+    if isinstance(weight, Adapted):
+        return adapted_linear(x, weight, bias)
     narrow_bias = None if bias is None else bias.to(x.dtype)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return F.linear(x, weight.to(x.dtype), narrow_bias)
@@ -93,10 +96,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, narrow_bias)
     out: Tensor = _Linear.apply(x, weight, narrow_bias)
     return out
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), None if weight is None else weight.to(x.dtype), eps)
 
 
 class _Linear(torch.autograd.Function):

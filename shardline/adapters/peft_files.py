@@ -1,0 +1,252 @@
+"""Adapters in the format of `peft`: adapter_config.json and adapter_model.safetensors, read and written.
+
+layers.0.attention.wq.lora.a    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   (rank, columns)
+layers.0.attention.wq.lora.b    ...lora_B.weight                                                 (rows, rank)
+...magnitude                    ...lora_magnitude_vector                                         (rows,)
+tok_embeddings.lora.a, b        base_model.model.model.embed_tokens.lora_embedding_A, _B
+modules_to_save                 base_model.model.lm_head.weight
+experts                         one tensor for all of them, (experts x rank, columns) and (rows, rank x experts)
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.adapters.lora import Adaptation, adaptation
+from shardline.adapters.targets import EXPERTS, adaptable, layer_of, named_modules, spellings
+from shardline.config.architecture import Architecture
+from shardline.config.schema import Config
+from shardline.errors import UserError, blame
+from shardline.models.fused_weights import logical_shapes
+from shardline.models.huggingface.files import map_file
+from shardline.models.huggingface.stored import stored_as
+from shardline.storage.safetensors import Entry, write_tensors
+from shardline.words import listed
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_ENDINGS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_OF_EMBEDDING = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
+# What a config may say that we do not compute, and the value that says nothing.
+_OTHER: dict[str, Any] = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "lora_bias": False,
+    "layer_replication": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "exclude_modules": None,
+}
+
+
+class PeftTensor(NamedTuple):
+    """A stored tensor, and the logical one that it is."""
+
+    name: str
+    logical: str
+    shape: tuple[int, ...]  # of the logical one
+
+    @property
+    def of_experts(self) -> bool:
+        return EXPERTS in self.logical
+
+    def store(self, tensor: Tensor) -> Tensor:
+        if not self.of_experts:
+            return tensor
+        if self.logical.endswith(".a"):
+            return tensor.flatten(0, 1)
+        return tensor.flatten(1, -2).permute(1, 2, 0).flatten(1)  # (rows, rank, experts)
+
+    def load(self, stored: Tensor) -> Tensor:
+        if not self.of_experts:
+            return stored.reshape(self.shape)
+        if self.logical.endswith(".a"):
+            return stored.unflatten(0, self.shape[:2])
+        return stored.unflatten(1, (self.shape[-1], self.shape[0])).permute(2, 0, 1).reshape(self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        return tuple(self.store(torch.empty(self.shape, device="meta")).shape)
+
+
+def tensors_of(how: Adaptation, arch: Architecture) -> list[PeftTensor]:
+    """Every tensor of an adapter."""
+    return list(_tensors(how, arch))
+
+
+def _tensors(how: Adaptation, arch: Architecture) -> Iterator[PeftTensor]:
+    for logical, shape in how.shapes(arch).items():
+        module, _, which = logical.partition(".lora.")
+        if not which:
+            yield PeftTensor(PREFIX + _stored_name(logical, arch), logical, shape)
+        elif EXPERTS in logical:
+            like = stored_as(f"layers.{layer_of(module)}{EXPERTS}w1.weight", arch.family)
+            if like is None or like.transposed:
+                raise UserError(f"adapters of {arch.family}'s experts have no counterpart in the format of peft")
+            inner = "base_layer." if module.endswith(".w13") and f"{module.removesuffix('13')}2" in how.targets else ""
+            place = f"{PREFIX}model.layers.{layer_of(module)}.mlp.experts.{inner}"
+            yield PeftTensor(place + _ENDINGS[which], logical, shape)
+        else:
+            endings = _OF_EMBEDDING if module == "tok_embeddings" else _ENDINGS
+            place = _stored_name(f"{module}.weight", arch).removesuffix("weight")
+            yield PeftTensor(PREFIX + place + endings[which], logical, shape)
+    if "tok_embeddings" in how.saved and arch.tie_word_embeddings:  # to peft they are two modules
+        yield PeftTensor(f"{PREFIX}lm_head.weight", "tok_embeddings.weight", (arch.vocab_size, arch.dim))
+
+
+def _stored_name(logical: str, arch: Architecture) -> str:
+    stored = stored_as(logical, arch.family)
+    if stored is None or stored.each or stored.transposed:
+        raise UserError(f"{logical} of a {arch.family} model has no counterpart in the format of peft")
+    return stored.name
+
+
+def peft_config(how: Adaptation, arch: Architecture, base: str | None) -> dict[str, Any]:
+    """The content of adapter_config.json."""
+    experts = sorted({spellings(arch, one)[2].split(".", 3)[3] for one in how.targets if EXPERTS in one})
+    modules = [one for one in how.targets if EXPERTS not in one]
+    saved = sorted(_saved_name(arch, module, how.saved) for module in how.saved)
+    if arch.tie_word_embeddings and "tok_embeddings" in how.saved:
+        saved.append("lm_head")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": how.rank,
+        "lora_alpha": how.alpha,
+        "lora_dropout": how.dropout,
+        "use_rslora": how.use_rslora,
+        "use_dora": how.use_dora,
+        "target_modules": _shortest(arch, modules),
+        "target_parameters": experts or None,
+        "modules_to_save": saved or None,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        **_OTHER,
+    }
+
+
+def _saved_name(arch: Architecture, module: str, saved: tuple[str, ...]) -> str:
+    """The last word of a name, unless other names end with it, too: `peft` compares ends, not words."""
+    full = spellings(arch, module)[-1]
+    last = full.rpartition(".")[2]
+    others = {spellings(arch, name.rpartition(".")[0])[-1] for name in _saved_names(arch)}
+    alike = {other for other in others if other.endswith(last)}
+    return last if alike <= {spellings(arch, one)[-1] for one in saved} else full
+
+
+def _shortest(arch: Architecture, modules: list[str]) -> list[str]:
+    """The endings of names where they mean these modules and no others, else whole names."""
+    endings = sorted({spellings(arch, one)[-1].rpartition(".")[2] for one in modules})
+    known = [one for one in adaptable(arch) if EXPERTS not in one]
+    if endings and set(named_modules(arch, endings, known, "")) == set(modules):
+        return endings
+    return sorted(spellings(arch, one)[-1] for one in modules)
+
+
+def write_peft(
+    folder: Path, tensors: Mapping[str, Tensor], how: Adaptation, arch: Architecture, base: str | None
+) -> dict[str, Any]:
+    """Write an adapter from its logical tensors; returns the checksums of the tensors' file by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for one in tensors_of(how, arch):
+        value = one.store(tensors[one.logical]).contiguous()
+        entries.append(Entry(one.name, tuple(value.shape), value.dtype, functools.partial(torch.clone, value)))
+    (folder / CONFIG).write_text(json.dumps(peft_config(how, arch, base), indent=2) + "\n", encoding="utf-8")
+    return {TENSORS: write_tensors(folder / TENSORS, entries)}
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{folder} is no adapter: there is no {CONFIG}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG} cannot be read ({error})") from None
+    if not isinstance(content, dict) or content.get("peft_type") != "LORA":
+        kind = content.get("peft_type") if isinstance(content, dict) else content
+        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only 'LORA' is read")
+    for name, nothing in _OTHER.items():
+        value = content.get(name, nothing)
+        if value != nothing and value not in (None, False):
+            raise UserError(f"{folder / CONFIG}: {name} = {value!r} is not supported; only {nothing!r} is")
+    return content
+
+
+def open_peft(folder: Path, arch: Architecture) -> tuple[Adaptation, dict[str, Tensor]]:
+    """The adapter in a folder, and its tensors under logical names."""
+    content, path = read_config(folder), folder / TENSORS
+    if not path.is_file():
+        raise UserError(f"{folder} has no {TENSORS}: an adapter is that file and {CONFIG}")
+    try:
+        stored = {name: one for name, one in map_file(path).items() if ".base_layer.weight" not in name}
+        how = Adaptation(
+            rank=int(content["r"]),
+            alpha=float(content["lora_alpha"]),
+            dropout=float(content.get("lora_dropout") or 0.0),
+            use_rslora=bool(content.get("use_rslora")),
+            use_dora=bool(content.get("use_dora")),
+            targets=(),
+            saved=(),
+        )
+    except (KeyError, TypeError, ValueError, OSError) as error:
+        raise UserError(f"{folder}: the adapter cannot be read ({error})") from None
+    how = _with_modules(how, arch, set(stored), content.get("target_parameters") or ())
+    wanted = {one.name: one for one in tensors_of(how, arch)}
+    problems = [f"unexpected: {name}" for name in stored if name not in wanted]
+    problems += [f"missing: {name}" for name in wanted if name not in stored]
+    for name, one in wanted.items():
+        if name in stored and tuple(stored[name].shape) != one.stored_shape:
+            problems.append(f"wrong shape: {name} is {list(stored[name].shape)}, wanted {list(one.stored_shape)}")
+    if problems:
+        raise UserError(f"{path} does not fit the model\n  " + listed(problems, 8, "\n  "))
+    return how, {one.logical: one.load(stored[name]) for name, one in wanted.items()}
+
+
+def adaptation_of(config: Config, arch: Architecture) -> Adaptation | None:
+    """What a config trains: as `lora.adapter_path` says where it is given. None: the whole model."""
+    if not config.lora.enable:
+        return None
+    if config.lora.adapter_path is None:
+        return adaptation(config.lora, arch)
+    with blame("lora.adapter_path"):
+        how, _ = open_peft(Path(config.lora.adapter_path), arch)
+    return replace(how, dropout=config.lora.dropout)
+
+
+def _with_modules(how: Adaptation, arch: Architecture, stored: set[str], parameters: Sequence[str]) -> Adaptation:
+    """The modules whose tensors are there; of experts, those that the config names: one alone has not its own name."""
+    known = [
+        one
+        for one in adaptable(arch)
+        if EXPERTS not in one or any(spellings(arch, one)[2].endswith(f".{name}") for name in parameters)
+    ]
+    plain = replace(how, use_dora=False, targets=tuple(known))
+    found = {one.logical.partition(".lora.")[0] for one in _tensors(plain, arch) if one.name in stored}
+    saved = [name.rpartition(".")[0] for name in _saved_names(arch) if PREFIX + _stored_name(name, arch) in stored]
+    targets = tuple(module for module in known if module in found)
+    return replace(how, targets=targets, saved=tuple(dict.fromkeys(saved)))
+
+
+def _saved_names(arch: Architecture) -> list[str]:
+    found = []
+    for name in logical_shapes(arch):
+        stored = stored_as(name, arch.family)
+        if stored is not None and not stored.each and not stored.transposed:
+            found.append(name)
+    return found

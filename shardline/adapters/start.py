@@ -1,0 +1,62 @@
+"""The first values of what LoRA trains: a function of (seed, logical name), as those of all weights are.
+
+a            uniform between -1/sqrt(columns) and 1/sqrt(columns), as `peft` draws it; 0 for embeddings
+b            0, so that a run begins with the model as it is; normal for embeddings
+magnitude    the length of each row of the weight, once that is there
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.models.adapted.low_rank import initial_bound
+from shardline.models.decoder import Decoder
+from shardline.models.dtensor import local, local_slices
+from shardline.models.fused_weights import is_low_rank, low_rank_name
+from shardline.models.init import block_seed
+from shardline.storage.safetensors import LazyTensors
+
+
+def draw_matrices(model: Decoder, seed: int) -> None:
+    """Fill the matrices of this rank; magnitudes are not among them."""
+    for name, parameter in model.named_parameters():
+        if is_low_rank(name) and not name.endswith(".magnitude"):
+            logical, held = low_rank_name(name), local_slices(parameter)
+            with torch.no_grad():
+                local(parameter).copy_(_drawn(seed, logical, tuple(parameter.shape), held))
+
+
+def _drawn(seed: int, name: str, shape: tuple[int, ...], held: tuple[slice, ...]) -> Tensor:
+    """This rank's part of a matrix; every expert has numbers of its own."""
+    embeds = name.startswith("tok_embeddings.")
+    if name.endswith(".b") != embeds:
+        return torch.zeros([part.stop - part.start for part in held])
+    if len(shape) == 2:
+        return _matrix(seed, name, 0, shape, embeds)[held]
+    experts = range(shape[0])[held[0]]
+    drawn = [_matrix(seed, name, expert, shape[1:], embeds)[held[1:]] for expert in experts]
+    return torch.stack(drawn) if drawn else torch.zeros([part.stop - part.start for part in held])
+
+
+def _matrix(seed: int, name: str, expert: int, shape: tuple[int, ...], normal: bool) -> Tensor:
+    source = torch.Generator("cpu").manual_seed(block_seed(seed, name, expert))
+    values = torch.empty(shape, device="cpu", dtype=torch.float32)
+    if normal:
+        return values.normal_(generator=source)
+    bound = initial_bound(shape[-1])
+    return values.uniform_(-bound, bound, generator=source)
+
+
+def set_magnitudes(model: Decoder, weights: LazyTensors) -> None:
+    """Let every magnitude be the length of its row of the frozen weight, as it is before the first step.
+
+    Rows are read from where the `weights` come from: what a rank holds of a weight may be other rows, or columns.
+    """
+    found = [(name, one) for name, one in model.named_parameters() if is_low_rank(name) and name.endswith(".magnitude")]
+    for name, parameter in found:
+        weight = low_rank_name(name).replace(".lora.magnitude", ".weight")
+        rows = weights.part(weight, (local_slices(parameter)[0], slice(None)))
+        frozen = rows.to(model.compute_dtype or rows.dtype).float()
+        with torch.no_grad():
+            local(parameter).copy_(torch.linalg.vector_norm(frozen, dim=1))

@@ -1,0 +1,121 @@
+"""Which weights a config names: by our names or Hugging Face's, by their endings or by a regular expression."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from shardline.config.architecture import Architecture
+from shardline.errors import ConfigError
+from shardline.models.fused_weights import logical_shapes
+from shardline.models.huggingface.stored import stored_as
+from shardline.registry import nearest
+
+ALL_LINEAR = ("all-linear", "linear")
+EXPERTS = ".moe.experts."
+
+
+def adaptable(arch: Architecture) -> dict[str, tuple[int, ...]]:
+    """Every module that can have matrices of low rank, and the shape of its weight.
+
+    These are the linear layers of blocks, the experts (gate and up in one, as `peft` has them), and what turns tokens
+    into vectors and back.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in logical_shapes(arch).items():
+        module = name.removesuffix(".weight")
+        if module == name or len(shape) < 2 or ".router." in name:
+            continue
+        if module.endswith(f"{EXPERTS}w1"):
+            found[module.removesuffix("w1") + "w13"] = (shape[0], 2, *shape[1:])
+        elif not module.endswith(f"{EXPERTS}w3"):
+            found[module] = shape
+    return found
+
+
+def spellings(arch: Architecture, module: str) -> list[str]:
+    """The full names of a module: ours, and Hugging Face's."""
+    if EXPERTS in module:
+        place, _, which = module.rpartition(".")
+        layer = re.match(r"layers\.(\d+)\.", module)
+        assert layer is not None
+        parts = {"w13": ("w13", "gate_up_proj"), "w2": ("w2", "down_proj")}[which]
+        theirs = f"model.layers.{layer[1]}.mlp.experts"
+        return [f"{place}.{parts[0]}", place, f"{theirs}.{parts[1]}", theirs]
+    stored = stored_as(f"{module}.weight", arch.family)
+    return [module] if stored is None else [module, stored.name.removesuffix(".weight")]
+
+
+def layer_of(module: str) -> int | None:
+    return int(module.split(".")[1]) if module.startswith("layers.") else None
+
+
+def chosen_targets(arch: Architecture, given: Sequence[str] | str, layers: Sequence[int] | None) -> list[str]:
+    """The modules that get matrices of low rank; empty `given`: all linear layers of the blocks, experts left out."""
+    known = adaptable(arch)
+    _check_layers(arch, layers)
+    if isinstance(given, str) and given not in ALL_LINEAR and given:
+        named = _by_expression(arch, given, list(known))
+    elif not given or given in ALL_LINEAR or set(given) & set(ALL_LINEAR):
+        rest = [] if isinstance(given, str) else [name for name in given if name not in ALL_LINEAR]
+        linear = [module for module in known if layer_of(module) is not None and EXPERTS not in module]
+        named = [*linear, *named_modules(arch, rest, list(known), "lora.target_modules")]
+    else:
+        named = named_modules(arch, given, list(known), "lora.target_modules")
+    wanted = [module for module in known if module in named]
+    found = [one for one in wanted if layers is None or layer_of(one) is None or layer_of(one) in layers]
+    if not found:
+        raise ConfigError("lora.layers: none of the targets is in these layers")
+    return found
+
+
+def _check_layers(arch: Architecture, layers: Sequence[int] | None) -> None:
+    wrong = [layer for layer in layers or () if not 0 <= layer < arch.n_layers]
+    if wrong or layers == []:
+        raise ConfigError(f"lora.layers: expected numbers from 0 to {arch.n_layers - 1}, got {wrong or '[]'}")
+
+
+def _by_expression(arch: Architecture, given: str, known: list[str]) -> list[str]:
+    try:
+        expression = re.compile(given)
+    except re.error as error:
+        raise ConfigError(f"lora.target_modules: {given!r} is no regular expression ({error})") from None
+    found = [one for one in known if any(expression.fullmatch(name) for name in spellings(arch, one))]
+    return found or named_modules(arch, [given], known, "lora.target_modules")
+
+
+def named_modules(arch: Architecture, names: Sequence[str], known: Sequence[str], key: str) -> list[str]:
+    """The modules that some names mean; a name is a whole one or its end, and must mean something."""
+    found: list[str] = []
+    for name in names:
+        these = [one for one in known if any(_ends(full, name) for full in spellings(arch, one))]
+        if not these:
+            endings = sorted(set(_endings(arch, known)))
+            raise ConfigError(
+                f"{key}: no module of this model is named {name!r}{nearest(name.rpartition('.')[2], endings)};"
+                f" there are {', '.join(endings)}"
+            )
+        found += these
+    return found
+
+
+def _ends(full: str, name: str) -> bool:
+    return full == name or full.endswith(f".{name}")
+
+
+def _endings(arch: Architecture, known: Sequence[str]) -> Iterator[str]:
+    for module in known:
+        yield from (full.rpartition(".")[2] for full in spellings(arch, module))
+
+
+def saved_modules(arch: Architecture, names: Sequence[str]) -> list[str]:
+    """The modules that are trained whole, for `lora.modules_to_save`."""
+    known = list(
+        dict.fromkeys(name.rpartition(".")[0] for name in logical_shapes(arch) if not name.endswith(".balance"))
+    )
+    tied = [name for name in names if arch.tie_word_embeddings and name in ("lm_head", "output")]
+    others = [name for name in names if name not in tied]
+    found = named_modules(arch, others, known, "lora.modules_to_save")
+    if tied and "tok_embeddings" not in found:
+        found.append("tok_embeddings")  # one weight is both
+    return [module for module in known if module in found]

@@ -1,0 +1,103 @@
+"""An adapter on disk with all that belongs to it: a checkpoint of a run with LoRA, or a folder in `peft`'s format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardline.adapters.lora import Adaptation
+from shardline.adapters.merge import MergedTensors
+from shardline.adapters.peft_files import is_adapter, open_peft, read_config
+from shardline.checkpoint.assets import tokenizer_of_checkpoint
+from shardline.checkpoint.format import MANIFEST, Saved, find_checkpoint
+from shardline.checkpoint.lora.base import Base, find_base, hf_base, recorded_adaptation
+from shardline.config.architecture import Architecture
+from shardline.errors import UserError
+from shardline.models.fused_weights import logical_shapes
+from shardline.models.huggingface.config import architecture_from_hf
+from shardline.models.huggingface.files import read_hf
+from shardline.models.init import block_rows, draw_block, initial_std
+from shardline.storage.safetensors import LazyTensors
+
+
+class Adapter(NamedTuple):
+    """What was trained (`tensors`, by logical names), and the frozen weights it was trained beside."""
+
+    how: Adaptation
+    tensors: Mapping[str, Tensor]
+    architecture: Architecture
+    base: Base
+    tokenizer: str
+    step: int
+
+    def frozen(self) -> LazyTensors:
+        return base_tensors(self.base, self.architecture)
+
+    def merged(self) -> tuple[MergedTensors, Architecture]:
+        """The model with its adapter added. An embedding that has one is no longer the output layer, if it was."""
+        arch = self.architecture
+        if "tok_embeddings" in self.how.targets:
+            arch = arch.model_copy(update={"tie_word_embeddings": False})
+        return MergedTensors(self.frozen(), self.tensors, self.how), arch
+
+
+def find_adapter(path: Path, base: str | None) -> Adapter | None:
+    """The adapter at `path`, or None where that is a whole model; `base` is where its frozen weights are now."""
+    if is_adapter(path) and not (path / MANIFEST).is_file():
+        return _of_folder(path, base)
+    if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
+        found = None
+    else:
+        found = find_checkpoint(path)
+    how = None if found is None else recorded_adaptation(found)
+    if found is None or how is None:
+        if base is not None:
+            raise UserError(f"--base is for adapters: {path} holds a whole model")
+        return None
+    return _of_checkpoint(found, how, base)
+
+
+def _of_checkpoint(saved: Saved, how: Adaptation, given: str | None) -> Adapter:
+    saved.verify() if saved.is_hf else None
+    tensors = open_peft(saved.path, saved.architecture)[1] if saved.is_hf else saved.tensors("model/")
+    base = find_base(saved, given)
+    return Adapter(how, tensors, saved.architecture, base, tokenizer_of_checkpoint(saved), saved.step)
+
+
+def _of_folder(path: Path, given: str | None) -> Adapter:
+    named = given or read_config(path).get("base_model_name_or_path")
+    if not named or not (Path(named) / "config.json").is_file():
+        raise UserError(f"{path} is an adapter of {named!r}, which is no folder here: give --base=FOLDER")
+    arch = architecture_from_hf(Path(named))
+    how, tensors = open_peft(path, arch)
+    tokenizer = path if (path / "tokenizer.json").is_file() else named
+    return Adapter(how, tensors, arch, hf_base(Path(named)), str(tokenizer), 0)
+
+
+def base_tensors(base: Base, arch: Architecture) -> LazyTensors:
+    """Frozen weights, each read or drawn when it is asked for."""
+    if base.kind == "seed":
+        return DrawnTensors(arch, base.seed)
+    return read_hf(base.path, arch) if base.kind == "hf" else find_checkpoint(Path(base.path)).weights()
+
+
+class DrawnTensors(LazyTensors):
+    """The weights that a run without any others begins with."""
+
+    def __init__(self, arch: Architecture, seed: int) -> None:
+        self.arch, self.seed = arch, seed
+        self._rows = logical_shapes(arch)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape, std = self._rows[name], initial_std(self.arch, name)
+        if std is None:
+            return torch.full(shape, 1.0 if name.endswith("norm.weight") else 0.0)
+        count = -(-shape[0] // block_rows(shape))
+        return torch.cat([draw_block(self.seed, name, shape, block, std) for block in range(count)])

@@ -1,0 +1,134 @@
+"""Axolotl's keys of data: each dataset is a table of `data.sources`, which has Axolotl's own sub-keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardline.config.axolotl.reader import Reader, number, switch, table, tables, text, texts
+from shardline.config.sources import SourceTable
+from shardline.registry import nearest
+
+FILE_FORMATS = ("json", "jsonl", "parquet", "text", "arrow", "csv")  # also names of readers: path: json
+IDLE = {
+    "trust_remote_code": "no code of a dataset is run",
+    "preprocess_shards": "data is tokenized piece by piece",
+    "input_format": "type names the format",
+}
+REFUSED = {
+    "input_transform": "records are read as they are",
+    "logprobs_field": "the loss is cross-entropy",
+    "temperature": "the loss is cross-entropy",
+    "split_thinking": "put the reasoning in a field of its own, field_thinking",
+    "field_human": "name the fields with field_messages and message_property_mappings",
+    "field_model": "name the fields with field_messages and message_property_mappings",
+}
+# FastChat's names of conversations, which `sharegpt` datasets have -> templates
+CONVERSATIONS = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3", "mistral": "mistral_v1", "gemma": "gemma"}
+
+
+def data(reader: Reader) -> None:
+    """The sources, their packing, and what is held out of them."""
+    pretraining = reader.has("pretraining_dataset")
+    if not pretraining and not reader.has("datasets"):
+        reader.problem("datasets", "is missing: give datasets or pretraining_dataset")
+    if pretraining and reader.has("datasets"):
+        reader.problem("pretraining_dataset", "given together with datasets; give one of them")
+    elif pretraining:
+        _sources(reader, "pretraining_dataset", "data.sources")
+    else:
+        _sources(reader, "datasets", "data.sources")
+    packs = reader.get("sample_packing", switch, pretraining)
+    reader.set("data.packing", "first_fit" if packs else "none", "sample_packing")
+    if reader.on("curriculum_sampling"):
+        reader.set("data.shuffle", False, "curriculum_sampling")
+    if reader.get("special_tokens"):
+        named = {name: texts(value) if isinstance(value, list) else text(value) for name, value in
+                 reader.get("special_tokens", table, {}).items()}  # fmt: skip
+        if named:
+            reader.set("data.special_tokens", named, "special_tokens")
+    held_out = reader.get("val_set_size", number, 0.0)
+    if reader.has("test_datasets"):
+        if held_out:
+            reader.together("test_datasets", "val_set_size")
+        _sources(reader, "test_datasets", "data.validation_sources")
+    elif held_out:
+        reader.set("data.held_out", held_out, "val_set_size")
+
+
+def _sources(reader: Reader, name: str, native: str) -> None:
+    given = reader.get(name)
+    rows = [{"path": row} if isinstance(row, str) else row for row in (given if isinstance(given, list) else [given])]
+    reader.values[name] = rows  # a path alone, and a table alone, are lists of one
+    found: list[dict[str, Any]] = []
+    for number_, row in enumerate(reader.get(name, tables, [])):
+        entry = reader.below(f"{name}.{number_}", row)
+        for source, names in _entry(entry, pretraining=name == "pretraining_dataset"):
+            place = f"{native}.{len(found)}"
+            reader.out.places[place] = reader.place(f"{name}.{number_}")
+            for key in source:
+                reader.out.places[f"{place}.{key}"] = entry.place(names.get(key, key))
+            found.append(source)
+    if found or not reader.out.problems:
+        reader.set(native, found, name)
+
+
+def _entry(entry: Reader, pretraining: bool) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """The tables that one dataset becomes, each with the names under which its keys were given."""
+    source, names = {}, {"field": "text_column"} if pretraining else {}
+    aside = ("text_column", "skip", "conversation") if pretraining else ("conversation",)
+    for name, value in entry.values.items():
+        if name in IDLE:
+            entry.idle(name, IDLE[name])
+        elif name in REFUSED:
+            if value not in (None, False, ""):
+                entry.problem(name, f"{REFUSED[name]}; remove the key")
+        elif name in SourceTable.model_fields:
+            source[name] = value
+        elif name not in aside:
+            known = (*SourceTable.model_fields, *aside)
+            entry.problem(name, f"there is no such key{nearest(name, known) or '; keys: ' + ', '.join(known)}")
+    if pretraining:
+        _pretraining(entry, source)
+    _named_type(entry, source)
+    return [(one, names) for one in _by_files(source)]
+
+
+def _pretraining(entry: Reader, source: dict[str, Any]) -> None:
+    """Plain texts; records that are skipped are those before a split."""
+    if source.get("type", "pretrain") == "pretrain":
+        source["type"] = "completion"
+    if entry.has("text_column"):
+        source["field"] = entry.get("text_column", text)
+    if skip := entry.get("skip"):
+        source["split"] = f"{source.get('split', 'train')}[{skip}:]"
+
+
+def _named_type(entry: Reader, source: dict[str, Any]) -> None:
+    """ShareGPT's records are messages under other names; types with a loader after a dot are the format itself."""
+    kind = source.get("type")
+    if not isinstance(kind, str):
+        return
+    if kind.startswith("sharegpt"):
+        entry.note("type", "sharegpt is chat_template, with the fields conversations, from and value")
+        source["type"] = "chat_template"
+        source.setdefault("field_messages", "conversations")
+        source.setdefault("message_property_mappings", {"role": "from", "content": "value"})
+    conversation = entry.get("conversation", text)
+    if conversation is not None and "chat_template" not in source:
+        if conversation not in CONVERSATIONS:
+            entry.problem("conversation", f"{conversation!r}: give a chat_template ({', '.join(CONVERSATIONS)})")
+        else:
+            source["chat_template"] = CONVERSATIONS[conversation]
+
+
+def _by_files(source: dict[str, Any]) -> list[dict[str, Any]]:
+    """`path: json` with data_files names a reader: the files are the sources."""
+    files = source.get("data_files")
+    if source.get("path") not in FILE_FORMATS or not files:
+        return [source]
+    kept = {name: value for name, value in source.items() if name != "data_files"}
+    named = files if isinstance(files, list) else [files]
+    return [{**kept, "path": file, "ds_type": source["path"]} for file in named]
+
+
+HANDLERS = (data,)

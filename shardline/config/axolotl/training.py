@@ -1,0 +1,297 @@
+"""Axolotl's keys of model, batch, length, schedule, optimizer, precision and memory: those that are read together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from shardline.config.axolotl.reader import Reader, choice, number, table, text, texts, whole
+from shardline.config.names import FLOAT8_LINEAR
+from shardline.registry import nearest
+
+# Fields of a Hugging Face config.json -> fields of model.overrides; None: without effect here
+MODEL_FIELDS: dict[str, str | None] = {
+    "tie_word_embeddings": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+    "sliding_window": "sliding_window",
+    "max_position_embeddings": "max_seq_len",
+    "num_hidden_layers": "n_layers",
+    "output_router_logits": None,
+    "use_cache": None,
+    "torch_dtype": None,
+    "dtype": None,
+}
+SCHEDULERS = {
+    "cosine": "cosine",
+    "cosine_with_restarts": "cosine",  # with one cycle
+    "cosine_with_min_lr": "cosine",
+    "linear": "linear",
+    "polynomial": "linear",  # of power 1
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+}
+POLYNOMIAL_END = 1e-7  # transformers' lr_end
+
+
+class NativeOptimizer(NamedTuple):
+    """A native optimizer in place of one of Axolotl's names, and what differs."""
+
+    name: str
+    state_dtype: str = "parameter"
+    note: str = ""
+
+
+_PAGED = "its state is not paged; training.enable_cpu_offload keeps it in host memory"
+_WIDER = "moments take 8 bits, the fewest there are"
+_OPTIMIZERS: dict[NativeOptimizer, str] = {
+    NativeOptimizer("AdamW"): "adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla adamw_torch_npu_fused"
+    " adamw_apex_fused optimi_adamw flash_adamw",
+    NativeOptimizer("AdamW", "int8"): "adamw_bnb_8bit adamw_8bit adamw_torch_8bit ao_adamw_8bit",
+    NativeOptimizer("AdamW", "int8", _WIDER): "adamw_torch_4bit ao_adamw_4bit ao_adamw_fp8",
+    NativeOptimizer("AdamW", "int8", _PAGED): "paged_adamw_8bit",
+    NativeOptimizer("AdamW", "parameter", _PAGED): "paged_adamw paged_adamw_32bit",
+    NativeOptimizer("Adam"): "flash_adam",
+    NativeOptimizer("SGD"): "sgd flash_sgd",
+    NativeOptimizer("Lion"): "lion lion_32bit flash_lion",
+    NativeOptimizer("Lion", "parameter", _PAGED): "paged_lion_32bit",
+    NativeOptimizer("Lion", "parameter", "its moment has the type of the weights"): "lion_8bit paged_lion_8bit",
+    NativeOptimizer("Muon"): "muon",
+}
+DPO_NUMBERS = {"dpo_beta": "dpo.beta", "rl_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing"}
+DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
+OPTIMIZERS = {name: choice for choice, names in _OPTIMIZERS.items() for name in names.split()}
+
+
+def model(reader: Reader) -> None:
+    """The folder or name of the base model, whose architecture, tokenizer and weights are used."""
+    reader.set("model.name", "auto", "base_model")
+    reader.set("model.hf_assets_path", reader.get("base_model", text), "base_model")
+    reader.set("checkpoint.enable", True, "base_model")
+    reader.set("checkpoint.initial_load_in_hf", not reader.on("reinit_weights"), "base_model")
+    for name in ("model_type", "type_of_model"):
+        kind = reader.get(name, text, "AutoModelForCausalLM")
+        if not kind.endswith(("ForCausalLM", "LMHeadModel")):
+            reader.problem(name, f"expected a causal language model such as AutoModelForCausalLM, got {kind!r}")
+    overrides = {}
+    for name in ("model_config", "overrides_of_model_config"):
+        for field, value in reader.get(name, table, {}).items():
+            if field not in MODEL_FIELDS:
+                known = ", ".join(field for field, native in MODEL_FIELDS.items() if native)
+                reader.problem(name, f"{field}: only {known} are changed; --model.overrides has the other fields")
+            elif (native := MODEL_FIELDS[field]) is not None:
+                overrides[native] = value
+        if overrides and reader.has(name):
+            reader.set("model.overrides", overrides, name)
+
+
+def batch(reader: Reader) -> None:
+    """Accumulation as a number of forward passes, which does not depend on the number of ranks."""
+    steps, size = reader.get("gradient_accumulation_steps", whole), reader.get("batch_size", whole)
+    name = "gradient_accumulation_steps"
+    if steps is None and size is not None:
+        name, micro = "batch_size", reader.get("micro_batch_size", whole, 1)
+        steps = size // micro
+        if steps * micro != size:
+            reader.problem(name, f"{size} is not a multiple of micro_batch_size = {micro}")
+    elif size is not None:
+        reader.idle("batch_size", "gradient_accumulation_steps is given")
+    reader.set("training.gradient_accumulation_steps", 1 if steps is None else steps, name)
+
+
+def steps_of(reader: Reader) -> int | None:
+    """The length of the run in steps, where `max_steps` gives it."""
+    steps = reader.get("max_steps", whole)
+    return steps if steps is not None and steps > 0 else None
+
+
+def epochs_of(reader: Reader) -> float:
+    return float(reader.get("num_epochs", number, 1.0))
+
+
+def length(reader: Reader) -> None:
+    """Steps, which take precedence, or epochs."""
+    steps = steps_of(reader)
+    if steps is None:
+        reader.set("training.epochs", epochs_of(reader), "num_epochs")
+        return
+    reader.set("training.steps", steps, "max_steps")
+    if reader.has("num_epochs"):
+        reader.note("num_epochs", "gives only how often saves_per_epoch and evals_per_epoch come: max_steps is given")
+
+
+def schedule(reader: Reader) -> None:
+    """The shape of the learning rate."""
+    name = reader.get("lr_scheduler", text, "cosine")
+    if name not in SCHEDULERS:
+        close = nearest(name, SCHEDULERS)
+        reader.problem("lr_scheduler", f"expected one of {', '.join(SCHEDULERS)}, got {name!r}{close}")
+        return
+    reader.set("lr_scheduler.decay_type", SCHEDULERS[name], "lr_scheduler")
+    _schedule_options(reader, name)
+    reader.together("warmup_ratio", "warmup_steps")
+    if name == "constant":
+        reader.set("lr_scheduler.warmup_steps", 0, "lr_scheduler")
+        for key in ("warmup_steps", "warmup_ratio"):
+            if reader.has(key):
+                reader.idle(key, "lr_scheduler: constant has no warmup; constant_with_warmup has")
+    else:
+        _warmup(reader)
+
+
+def _warmup(reader: Reader) -> None:
+    given = reader.get("warmup_steps", number)
+    if given is not None and 0 < given < 1:
+        reader.note("warmup_steps", f"{given:g} is a fraction of the run, as warmup_ratio is")
+        reader.set("lr_scheduler.warmup_ratio", given, "warmup_steps")
+    elif given is not None:
+        reader.set("lr_scheduler.warmup_steps", reader.get("warmup_steps", whole, 0), "warmup_steps")
+    elif reader.has("warmup_ratio"):
+        reader.set("lr_scheduler.warmup_ratio", reader.get("warmup_ratio", number), "warmup_ratio")
+    elif (steps := steps_of(reader)) is not None:
+        reader.set("lr_scheduler.warmup_steps", min(int(0.03 * steps), 100), "warmup_ratio")
+    else:
+        reader.set("lr_scheduler.warmup_ratio", 0.03, "warmup_ratio")
+
+
+def _schedule_options(reader: Reader, name: str) -> None:
+    """What `lr_scheduler_kwargs` says of the end; transformers' polynomial ends above 0."""
+    rate = reader.get("learning_rate", number) or 1.0
+    options = {"lr_end": POLYNOMIAL_END} if name == "polynomial" else {}
+    options |= reader.get("lr_scheduler_kwargs", table, {})
+    plain = {"num_cycles": (1, 0.5), "power": (1,), "last_epoch": (-1,)}
+    for option, value in options.items():
+        if option in ("min_lr", "lr_end"):
+            reader.set("lr_scheduler.min_lr_factor", float(value) / rate, "lr_scheduler_kwargs")
+        elif option == "min_lr_rate":
+            reader.set("lr_scheduler.min_lr_factor", float(value), "lr_scheduler_kwargs")
+        elif option not in plain or value not in plain[option]:
+            reader.problem(
+                "lr_scheduler_kwargs", f"{option} = {value!r}: only min_lr, min_lr_rate and lr_end are known"
+            )
+
+
+def optimizer(reader: Reader) -> None:
+    """The native optimizer of the same update."""
+    name = reader.get("optimizer", text, "adamw_torch_fused").removeprefix("OptimizerNames.").lower()
+    if name not in OPTIMIZERS:
+        close = nearest(name, OPTIMIZERS) or "; the nearest in memory is adamw_torch_8bit"
+        reader.problem("optimizer", f"{name!r} is not built{close} ({', '.join(OPTIMIZERS)})")
+        return
+    chosen = OPTIMIZERS[name]
+    reader.set("optimizer.name", chosen.name, "optimizer")
+    if chosen.state_dtype != "parameter":
+        reader.set("optimizer.state_dtype", chosen.state_dtype, "optimizer")
+    if chosen.name == "SGD":
+        reader.set("optimizer.beta1", 0.0, "optimizer")
+    if chosen.name == "Muon":
+        reader.set("optimizer.muon_adjust_lr", "match_rms_adamw", "optimizer")
+    if chosen.note:
+        reader.note("optimizer", f"{name}: {chosen.note}")
+    for option, value in _optimizer_options(reader):
+        if option == "betas" and isinstance(value, list | tuple) and len(value) == 2:
+            reader.set("optimizer.beta1", float(value[0]), "optim_args")
+            reader.set("optimizer.beta2", float(value[1]), "optim_args")
+        elif option in ("eps", "weight_decay"):
+            reader.set(f"optimizer.{option}", float(value), "optim_args")
+        elif option == "momentum" and chosen.name == "SGD":
+            reader.set("optimizer.beta1", float(value), "optim_args")
+        elif option in ("fused", "foreach"):
+            reader.idle(f"optim_args.{option}", "the kernel is optimizer.implementation")
+        else:
+            reader.problem("optim_args", f"{option}: only betas, eps, weight_decay and momentum (of sgd) are known")
+
+
+def _optimizer_options(reader: Reader) -> list[tuple[str, Any]]:
+    given = reader.get("optim_args")
+    if isinstance(given, str):
+        pairs = [part.partition("=") for part in given.replace(" ", "").split(",") if part]
+        return [(name, value) for name, _, value in pairs]
+    return list(reader.get("optim_args", table, {}).items())
+
+
+def precision(reader: Reader) -> None:
+    """Types of computing; weights are stored in float32 unless `bfloat16: true` asks for less."""
+    half = reader.get("bf16", choice("auto", "full", True, False))
+    if reader.on("fp16") and half in (None, False):
+        reader.set("training.mixed_precision_param", "float16", "fp16")
+    elif half in (True, "full"):
+        reader.set("training.mixed_precision_param", "bfloat16", "bf16")
+    elif reader.on("float32") or (half is False and not reader.on("bfloat16")):
+        reader.set("training.mixed_precision_param", "float32", "float32" if reader.on("float32") else "bf16")
+    if half == "full" or reader.on("bfloat16"):
+        reader.set("training.dtype", "bfloat16", "bfloat16" if reader.on("bfloat16") else "bf16")
+    if reader.on("float16"):
+        reader.problem(
+            "float16", "weights are not stored in float16; use bfloat16: true, or fp16: true to compute in it"
+        )
+    if reader.get("tf32", choice("auto", True, False), "auto") in ("auto", True):
+        reader.set("training.tf32", True, "tf32")
+    if reader.on("fp8"):
+        reader.set("model.converters", [FLOAT8_LINEAR], "fp8")
+        if reader.on("fp8_enable_fsdp_float8_all_gather"):
+            native = f"{FLOAT8_LINEAR}.enable_fsdp_float8_all_gather"
+            reader.set(native, True, "fp8_enable_fsdp_float8_all_gather")
+    elif reader.on("fp8_enable_fsdp_float8_all_gather"):
+        reader.idle("fp8_enable_fsdp_float8_all_gather", "fp8 is not true")
+
+
+def memory(reader: Reader) -> None:
+    """What is recomputed or kept in host memory, what is compiled, and the kernel of attention."""
+    recompute = reader.get("gradient_checkpointing", choice("offload", "offload_disk", "unsloth", True, False), False)
+    offload = reader.get("activation_offloading", choice("legacy", "disk", "hidden_states", True, False), False)
+    if offload or recompute in ("offload", "offload_disk"):
+        name = "activation_offloading" if offload else "gradient_checkpointing"
+        reader.set("activation_checkpoint.mode", "offload", name)
+        if "disk" in str(offload or recompute):
+            reader.note(name, "activations go to host memory, not to a disk")
+        if recompute is True:
+            reader.note("gradient_checkpointing", "nothing is recomputed: activation_offloading keeps activations")
+    elif reader.get("selective_checkpointing"):
+        reader.set("activation_checkpoint.mode", "selective", "selective_checkpointing")
+        reader.set("activation_checkpoint.selective_ac_option", "op", "selective_checkpointing")
+    elif recompute:
+        reader.set("activation_checkpoint.mode", "full", "gradient_checkpointing")
+    if reader.get("torch_compile", choice("auto", True, False), False):
+        reader.set("compile.enable", True, "torch_compile")
+    attention = reader.get("attn_implementation", text)
+    if attention == "fp8":
+        reader.problem("attn_implementation", "attention is exact: there is no 'fp8'; remove the key")
+    elif attention is not None:
+        reader.idle("attn_implementation", "the kernel of attention is chosen here")
+
+
+def profiler(reader: Reader) -> None:
+    """A trace of some steps; it is repeated with the same distance."""
+    if not (steps := reader.get("profiler_steps", whole)):
+        return
+    reader.set("profiling.enable_profiling", True, "profiler_steps")
+    reader.set("profiling.profiler_active", steps, "profiler_steps")
+    start = reader.get("profiler_steps_start", whole, 0)
+    reader.set("profiling.profiler_warmup", 1, "profiler_steps")
+    reader.set("profiling.profile_freq", max(start, 1) + steps, "profiler_steps_start")
+
+
+def objective(reader: Reader) -> None:
+    """Direct preference optimization; every other method that is not next-token training is refused."""
+    kind = reader.get("rl", text)
+    if kind is None:
+        for name in (*DPO_NUMBERS, "dpo_loss_type"):
+            if reader.has(name):
+                reader.idle(name, "rl is not dpo")
+        return
+    if kind not in ("dpo", "ipo"):
+        reader.problem("rl", f"{kind!r} is not built: expected dpo or ipo; remove the key to train next tokens")
+        return
+    reader.set("training.objective", "dpo", "rl")
+    for name, native in DPO_NUMBERS.items():
+        if reader.has(name):
+            reader.set(native, reader.get(name, number), name)
+    losses = texts(reader.get("dpo_loss_type", default=["ipo"] if kind == "ipo" else ["sigmoid"]))
+    if len(losses) != 1 or losses[0] not in DPO_LOSSES:
+        reader.problem("dpo_loss_type", f"expected one of {', '.join(DPO_LOSSES)}, got {losses!r}")
+    elif kind == "ipo" and losses != ["ipo"]:
+        reader.problem("dpo_loss_type", f"given together with rl: ipo, got {losses!r}; give one of them")
+    else:
+        reader.set("dpo.loss", losses[0], "dpo_loss_type" if reader.has("dpo_loss_type") else "rl")
+
+
+HANDLERS = (model, batch, length, schedule, optimizer, precision, memory, profiler, objective)

@@ -1,0 +1,159 @@
+"""Chat templates: Jinja text of a tokenizer, a packaged name or a file, rendered as `transformers` does."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardline.data.tokenizer import Tokenizer
+from shardline.errors import UserError
+from shardline.registry import nearest
+
+FOLDER = Path(__file__).parent / "templates"
+ALIASES = {
+    "mistral": "mistral_v7_tekken",
+    "gemma2": "gemma",
+    "gemma3": "gemma",
+    "gemma3n": "gemma",
+    "phi_35": "phi_3",
+    "llama3_2_vision": "llama3",
+    "falcon_h1": "chatml",
+    "qwen2_vl": "qwen_25",
+    "command_a": "cohere",
+    "aya": "cohere",
+}
+FROM_TOKENIZER, FALLBACK = "tokenizer_default", "tokenizer_default_fallback_"
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around what {% generation %} encloses; Unicode has no characters there
+
+Message = dict[str, Any]
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, and the (first, last + 1) characters that the template marks as generated."""
+
+    text: str
+    generated: list[tuple[int, int]]
+
+
+class TemplateError(UserError):
+    """What a template says about a conversation that it cannot render."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The text of a template, and the special tokens that it may name."""
+
+    name: str
+    text: str
+    special_tokens: tuple[tuple[str, str], ...]
+
+    def render(self, messages: Sequence[Message], tools: Any = None, *, answer: bool = False) -> Rendered:
+        """The conversation as text; `answer` adds what comes before the next answer."""
+        import jinja2
+
+        try:
+            text = _compiled(self.text).render(
+                messages=list(messages), tools=tools, add_generation_prompt=answer, **dict(self.special_tokens)
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template {self.name!r}, line {error.lineno}: {error.message}") from error
+        except Exception as error:  # a template can raise anything
+            raise TemplateError(f"the chat template {self.name!r}: {error or type(error).__name__}") from error
+        return _without_marks(text)
+
+
+def template_names() -> list[str]:
+    return sorted([*(file.stem for file in FOLDER.glob("*.jinja")), *ALIASES])
+
+
+def choose_template(name: str | None, jinja: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of `chat_template` and `chat_template_jinja`; neither given: that of the tokenizer."""
+    special = tuple(sorted(tokenizer.special_tokens.items()))
+    if name == "jinja" or (name is None and jinja):
+        if not jinja:
+            raise UserError("chat_template = 'jinja' needs chat_template_jinja, the text of a template or its file")
+        return ChatTemplate(*_text_or_file(jinja), special)
+    name = name or FROM_TOKENIZER
+    if name.startswith(FALLBACK) or name == FROM_TOKENIZER:
+        if tokenizer.chat_template is not None:
+            return ChatTemplate(f"of {tokenizer.name}", tokenizer.chat_template, special)
+        if name == FROM_TOKENIZER:
+            raise UserError(
+                f"the tokenizer {tokenizer.name!r} has no chat template: set chat_template to one of"
+                f" {', '.join(template_names())}, or to 'jinja' with chat_template_jinja"
+            )
+        name = name.removeprefix(FALLBACK)
+    if name not in template_names():
+        raise UserError(
+            f"there is no chat template {name!r}{nearest(name, template_names())}; templates: "
+            f"{', '.join(template_names())}, {FROM_TOKENIZER}, {FALLBACK}NAME, jinja"
+        )
+    return ChatTemplate(name, (FOLDER / f"{ALIASES.get(name, name)}.jinja").read_text(encoding="utf-8"), special)
+
+
+def without_generation(text: str) -> str:
+    """A template without {% generation %}, which not every program knows."""
+    return re.sub(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}", r"{#\1 \2#}", text)
+
+
+def _text_or_file(jinja: str) -> tuple[str, str]:
+    if "{" in jinja or "\n" in jinja:
+        return "chat_template_jinja", jinja
+    try:
+        return jinja, Path(jinja).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"chat_template_jinja = {jinja!r} cannot be read: {error.strerror}") from error
+
+
+def _without_marks(text: str) -> Rendered:
+    """Take the marks out of a rendered text, and note where they were."""
+    generated, pieces, length = [], [], 0
+    for number, piece in enumerate(text.split(OPEN)):
+        inside, closed, after = piece.partition(CLOSE) if number else ("", "", piece)
+        if closed:
+            generated.append((length, length + len(inside)))
+        pieces += [inside, after]
+        length += len(inside) + len(after)
+    return Rendered("".join(pieces), generated)
+
+
+@functools.cache
+def _compiled(text: str) -> Any:
+    """The template, compiled with the filters and functions that `transformers` gives to templates."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError as JinjaError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}...{% endgeneration %}`: the part of a message that the model writes."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+        def _mark(self, caller: Any) -> str:
+            return f"{OPEN}{caller()}{CLOSE}"
+
+    def refuse(message: str) -> None:
+        raise JinjaError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **rest: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **rest)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(text)

@@ -1,0 +1,345 @@
+"""Products with a frozen weight and trained matrices of low rank beside it (LoRA, DoRA).
+
+    y = x W^T + scale (x A^T) B^T        W (N, K) frozen, A (r, K) and B (N, r) trained
+
+A fused weight has the matrices of each projection in it. All A that read x stand below each other, so that x is read
+once; the rows of B have the order of the fused weight and are zero where they do not read a projection's columns:
+
+    wqkv, rows by KV head   | q q k v | q q k v |      A = | Aq |    B = | Bq  0  0 |  rows of q, of the first KV head
+                                                           | Ak |        |  0 Bk  0 |         k
+                                                           | Av |        |  0  0 Bv |         v ...
+
+The low-rank term is written first and the large product added to it: no further pass over y. Backward gives gradients
+of x, A and B; that of W does not exist. It keeps x, which the block keeps anyway, and x A^T, which is r / K of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardline.models.adapted.quantized import dequantize
+from shardline.models.products.cpu_product import multiply
+
+
+class LowRankSpec(NamedTuple):
+    """How the matrices of a weight are used; `runs` has the rows of each projection in a group of a fused weight."""
+
+    scale: float
+    dropout: float
+    runs: tuple[tuple[str, int], ...]
+
+
+class LowRank(nn.Module):
+    """The trained matrices of one projection, uninitialised; of experts, with their number first.
+
+    a is (rank, columns), b (rows, rank), magnitude (rows,) with DoRA.
+    """
+
+    def __init__(self, shape: tuple[int, ...], rank: int, magnitude: bool) -> None:
+        super().__init__()
+        *rows, columns = shape
+        experts = rows[:1] if len(shape) > 2 else []
+        self.a = nn.Parameter(torch.empty(*experts, rank, columns))
+        self.b = nn.Parameter(torch.empty(*rows, rank))
+        self.magnitude = nn.Parameter(torch.empty(*rows)) if magnitude else None
+
+
+class LowRankPart(NamedTuple):
+    """What this rank holds of a `LowRank`, as plain tensors."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+
+
+class Adapted(NamedTuple):
+    """A frozen weight, and what is trained beside it. It stands where a block's function takes a weight."""
+
+    stored: tuple[Tensor, ...]  # the weight, or what a quantised one consists of
+    kind: str  # of quantisation; "" for none
+    parts: tuple[LowRankPart | None, ...]  # in the order of `runs`, None for projections without matrices
+    runs: tuple[int, ...]
+    scale: float
+    dropout: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.stored[0].shape  # rows are those of the weight, whatever its kind
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight in the type that it is stored in, or that quantised ones stand for."""
+        return self.stored[0] if not self.kind else dequantize(self.stored, self.kind)
+
+    @property
+    def has_magnitude(self) -> bool:
+        return any(part is not None and part.magnitude is not None for part in self.parts)
+
+
+Weight = Tensor | Adapted
+
+
+def plain_weight(weight: Weight) -> Tensor:
+    return weight.weight if isinstance(weight, Adapted) else weight
+
+
+def adapt(
+    stored: tuple[Tensor, ...],
+    kind: str,
+    modules: nn.ModuleDict | None,
+    spec: LowRankSpec,
+    part: Callable[[Tensor], Tensor],
+) -> Adapted:
+    """A weight with what is trained beside it; `part` gives what this rank holds of a parameter."""
+    found: list[LowRankPart | None] = []
+    for name, _ in spec.runs:
+        if modules is None or name not in modules:
+            found.append(None)
+            continue
+        of = modules[name]
+        assert isinstance(of, LowRank)
+        magnitude = None if of.magnitude is None else part(of.magnitude)
+        found.append(LowRankPart(part(of.a), part(of.b), magnitude))
+    return Adapted(stored, kind, tuple(found), tuple(rows for _, rows in spec.runs), spec.scale, spec.dropout)
+
+
+def some_groups(w: Adapted, first: int, count: int) -> Adapted:
+    """The rows of `count` groups of a fused weight, from the first-th group on."""
+    group = sum(w.runs)
+    stored = tuple(one[first * group : (first + count) * group] for one in w.stored)
+    parts: list[LowRankPart | None] = []
+    for part, run in zip(w.parts, w.runs, strict=True):
+        rows = slice(first * run, (first + count) * run)
+        if part is not None:
+            magnitude = None if part.magnitude is None else part.magnitude[rows]
+            part = LowRankPart(part.a, part.b[rows], magnitude)
+        parts.append(part)
+    return w._replace(stored=stored, parts=tuple(parts))
+
+
+def joined(w: Adapted, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """A (R, K) of all projections, and B (N, R) times the scale; None where there are none."""
+    present = [part for part in w.parts if part is not None]
+    if not present:
+        return None, None
+    a = present[0].a if len(present) == 1 else torch.cat([part.a for part in present])
+    b = present[0].b if len(w.parts) == 1 else _block_rows(w, present)
+    return a.to(dtype), (b * w.scale).to(dtype)
+
+
+def _block_rows(w: Adapted, present: list[LowRankPart]) -> Tensor:
+    rank, width = present[0].b.shape[-1], sum(part.b.shape[-1] for part in present)
+    groups = w.shape[0] // sum(w.runs)
+    blocks, place = [], 0
+    for part, run in zip(w.parts, w.runs, strict=True):
+        if part is None:
+            blocks.append(present[0].b.new_zeros(groups, run, width))
+        else:
+            blocks.append(F.pad(part.b.unflatten(0, (groups, run)), (place, width - place - rank)))
+            place += rank
+    return torch.cat(blocks, dim=1).flatten(0, 1)
+
+
+def dropped(x: Tensor, w: Adapted) -> Tensor | None:
+    """What A reads in place of x in training with dropout; None where it reads x."""
+    return F.dropout(x, w.dropout) if w.dropout and torch.is_grad_enabled() else None
+
+
+def adapted_linear(x: Tensor, w: Adapted, bias: Tensor | None) -> Tensor:
+    """x (..., K) times the adapted weight (N, K), plus a bias."""
+    if w.has_magnitude:
+        product = without_magnitude(x, w, None) * factors(w, squared_norms(w)).to(x.dtype)
+        return product if bias is None else product + bias.to(x.dtype)
+    return without_magnitude(x, w, bias)
+
+
+def without_magnitude(x: Tensor, w: Adapted, bias: Tensor | None) -> Tensor:
+    a, b = joined(w, x.dtype)
+    narrow_bias = None if bias is None else bias.to(x.dtype)
+    rows = x.flatten(0, -2)
+    other = None if a is None else dropped(rows, w)
+    out: Tensor = _linear(rows, list(w.stored), w.kind, a, b, narrow_bias, other)[0]
+    return out.unflatten(0, x.shape[:-1])
+
+
+def add_low_rank(product: Tensor, x: Tensor, w: Adapted) -> Tensor:
+    """The product of x (t, K) with the frozen weight, which was computed elsewhere, plus the low-rank term."""
+    a, b = joined(w, x.dtype)
+    if a is None or b is None:
+        return product
+    other = dropped(x, w)
+    low = (x if other is None else other) @ a.t()
+    return torch.addmm(product.flatten(0, -2), low.flatten(0, -2), b.t()).view_as(product)
+
+
+# ---- DoRA ------------------------------------------------------------------------------------------------------------
+
+
+def squared_norms(w: Adapted) -> Tensor:
+    """(N,) float32: of each row of W + scale B A, over the columns that this rank holds; it has no gradient.
+
+    |W|^2 + 2 <W, BA> + |BA|^2, where neither the sum nor B A is ever made.
+    """
+    with torch.no_grad():
+        weight = w.weight
+        a, b = joined(w, torch.float32)
+        whole = weight.float().square().sum(1)
+        if a is None or b is None:
+            return whole
+        cross = (weight.to(a.dtype) @ a.t() * b).sum(1)
+        return whole + 2 * cross + (b @ (a @ a.t()) * b).sum(1)
+
+
+def factors(w: Adapted, squares: Tensor) -> Tensor:
+    """(N,) float32: the magnitude of each row over its norm; 1 for rows of projections without one."""
+    groups = w.shape[0] // sum(w.runs)
+    blocks: list[Tensor] = []
+    norms = squares.sqrt().unflatten(0, (groups, -1)).split(w.runs, dim=1)
+    for part, norm, run in zip(w.parts, norms, w.runs, strict=True):
+        if part is None or part.magnitude is None:
+            blocks.append(torch.ones_like(norm))
+        else:
+            blocks.append(part.magnitude.float().unflatten(0, (groups, run)) / norm)
+    return torch.cat(blocks, dim=1).flatten()
+
+
+# ---- the operation ---------------------------------------------------------------------------------------------------
+
+_NAME = "shardline::adapted_linear"
+_OPERANDS = "Tensor[] stored, str kind, Tensor? a, Tensor? b"
+
+
+def _wide(stored: list[Tensor], kind: str, dtype: torch.dtype) -> Tensor:
+    return stored[0].to(dtype) if not kind else dequantize(tuple(stored), kind, dtype)
+
+
+@torch.library.custom_op(
+    _NAME, mutates_args=(), schema=f"(Tensor x, {_OPERANDS}, Tensor? bias, Tensor? dropped) -> (Tensor, Tensor)"
+)
+def _linear(
+    x: Tensor,
+    stored: list[Tensor],
+    kind: str,
+    a: Tensor | None,
+    b: Tensor | None,
+    bias: Tensor | None,
+    dropped: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The product (t, N), and x A^T (t, R), which backward needs."""
+    weight = _wide(stored, kind, x.dtype)
+    if a is None or b is None:
+        return multiply(x, weight, bias), x.new_empty(0)
+    low = multiply(x if dropped is None else dropped, a)
+    if not x.is_cuda:
+        return multiply(x, weight, bias).addmm_(low, b.t()), low
+    out = low @ b.t() if bias is None else torch.addmm(bias, low, b.t())
+    return out.addmm_(x, weight.t()), low
+
+
+@_linear.register_fake
+def _(
+    x: Tensor,
+    stored: list[Tensor],
+    kind: str,
+    a: Tensor | None,
+    b: Tensor | None,
+    bias: Tensor | None,
+    dropped: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    low = x.new_empty(0) if a is None else x.new_empty(x.shape[0], a.shape[0])
+    return x.new_empty(x.shape[0], stored[0].shape[0]), low
+
+
+@torch.library.custom_op(
+    f"{_NAME}_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor x, Tensor low, {_OPERANDS}, bool apart, bool for_x, bool for_ab) -> Tensor[]",
+)
+def _linear_backward(
+    gradient: Tensor,
+    x: Tensor,
+    low: Tensor,
+    stored: list[Tensor],
+    kind: str,
+    a: Tensor | None,
+    b: Tensor | None,
+    apart: bool,
+    for_x: bool,
+    for_ab: bool,
+) -> list[Tensor]:
+    """Gradients of x, of what A read where that is `apart` from x, of A and of B; those that are needed.
+
+    `x` is what A read.
+    """
+    gradient = gradient.contiguous()
+    found: list[Tensor] = []
+    of_low = None if a is None or b is None else multiply(gradient, b.t())
+    if for_x:
+        weight = _wide(stored, kind, gradient.dtype)
+        if a is None or of_low is None or apart:
+            found.append(multiply(gradient, weight.t()))
+        elif gradient.is_cuda:
+            found.append((of_low @ a).addmm_(gradient, weight))
+        else:
+            found.append(multiply(gradient, weight.t()).addmm_(of_low, a))
+    if a is None or of_low is None:
+        return found
+    if apart:
+        found.append(of_low @ a)
+    if for_ab:
+        found += [of_low.t() @ x, gradient.t() @ low]
+    return found
+
+
+@_linear_backward.register_fake
+def _(
+    gradient: Tensor,
+    x: Tensor,
+    low: Tensor,
+    stored: list[Tensor],
+    kind: str,
+    a: Tensor | None,
+    b: Tensor | None,
+    apart: bool,
+    for_x: bool,
+    for_ab: bool,
+) -> list[Tensor]:
+    found = [gradient.new_empty(x.shape)] if for_x else []
+    if a is None or b is None:
+        return found
+    if apart:
+        found.append(gradient.new_empty(x.shape))
+    return [*found, *(gradient.new_empty(one.shape) for one in (a, b))] if for_ab else found
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, stored, ctx.kind, a, b, _, other = inputs
+    ctx.set_materialize_grads(False)
+    ctx.apart = other is not None
+    ctx.save_for_backward(x if other is None else other, output[1], a, b, *stored)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    x, low, a, b, *stored = ctx.saved_tensors
+    for_x, _, _, for_a, for_b, for_bias, for_other = ctx.needs_input_grad
+    apart, for_ab = ctx.apart and for_other, for_a or for_b
+    found = list(_linear_backward(gradient, x, low, stored, ctx.kind, a, b, ctx.apart, for_x, for_ab))
+    of_x = found.pop(0) if for_x else None
+    of_other = found.pop(0) if ctx.apart else None
+    of_a, of_b = found if for_ab else (None, None)
+    of_bias = gradient.sum(0) if for_bias else None
+    return of_x, [None] * len(stored), None, of_a, of_b, of_bias, of_other if apart else None
+
+
+_linear.register_autograd(_backward, setup_context=_keep)
+
+
+def initial_bound(columns: int) -> float:
+    """A begins uniform between -bound and bound, as `peft` draws it."""
+    return 1 / math.sqrt(columns)

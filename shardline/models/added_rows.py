@@ -1,0 +1,48 @@
+"""Weights for a larger vocabulary than their files have: each new row is the mean of the old ones.
+
+That is a token of which nothing is known yet: its logit is the mean of all logits, so the loss of a trained model does
+not jump, as it would with rows of noise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardline.storage.safetensors import LazyTensors
+
+BY_TOKEN = ("tok_embeddings.weight", "output.weight")
+BLOCK = 4096  # rows that are summed together
+
+
+class AddedRows(LazyTensors):
+    """The tensors of `inner`; those with a row for every token have `rows` rows more."""
+
+    def __init__(self, inner: LazyTensors, stored: int, rows: int) -> None:
+        self.inner, self.stored, self.rows = inner, stored, rows
+        self._rows = dict.fromkeys(inner)
+        self._means: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.part(name, (slice(None),))
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.inner.dtype(name)
+
+    def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
+        if name not in BY_TOKEN:
+            return self.inner.part(name, place)
+        start, stop, _ = place[0].indices(self.stored + self.rows)
+        old = self.inner.part(name, (slice(min(start, self.stored), min(stop, self.stored)), *place[1:]))
+        count = max(stop, self.stored) - max(start, self.stored)
+        new = self._mean(name)[(slice(None), *place[1:])].to(old.dtype).expand(count, -1)
+        return torch.cat([old, new]) if count else old
+
+    def _mean(self, name: str) -> Tensor:
+        """The mean of the stored rows (1, dim), summed in float64 whatever their type."""
+        if name not in self._means:
+            blocks = range(0, self.stored, BLOCK)
+            parts = (self.inner.part(name, (slice(at, min(at + BLOCK, self.stored)),)) for at in blocks)
+            total = torch.stack([part.double().sum(0) for part in parts]).sum(0)
+            self._means[name] = (total / self.stored).float()[None]
+        return self._means[name]

@@ -1,0 +1,270 @@
+"""A model whose arithmetic is that of `transformers`, in the place of a `Decoder`.
+
+    ForeignDecoder       owns the model's children: parameters have the names that their code and their files give them
+      transformer.h.0    a block; its `forward` is replaced by one that collects plain tensors and calls a function,
+      ...                which compilation, activation checkpointing and offloading wrap as they wrap a native block's
+      lm_head            is left out while hidden states are computed, so that the loss can take it in chunks
+
+A block's function runs a second block without memory, into which `torch.func.functional_call` puts the weights: the
+first one carries the hooks of FSDP, and under DDP its parameters are DTensors, which their code does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shardline.config.architecture import Architecture
+from shardline.errors import UserError
+from shardline.models.decoder import Decoder, Stage
+from shardline.models.dtensor import local
+from shardline.models.huggingface.foreign_config import build_foreign, held_tensors
+from shardline.models.products.narrow import narrowed
+
+log = logging.getLogger("shardline")
+
+
+class Slot(NamedTuple):
+    """Where a module has a tensor: what is there changes when a model gets its memory, or FSDP gathers its weights."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    is_weight: bool  # computed with in the type of the computation; tables keep theirs
+
+    def tensor(self, dtype: torch.dtype | None) -> Tensor:
+        """What is there now, of this rank, as a plain tensor."""
+        own = narrowed(local(getattr(self.owner, self.attribute)))
+        return own.to(dtype) if self.is_weight and dtype is not None else own
+
+
+class ForeignBlock:
+    """One decoder layer. `function(x, tensors, others, names)` is pure, as that of a native block is."""
+
+    moe = None
+    rest = None
+
+    def __init__(self, model: ForeignDecoder, module: nn.Module, config: Any) -> None:
+        self.model, self.module = model, module
+        self.shadow = copy.deepcopy(module, {id(config): config})
+        self.slots = [*_slots(module), *_tables(module)]
+        self.function: Callable[..., Any] = self.compute
+        module.forward = self._forward
+
+    def _forward(self, *arguments: Any, **options: Any) -> Any:
+        if self.shadow.training != self.module.training:
+            self.shadow.train(self.module.training)
+        x, *others = (*arguments, *options.values())
+        tensors = tuple(slot.tensor(self.model.compute_dtype) for slot in self.slots)
+        return self.function(x, tensors, tuple(others), tuple(options))
+
+    def compute(self, x: Any, tensors: tuple[Tensor, ...], others: tuple[Any, ...], names: tuple[str, ...]) -> Any:
+        """The block over x and `others`, of which the last ones have `names`."""
+        values, named = (x, *others), {}
+        first = len(values) - len(names)
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            named[slot.name] = tensor
+        return functional_call(self.shadow, named, values[:first], dict(zip(names, values[first:], strict=True)))
+
+
+class ForeignDecoder(Decoder):
+    """A model of `transformers` behind the interface of `Decoder`, without memory until `to_empty`."""
+
+    def __init__(self, arch: Architecture) -> None:
+        nn.Module.__init__(self)
+        assert arch.foreign is not None
+        with torch.device("cpu"):
+            inner: Any = build_foreign(arch.foreign.config)
+        self.arch = arch
+        self.compute_dtype: torch.dtype | None = None
+        self.adaptation: Any = None
+        self.context: Any = None
+        self.stages = (Stage(tuple(range(arch.n_layers)), True, True),)
+        self.foreign_model = (inner,)  # in a tuple: its children are registered here, under their own names
+        self.foreign_head = (inner.get_output_embeddings(),)
+        self.gives_logits = not isinstance(self.foreign_head[0], nn.Linear) or self.foreign_head[0].bias is not None
+        self._head_checked = self.gives_logits
+        self._accepted = inspect.signature(inner.forward).parameters
+        self.constants = {n: t.detach().clone() for n, t in held_tensors(inner).items() if not t.is_meta}
+        self.fixed = _parameters_of_tables(inner)
+        self.tables = {name: table.clone() for name, table in inner.named_buffers()}
+        if list(inner.parameters(recurse=False)) or any(hasattr(self, name) for name, _ in inner.named_children()):
+            raise UserError(f"{type(inner).__name__} has weights outside of its modules; such a model is not supported")
+        for name, child in inner.named_children():
+            self.add_module(name, child)
+        inner.to(device="meta")
+        self.retie()
+        blocks: Any = inner.get_submodule(arch.foreign.blocks)
+        self._blocks = [ForeignBlock(self, block, inner.config) for block in blocks]
+        within = f"{arch.foreign.blocks}."
+        self._outside = [slot for slot in _slots(inner) if not slot.name.startswith(within)]
+
+    def hidden(self, tokens: Tensor, *, documents: Tensor | None = None, **others: Any) -> Tensor:
+        """Hidden states (B, S, dim) before the output layer, or logits (B, S, V) where `gives_logits`."""
+        assert not any(value is not None for value in others.values()), "neither stages nor a cache"
+        if self.gives_logits:
+            return self._run(tokens, documents)
+        with self._without_head() as seen:
+            out = self._run(tokens, documents)
+        (states,) = seen
+        if out is not states and not self._head_checked:
+            self._head_checked = True
+            self.gives_logits = out.shape != states.shape or not torch.equal(out.float(), states.float())
+            if self.gives_logits:
+                log.info("logits are computed whole: the model changes them after its output layer")
+                return self._run(tokens, documents)
+        return states.clone() if states._is_view() else states  # FSDP wants no view from a method of its root
+
+    def forward(self, tokens: Tensor, **options: Any) -> Tensor:
+        """Logits (B, S, V); `options` are those of `hidden`."""
+        before, self.gives_logits = self.gives_logits, True
+        try:
+            return self.hidden(tokens, **options)
+        finally:
+            self.gives_logits = before
+
+    def blocks(self) -> list[ForeignBlock]:  # type: ignore[override]
+        return self._blocks
+
+    def block(self, layer: int) -> ForeignBlock:  # type: ignore[override]
+        return self._blocks[layer]
+
+    @property
+    def layers(self) -> dict[str, ForeignBlock]:  # type: ignore[override]
+        return {str(number): block for number, block in enumerate(self._blocks)}
+
+    def output_weight(self) -> Tensor:
+        weight: Any = self.foreign_head[0].weight
+        return local(weight)
+
+    def whole_parameters(self) -> set[nn.Parameter]:
+        """Tables that files hold: they are neither trained nor cut."""
+        return {self.get_parameter(name) for name in self.fixed}
+
+    @torch.no_grad()
+    def check_masks(self, device: torch.device) -> None:
+        """Refuse a model whose tokens see later ones, or other documents although they are to be kept apart."""
+        half, name = min(8, self.arch.max_seq_len // 2), type(self.foreign_model[0]).__name__
+        places = torch.arange(2 * half, device=device)
+        tokens, documents = places.remainder(self.arch.vocab_size)[None], (places >= half).long()[None]
+        with self._probing():
+            mixed = self.hidden(tokens).float()
+            other = self.hidden(torch.where(documents.bool(), 0, tokens)).float()
+            change = (mixed - other).norm(dim=-1)[0]
+            if change[:half].max() > 0.01 * change[half:].max():
+                raise UserError(
+                    f"{name} lets tokens see later ones, so that predicting the next one teaches nothing; a config.json"
+                    ' with "is_decoder": true is what makes some of these models causal'
+                )
+            if self.arch.attn_mask_type == "block_causal":
+                alone = self.hidden(tokens[:, half:]).float()
+                apart = self.hidden(tokens, documents=documents)[:, half:].float()
+                if (apart - alone).norm() > 0.1 * (mixed[:, half:] - alone).norm():
+                    raise UserError(
+                        f"model.overrides.attn_mask_type = 'block_causal': {name} does not keep packed documents apart;"
+                        " set it to 'causal'"
+                    )
+
+    @contextlib.contextmanager
+    def _probing(self) -> Iterator[None]:
+        """Without dropout, and without the wrappers of blocks: a compiler would remember the short sequences."""
+        training, functions = self.training, [block.function for block in self._blocks]
+        self.eval()
+        for block in self._blocks:
+            block.function = block.compute
+        try:
+            yield
+        finally:
+            self.train(training)
+            for block, function in zip(self._blocks, functions, strict=True):
+                block.function = function
+
+    def retie(self) -> None:
+        """Make tied weights one parameter again, after something has put a new one in the place of each."""
+        assert self.arch.foreign is not None
+        for other, name in self.arch.foreign.ties.items():
+            path, _, last = other.rpartition(".")
+            setattr(self.foreign_model[0].get_submodule(path), last, self.foreign_model[0].get_parameter(name))
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> ForeignDecoder:
+        """Memory for the parameters; tables get the values that the model's own code gave them."""
+        super().to_empty(device=device, recurse=recurse)
+        for name, table in self.tables.items():
+            path, _, last = name.rpartition(".")
+            self.foreign_model[0].get_submodule(path)._buffers[last] = table.to(device)
+        self.retie()
+        return self
+
+    def _run(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """What the model gives as logits."""
+        inner, options = self.foreign_model[0], {"input_ids": tokens, "use_cache": False, "return_dict": True}
+        if documents is not None:
+            if "position_ids" not in self._accepted:
+                raise UserError(f"{type(inner).__name__} takes no positions: it cannot keep packed documents apart")
+            options["position_ids"] = positions_in(documents)
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._accepted.values()):
+            options = {name: value for name, value in options.items() if name in self._accepted}
+        weights = {slot.name: slot.tensor(self.compute_dtype) for slot in self._outside}
+        out: Any = functional_call(inner, weights, (), options)
+        logits: Tensor = out.logits
+        return logits
+
+    @contextlib.contextmanager
+    def _without_head(self) -> Iterator[list[Tensor]]:
+        """The output layer gives what it gets, which is put into the list."""
+        seen: list[Tensor] = []
+        head: Any = self.foreign_head[0]
+
+        def pass_through(states: Tensor) -> Tensor:
+            seen.append(states)
+            return states
+
+        head.forward = pass_through
+        try:
+            yield seen
+        finally:
+            del head.forward
+
+
+def positions_in(documents: Tensor) -> Tensor:
+    """Positions (B, S) that begin at 0 with every document."""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+def _slots(module: nn.Module) -> list[Slot]:
+    """The parameters of a module, tied ones once; those that are not trained were tables."""
+    found = []
+    for name, parameter in module.named_parameters():
+        path, _, last = name.rpartition(".")
+        owner = module.get_submodule(path)
+        found.append(Slot(name, owner, last, parameter.is_floating_point() and parameter.requires_grad))
+    return found
+
+
+def _tables(module: nn.Module) -> list[Slot]:
+    split = [(name, *name.rpartition(".")) for name, _ in module.named_buffers()]
+    return [Slot(name, module.get_submodule(path), last, False) for name, path, _, last in split]
+
+
+def _parameters_of_tables(model: nn.Module) -> list[str]:
+    """Turn the tables that files hold into parameters that are not trained; returns their names."""
+    kept, names = model.state_dict(keep_vars=True).keys(), []
+    for name, table in list(model.named_buffers()):
+        if name in kept:
+            path, _, last = name.rpartition(".")
+            owner = model.get_submodule(path)
+            del owner._buffers[last]
+            owner.register_parameter(last, nn.Parameter(table, requires_grad=False))
+            names.append(name)
+    return names

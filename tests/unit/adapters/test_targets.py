@@ -1,0 +1,95 @@
+"""Names of targets: ours and Hugging Face's, endings and expressions; a name that means nothing is an error."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from shardline.adapters.lora import adaptation, attach, more_flops
+from shardline.adapters.targets import chosen_targets, saved_modules
+from shardline.config.architecture import Architecture
+from shardline.config.load import load_config
+from shardline.config.schema import Lora
+from shardline.errors import ConfigError
+from shardline.models.decoder import Decoder
+from shardline.models.fused_weights import parameter_count
+from shardline.parallel.tensor.async_tp import beside_products
+
+ARCH = Architecture(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64)
+ATTENTION = ["wq", "wk", "wv", "wo"]
+
+
+def short(targets: list[str]) -> list[str]:
+    return [name.split(".", 1)[1].rpartition(".")[2] for name in targets if name.startswith("layers.0.")]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([], ["wq", "wk", "wv", "wo", "w1", "w3", "w2"]),
+        ("all-linear", ["wq", "wk", "wv", "wo", "w1", "w3", "w2"]),
+        (["q_proj", "v_proj"], ["wq", "wv"]),
+        (["wq", "down_proj"], ["wq", "w2"]),
+        (["self_attn.o_proj"], ["wo"]),
+        (["layers.0.attention.wk"], ["wk"]),
+        (r".*\.self_attn\..*", ATTENTION),
+        (r"layers\.\d+\.feed_forward\.w[13]", ["w1", "w3"]),
+        ("q_proj", ["wq"]),
+    ],
+)
+def test_targets_have_several_spellings(given: list[str] | str, wanted: list[str]) -> None:
+    assert short(chosen_targets(ARCH, given, None)) == wanted
+
+
+def test_layers_limit_the_blocks_but_not_what_is_outside() -> None:
+    found = chosen_targets(ARCH, ["q_proj", "embed_tokens", "lm_head"], [1])
+    assert found == ["tok_embeddings", "layers.1.attention.wq", "output"]
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        chosen_targets(ARCH, [], [2])
+
+
+@pytest.mark.parametrize(("given", "words"), [(["q_prj"], "did you mean 'q_proj'"), ("(", "no regular expression")])
+def test_what_means_nothing_is_an_error_with_the_nearest_name(given: list[str] | str, words: str) -> None:
+    with pytest.raises(ConfigError, match=r"lora\.target_modules") as caught:
+        chosen_targets(ARCH, given, None)
+    assert words in str(caught.value)
+
+
+def test_modules_to_save_are_whole_and_not_targets_too() -> None:
+    assert saved_modules(ARCH, ["embed_tokens", "norm"]) == ["tok_embeddings", "norm"]
+    tied = ARCH.model_copy(update={"tie_word_embeddings": True})
+    assert saved_modules(tied, ["lm_head"]) == ["tok_embeddings"]
+    with pytest.raises(ConfigError, match="name it in one of them"):
+        adaptation(Lora(target_modules=["lm_head"], modules_to_save=["output"]), ARCH)
+    with pytest.raises(ConfigError, match="cannot have a magnitude"):
+        adaptation(Lora(target_modules=["embed_tokens"], use_dora=True), ARCH)
+
+
+def test_the_scale_and_the_number_of_parameters() -> None:
+    how = adaptation(Lora(rank=4, alpha=8.0, target_modules=["q_proj", "up_proj"]), ARCH)
+    assert how.scale == 2.0
+    assert adaptation(Lora(rank=4, alpha=8.0, use_rslora=True), ARCH).scale == 4.0
+    assert how.added(ARCH) == 2 * 4 * ((32 + 32) + (48 + 32))
+
+
+def test_async_tp_measures_products_with_the_width_of_a() -> None:
+    """A product that was not measured would run without overlap."""
+
+    def widths(**options: Any) -> tuple[set[tuple[int, ...]], ...]:
+        given = {"lora.enable": True, "lora.rank": 4, **{f"lora.{name}": value for name, value in options.items()}}
+        beside = beside_products(load_config(overrides=given), ARCH, "")
+        return beside((("wq", "wk", "wv"),)), beside((("wq",), ("wk", "wv"))), beside((("w1", "w3"),))
+
+    assert widths() == ({(12,)}, {(4, 8)}, {(8,)})
+    assert widths(target_modules=["q_proj", "v_proj"], layers=[1]) == ({(), (8,)}, {(), (4, 4)}, {()})
+    assert widths(dropout=0.1) == ({()}, {()}, {()}), "x A^T travels by itself"
+
+
+def test_frozen_weights_cost_no_gradient() -> None:
+    with torch.device("meta"):
+        model = Decoder(ARCH)
+    assert more_flops(model) == 0
+    how = adaptation(Lora(rank=4, target_modules=["q_proj"], modules_to_save=["lm_head"]), ARCH)
+    attach(model, how, torch.float32, torch.float32)
+    frozen = parameter_count(ARCH) - 2 * 64 * 32  # neither the embedding, which is no product, nor the head
+    assert more_flops(model) == 6 * how.added(ARCH) - 2 * frozen

@@ -1,0 +1,127 @@
+"""The product with matrices of low rank: its numbers and gradients, and what it does not compute or keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardline.models.adapted.low_rank import Adapted, LowRankPart, some_groups
+from shardline.models.adapted.quantized import quantize
+from shardline.models.products.linear import linear
+
+RUNS = (4, 2, 2)  # rows of q, k and v in a group; two groups
+RANK, K, ROWS = 3, 64, 16
+RANDOM = torch.Generator()
+
+
+def numbers(*shape: int, trained: bool = False) -> Tensor:
+    return torch.randn(*shape, generator=RANDOM, dtype=torch.float64).to(torch.float32).requires_grad_(trained)
+
+
+def adapted(missing: int | None = None, magnitude: bool = False, kind: str = "", dropout: float = 0.0) -> Adapted:
+    RANDOM.manual_seed(0)
+    weight = numbers(ROWS, K)
+    stored = (weight,) if not kind else tuple(one for one in quantize(weight, kind, None) if one is not None)
+    parts: list[LowRankPart | None] = []
+    for number, run in enumerate(RUNS):
+        length = (numbers(2 * run).abs() + 1).requires_grad_() if magnitude else None
+        part = LowRankPart(numbers(RANK, K, trained=True), numbers(2 * run, RANK, trained=True), length)
+        parts.append(None if number == missing else part)
+    return Adapted(stored, kind, tuple(parts), RUNS, 0.5, dropout)
+
+
+def merged(w: Adapted) -> Tensor:
+    """The whole weight, projection by projection."""
+    places = torch.arange(ROWS).view(2, -1).split(RUNS, dim=1)
+    whole = w.weight.clone()
+    for part, rows in zip(w.parts, places, strict=True):
+        if part is not None:
+            change = w.weight[rows.flatten()] + 0.5 * part.b @ part.a
+            if part.magnitude is not None:
+                change = change * (part.magnitude / change.norm(dim=1).detach())[:, None]
+            whole = whole.index_copy(0, rows.flatten(), change)
+    return whole
+
+
+@pytest.mark.parametrize("kind", ["", "nf4", "int8"])
+@pytest.mark.parametrize("magnitude", [False, True])
+@pytest.mark.parametrize("missing", [None, 1])
+def test_the_product_and_its_gradients_are_those_of_the_merged_weight(
+    missing: int | None, magnitude: bool, kind: str
+) -> None:
+    w, bias = adapted(missing, magnitude, kind), torch.randn(ROWS)
+    trained = [one for part in w.parts if part is not None for one in part if one is not None]
+    x = numbers(2, 5, K, trained=True)
+    seen, wanted = linear(x, w, bias), x @ merged(w).t() + bias
+    torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-4)
+    gradient = torch.randn_like(wanted)
+    for a, b in zip(
+        torch.autograd.grad(seen, [x, *trained], gradient),
+        torch.autograd.grad(wanted, [x, *trained], gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_groups_of_heads_are_rows_of_all_projections() -> None:
+    w, x = adapted(), numbers(3, K)
+    torch.testing.assert_close(linear(x, some_groups(w, 1, 1), None), linear(x, w, None)[:, ROWS // 2 :])
+
+
+class Products(TorchDispatchMode):
+    """The sizes of all results of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        found = function(*arguments, **(options or {}))
+        if any(word in str(function) for word in ("mm", "linear", "bmm")) and isinstance(found, Tensor):
+            self.shapes.append(tuple(found.shape))
+        return found
+
+
+def test_the_gradient_of_the_frozen_weight_is_never_computed_and_little_is_kept() -> None:
+    w, x = adapted(), numbers(32, K, trained=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        out = linear(x, w, None)
+    wide = {one.untyped_storage().data_ptr() for one in kept if one.numel() >= x.numel() and one.shape[0] == len(x)}
+    assert wide == {x.untyped_storage().data_ptr()}, "only x is kept of what has a row for each token"
+    with Products() as products:
+        out.sum().backward()
+    assert (ROWS, K) not in products.shapes
+    assert w.weight.grad is None
+
+
+def test_dropout_is_before_a_and_only_in_training() -> None:
+    w, x = adapted(dropout=0.5), numbers(64, K)
+    plain = linear(x, w._replace(dropout=0.0), None)
+    with torch.no_grad():
+        torch.testing.assert_close(linear(x, w, None), plain)
+    torch.manual_seed(0)
+    seen = linear(x, w, None)
+    assert (seen - plain).abs().max() > 0.1
+    torch.manual_seed(0)
+    kept = torch.nn.functional.dropout(x, 0.5)
+    torch.testing.assert_close(seen - x @ w.weight.t(), kept @ (merged(w) - w.weight).t(), rtol=1e-3, atol=1e-3)
+    a = w.parts[0]
+    assert a is not None
+    (of_a,) = torch.autograd.grad(seen.sum(), [a.a])
+    (wanted,) = torch.autograd.grad((kept @ (merged(w) - w.weight).t()).sum(), [a.a])
+    torch.testing.assert_close(of_a, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_a_compiled_product_is_the_eager_one() -> None:
+    w, x = adapted(magnitude=True), numbers(8, K, trained=True)
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    seen, wanted = compiled(x, w, None), linear(x, w, None)
+    torch.testing.assert_close(seen, wanted)
+    of = [x, *(part.a for part in w.parts if part is not None)]
+    for a, b in zip(torch.autograd.grad(seen.sum(), of), torch.autograd.grad(wanted.sum(), of), strict=True):
+        torch.testing.assert_close(a, b)
