@@ -2,6 +2,8 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3 python; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 BIN := .venv/bin
+# Without its caches Python compiles every module, and pytest every test, in each of the processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 # Files side by side, in one process more than there are cores; the tests of a file stay together and in order.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 # Types are checked while the tests run; what was found is shown after them.

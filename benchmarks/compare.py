@@ -1,9 +1,10 @@
-"""Shardline beside TorchTitan and `transformers` on this machine: tokens per second, memory, time to the first step.
+"""Shardline beside TorchTitan, `transformers` and `peft` on this machine: tokens/s, memory, time to the first step.
 
     python benchmarks/compare.py                              # whole steps of Llama 3 on one GPU (case bf16)
     python benchmarks/compare.py --cases moe,float8-rowwise   # --list names all cases
     python benchmarks/compare.py --trainers shardline,torchtitan   # without the others
-    python benchmarks/compare.py --cases cpu-demo             # the only one that needs no GPU
+    python benchmarks/compare.py --cases lora                 # LoRA and QLoRA of Llama 3 8B beside peft
+    python benchmarks/compare.py --cases cpu-demo,cpu-lora    # the ones that need no GPU
     python benchmarks/compare.py -- --training.max_norm=0.5   # flags after -- go to the runs of Shardline
 
 Every run has a process of its own and prints one JSON line when it ends; a table with ratios comes last. Numbers are
@@ -15,7 +16,7 @@ on a CPU the most that was resident. The time to the first step is from the star
 with the compiler's caches as they are; the case first-step measures it with an empty cache and once more with the same.
 
 TorchTitan 0.2.2 and `accelerate` (for the Trainer of `transformers`) must be importable, by PYTHONPATH or installed.
-All train in bfloat16 with float32 weights (on a CPU in float32), with AdamW and clipping.
+All train in bfloat16 with float32 weights (on a CPU in float32), with AdamW and clipping; frozen weights are bfloat16.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Model(NamedTuple):
 
 
 class Run(NamedTuple):
-    trainer: str  # shardline, torchtitan, trainer, loop
+    trainer: str  # shardline, torchtitan, trainer, loop, peft
     model: Model
     flags: tuple[str, ...] = ()  # of Shardline and TorchTitan, which have the same names for them
     variant: str = ""
@@ -89,6 +90,7 @@ def llama_8b(layers: int, seq_len: int = 8192, batch: int = 2) -> Model:
 
 
 LLAMA_8B, LLAMA_LONG = llama_8b(8), llama_8b(4, seq_len=131_072, batch=1)
+LLAMA_WHOLE = llama_8b(32, seq_len=2048, batch=4)._replace(label="Llama 3 8B")
 LLAMA_1B = Model(
     *("Llama 3.2 1B, output not tied", "llama3", "1B", 16, 8192, 2, {"tie_word_embeddings": False}),
     *("llama3_args", "8B", SMALL),
@@ -107,7 +109,9 @@ COMPILED = ("--compile.enable",)
 FULL = (*COMPILED, "--activation_checkpoint.mode=full")
 SELECTIVE = (*COMPILED, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 OURS_AND_TITAN = ("shardline", "torchtitan")
-TRAINERS = (*OURS_AND_TITAN, "trainer", "loop")
+TRAINERS = (*OURS_AND_TITAN, "trainer", "loop", "peft")
+LORA_RANK = 16
+LORA = ("--lora.enable", f"--lora.rank={LORA_RANK}", f"--lora.alpha={2 * LORA_RANK}")  # of all linear layers
 
 
 def float8(recipe: str) -> tuple[str, ...]:
@@ -139,8 +143,17 @@ CASES: dict[str, list[Run]] = {
     "long": each(OURS_AND_TITAN, LLAMA_LONG, FULL, "131,072 tokens, full checkpointing"),
     "eager-1B": each((*OURS_AND_TITAN, "trainer"), LLAMA_1B, (), "not compiled"),
     "moe": [run for model in (DEEPSEEK, QWEN3) for run in each(OURS_AND_TITAN, model, COMPILED)],
+    "lora": [
+        *each(("shardline", "peft"), LLAMA_WHOLE, (*COMPILED, *LORA), "LoRA"),
+        *each(("shardline", "peft"), LLAMA_WHOLE, (*FULL, *LORA), "LoRA, full checkpointing"),
+        *each(("shardline", "peft"), LLAMA_WHOLE, LORA, "LoRA, not compiled"),
+        *each(("peft",), LLAMA_WHOLE, (FULL[1], *LORA), "LoRA, full checkpointing, not compiled"),
+        *each(("shardline",), LLAMA_WHOLE, (*COMPILED, *LORA, "--lora.base_dtype=nf4"), "QLoRA"),
+        *each(("shardline",), LLAMA_WHOLE, (*FULL, *LORA, "--lora.base_dtype=nf4"), "QLoRA, full checkpointing"),
+    ],
     "modes": [Run("shardline", LLAMA_8B, (*COMPILED, *flags), name) for name, flags in VARIANTS.items()],
     "cpu-demo": each(("shardline", "trainer", "loop"), DEMO, ()),
+    "cpu-lora": each(("shardline", "peft"), DEMO, LORA, "LoRA"),
 }
 FIRST_STEP_STEPS = 2  # of the case first-step
 
@@ -265,7 +278,37 @@ def run_loop(spec: dict[str, Any]) -> None:
         finished_step(loss.item())
 
 
-INSIDE = {"trainer": run_trainer, "loop": run_loop}
+def run_peft(spec: dict[str, Any]) -> None:
+    """The same model, frozen in bfloat16 on a GPU, with LoRA of `peft` in all linear layers, in a plain loop."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    on_gpu = here().type == "cuda"
+    torch.set_default_dtype(torch.bfloat16 if on_gpu else torch.float32)  # never float32 first: it would be the peak
+    model, config = transformers_model(spec)
+    torch.set_default_dtype(torch.float32)
+    device = next(model.parameters()).device
+    if spec["checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    model = get_peft_model(
+        model, LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    ).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    step_model = torch.compile(model) if spec["compiled"] else model
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    for _ in range(spec["steps"]):
+        tokens = torch.randint(256, (config.training.local_batch_size, config.training.seq_len), device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            loss = step_model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        finished_step(loss.item())
+
+
+INSIDE = {"trainer": run_trainer, "loop": run_loop, "peft": run_peft}
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -291,7 +334,12 @@ def command_of(run: Run, steps: int, folder: Path, extra: list[str]) -> list[str
             *([] if checkpointing else ["--activation_checkpoint.mode=none"]),
             *run.flags,
         ]
-    spec = {"flags": model.flags(), "steps": steps, "compiled": COMPILED[0] in run.flags}
+    spec = {
+        "flags": model.flags(),
+        "steps": steps,
+        "compiled": COMPILED[0] in run.flags,
+        "checkpointing": FULL[1] in run.flags,
+    }
     return [sys.executable, __file__, "--inside", run.trainer, json.dumps(spec)]
 
 
@@ -471,7 +519,7 @@ def about() -> dict[str, str]:
     from shardline.run.device import device_name
 
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    for package in ("torchtitan", "torchao", "transformers", "accelerate", "triton"):
+    for package in ("torchtitan", "torchao", "transformers", "accelerate", "peft", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return {"machine": device_name(here()), **versions}

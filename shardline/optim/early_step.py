@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from shardline.models.dtensor import local
+from shardline.models.gradient_hooks import when_gradient_arrives
 from shardline.optim.norms import squared_sum
 
 
@@ -57,7 +58,7 @@ class EarlyStep:
         waiting = set(late)
         for parameter in self._groups:
             if parameter not in waiting:
-                parameter.register_post_accumulate_grad_hook(self.use)
+                when_gradient_arrives(parameter, self.use)
 
     @contextlib.contextmanager
     def using(self, *, steps: bool, scale: float | None = None) -> Iterator[None]:

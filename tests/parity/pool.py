@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -157,6 +158,7 @@ def _leave_no_trace(environment: dict[str, str]) -> None:
     if dynamo is not None:
         dynamo.reset()  # graphs of one case must not serve another
     _forget_meshes()
+    gc.collect()
     os.environ.clear()
     os.environ.update(environment)
 

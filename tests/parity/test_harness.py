@@ -1,11 +1,14 @@
 """The harness fails where it must: small mistakes put into a correct run, and ranks that raise, die or hang."""
 
 import contextlib
+import gc
 import os
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardline.comm import collectives
+from shardline.config.load import load_config
 from shardline.models.dtensor import local
 from tests.parity.cases import BY_NAME
 from tests.parity.harness import Harness, Mutation, Result, compare
@@ -356,3 +360,26 @@ def test_pool_ends_a_hang_and_says_where(small_pool: Pool) -> None:
 def test_pool_forgets_the_meshes_of_a_case(small_pool: Pool) -> None:
     for groups_before in (3, 0):
         assert small_pool.run(4, gathered, groups_before) == [[0.0, 2.0, 4.0, 6.0]] * 4
+
+
+# ---- what a case leaves behind ---------------------------------------------------------------------------------------
+
+
+def parameters_left(settings: dict[str, Any]) -> int:
+    """How many of its parameters outlive a trainer that nobody holds any more."""
+    from shardline.training.trainer import Trainer
+
+    trainer = Trainer(load_config(overrides=settings))
+    trainer.train()
+    parameters = [weakref.ref(parameter) for parameter in trainer.model.parameters()]
+    del trainer
+    gc.collect()
+    return sum(parameter() is not None for parameter in parameters)
+
+
+@pytest.mark.parametrize("name", ["ddp2", "fsdp2-early-step-clipped"])
+def test_a_trainer_that_is_gone_leaves_no_model_in_memory(harness: Harness, name: str, tmp_path: Path) -> None:
+    case = BY_NAME[name]
+    short = {"training.steps": 1, "lr_scheduler.warmup_steps": 0, "job.dump_folder": str(tmp_path / "run")}
+    settings = harness.settings(case.overrides, case.ranks) | short
+    assert harness.pool.run(case.ranks, parameters_left, settings) == [0, 0]

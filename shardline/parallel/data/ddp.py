@@ -15,6 +15,7 @@ from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config, Parallelism
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
+from shardline.models.gradient_hooks import when_gradient_arrives
 from shardline.parallel.data.compression import GradientExchange, LowRankExchange, WholeExchange
 from shardline.parallel.tensor.tensor import replace_parameter
 from shardline.precision.mixed import DTYPES
@@ -63,7 +64,7 @@ class Replicas:
         self.next = 0  # bucket to start
         exposed.measured = True
         for parameter in self.bucket_of:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            when_gradient_arrives(parameter, self._arrived)
 
     def expect(self, last: bool, every_micro_batch: bool) -> None:
         """Call before a micro-batch: decides whether its gradients, and those kept since the last sum, are summed."""
