@@ -164,11 +164,17 @@ def _leave_no_trace(environment: dict[str, str]) -> None:
 
 
 def _forget_meshes() -> None:
-    """Equal meshes of two cases have different groups, but torch's cache of DTensor layouts takes one for the other."""
+    """Equal meshes of two cases have different groups, but torch's cache of DTensor layouts takes one for the other.
+
+    Its other caches would keep the groups of every case alive, with a thread of each that looks for messages.
+    """
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
+        from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
         debug._clear_sharding_prop_cache()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # since 2.13
 
 
 # ---- in the session --------------------------------------------------------------------------------------------------
