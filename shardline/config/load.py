@@ -130,7 +130,7 @@ def _merge(layers: Sequence[Layer], file: str | None) -> Config:
 
 
 def _replaced(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
-    """Of two keys that say the same thing in different ways, the one from the higher layer replaces the other."""
+    """Let a key from a higher layer replace one from a lower layer that says the same thing in another way."""
     for key, other in (*ALTERNATIVES.items(), *((other, key) for key, other in ALTERNATIVES.items())):
         given = layer.given.get(key)
         if other in merged and other not in layer.given and given is not None and given.value not in (None, RESET):

@@ -105,7 +105,7 @@ class TokenStore:
         return out
 
     def has_trained(self) -> np.ndarray:
-        """Of each document, whether a token after its first is trained; only such tokens are targets."""
+        """Whether each document has a trained token after its first; only such tokens are targets."""
         found = []
         for part, (first, sizes) in enumerate(zip(self._firsts, self.parts, strict=True)):
             ends = np.asarray(self._array(part)[1])
