@@ -158,7 +158,7 @@ def _leave_no_trace(environment: dict[str, str]) -> None:
     if dynamo is not None:
         dynamo.reset()  # graphs of one case must not serve another
     _forget_meshes()
-    gc.collect()
+    _collect_garbage()
     os.environ.clear()
     os.environ.update(environment)
 
@@ -175,6 +175,18 @@ def _forget_meshes() -> None:
         _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
         _redistribute._gen_transform_infos.cache_clear()
         getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()  # since 2.13
+
+
+def _collect_garbage() -> None:
+    """Free the models and groups of a case. Modules that it imported stay: later collections leave them out."""
+    global _modules
+    gc.collect()
+    if len(sys.modules) > _modules:
+        _modules = len(sys.modules)
+        gc.freeze()
+
+
+_modules = 0  # that were imported when objects were last left out
 
 
 # ---- in the session --------------------------------------------------------------------------------------------------
