@@ -223,7 +223,7 @@ def test_without_a_reference_rewards_are_log_probabilities(tmp_path: Path) -> No
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["full", "lora"])
+@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path, how: str) -> None:
     options = dpo(training__steps=6, data__held_out=0.2, validation__enable=True, validation__seq_len=32, **SAVING)
     options |= {"validation__freq": 3} | (LORA if how == "lora" else {})

@@ -27,7 +27,7 @@ def same_state(a, b, step):
         assert all(left.dtype(name) == right.dtype(name) and torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("after", [OFFLOAD, {}], ids=["offload", "plain"])
+@pytest.mark.parametrize("after", [OFFLOAD, pytest.param({}, marks=pytest.mark.slow)], ids=["offload", "plain"])
 def test_a_run_with_offload_is_the_plain_one_and_resumes(tmp_path, after):
     plain = numbers(run(tmp_path / "plain", training__steps=8, **SAVING))
     folder = tmp_path / "run"

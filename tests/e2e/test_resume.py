@@ -285,7 +285,16 @@ def begun_from(checkpoint, *excluded):
     }
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer", "lr_scheduler", "dataloader", "train_state"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "model",
+        pytest.param("optimizer", marks=pytest.mark.slow),
+        pytest.param("lr_scheduler", marks=pytest.mark.slow),
+        "dataloader",
+        "train_state",
+    ],
+)
 def test_what_a_run_began_without_is_not_left_out_when_it_is_started_again(tmp_path, scheduled_late, part):
     """As a restart after a crash does, or a job that is queued again with the same command."""
     settings = {"training__steps": 10, **begun_from(scheduled_late, part)}

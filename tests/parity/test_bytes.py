@@ -122,7 +122,9 @@ def test_tensor_parallel(harness: Harness, n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [TIED, CHUNKS, SMALL_BATCHES, COMPILE], ids=["tied", "chunks", "accumulation", "compile"]
+    "change",
+    [TIED, *(pytest.param(one, marks=pytest.mark.slow) for one in (CHUNKS, SMALL_BATCHES)), COMPILE],
+    ids=["tied", "chunks", "accumulation", "compile"],
 )
 def test_tensor_parallel_is_the_same_with(harness: Harness, change: dict[str, Any]) -> None:
     """Sharing the embedding, cutting the loss into chunks and compiling send nothing more; micro-batches add up."""
@@ -162,7 +164,9 @@ def test_full_checkpointing_gathers_again(harness: Harness, early_stop: bool, ag
     assert sent(harness, entry)["tp"] == tensor_parallel_bytes(s, 2, extra_collectives=again * s.arch.n_layers)
 
 
-@pytest.mark.parametrize("change", [{}, ASYNC, COMPILE], ids=["serial", "async", "compile"])
+@pytest.mark.parametrize(
+    "change", [{}, ASYNC, pytest.param(COMPILE, marks=pytest.mark.slow)], ids=["serial", "async", "compile"]
+)
 def test_tensor_parallel_in_float8_gathers_bytes(harness: Harness, change: dict[str, Any]) -> None:
     """Of the eight passes of a block four are gathers, of rows with one byte a number and 16 for the factor."""
     entry = case("", TENSORWISE, change, tp=2)
@@ -239,7 +243,12 @@ def test_weights_gathered_in_float8(harness: Harness, change: dict[str, Any]) ->
 
 @pytest.mark.parametrize(
     ("change", "scatters", "sums"),
-    [({}, 1, 1), (SMALL_BATCHES, 1, 1), (SMALL_BATCHES | EVERY_MICRO_BATCH, 2, 2), (SMALL_BATCHES | SCATTER, 2, 1)],
+    [
+        ({}, 1, 1),
+        pytest.param(SMALL_BATCHES, 1, 1, marks=pytest.mark.slow),
+        pytest.param(SMALL_BATCHES | EVERY_MICRO_BATCH, 2, 2, marks=pytest.mark.slow),
+        (SMALL_BATCHES | SCATTER, 2, 1),
+    ],
     ids=["default", "accumulation", "every-micro-batch", "scatter"],
 )
 def test_shards_in_replicas(harness: Harness, change: dict[str, Any], scatters: int, sums: int) -> None:
@@ -308,7 +317,13 @@ def test_ring(harness: Harness, n: int) -> None:
 
 @pytest.mark.parametrize(
     ("change", "forwards"),
-    [(SMALL_BATCHES, 1), (TIED, 1), (FULL_AC, 2), (OP_AC, 1), (COMPILE, 1)],
+    [
+        pytest.param(SMALL_BATCHES, 1, marks=pytest.mark.slow),
+        pytest.param(TIED, 1, marks=pytest.mark.slow),
+        (FULL_AC, 2),
+        (OP_AC, 1),
+        pytest.param(COMPILE, 1, marks=pytest.mark.slow),
+    ],
     ids=["accumulation", "tied", "full-ac", "op-ac", "compile"],
 )
 def test_ring_with(harness: Harness, change: dict[str, Any], forwards: int) -> None:

@@ -138,7 +138,12 @@ def assert_same(a, b, words):
     assert not differing, f"{words}: {len(differing)} differ, such as {differing[:3]}"
 
 
-@pytest.mark.parametrize("name", CHAINS)
+QUICK_CHAINS = ("plain", "transformers", "experts", "lora", "tied", "narrow", "muon", "int8")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_CHAINS else pytest.param(name, marks=pytest.mark.slow) for name in CHAINS]
+)
 def test_from_layout_to_layout_bit_by_bit(harness, tmp_path, name):
     """Each layout loads what the one before saved; the last one has what the first one trained."""
     changes, chain = CHAINS[name]
@@ -198,7 +203,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(harness, tmp_path, layou
     assert_same(tensors(whole, 4), tensors(resumed, 4), layout)
 
 
-@pytest.mark.parametrize("layout", ["one", "fsdp2", "ddp2"])
+@pytest.mark.parametrize("layout", ["one", "fsdp2", pytest.param("ddp2", marks=pytest.mark.slow)])
 def test_a_model_of_transformers_resumes_bitwise(harness, tmp_path, layout):
     runs = Runs(harness, tmp_path)
     whole = runs.train("whole", layout, cases.FOREIGN)
@@ -276,7 +281,8 @@ THIN_LAYOUTS = {"ddp2": {"ddp": 2}, "ddp2-tp2": {"ddp": 2, "tp": 2}, "pp2-ddp2":
     ("layout", "model", "mode"),
     [
         ("ddp2", {}, "async"),
-        ("ddp2-tp2", cases.ONE_KV_HEAD, "disabled"),  # its gradients are added up over tp: errors differ there
+        # its gradients are added up over tp: errors differ there
+        pytest.param("ddp2-tp2", cases.ONE_KV_HEAD, "disabled", marks=pytest.mark.slow),
         pytest.param("pp2-ddp2", cases.TIED, "disabled", marks=pytest.mark.slow),
     ],
 )
@@ -439,7 +445,10 @@ def fail_on_rank(settings, rank, point):
         return ""
 
 
-@pytest.mark.parametrize(("rank", "point"), [(1, "tensor-written"), (0, "shard-synced"), (0, "manifest-written")])
+@pytest.mark.parametrize(
+    ("rank", "point"),
+    [(1, "tensor-written"), pytest.param(0, "shard-synced", marks=pytest.mark.slow), (0, "manifest-written")],
+)
 def test_a_writer_that_fails_tells_every_rank(harness, tmp_path, rank, point):
     runs = Runs(harness, tmp_path)
     ranks, settings = runs.settings("fsdp2", tmp_path / "run")

@@ -228,7 +228,7 @@ def difference(a, b):
     ("changes", "degrees"),
     [
         pytest.param((), {"pp": 2}, marks=pytest.mark.slow),
-        ((cases.TIED, cases.INTERLEAVED), {"pp": 2}),
+        pytest.param((cases.TIED, cases.INTERLEAVED), {"pp": 2}, marks=pytest.mark.slow),
         ((cases.TIED, cases.ZBV), {"pp": 2, "fsdp": 2}),
         pytest.param((cases.TIED,), {"pp": 2, "tp": 2}, marks=pytest.mark.slow),
     ],

@@ -34,12 +34,10 @@ WANTED = {
         ["pp 8 x dp_shard 2 x cp 4 x tp 8", "16 stages", "context of 262,144 tokens in 8 slices"],
     ),
 }
-QUICK = ("llama3_405b_128k",)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WANTED]
-)
+@pytest.mark.slow  # test_dry_run.py has one for 512 ranks
+@pytest.mark.parametrize("name", WANTED)
 def test_the_dry_run_of_a_configuration(name):
     ranks, wanted = WANTED[name]
     config = load_config(CONFIGS / f"{name}.toml")

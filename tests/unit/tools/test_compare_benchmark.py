@@ -181,6 +181,7 @@ def test_an_unknown_case_is_refused(benchmark, monkeypatch, capsys):
     assert "no case is named 'fp4'; there are bf16, " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_case_on_this_machine(benchmark, monkeypatch, capsys):
     """Ours and the plain loop: the Trainer needs a package that tests do without."""
     runs = [run for run in benchmark.CASES["cpu-demo"] if run.trainer != "trainer"]
