@@ -61,10 +61,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _matches(expression: re.Pattern[str], arch: Architecture, name: str) -> bool:
     """Whether a pattern means a weight; of experts, all of them."""
+    experts = range(arch.moe.n_experts if arch.moe is not None else 1)
     for full in _names(arch, name):
-        numbered = (
-            [full.format(expert) for expert in range(arch.moe.n_experts)] if arch.moe and "{}" in full else [full]
-        )
+        numbered = [full.format(expert) for expert in experts] if "{}" in full else [full]
         matching = [one for one in numbered if expression.match(one)]
         if matching and len(matching) < len(numbered):
             raise ConfigError(f"{KEY}: {expression.pattern!r} names some experts of a layer, which are one weight here")

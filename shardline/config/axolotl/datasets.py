@@ -23,6 +23,7 @@ REFUSED = {
     "logprobs_field": "the loss is cross-entropy",
     "temperature": "the loss is cross-entropy",
 }
+AS_OTHERS = ("train_on_split", "field_human", "field_model")  # older keys, which set others
 IDLE_PROMPTS = {  # of a type that is a table
     "field": "a prompt names its fields one by one",
     "field_completion": "it belongs to rl: kto",
@@ -85,14 +86,16 @@ def _tokens(reader: Reader) -> None:
     """Special tokens, and plain ones to add; a table of `tokens` names special ones, as it did in older versions."""
     named: dict[str, Any] = {}
     for name in ("tokens", "special_tokens"):
-        given = reader.get(name)
-        if isinstance(given, list) and name == "tokens":
-            reader.set("data.added_tokens", reader.get(name, texts, []), name)
-        elif given:
-            for token, value in reader.get(name, table, {}).items():
-                named[token] = texts(value) if isinstance(value, list) else text(value)
-            if named:
-                reader.set("data.special_tokens", named, name)
+        if name == "tokens" and not isinstance(reader.get(name), Mapping):
+            if added := reader.get(name, texts, []):
+                reader.set("data.added_tokens", added, name)
+        elif found := reader.get(name, _special_tokens, {}):
+            named |= found
+            reader.set("data.special_tokens", named, name)
+
+
+def _special_tokens(value: Any) -> dict[str, Any]:
+    return {name: texts(one) if isinstance(one, list) else text(one) for name, one in table(value).items()}
 
 
 def _sources(reader: Reader, name: str, native: str) -> None:
@@ -115,11 +118,7 @@ def _sources(reader: Reader, name: str, native: str) -> None:
 def _entry(entry: Reader, pretraining: bool) -> list[tuple[dict[str, Any], dict[str, str]]]:
     """The tables that one dataset becomes, each with the names under which its keys were given."""
     source, names = {}, {"field": "text_column"} if pretraining else {}
-    aside = (
-        ("text_column", "skip", "conversation")
-        if pretraining
-        else (*("conversation", "train_on_split", "field_human", "field_model"),)
-    )
+    aside = ("conversation", *(("text_column", "skip") if pretraining else AS_OTHERS))
     for name, value in entry.values.items():
         if name in IDLE:
             entry.idle(name, IDLE[name])
@@ -161,6 +160,10 @@ def _pretraining(entry: Reader, source: dict[str, Any]) -> None:
 def _named_type(entry: Reader, source: dict[str, Any]) -> None:
     """ShareGPT's records are messages under other names; types with a loader after a dot are the format itself."""
     kind = source.get("type")
+    if not str(kind).startswith("sharegpt"):
+        for name in ("field_human", "field_model"):
+            if entry.has(name):
+                entry.idle(name, "type is not sharegpt")
     if not isinstance(kind, str):
         return
     if kind.startswith("sharegpt"):
