@@ -155,7 +155,8 @@ def more_flops(model: Decoder) -> float:
     """FLOPs for a token: 6 for each number of the matrices, less 2 for each frozen one, which has no gradient."""
     how: Adaptation | None = model.adaptation
     if how is None:
-        return 0.0
+        frozen = {name: logical_shapes(model.arch)[name] for name in model.frozen - {"tok_embeddings.weight"}}
+        return -2.0 * sum(used_by_a_token(model.arch, name, math.prod(shape)) for name, shape in frozen.items())
     shapes = {**logical_shapes(model.arch), **how.shapes(model.arch)}
     if model.arch.tie_word_embeddings and "tok_embeddings" not in how.saved:
         shapes["output.weight"] = shapes["tok_embeddings.weight"]

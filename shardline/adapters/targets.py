@@ -43,7 +43,12 @@ def spellings(arch: Architecture, module: str) -> list[str]:
         theirs = f"model.layers.{layer[1]}.mlp.experts"
         return [f"{place}.{parts[0]}", place, f"{theirs}.{parts[1]}", theirs]
     stored = stored_as(f"{module}.weight", arch.family)
-    return [module] if stored is None else [module, stored.name.removesuffix(".weight")]
+    if stored is None:
+        return [module]
+    theirs = stored.name.removesuffix(".weight")
+    if not theirs.startswith("model."):
+        return [module, theirs]
+    return [module, theirs.replace("model.", "model.language_model.", 1), theirs]  # also as a model with images has it
 
 
 def layer_of(module: str) -> int | None:

@@ -53,6 +53,8 @@ class RunPosition:
     tokens: int = 0
     schedule_start: int = 0  # the step at which the learning-rate schedule began; below 0 where steps count anew
     validated: int = 0  # samples of each validation
+    best_validation: float | None = None  # the lowest loss of a validation so far, with validation.patience
+    worse_validations: int = 0  # since then
     loss_scale: tuple[float, int] = (0.0, 0)  # of float16: factor, good steps
     excluded: tuple[str, ...] = ()  # checkpoint.exclude_from_loading when this run was started
 
@@ -370,6 +372,8 @@ class Start:
         if "train_state" not in excluded:
             position.step, position.tokens = trainer["step"], trainer["tokens"]
             position.validated = trainer.get("validated", 0)
+            position.best_validation = trainer.get("best_validation")
+            position.worse_validations = trainer.get("worse_validations", 0)
             position.loss_scale = tuple(trainer.get("loss_scale", position.loss_scale))
             set_rng_state(self._rng(saved))
         scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]
@@ -444,7 +448,13 @@ def _end_of(saved: Saved, config: Config, total_steps: int) -> int:
 
 
 def _last_step(config: Config, total_steps: int, trainer: Mapping[str, Any], data: Mapping[str, Any]) -> int:
-    """The last step of a run; `training.epochs` counts passes over the data from the step at which they began."""
+    """The last step of a run; `training.epochs` counts passes over the data from the step at which they began.
+
+    A run that `validation.patience` has ended ends where it is.
+    """
+    patience = config.validation.patience
+    if config.validation.enable and patience is not None and trainer.get("worse_validations", 0) >= patience:
+        return int(trainer["step"])
     if config.training.epochs is None or "global_batch_size" not in data:
         return total_steps
     return int(total_steps + trainer["step"] - trainer["samples"] // data["global_batch_size"])

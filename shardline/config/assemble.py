@@ -149,7 +149,7 @@ def _without_none(key: str, value: Any) -> Any:
     """The text "none" means unset for a key that can be unset, in override tables too."""
     if key in SOURCE_LISTS and isinstance(value, list):
         return [plain_table(table) if isinstance(table, Mapping) else table for table in value]
-    if key == "data.special_tokens" and isinstance(value, Mapping):
+    if key in ("data.special_tokens", "data.chat_template_kwargs") and isinstance(value, Mapping):
         return plain_table(value)
     if isinstance(value, dict) and key in (OVERRIDES, *OVERRIDE_TABLES):
         return {name: _without_none(f"{key}.{name}", inner) for name, inner in value.items()}

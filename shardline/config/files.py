@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class ConfigFile:
     tables: dict[str, Any]
     lines: dict[str, int]
     is_yaml: bool
+    repeated: dict[str, int] = field(default_factory=dict)  # keys that YAML has twice -> the first line of each
 
     def where(self, key: str) -> str:
         number = self.lines.get(key)
@@ -60,11 +61,12 @@ def read_chain(path: str | Path, above: tuple[Path, ...] = ()) -> list[ConfigFil
 def read_file(path: str | Path) -> ConfigFile:
     text = _read_text(str(path))
     is_yaml = str(path).lower().endswith((".yaml", ".yml"))
+    repeated: dict[str, int] = {}
     try:
-        tables, lines = _parse_yaml(str(path), text) if is_yaml else _parse_toml(str(path), text)
+        tables, lines = _parse_yaml(str(path), text, repeated) if is_yaml else _parse_toml(str(path), text)
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
-    return ConfigFile(str(path), tables, lines, is_yaml)
+    return ConfigFile(str(path), tables, lines, is_yaml, repeated)
 
 
 def _read_text(path: str) -> str:
@@ -181,7 +183,8 @@ def _dotted(value: Any, prefix: str) -> Iterator[str]:
                 yield from _dotted(inner, key)
 
 
-def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+def _parse_yaml(path: str, text: str, repeated: dict[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
+    """The tables and lines of a file; `repeated` gets the keys that it has twice."""
     import yaml
 
     try:
@@ -193,7 +196,7 @@ def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
         if node is None:
             return {}, {}
         lines: dict[str, int] = {}
-        _yaml_lines(path, node, "", lines, depth=0)
+        _yaml_lines(node, "", lines, repeated, depth=0)
         tables = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -208,20 +211,21 @@ def _parse_yaml(path: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
     return tables, lines
 
 
-def _yaml_lines(path: str, node: Any, prefix: str, lines: dict[str, int], depth: int) -> None:
-    """Collect the line of every key. A key given twice is an error; YAML itself would drop the first."""
+def _yaml_lines(node: Any, prefix: str, lines: dict[str, int], repeated: dict[str, int], depth: int) -> None:
+    """Collect the line of every key, and the first one of those that are given twice: YAML takes the last."""
     if depth > 8 or not isinstance(getattr(node, "value", None), list):
         return
     seen: set[str] = set()
     for place, pair in enumerate(node.value):
         if not isinstance(pair, tuple):
             lines.setdefault(f"{prefix}.{place}", pair.start_mark.line + 1)
-            _yaml_lines(path, pair, f"{prefix}.{place}", lines, depth + 1)
+            _yaml_lines(pair, f"{prefix}.{place}", lines, repeated, depth + 1)
             continue
         name, number = str(pair[0].value), pair[0].start_mark.line + 1
         key = f"{prefix}.{name}" if prefix else name
         if name in seen and name != "<<":
-            raise ConfigError(f"{path}:{number}: {key}: given twice, first on line {lines.get(key)}")
+            repeated.setdefault(key, lines[key])
+            lines[key] = number
         seen.add(name)
         lines.setdefault(key, number)
-        _yaml_lines(path, pair[1], key, lines, depth + 1)
+        _yaml_lines(pair[1], key, lines, repeated, depth + 1)

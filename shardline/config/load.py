@@ -141,6 +141,8 @@ def _replaced(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
 def _file_layer(file: ConfigFile) -> Layer:
     """The keys of a file; those of an Axolotl config are translated."""
     if not is_axolotl(file):
+        for key, first in file.repeated.items():
+            raise ConfigError(f"{file.where(key)}: {key}: given twice, first on line {first}")
         return _layer(file.tables, file.where, file.is_yaml)
     found = translate(file)
     layer = Layer(notes=found.notes, problems=found.problems)

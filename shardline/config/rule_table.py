@@ -586,6 +586,18 @@ RULES: list[Rule] = [
         remedy='set it to "same", or parallelism.enable_async_tensor_parallel = false',
     ),
     _refuse(
+        "training.unfrozen_parameters",
+        lambda c: c.lora.enable and bool(c.training.unfrozen_parameters),
+        "LoRA freezes every weight that it does not name",
+        remedy="name weights that are trained whole in lora.modules_to_save, or set lora.enable = false",
+    ),
+    _refuse(
+        "training.neftune_alpha",
+        lambda c: c.training.objective == "dpo" and c.training.neftune_alpha is not None,
+        "the reference of a pair would read embeddings without noise",
+        remedy="remove the key",
+    ),
+    _refuse(
         f"{FLOAT8_EXPERTS}.fqns",
         lambda c: FLOAT8_EXPERTS in c.model.converters and not c.quantize.grouped_mm.float8.fqns,
         "no module is named, so nothing would be converted",

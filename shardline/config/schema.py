@@ -126,12 +126,15 @@ class Optimizer(Section):
 
 
 class LRScheduler(Section):
-    warmup_steps: NonNegative = key(200, "Steps of linear warmup.")
+    warmup_steps: NonNegative = key(200, "Steps of warmup.")
+    warmup_type: Literal["linear", "quadratic"] = key("linear", "Shape of the warmup.")
     warmup_ratio: Fraction | None = key(None, "Fraction of the schedule that warms up, instead of warmup_steps.")
     total_steps: Positive | None = key(None, "Length of the schedule; unset means training.steps.")
     decay_ratio: Fraction | None = key(None, "Fraction of the schedule that decays; unset: all of it after warmup.")
     decay_end_ratio: Fraction | None = key(None, "Fraction of the schedule after which the decay has ended; unset: 1.")
-    decay_type: Literal["linear", "sqrt", "cosine", "constant"] = key("linear", "Shape of the decay; constant: none.")
+    decay_type: Literal["linear", "sqrt", "cosine", "rex", "constant"] = key(
+        "linear", "Shape of the decay; rex stays high for long and falls at the end, constant: none."
+    )
     min_lr_factor: Fraction = key(0.0, "The decay ends at this fraction of the peak learning rate.")
 
     def warmup(self, total: int) -> int:
@@ -179,6 +182,12 @@ class Training(Section):
     )
     max_loss: PositiveFloat | None = key(None, "Stop the run after max_loss_steps steps in a row above this loss.")
     max_loss_steps: Positive = key(3, "Steps in a row above max_loss that stop the run.")
+    unfrozen_parameters: list[Text] = key(
+        [], "Regular expressions of the Hugging Face names of weights to train; all others are frozen. Empty: all."
+    )
+    neftune_alpha: PositiveFloat | None = key(
+        None, "Noise on embeddings in training (NEFTune): up to this / sqrt(seq_len x dim) each; unset: none."
+    )
     loss_chunk_tokens: NonNegative = key(0, "Tokens per chunk of the loss; 0 derives it from the sizes.")
 
     @property
@@ -205,6 +214,7 @@ class Data(Section):
     )
     temperature: PositiveFloat = key(1.0, "weights: each weight is raised to the power 1 / temperature.")
     packing: Literal["first_fit", "none"] = key("first_fit", "first_fit lets records share a row; none pads each.")
+    deduplicate: bool = key(False, "Leave out records whose tokens are those of an earlier one.")
     excess_length: Literal["drop", "truncate", "raise"] = key("drop", "Records longer than seq_len.")
     min_length: Positive | None = key(None, "Records with fewer tokens are dropped.")
     shuffle: bool = key(True, "Read in a new random order each epoch.")
@@ -212,6 +222,7 @@ class Data(Section):
         None, 'Name, "tokenizer_default", "tokenizer_default_fallback_NAME" or "jinja"; unset: the tokenizer\'s.'
     )
     chat_template_jinja: Text | None = key(None, "Text of a template, or a file that holds it.")
+    chat_template_kwargs: dict[str, Any] = key({}, "Names that templates get, such as enable_thinking = false.")
     default_system_message: Text | None = key(None, "System message of conversations that have none.")
     train_on_inputs: bool = key(False, "Train on prompts too, in formats with a prompt and an answer.")
     eot_tokens: list[Text] | None = key(None, "Tokens that end a turn; unset: the end-of-text token.")
@@ -448,6 +459,7 @@ class Validation(Section):
     seq_len: Positive = key(2048, "Tokens per sequence.")
     freq: Positive = key(10, "Training steps between validations.")
     freq_ratio: Fraction | None = key(None, "Fraction of the run between validations, instead of freq.")
+    patience: Positive | None = key(None, "End the run after so many validations in a row without a lower loss.")
     steps: PositiveOrAll = key(-1, "Batches per data-parallel rank; -1 reads all.")
     dataloader: Dataloader = key(Dataloader(), "How batches are read.")
     dataset_text_field: Name = key("text", "Field of each record that holds the text.")

@@ -61,6 +61,7 @@ class SourceTable(Section):
     field_messages: Name | None = _field("chat_template: field with the list of messages; unset: messages.")
     field_tools: Name | None = _field("chat_template: field with the tools; unset: tools.")
     field_thinking: Name | None = _field("Field of a message with the reasoning; unset: reasoning_content.")
+    split_thinking: bool | None = _field("Take reasoning in tags such as <think> out of an answer's content.")
     template_thinking_key: Name | None = _field("Name that the template has for it; unset: reasoning_content.")
     field_prompt: Name | None = _field("Pairs: field with the prompt; unset: prompt.")
     field_chosen: Name | None = _field("Pairs: field with the better answer; unset: chosen.")

@@ -19,6 +19,7 @@ class Batch:
     labels: torch.Tensor  # (B, S) int64, IGNORE where there is no target
     documents: torch.Tensor | None  # (B, S) int32
     sample_ids: torch.Tensor  # (B,) int64, the global sample numbers, -1 for padding; (B / 2,) of pairs of rows
+    noise: torch.Tensor | None = None  # (B, S) int64, keys of noise on the embeddings; the step sets them
 
     def to(self, device: torch.device) -> Batch:
         """Move all but `documents`: on the CPU their boundaries are found without waiting for the device.

@@ -115,7 +115,8 @@ def build_record_samples(config: Any, section: Section, tokenizer: Tokenizer, *,
     with blame("data.sources"):
         counts = tuple(len(bank) // (2 if pairs else 1) for bank in banks)
         order = Mixture(counts, config.debug.seed or 0, data.shuffle, shares)
-    keys = ("mixture", "temperature", "packing", "excess_length", "min_length", "shuffle", "held_out")
+    keys = ["mixture", "temperature", "packing", "excess_length", "min_length", "shuffle", "held_out"]
+    keys += ["deduplicate"] if data.deduplicate else []  # runs from before there was the key can be resumed
     mark = repr([(name, getattr(data, name)) for name in keys] + [source.weight for source in sources])
     names = [source.name for source in sources]
     samples = RecordSamples(RecordStore(sources, mark), join_rows(banks), order, tokenizer, names, pairs)
@@ -154,9 +155,27 @@ def _records(sources: Sequence[PreparedSource], config: Any, section: Section) -
     each = 2 if sources[0].pairs else 1
     flags = np.concatenate([source.store.has_trained() for source in sources])
     trained = np.asarray(flags.reshape(-1, each).all(axis=1))
+    if config.data.deduplicate:
+        trained &= _first_of_each(sources, each)
     kept = np.repeat(_section_mask(len(trained), config, section) & trained, each)
     piece = Piece(*(np.concatenate(arrays)[kept] for arrays in (starts, lengths, numbers)))
     return piece, np.concatenate(splits)[kept]
+
+
+def _first_of_each(sources: Sequence[PreparedSource], each: int) -> np.ndarray:
+    """Of each record, `each` documents of it, whether no earlier one has the same tokens, the same of them trained."""
+    seen: set[bytes] = set()
+    first = []
+    for source in sources:
+        ends = source.store.document_ends()[each - 1 :: each].tolist()
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            tokens, trained = source.store.read(start, end - start), source.store.trained(start, end - start)
+            mark = hashlib.blake2b(tokens.astype(np.int64).tobytes() + trained.tobytes(), digest_size=16).digest()
+            first.append(mark not in seen)
+            seen.add(mark)
+    if not all(first):
+        say(f"{counted(first.count(False), 'duplicate record')} of {len(first):,} left out (data.deduplicate)")
+    return np.array(first, bool)
 
 
 def _section_mask(count: int, config: Any, section: Section) -> np.ndarray:

@@ -30,6 +30,7 @@ from shardline.models.experts.moe import ExpertExchange, ExpertProducts, ExpertW
 from shardline.models.feed_forward import FeedForwardWeights, Products, feed_forward, narrow, widen
 from shardline.models.fused_weights import block_norms, gate_block, qk_norm_width
 from shardline.models.latent import NORM_EPS, LatentSpec, LatentWeights, latent_heads, latent_spec
+from shardline.models.noise import add_noise
 from shardline.models.norms import (
     Norm,
     NormSpec,
@@ -269,6 +270,10 @@ class Embedding(Adaptable):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim))
         self.function: Any = F.embedding  # (tokens, weight) -> rows
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Of numbers (B, S) those of the tokens that `forward` gives this rank."""
+        return x if self.function is F.embedding else self.function.own_rows(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows: Tensor = self.function(tokens, local(self.weight))
@@ -538,6 +543,8 @@ class Decoder(nn.Module):
         self.arch = arch
         self.compute_dtype: torch.dtype | None = None
         self.adaptation: Any = None  # where only a part is trained: what (adapters/lora.py)
+        self.frozen: frozenset[str] = frozenset()  # logical names of weights that are not trained (adapters/freeze.py)
+        self.noise_bound = 0.0  # of what `hidden` adds to embeddings where it is given `noise`
         self.context: Any = None  # where ranks share sequences: this rank's positions, masks and tokens
         self.stages = (Stage(tuple(range(arch.n_layers)), True, True),) if stages is None else tuple(stages)
         first, last = any(stage.first for stage in self.stages), any(stage.last for stage in self.stages)
@@ -559,13 +566,14 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """Hidden states (B, S, dim) of tokens (B, S) after the final norm; ranks that share tokens get their rows.
 
         They are multiplied by `logit_scale`, whose product with the output's weight is what the logits should be.
         `positions` (S,) or (B, S) default to 0, 1, ...; `documents` (B, S) keep packed documents apart, and positions
         start anew in each. With `stage`, one of several, `x` is the residual stream before it (None before the first)
-        and the result that after it.
+        and the result that after it. `noise` (B, S) are the keys of noise on the embeddings (noise.py).
         """
         if stage is None:
             (stage,) = self.stages
@@ -573,6 +581,8 @@ class Decoder(nn.Module):
             assert self.tok_embeddings is not None
             x = self.tok_embeddings(tokens)
             x = x if self.compute_dtype is None else x.to(self.compute_dtype)
+            if noise is not None:
+                x = add_noise(x, self.tok_embeddings.own_rows(noise), self.noise_bound)
             if self.arch.embedding_scale != 1.0:  # rounded to the type of x, as Gemma was trained
                 x = x * torch.tensor(self.arch.embedding_scale, dtype=x.dtype, device=x.device)
         assert x is not None

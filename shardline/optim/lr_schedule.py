@@ -1,4 +1,4 @@
-"""The learning rate of a step: linear warmup, a stable stretch, then decay. A pure function of the step.
+"""The learning rate of a step: warmup, a stable stretch, then decay. A pure function of the step.
 
     factor
      1 |     ______________
@@ -21,8 +21,11 @@ DECAYS = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+    "rex": lambda progress: (1 - progress) / (0.1 + 0.9 * (1 - progress)),  # reflected exponential, arXiv 2107.04197
     "constant": lambda progress: 1.0,
 }
+
+WARMUPS = {"linear": 1, "quadratic": 2}  # shape -> power of the share of the warmup that is done
 
 
 def lr_factor(step: int, config: Config, steps: int | None = None) -> float:
@@ -40,7 +43,7 @@ def lr_factor(step: int, config: Config, steps: int | None = None) -> float:
     if section.decay_ratio is not None:
         decay = min(decay, round(total * section.decay_ratio))
     if step < warmup:
-        return (step + 1) / warmup
+        return float((step + 1) / warmup) ** WARMUPS[section.warmup_type]
     decayed = step - (end - decay)
     if decayed <= 0 or decay == 0:
         return 1.0

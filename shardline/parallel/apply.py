@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardline.adapters.base_weights import hold_quantized
+from shardline.adapters.freeze import freeze_except
 from shardline.adapters.lora import Adaptation, attach
 from shardline.adapters.peft_files import adaptation_of
 from shardline.comm.mesh import Mesh
@@ -102,6 +103,10 @@ def make_model(
         attach(model, how, precision.storage, frozen=precision.compute)
         if config is not None:
             hold_quantized(model, config.lora, 1 if mesh is None else mesh.layout.tp)
+    if config is not None and config.training.neftune_alpha is not None and arch.foreign is not None:
+        raise ConfigError("training.neftune_alpha: embeddings of a model that transformers computes take no noise")
+    if how is None and config is not None and config.training.unfrozen_parameters:
+        freeze_except(model, config.training.unfrozen_parameters)
     if mesh is None or config is None:
         return model, Applied()
     if plan is not None:

@@ -70,14 +70,16 @@ class PipelinedModel:
     def _cut(self, batch: Batch) -> list[MicroBatch]:
         size = self.plan.microbatch_size
         count = batch.tokens.shape[0] // size
-        documents = [None] * count if batch.documents is None else batch.documents.split(size)
+        documents, noise = (
+            [None] * count if rows is None else rows.split(size) for rows in (batch.documents, batch.noise)
+        )
         return [
             MicroBatch(*parts)
-            for parts in zip(batch.tokens.split(size), batch.labels.split(size), documents, strict=True)
+            for parts in zip(batch.tokens.split(size), batch.labels.split(size), documents, noise, strict=True)
         ]
 
     def _forward(self, batch: MicroBatch, x: Tensor | None, stage: Stage, scale: Tensor | float) -> Tensor:
-        out = self.model.hidden(batch.tokens, stage=stage, x=x, documents=batch.documents)
+        out = self.model.hidden(batch.tokens, stage=stage, x=x, documents=batch.documents, noise=batch.noise)
         return self.head.loss(self.model, out, batch.labels, scale) if stage.last else out
 
     # ---- tied embeddings ---------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from shardline.errors import ConfigError, blame
 from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import resolve
-from shardline.models.fused_weights import active_words, is_low_rank, parameter_count
+from shardline.models.fused_weights import active_words, is_low_rank, logical_shapes, parameter_count
 from shardline.models.huggingface.foreign_notes import check_lengths, foreign_line, foreign_notes
 from shardline.models.products.narrow import keep_narrow
 from shardline.optim.gpu_adam import GPUAdam
@@ -329,7 +329,12 @@ class Setup:
         return more_flops(self.model) + passes * flops_per_token(self.arch, self.config.training.seq_len) / 3
 
     def _announce_trained(self) -> None:
-        """With LoRA, log how much of the model is trained."""
+        """Where something is frozen, log how much of the model is trained."""
+        if self.model.frozen:
+            own = parameter_count(self.arch)
+            frozen = sum(math.prod(logical_shapes(self.arch)[name]) for name in self.model.frozen)
+            share = f"{100 * (own - frozen) / own:.3g} %"
+            log.info("trained parameters: %s of %s (%s)", f"{own - frozen:,}", f"{own:,}", share)
         if self.model.adaptation is not None:
             own, shapes = parameter_count(self.arch), trained_shapes(self.model).items()
             count = sum(math.prod(shape) for _, shape in shapes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from shardline.config.schema import Config
 from shardline.data.batch import Batch
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
+from shardline.models.noise import noise_keys
 from shardline.optim.clip import clip_, clipping_factor, nonfinite_parameters, shards, squared_norm
 from shardline.optim.early_step import EarlyStep, step_early
 from shardline.optim.gpu_adam import GPUAdam
@@ -76,6 +78,8 @@ class Stepper:
             self.passes = WholeModel(config, model, mesh, self.head)
         else:
             self.passes = PipelinedModel(config, model, mesh, applied.pipeline, self.head, device)
+        self.seed, alpha = config.debug.seed or 0, config.training.neftune_alpha
+        model.noise_bound = 0.0 if alpha is None else alpha / math.sqrt(config.training.seq_len * model.arch.dim)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = LossScale(dynamic=model.compute_dtype == torch.float16)
         self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
@@ -98,6 +102,8 @@ class Stepper:
         """
         self.experts.begin()
         self.float8_gather.prepare()
+        if self.model.noise_bound:
+            batches = [self._with_noise(batch) for batch in batches]
         if self.model.context is not None:
             batches = [self.model.context.cut(batch) for batch in batches]
         device = batches[0].labels.device
@@ -115,6 +121,10 @@ class Stepper:
         sum_replicated_gradients(self.summed_over_tp)
         self.passes.sum_tied()
         return total
+
+    def _with_noise(self, batch: Batch) -> Batch:
+        """A batch whose embeddings get noise, which depends on its samples and their positions alone."""
+        return replace(batch, noise=noise_keys(self.seed, batch.sample_ids, batch.tokens.shape[1]))
 
     def step(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers = no_requests) -> StepResult:
         """One optimizer step, unless its loss or gradients are not finite."""

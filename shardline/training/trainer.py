@@ -80,6 +80,7 @@ class Trainer:
                         telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, result.more)
                         self._after_step(result)
                         request = self.validator.run_if_due(progress.step, result.request)
+                        self._stop_if_worse(self.validator.loss)
                         self.saver.save_if_due(progress, self.total_steps, request, self._saving)
                 self.saver.complete()
                 if self.mesh.rank == 0:
@@ -144,6 +145,20 @@ class Trainer:
                 f"step {self.progress.step}: the loss was above training.max_loss = {section.max_loss:g} for"
                 f" {self.high_losses} steps (now {loss:.4g}): lower optimizer.lr; {self._kept()}"
             )
+
+    def _stop_if_worse(self, loss: float | None) -> None:
+        """Let this step be the last where `validation.patience` validations in a row had no lower loss; it is saved."""
+        progress, patience = self.progress, self.config.validation.patience
+        if loss is None or patience is None:
+            return
+        if progress.best_validation is None or loss < progress.best_validation:
+            progress.best_validation, progress.worse_validations = loss, 0
+            return
+        progress.worse_validations += 1
+        if progress.worse_validations >= patience:
+            words = "no validation loss below %.4f in the last %d: the run ends here (validation.patience)"
+            log.info("step %d: " + words, progress.step, progress.best_validation, patience)
+            self.total_steps = progress.step
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:

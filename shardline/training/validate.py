@@ -39,9 +39,11 @@ class Validator:
     ) -> None:
         self.section, self.stepper, self.loader, self.mesh = config.validation, stepper, loader, mesh
         self.last_step, self.telemetry, self.requests = last_step, telemetry, requests
+        self.loss: float | None = None  # of the validation after this step, where there was one
 
     def run_if_due(self, step: int, request: Request) -> Request:
         """Validate where it is time to; returns `request` with what ranks were asked for meanwhile."""
+        self.loss = None
         if self.loader is None or not (step in (1, self.last_step) or step % self.section.every(self.last_step) == 0):
             return request
         found = None
@@ -52,6 +54,7 @@ class Validator:
             log.info("step %d: stopping, validation is left out", step)
         else:
             self.telemetry.log_validation(step, found)
+            self.loss = found["loss"]
         return request
 
     @torch.no_grad()

@@ -61,6 +61,6 @@ class WholeModel:
 
     def _loss(self, batch: Batch, scale: Tensor | float) -> tuple[Tensor, Tensor]:
         """What backward begins with, and the numbers that are shown."""
-        hidden = self.model.hidden(batch.tokens, documents=batch.documents)
+        hidden = self.model.hidden(batch.tokens, documents=batch.documents, noise=batch.noise)
         loss = self.head.loss(self.model, hidden, batch.labels, scale)
         return loss, loss.detach()[None]

@@ -104,6 +104,22 @@ def test_other_data_and_optimizers_train(folder, text):
     assert len(trained(folder, text)) == 2
 
 
+def test_keys_of_older_guides_have_their_effect(folder):
+    text = COMMON.replace("5.0", "50.0").replace("lr_scheduler: cosine", "lr_scheduler: rex")
+    text += """
+neftune_noise_alpha: 5
+dataset_exact_deduplication: true
+early_stopping_patience: 1
+unfrozen_parameters: ["^model.layers.1.mlp.down_proj", "^lm_head.weight$"]
+"""
+    text = text.replace("learning_rate: 2e-4", "learning_rate: 1e-30")
+    written = trained(folder, text, *ONE_RANK, "--training.steps=12", "--validation.freq=3")
+    assert max(row["step"] for row in written) == 3
+    log = Path("run/log/rank-0.log").read_text()
+    assert "trained parameters: 28,672 of" in log
+    assert "the run ends here (validation.patience)" in log
+
+
 @pytest.mark.parametrize(
     "text",
     [COMMON.replace("5.0", "50.0") + LORA, QLORA.replace("5.0", "50.0")],

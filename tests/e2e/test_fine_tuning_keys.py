@@ -1,14 +1,18 @@
-"""Keys that fine-tuning runs have: accumulation by count, cadences as fractions, a limit of the loss."""
+"""Keys that fine-tuning runs have: accumulation, cadences, limits of the loss, noise, weights that are frozen."""
 
 import pytest
 import torch
 
+from shardline.checkpoint.format import find_checkpoint
 from shardline.checkpoint.resume_batch import batch_to_keep
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.data.order import global_batch
 from shardline.errors import ConfigError, UserError
+from shardline.run.options import TrainOptions
 from shardline.training.setup import set_determinism
+from shardline.training.trainer import Trainer
 from tests.e2e.tiny import run, tiny_config
+from tests.model_state import logical_state
 
 SAVING = {"checkpoint__enable": True}
 
@@ -60,6 +64,82 @@ def test_a_loss_that_stays_high_ends_the_run_before_it_is_saved(tmp_path):
         run(tmp_path / "run", **SAVING, training__max_loss=0.5, training__max_loss_steps=2, checkpoint__interval=2)
     assert not list((tmp_path / "run" / "checkpoint").glob("step-*"))
     assert len(run(tmp_path / "other", training__max_loss=50.0)) == 6
+
+
+STANDING_STILL = {  # no step changes a weight, so no validation is better than the first
+    "optimizer__lr": 1e-30,
+    "optimizer__weight_decay": 0.0,
+    "validation__enable": True,
+    "validation__freq": 2,
+    "validation__seq_len": 32,
+    "validation__steps": 1,
+    "training__steps": 20,
+}
+
+
+def test_a_run_whose_validation_gets_no_better_ends_early_and_is_finished(tmp_path, caplog):
+    settings = {**SAVING, **STANDING_STILL, "checkpoint__last_save_model_only": True}
+    written = run(tmp_path / "run", **settings, validation__patience=3)
+    assert [row["step"] for row in written if "validation_loss" in row] == [1, 2, 4, 6]
+    assert max(row["step"] for row in written) == 6
+    saved = find_checkpoint(tmp_path / "run" / "checkpoint")
+    assert (saved.step, saved.kind) == (6, "model")  # the last save, as the config has it
+    caplog.set_level("INFO")
+    assert Trainer(tiny_config(tmp_path / "run", **settings, validation__patience=3)).train().finished_before
+    assert "already finished at step 6" in caplog.text
+
+
+def test_patience_counts_over_a_resumption(tmp_path):
+    settings = {**SAVING, **STANDING_STILL, "checkpoint__interval": 3}
+    run(tmp_path / "run", **settings | {"training__steps": 3, "lr_scheduler__total_steps": 20}, validation__patience=3)
+    written = run(tmp_path / "run", TrainOptions(resume=True), **settings, validation__patience=3)
+    assert [row["step"] for row in written if "validation_loss" in row] == [1, 2, 3, 4]  # 3 was the last step
+    longer = run(tmp_path / "run", TrainOptions(resume=True), **settings, validation__patience=5)
+    assert max(row["step"] for row in longer) == 8
+
+
+def test_a_run_that_gets_better_is_not_ended(tmp_path):
+    settings = STANDING_STILL | {"optimizer__lr": 1e-3, "training__steps": 6, "validation__freq": 1}
+    assert len(run(tmp_path / "run", **settings, validation__patience=1)) == 12
+
+
+def test_noise_changes_training_and_not_validation_and_is_the_same_after_a_resumption(tmp_path):
+    settings = {**SAVING, **STANDING_STILL, "training__steps": 4, "lr_scheduler__total_steps": 8}
+    plain = run(tmp_path / "plain", **settings)
+    noisy = run(tmp_path / "noisy", **settings, training__neftune_alpha=50.0)
+    for a, b in zip(plain, noisy, strict=True):
+        name = "validation_loss" if "validation_loss" in a else "loss"
+        assert (a[name] == b[name]) == (name == "validation_loss"), name
+    learning = {**SAVING, "training__neftune_alpha": 50.0, "lr_scheduler__total_steps": 6}
+    straight = run(tmp_path / "straight", **learning)
+    run(tmp_path / "parts", **learning, training__steps=3)
+    parts = run(tmp_path / "parts", TrainOptions(resume=True), **learning)
+    assert [row["loss"] for row in parts] == [row["loss"] for row in straight]
+
+
+TRAINED = {"layers.0.attention.wo.weight", "layers.1.feed_forward.w2.weight", "norm.weight"}
+UNFROZEN = {"training__unfrozen_parameters": [r"model\.layers\.0\.self_attn\.o_proj", ".*1.mlp.down", "^model.norm"]}
+
+
+def test_only_weights_that_are_named_are_trained_and_have_a_state(tmp_path):
+    settings = {**SAVING, **UNFROZEN, "optimizer__weight_decay": 0.1, "checkpoint__interval": 3}
+    trainer = Trainer(tiny_config(tmp_path / "run", **settings))
+    before = {name: tensor.clone() for name, tensor in logical_state(trainer.model).items()}
+    trainer.train()
+    changed = {name for name, tensor in logical_state(trainer.model).items() if not torch.equal(tensor, before[name])}
+    assert changed == TRAINED
+    saved = find_checkpoint(tmp_path / "run" / "checkpoint")
+    assert {name.split("/", 2)[2] for name in saved.shards if name.startswith("optimizer/")} == TRAINED
+    assert {name.removeprefix("model/") for name in saved.shards if name.startswith("model/")} == before.keys()
+    assert "trained parameters: 10,304 of" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
+
+
+def test_a_run_with_frozen_weights_resumes_exactly(tmp_path):
+    settings = {**SAVING, **UNFROZEN, "lr_scheduler__total_steps": 6}
+    straight = run(tmp_path / "straight", **settings)
+    run(tmp_path / "parts", **settings, training__steps=3)
+    parts = run(tmp_path / "parts", TrainOptions(resume=True), **settings)
+    assert [row["loss"] for row in parts] == [row["loss"] for row in straight]
 
 
 def test_tf32_sets_the_precision_of_products_on_gpus(monkeypatch):

@@ -115,6 +115,9 @@ LAMB = {"optimizer.name": "LAMB", "optimizer.lr": 1e-2}
 LARS = {"optimizer.name": "LARS", "optimizer.lr": 10.0}
 MUON = {"optimizer.name": "Muon", "optimizer.muon_lr_factor": 5.0}
 OFFLOAD = {"training.enable_cpu_offload": True}
+FROZEN = {"training.unfrozen_parameters": [r"model\.layers\.\d+\.self_attn", "model.layers.0.mlp.down_proj", "lm_head"]}
+FROZEN_EXPERTS = {"training.unfrozen_parameters": [r"layers.1.moe.(router|experts)", "layers.0.attention.wo"]}
+NOISE = {"training.neftune_alpha": 20.0}  # several times what is usual, so that its lack would show
 # B begins at zero and is nothing but the sum of its updates: an eps that is small beside rounding would show that.
 LORA = {"lora.enable": True, "lora.rank": 4, "lora.alpha": 8.0, "optimizer.lr": 3e-3, "optimizer.eps": 1e-3}
 
@@ -269,6 +272,21 @@ CASES = [
     case("float8-pp2-zbv", ROWWISE, layers(4), ZBV, pp=2, tolerances=FLOAT8),
     case("float8-fsdp2-op-ac-compile", TENSORWISE, OP_AC, COMPILE, fsdp=2, tolerances=FLOAT8, slow=True),
     # LoRA
+    case("frozen-ddp2", FROZEN, ddp=2),
+    case("frozen-fsdp2-accumulation", FROZEN, SMALL_BATCHES, fsdp=2),
+    case("frozen-tp2", FROZEN, tp=2),
+    case("frozen-tp2-async-compile", FROZEN, ASYNC, COMPILE, tp=2, slow=True),
+    case("frozen-cp2-full-ac", FROZEN, FULL_AC, cp=2, slow=True),
+    case("frozen-pp2-zbv", FROZEN, layers(4), ZBV, pp=2),
+    case("frozen-fsdp2-ep2", FROZEN_EXPERTS, EXPERTS, ep(2), fsdp=2, slow=True),
+    case("frozen-ddp2-muon", FROZEN, MUON, ddp=2, slow=True),
+    case("noise-fsdp2-accumulation", NOISE, SMALL_BATCHES, fsdp=2),
+    case("noise-tp2", NOISE, tp=2),
+    case("noise-tp2-no-sequence", NOISE, NO_SEQUENCE, TIED, tp=2, slow=True),
+    case("noise-cp2", NOISE, cp=2),
+    case("noise-pp2-records", NOISE, RECORDS, layers(4), pp=2),
+    case("noise-ddp2-compile-full-ac", NOISE, COMPILE, FULL_AC, ddp=2, slow=True),
+    case("noise-cp2-tp2", NOISE, VALIDATION, cp=2, tp=2, slow=True),
     case("lora-ddp2", LORA, ddp=2, slow=True),
     case("lora-fsdp2", lora("q_proj", "v_proj", "w2", "embed_tokens", modules_to_save=["lm_head", "norm"]), fsdp=2),
     case("lora-tp2", LORA, tp=2),

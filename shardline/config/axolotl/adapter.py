@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from shardline.config.axolotl.reader import Reader, choice, number, switch, table, text, texts, whole
@@ -10,8 +11,9 @@ OF_ADAPTERS = (
     *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
     "lora_modules_to_save",
     *("lora_model_dir", "peft_use_dora", "peft_use_rslora", "peft_layers_to_transform", "peft_init_lora_weights"),
-    *("loraplus_lr_ratio", "bnb_config_kwargs"),
+    *("loraplus_lr_ratio", "bnb_config_kwargs", "peft"),
 )
+OUTSIDE_BLOCKS = ("embed_tokens", "lm_head")  # targets that lora_target_linear does not take
 QUANTIZATION: dict[str, tuple[Any, ...]] = {  # values of bnb_config_kwargs that mean what is done here
     "bnb_4bit_quant_type": ("nf4",),
     "bnb_4bit_compute_dtype": ("bfloat16", "torch.bfloat16", "auto"),
@@ -61,6 +63,7 @@ def adapter(reader: Reader) -> None:
             reader.problem("adapter", f"{kind} needs {name}")
     _targets(reader)
     _quantization(reader)
+    _peft(reader, coded=four or eight)
     reader.get("peft_init_lora_weights", choice(True, "default"))
 
 
@@ -71,19 +74,20 @@ def _numbers(value: Any) -> list[int]:
 def _targets(reader: Reader) -> None:
     """Names, or a regex; `lora_target_linear` is every linear layer of the blocks; parameters are those of experts."""
     experts = reader.get("lora_target_parameters", texts, [])
-    given: Any = reader.get("lora_target_modules")
     name = "lora_target_modules"
+    given: Any = reader.get(name)
+    if given is not None and not isinstance(given, str):
+        given = reader.get(name, texts, [])
     if reader.on("lora_target_linear"):
-        if given:
+        others = [one for one in texts(given or []) if one in OUTSIDE_BLOCKS]
+        if given and not others:
             reader.idle(name, "lora_target_linear takes every linear layer of the blocks")
-        given, name = "all-linear", "lora_target_linear"
+        given, name = ["all-linear", *others], "lora_target_linear"
     if given in ("all-linear", ["all-linear"]):
         given = ["all-linear"] if experts else []
-    elif isinstance(given, str) and experts:
-        reader.problem(name, "a regular expression cannot be joined with lora_target_parameters; give a list")
-    elif given is not None and not isinstance(given, str):
-        given = reader.get(name, texts, [])
-    if experts and (given is None or isinstance(given, list)):
+    if isinstance(given, str) and experts:
+        given = f"(?:{given})|(?:.*[.])?(?:{'|'.join(map(re.escape, experts))})"
+    elif experts:
         given, name = [*(given or []), *experts], name if given else "lora_target_parameters"
     if given is not None:
         reader.set("lora.target_modules", given, name)
@@ -95,6 +99,21 @@ def _quantization(reader: Reader) -> None:
             reader.set("lora.double_quantization", bool(value), "bnb_config_kwargs")
         elif option not in QUANTIZATION or value not in QUANTIZATION[option]:
             reader.problem("bnb_config_kwargs", f"{option} = {value!r}: a base in 4 bits is NF4, computed in bfloat16")
+
+
+def _peft(reader: Reader, coded: bool) -> None:
+    """`peft` as a table: another library's 4 or 8 bits, which here are the same as those of load_in_4bit."""
+    given = reader.below("peft", reader.get("peft", table, {}))
+    kind = given.get("weight_dtype", choice("nf4", "int8"))
+    for name in given.values:
+        if name in ("backend", "group_size"):
+            given.idle(name, "the frozen weights are coded here")
+        elif name != "weight_dtype":
+            given.problem(name, "is refused: only weight_dtype is known; A is drawn, B is zero")
+    if kind is not None and coded:
+        given.problem("weight_dtype", "given together with load_in_4bit or load_in_8bit; give one of them")
+    elif kind is not None:
+        given.set("lora.base_dtype", kind, "weight_dtype")
 
 
 HANDLERS = (adapter,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardline.config.axolotl.reader import Reader, number, switch, table, tables, text, texts
@@ -13,17 +14,36 @@ IDLE = {
     "trust_remote_code": "no code of a dataset is run",
     "preprocess_shards": "data is tokenized piece by piece",
     "input_format": "type names the format",
+    "step_separator": "it belongs to process_reward_model",
+    "max_completion_length": "it belongs to process_reward_model",
+    "train_on_last_step_only": "it belongs to process_reward_model",
 }
 REFUSED = {
     "input_transform": "records are read as they are",
     "logprobs_field": "the loss is cross-entropy",
     "temperature": "the loss is cross-entropy",
-    "split_thinking": "put the reasoning in a field of its own, field_thinking",
-    "field_human": "name the fields with field_messages and message_property_mappings",
-    "field_model": "name the fields with field_messages and message_property_mappings",
 }
+AS_OTHERS = ("train_on_split", "field_human", "field_model")  # older keys, which set others
+IDLE_PROMPTS = {  # of a type that is a table
+    "field": "a prompt names its fields one by one",
+    "field_completion": "it belongs to rl: kto",
+    "field_label": "it belongs to rl: kto",
+    "completion_format": "it belongs to rl: kto",
+}
+# Loaders of ShareGPT's records -> where their messages are, and the fields of a message
+SHAREGPT = {
+    "load_role": ("conversations", "role", "value"),
+    "load_ultrachat": ("messages", "role", "content"),
+}
+ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"], "system": ["system"], "tool": ["tool"]}
 # FastChat's names of conversations, which `sharegpt` datasets have -> templates
 CONVERSATIONS = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3", "mistral": "mistral_v1", "gemma": "gemma"}
+
+# Templates of model families that Axolotl has a copy of and this package has not: the tokenizer has the original.
+OF_TOKENIZERS = (
+    *("jamba", "qwen3_5", "deepseek_v2", "gemma4", "gemma4_unified", "exaone", "exaone4", "nemotron_h"),
+    *("command_a_tool_use", "command_a_rag"),
+)
 
 
 def data(reader: Reader) -> None:
@@ -41,11 +61,9 @@ def data(reader: Reader) -> None:
     reader.set("data.packing", "first_fit" if packs else "none", "sample_packing")
     if reader.on("curriculum_sampling"):
         reader.set("data.shuffle", False, "curriculum_sampling")
-    if reader.get("special_tokens"):
-        named = {name: texts(value) if isinstance(value, list) else text(value) for name, value in
-                 reader.get("special_tokens", table, {}).items()}  # fmt: skip
-        if named:
-            reader.set("data.special_tokens", named, "special_tokens")
+    _tokens(reader)
+    if (template := _template(reader)) is not None:
+        reader.set("data.chat_template", template, "chat_template")
     held_out = reader.get("val_set_size", number, 0.0)
     if reader.has("test_datasets"):
         if held_out:
@@ -53,6 +71,31 @@ def data(reader: Reader) -> None:
         _sources(reader, "test_datasets", "data.validation_sources")
     elif held_out:
         reader.set("data.held_out", held_out, "val_set_size")
+
+
+def _template(reader: Reader) -> str | None:
+    """The native name of a chat template."""
+    name: str | None = reader.get("chat_template", text)
+    if name not in OF_TOKENIZERS:
+        return name
+    reader.note("chat_template", f"{name} is not packaged: the tokenizer's own template is used")
+    return "tokenizer_default"
+
+
+def _tokens(reader: Reader) -> None:
+    """Special tokens, and plain ones to add; a table of `tokens` names special ones, as it did in older versions."""
+    named: dict[str, Any] = {}
+    for name in ("tokens", "special_tokens"):
+        if name == "tokens" and not isinstance(reader.get(name), Mapping):
+            if added := reader.get(name, texts, []):
+                reader.set("data.added_tokens", added, name)
+        elif found := reader.get(name, _special_tokens, {}):
+            named |= found
+            reader.set("data.special_tokens", named, name)
+
+
+def _special_tokens(value: Any) -> dict[str, Any]:
+    return {name: texts(one) if isinstance(one, list) else text(one) for name, one in table(value).items()}
 
 
 def _sources(reader: Reader, name: str, native: str) -> None:
@@ -75,7 +118,7 @@ def _sources(reader: Reader, name: str, native: str) -> None:
 def _entry(entry: Reader, pretraining: bool) -> list[tuple[dict[str, Any], dict[str, str]]]:
     """The tables that one dataset becomes, each with the names under which its keys were given."""
     source, names = {}, {"field": "text_column"} if pretraining else {}
-    aside = ("text_column", "skip", "conversation") if pretraining else ("conversation",)
+    aside = ("conversation", *(("text_column", "skip") if pretraining else AS_OTHERS))
     for name, value in entry.values.items():
         if name in IDLE:
             entry.idle(name, IDLE[name])
@@ -89,6 +132,17 @@ def _entry(entry: Reader, pretraining: bool) -> list[tuple[dict[str, Any], dict[
             entry.problem(name, f"there is no such key{nearest(name, known) or '; keys: ' + ', '.join(known)}")
     if pretraining:
         _pretraining(entry, source)
+    if entry.has("train_on_split"):
+        source["split"] = entry.get("train_on_split", text)
+    if "shards" in source:
+        source.setdefault("shards_idx", 0)  # Axolotl reads the first part
+    if isinstance(source.get("type"), Mapping):
+        prompt = entry.below("type", source["type"])
+        for name in prompt.values.keys() & IDLE_PROMPTS:
+            prompt.idle(name, IDLE_PROMPTS[name])
+        source["type"] = {name: value for name, value in prompt.values.items() if name not in IDLE_PROMPTS}
+    if "chat_template" in source:
+        source["chat_template"] = _template(entry)
     _named_type(entry, source)
     return [(one, names) for one in _by_files(source)]
 
@@ -106,19 +160,34 @@ def _pretraining(entry: Reader, source: dict[str, Any]) -> None:
 def _named_type(entry: Reader, source: dict[str, Any]) -> None:
     """ShareGPT's records are messages under other names; types with a loader after a dot are the format itself."""
     kind = source.get("type")
+    if not str(kind).startswith("sharegpt"):
+        for name in ("field_human", "field_model"):
+            if entry.has(name):
+                entry.idle(name, "type is not sharegpt")
     if not isinstance(kind, str):
         return
     if kind.startswith("sharegpt"):
-        entry.note("type", "sharegpt is chat_template, with the fields conversations, from and value")
+        messages, role, content = SHAREGPT.get(kind.partition(".")[2], ("conversations", "from", "value"))
+        entry.note("type", f"{kind} is chat_template, with the fields {messages}, {role} and {content}")
         source["type"] = "chat_template"
-        source.setdefault("field_messages", "conversations")
-        source.setdefault("message_property_mappings", {"role": "from", "content": "value"})
+        source.setdefault("field_messages", source.pop("field", messages))
+        source.setdefault("message_property_mappings", {"role": role, "content": content})
+        _roles(entry, source)
     conversation = entry.get("conversation", text)
-    if conversation is not None and "chat_template" not in source:
+    if conversation is not None and source["type"] != "chat_template":
+        entry.idle("conversation", f"type is {kind}")
+    elif conversation is not None and "chat_template" not in source:
         if conversation not in CONVERSATIONS:
             entry.problem("conversation", f"{conversation!r}: give a chat_template ({', '.join(CONVERSATIONS)})")
         else:
             source["chat_template"] = CONVERSATIONS[conversation]
+
+
+def _roles(entry: Reader, source: dict[str, Any]) -> None:
+    """Roles under names of their own, beside the usual ones."""
+    named = {"user": entry.get("field_human", text), "assistant": entry.get("field_model", text)}
+    if any(named.values()):
+        source["roles"] = {role: [*names, *filter(None, [named.get(role)])] for role, names in ROLES.items()}
 
 
 def _by_files(source: dict[str, Any]) -> list[dict[str, Any]]:

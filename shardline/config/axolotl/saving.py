@@ -34,7 +34,13 @@ def validating(reader: Reader) -> None:
     off = reader.get(strategy, choice(*STRATEGIES)) in (False, "no")
     if not (held_out or reader.has("test_datasets")) or off:
         reason = f"{strategy} is no" if off else "nothing is held out: val_set_size is 0"
-        for name in ("evals_per_epoch", "eval_steps", "eval_batch_size", "eval_sequence_len"):
+        for name in (
+            "evals_per_epoch",
+            "eval_steps",
+            "eval_batch_size",
+            "eval_sequence_len",
+            "early_stopping_patience",
+        ):
             if reader.has(name):
                 reader.idle(name, reason)
         return
@@ -46,6 +52,8 @@ def validating(reader: Reader) -> None:
         given = name if reader.has(name) else other
         reader.set(f"validation.{native}", reader.get(given, whole, default), given)
     _cadence(reader, "validation.freq", "evals_per_epoch", "eval_steps", strategy)
+    if (patience := reader.get("early_stopping_patience", whole)) is not None and patience > 0:
+        reader.set("validation.patience", patience, "early_stopping_patience")
 
 
 def _cadence(reader: Reader, native: str, per_epoch: str, steps: str, strategy: str) -> None:

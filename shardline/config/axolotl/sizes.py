@@ -81,6 +81,8 @@ def distribution(reader: Reader) -> None:
 
 def _degrees(reader: Reader, shards: bool) -> None:
     sizes = {name: reader.get(name, whole) for name in (*NAMES.values(), "expert_parallel_size")}
+    if reader.has("context_parallel"):
+        sizes["context_parallel_size"] = _context_table(reader)
     if (older := reader.get("sequence_parallel_degree", whole)) is not None:
         if sizes["context_parallel_size"] not in (None, older):
             reader.together("sequence_parallel_degree", "context_parallel_size")
@@ -115,6 +117,22 @@ def _degrees(reader: Reader, shards: bool) -> None:
         _set_degree(reader, "dp_shard", 1, name)
     if reader.get("ring_attn_func", choice("varlen_llama3", "batch_ring")) == "batch_ring":
         reader.problem("ring_attn_func", "it mixes packed documents; remove the key")
+
+
+def _context_table(reader: Reader) -> int | None:
+    """`context_parallel` as a table: its size, and how ranks see the other slices of a sequence."""
+    reader.together("context_parallel", "context_parallel_size")
+    given = reader.below("context_parallel", reader.get("context_parallel", table, {}))
+    for name in given.values:
+        if name not in ("size", "backend"):
+            given.idle(name, "slices are balanced, and the kernel of attention is chosen here")
+    backend = given.get("backend", choice("auto", "ulysses", "ring"))
+    if backend in ("ulysses", "ring"):
+        given.set("parallelism.context_parallel_rotate_method", backend, "backend")
+    size = given.get("size", whole)
+    if size is not None:
+        given.set("parallelism.context_parallel_degree", size, "size")
+    return None if size is None else int(size)
 
 
 def _set_degree(reader: Reader, axis: str, degree: int, name: str) -> None:

@@ -15,8 +15,13 @@ MODEL_FIELDS: dict[str, str | None] = {
     "sliding_window": "sliding_window",
     "max_position_embeddings": "max_seq_len",
     "num_hidden_layers": "n_layers",
+    "rope_scaling": "rope_scaling",
     "output_router_logits": None,
     "use_cache": None,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "attention_dropout": None,
     "torch_dtype": None,
     "dtype": None,
 }
@@ -26,6 +31,7 @@ SCHEDULERS = {
     "cosine_with_min_lr": "cosine",
     "linear": "linear",
     "polynomial": "linear",  # of power 1
+    "rex": "rex",
     "constant": "constant",
     "constant_with_warmup": "constant",
 }
@@ -51,7 +57,7 @@ _OPTIMIZERS: dict[NativeOptimizer, str] = {
     NativeOptimizer("AdamW", "parameter", _PAGED): "paged_adamw paged_adamw_32bit",
     NativeOptimizer("Adam"): "flash_adam",
     NativeOptimizer("SGD"): "sgd flash_sgd",
-    NativeOptimizer("Lion"): "lion lion_32bit flash_lion",
+    NativeOptimizer("Lion"): "lion lion_32bit lion_pytorch flash_lion",
     NativeOptimizer("Lion", "parameter", _PAGED): "paged_lion_32bit",
     NativeOptimizer("Lion", "parameter", "its moment has the type of the weights"): "lion_8bit paged_lion_8bit",
     NativeOptimizer("Muon"): "muon",
@@ -69,7 +75,9 @@ def model(reader: Reader) -> None:
     reader.set("checkpoint.initial_load_in_hf", not reader.on("reinit_weights"), "base_model")
     for name in ("model_type", "type_of_model"):
         kind = reader.get(name, text, "AutoModelForCausalLM")
-        if not kind.endswith(("ForCausalLM", "LMHeadModel")):
+        if kind.endswith("ForConditionalGeneration"):
+            reader.note(name, "of a model with images, the text model is trained")
+        elif not kind.endswith(("ForCausalLM", "LMHeadModel")):
             reader.problem(name, f"expected a causal language model such as AutoModelForCausalLM, got {kind!r}")
     overrides = {}
     for name in ("model_config", "overrides_of_model_config"):
@@ -78,9 +86,17 @@ def model(reader: Reader) -> None:
                 known = ", ".join(field for field, native in MODEL_FIELDS.items() if native)
                 reader.problem(name, f"{field}: only {known} are changed; --model.overrides has the other fields")
             elif (native := MODEL_FIELDS[field]) is not None:
-                overrides[native] = value
+                overrides[native] = _rope_scaling(value) if native == "rope_scaling" else value
         if overrides and reader.has(name):
             reader.set("model.overrides", overrides, name)
+
+
+def _rope_scaling(value: Any) -> Any:
+    """The table of a config.json, in which the rule has one of two names."""
+    if not isinstance(value, dict):
+        return value
+    rest = {name: inner for name, inner in value.items() if name != "rope_type"}
+    return {**rest, "type": value.get("type", value.get("rope_type"))}
 
 
 def batch(reader: Reader) -> None:
@@ -127,6 +143,7 @@ def schedule(reader: Reader) -> None:
         return
     reader.set("lr_scheduler.decay_type", SCHEDULERS[name], "lr_scheduler")
     _schedule_options(reader, name)
+    _cosine_options(reader, name)
     reader.together("warmup_ratio", "warmup_steps")
     if name == "constant":
         reader.set("lr_scheduler.warmup_steps", 0, "lr_scheduler")
@@ -150,6 +167,26 @@ def _warmup(reader: Reader) -> None:
         reader.set("lr_scheduler.warmup_steps", min(int(0.03 * steps), 100), "warmup_ratio")
     else:
         reader.set("lr_scheduler.warmup_ratio", 0.03, "warmup_ratio")
+
+
+def _cosine_options(reader: Reader, name: str) -> None:
+    """Keys that Axolotl reads with its own schedules only; a ratio of 0 is off, as there."""
+    lowest, constant = reader.get("cosine_min_lr_ratio", number), reader.get("cosine_constant_lr_ratio", number)
+    quadratic = reader.on("lr_quadratic_warmup")
+    of_cosine = f"lr_scheduler is {name}"
+    if lowest is not None and name in ("cosine", "rex"):
+        reader.set("lr_scheduler.min_lr_factor", lowest, "cosine_min_lr_ratio")
+    elif lowest is not None:
+        reader.idle("cosine_min_lr_ratio", of_cosine)
+    if constant and lowest and name == "cosine":
+        reader.set("lr_scheduler.decay_end_ratio", constant, "cosine_constant_lr_ratio")
+    elif constant is not None:
+        off = "it is 0" if not constant else of_cosine if name != "cosine" else "cosine_min_lr_ratio is not given"
+        reader.idle("cosine_constant_lr_ratio", off)
+    if quadratic and name == "cosine":
+        reader.set("lr_scheduler.warmup_type", "quadratic", "lr_quadratic_warmup")
+    elif quadratic:
+        reader.idle("lr_quadratic_warmup", of_cosine)
 
 
 def _schedule_options(reader: Reader, name: str) -> None:
@@ -211,14 +248,15 @@ def _optimizer_options(reader: Reader) -> list[tuple[str, Any]]:
 def precision(reader: Reader) -> None:
     """Types of computing; weights are stored in float32 unless `bfloat16: true` asks for less."""
     half = reader.get("bf16", choice("auto", "full", True, False))
+    pure = reader.get("bfloat16", choice("auto", True, False), False) is True  # auto leaves it to the device
     if reader.on("fp16") and half in (None, False):
         reader.set("training.mixed_precision_param", "float16", "fp16")
     elif half in (True, "full"):
         reader.set("training.mixed_precision_param", "bfloat16", "bf16")
-    elif reader.on("float32") or (half is False and not reader.on("bfloat16")):
+    elif reader.on("float32") or (half is False and not pure):
         reader.set("training.mixed_precision_param", "float32", "float32" if reader.on("float32") else "bf16")
-    if half == "full" or reader.on("bfloat16"):
-        reader.set("training.dtype", "bfloat16", "bfloat16" if reader.on("bfloat16") else "bf16")
+    if half == "full" or pure:
+        reader.set("training.dtype", "bfloat16", "bfloat16" if pure else "bf16")
     if reader.on("float16"):
         reader.problem(
             "float16", "weights are not stored in float16; use bfloat16: true, or fp16: true to compute in it"
@@ -232,6 +270,31 @@ def precision(reader: Reader) -> None:
             reader.set(native, True, "fp8_enable_fsdp_float8_all_gather")
     elif reader.on("fp8_enable_fsdp_float8_all_gather"):
         reader.idle("fp8_enable_fsdp_float8_all_gather", "fp8 is not true")
+
+
+def weights(reader: Reader) -> None:
+    """Which weights are trained without an adapter, noise on the embeddings, and how stored weights are read."""
+    patterns = reader.get("unfrozen_parameters", texts, [])
+    if patterns and reader.get("adapter", text):
+        reader.idle("unfrozen_parameters", "an adapter freezes every weight that it does not name")
+    elif patterns:
+        reader.set("training.unfrozen_parameters", patterns, "unfrozen_parameters")
+    for name in ("noisy_embedding_alpha", "neftune_noise_alpha"):
+        if (alpha := reader.get(name, number)) is not None:
+            reader.set("training.neftune_alpha", alpha, name)
+    kind, options = reader.get("model_quantization_config", text), reader.get("model_quantization_config_kwargs", table)
+    if kind == "Mxfp4Config" and (options or {}).get("dequantize") is True:
+        reason = "weights in MXFP4 are read as what they stand for"
+        reader.idle("model_quantization_config", reason)
+        reader.idle("model_quantization_config_kwargs", reason)
+    elif kind is not None:
+        reader.problem(
+            "model_quantization_config",
+            f"{kind}: weights are trained in full, or in 4 bits with load_in_4bit; Mxfp4Config needs"
+            " model_quantization_config_kwargs: {dequantize: true}",
+        )
+    elif options:
+        reader.idle("model_quantization_config_kwargs", "model_quantization_config is not given")
 
 
 def memory(reader: Reader) -> None:
@@ -294,4 +357,4 @@ def objective(reader: Reader) -> None:
         reader.set("dpo.loss", losses[0], "dpo_loss_type" if reader.has("dpo_loss_type") else "rl")
 
 
-HANDLERS = (model, batch, length, schedule, optimizer, precision, memory, profiler, objective)
+HANDLERS = (model, batch, length, schedule, optimizer, precision, weights, memory, profiler, objective)

@@ -36,6 +36,8 @@ def translate(file: ConfigFile) -> Translation:
     reader = Reader(file)
     for name, value in file.tables.items():
         _sort(reader, str(name), value)
+    for name, first in file.repeated.items():
+        reader.note(name, f"given twice, first on line {first}: the last one counts")
     for name, to in DIRECT.items():
         value = reader.get(name, to.read, to.default)
         if value is not None:
@@ -54,11 +56,10 @@ def translate(file: ConfigFile) -> Translation:
 
 def _sort(reader: Reader, name: str, value: Any) -> None:
     """Note a key without effect; an unknown key, or one that is refused and on, is a problem."""
-    if name in DIRECT or name in BY_RULE:
-        return
+    if name in DIRECT or name in BY_RULE or value is None:
+        return  # an empty key means the default, whatever its name
     if name in WITHOUT_EFFECT:
-        if value is not None:
-            reader.idle(name, WITHOUT_EFFECT[name])
+        reader.idle(name, WITHOUT_EFFECT[name])
     elif name not in REFUSED:
         close = nearest(name, known_keys())
         reader.problem(name, f"Axolotl has no such key, and would drop it in silence{close}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,6 +57,7 @@ class FormatOptions:
     chat_template_jinja: str | None = None
     default_system_message: str | None = None
     eot_tokens: tuple[str, ...] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, section: Any) -> FormatOptions:
@@ -68,11 +69,17 @@ class FormatOptions:
             section.chat_template_jinja,
             section.default_system_message,
             ends,
+            dict(section.chat_template_kwargs),
         )
 
     def fingerprint(self, table: SourceTable, template: str) -> str:
         """A mark of everything that decides which tokens a record becomes, the tokenizer aside."""
-        values = [table.model_dump(exclude={"weight"}), vars(self), template, 1]
+        own, left_out = dict(vars(self)), {"weight"}
+        if not self.chat_template_kwargs:  # without them, stores from before there were these keys are still good
+            del own["chat_template_kwargs"]
+        if not table.split_thinking:
+            left_out.add("split_thinking")
+        values = [table.model_dump(exclude=left_out), own, template, 1]
         return hashlib.sha256(json.dumps(values, sort_keys=True, default=list).encode()).hexdigest()[:32]
 
 

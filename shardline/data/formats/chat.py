@@ -21,6 +21,12 @@ ROLES = {
     "tool": ("tool",),
 }
 KNOWN_ROLES = ("developer", "ipython", "function")  # that some templates know, as they are
+THINKING_TAGS = (  # around reasoning, as models write it into their answers
+    ("<think>", "</think>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+)
+SOLUTION_TAGS = ("<|begin_of_solution|>", "<|end_of_solution|>")  # around what follows the last of them
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class MessageFields:
     default_system: str | None = None
     training: str | None = None
     detail: str | None = None
+    split_thinking: str | None = None  # the template's name for reasoning, where it is taken out of the content
 
     @classmethod
     def of(cls, table: SourceTable, options: FormatOptions) -> MessageFields:
@@ -54,6 +61,7 @@ class MessageFields:
             options.default_system_message,
             table.message_field_training,
             table.message_field_training_detail,
+            (table.template_thinking_key or "reasoning_content") if table.split_thinking else None,
         )
 
     def read(self, record: Record) -> tuple[list[Message], list[Mapping[str, Any]]]:
@@ -105,6 +113,8 @@ class MessageFields:
                 f" {', '.join(map(str, row))} (message_property_mappings names others)"
             )
         message.setdefault("content", "")
+        if self.split_thinking is not None and message["role"] == "assistant":
+            return _without_thinking(message, self.split_thinking)
         return message
 
     def _role(self, role: str, where: str) -> str:
@@ -113,6 +123,19 @@ class MessageFields:
             known = sorted({*self.roles, *targets})
             raise UserError(f"{where}: unknown role {role!r}{nearest(role, known)}; roles: {', '.join(known)}")
         return self.roles.get(role, role)
+
+
+def _without_thinking(message: Message, name: str) -> Message:
+    """An answer whose reasoning, in tags inside its content, is under a `name` of its own."""
+    content = message["content"]
+    for opening, closing in THINKING_TAGS if isinstance(content, str) else ():
+        _, found, after = content.partition(opening)
+        thinking, ended, rest = after.partition(closing)
+        if found and ended:
+            first, last = SOLUTION_TAGS
+            solution, closed, _ = rest.partition(first)[2].partition(last)
+            return message | {name: thinking.strip(), "content": solution.strip() if closed else rest.lstrip()}
+    return message
 
 
 @dataclass(frozen=True)

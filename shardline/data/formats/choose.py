@@ -22,6 +22,7 @@ EVERYWHERE = frozenset(
 _CHAT = frozenset(
     {
         *("field_messages", "field_tools", "field_thinking", "template_thinking_key", "field_system"),
+        "split_thinking",
         *("message_field_role", "message_field_content", "message_property_mappings", "roles"),
         *("drop_system_message", "chat_template", "chat_template_jinja", "train_on_eos", "train_on_eot"),
     }
@@ -59,8 +60,8 @@ def idle_notes(name: str, tables: Sequence[SourceTable], section: Any) -> Iterat
             why = "data.mixture is 'concatenate'" if key == "weight" else f"type is {table.type!r}"
             yield f"{name}[{place}].{key} has no effect: {why}"
     kinds = {kind_of(table) for table in tables}
-    for key in ("chat_template", "chat_template_jinja", "default_system_message", "eot_tokens"):
-        if getattr(section, key) is not None and not kinds & {"chat", "pairs"}:
+    for key in ("chat_template", "chat_template_jinja", "chat_template_kwargs", "default_system_message", "eot_tokens"):
+        if getattr(section, key) not in (None, {}) and not kinds & {"chat", "pairs"}:
             yield f"data.{key} has no effect: no source has a chat template"
 
 
@@ -72,7 +73,7 @@ def choose_format(table: SourceTable, options: FormatOptions, tokenizer: Tokeniz
         name, jinja = (table.chat_template, table.chat_template_jinja)
         if name is None and jinja is None:
             name, jinja = (family, None) if family else (options.chat_template, options.chat_template_jinja)
-        template = choose_template(name, jinja, tokenizer)
+        template = choose_template(name, jinja, tokenizer, options.chat_template_kwargs)
     mark = options.fingerprint(table, "" if template is None else template.text)
     if kind is None:
         return Ready(tokenizer.vocab_size), mark

@@ -6,7 +6,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,15 +52,16 @@ class ChatTemplate:
     name: str
     text: str
     special_tokens: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, Any], ...] = ()  # further names that the template may read
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, answer: bool = False) -> Rendered:
         """The conversation as text; `answer` adds what comes before the next answer."""
         import jinja2
 
         try:
-            text = _compiled(self.text).render(
-                messages=list(messages), tools=tools, add_generation_prompt=answer, **dict(self.special_tokens)
-            )
+            names = dict(self.special_tokens) | dict(self.options)
+            names |= {"messages": list(messages), "tools": tools, "add_generation_prompt": answer}
+            text = _compiled(self.text).render(**names)
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template {self.name!r}, line {error.lineno}: {error.message}") from error
         except Exception as error:  # a template can raise anything
@@ -72,17 +73,19 @@ def template_names() -> list[str]:
     return sorted([*(file.stem for file in FOLDER.glob("*.jinja")), *ALIASES])
 
 
-def choose_template(name: str | None, jinja: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+def choose_template(
+    name: str | None, jinja: str | None, tokenizer: Tokenizer, options: Mapping[str, Any] | None = None
+) -> ChatTemplate:
     """The template of `chat_template` and `chat_template_jinja`; neither given: that of the tokenizer."""
-    special = tuple(sorted(tokenizer.special_tokens.items()))
+    special = tuple(sorted(tokenizer.special_tokens.items())), tuple((options or {}).items())
     if name == "jinja" or (name is None and jinja):
         if not jinja:
             raise UserError("chat_template = 'jinja' needs chat_template_jinja, the text of a template or its file")
-        return ChatTemplate(*_text_or_file(jinja), special)
+        return ChatTemplate(*_text_or_file(jinja), *special)
     name = name or FROM_TOKENIZER
     if name.startswith(FALLBACK) or name == FROM_TOKENIZER:
         if tokenizer.chat_template is not None:
-            return ChatTemplate(f"of {tokenizer.name}", tokenizer.chat_template, special)
+            return ChatTemplate(f"of {tokenizer.name}", tokenizer.chat_template, *special)
         if name == FROM_TOKENIZER:
             raise UserError(
                 f"the tokenizer {tokenizer.name!r} has no chat template: set chat_template to one of"
@@ -94,7 +97,7 @@ def choose_template(name: str | None, jinja: str | None, tokenizer: Tokenizer) -
             f"there is no chat template {name!r}{nearest(name, template_names())}; templates: "
             f"{', '.join(template_names())}, {FROM_TOKENIZER}, {FALLBACK}NAME, jinja"
         )
-    return ChatTemplate(name, (FOLDER / f"{ALIASES.get(name, name)}.jinja").read_text(encoding="utf-8"), special)
+    return ChatTemplate(name, (FOLDER / f"{ALIASES.get(name, name)}.jinja").read_text(encoding="utf-8"), *special)
 
 
 def without_generation(text: str) -> str:

@@ -44,7 +44,8 @@ class ContextParallel:
 
     def cut(self, batch: Batch) -> Batch:
         """This rank's tokens and labels of a batch; documents stay whole, to know what lies on other ranks."""
-        return replace(batch, tokens=self.own(batch.tokens), labels=self.own(batch.labels))
+        noise = None if batch.noise is None else self.own(batch.noise)
+        return replace(batch, tokens=self.own(batch.tokens), labels=self.own(batch.labels), noise=noise)
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's part (B, S / cp) of rows (B, S)."""

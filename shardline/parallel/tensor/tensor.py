@@ -334,15 +334,17 @@ class ParallelEmbedding(NamedTuple):
 
     def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
         flat = tokens.reshape(-1)
-        if self.whole and self.sequence_parallel:
-            tp = collectives.axis("tp")
-            return F.embedding(flat.chunk(tp.size)[tp.rank], weight)
         if self.whole:
-            return F.embedding(flat, weight)
+            return F.embedding(self.own_rows(tokens), weight)
         here = (flat >= self.rows.start) & (flat < self.rows.stop)
         found = F.embedding(torch.where(here, flat - self.rows.start, 0), weight).masked_fill(~here[:, None], 0)
         add_up = collectives.reduce_scatter if self.sequence_parallel else collectives.all_reduce
         return add_up(found, "tp")
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Of numbers (B, S) those of the tokens that this rank gets, flat."""
+        flat, tp = x.reshape(-1), collectives.axis("tp")
+        return flat.chunk(tp.size)[tp.rank] if self.sequence_parallel else flat
 
 
 # Gradients of what every rank holds whole

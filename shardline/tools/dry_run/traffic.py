@@ -58,7 +58,10 @@ def step_collectives(
 
 
 def _layers(config: Config, layout: Layout, arch: Architecture) -> tuple[int, int]:
-    """(layers to step with, layers after which the pattern repeats); buckets of DDP span layers, so they need all."""
+    """(layers to step with, layers after which the pattern repeats).
+
+    Buckets of DDP span layers, so they need all; so do keys that name the layers that are trained.
+    """
     layers = arch.n_layers
     dense, every = (0, 1) if arch.moe is None else (arch.moe.first_dense, arch.moe.every)
     plain_replicas = layout.dp_replicate > 1 and layout.dp_shard * layout.cp == 1
@@ -67,7 +70,8 @@ def _layers(config: Config, layout: Layout, arch: Architecture) -> tuple[int, in
     period = int(option) if section.mode == "selective" and option.isdecimal() and int(option) > 0 else 1
     period = math.lcm(period, every)
     few = FEW_LAYERS * period + (layers - dense) % period + dense
-    all_layers = plain_replicas or arch.foreign is not None or layers <= few + period
+    named = bool(config.training.unfrozen_parameters) or (config.lora.enable and config.lora.layers is not None)
+    all_layers = plain_replicas or named or arch.foreign is not None or layers <= few + period
     return (layers, period) if all_layers else (few, period)
 
 

@@ -788,6 +788,236 @@ save_steps: 100
             "debug.seed": 7,
         },
     ),
+    Example(
+        "mxfp4-weights-and-a-key-given-twice",
+        FULL
+        + """
+model_quantization_config: Mxfp4Config
+model_quantization_config_kwargs:
+  dequantize: true
+attn_implementation: flash_attention_2
+attn_implementation: some-owner/some-kernel
+lr_scheduler: constant_with_warmup
+warmup_ratio: 0.05
+eot_tokens: ["<|end|>"]
+special_tokens:
+""",
+        {"lr_scheduler.decay_type": "constant", "lr_scheduler.warmup_ratio": 0.05, "data.eot_tokens": ["<|end|>"]},
+    ),
+    Example(
+        "a-constant-ratio-of-0-is-off",
+        FULL + "cosine_constant_lr_ratio: 0\ncosine_min_lr_ratio: 1.0\n",
+        {"lr_scheduler.decay_end_ratio": None, "lr_scheduler.min_lr_factor": 1.0, "lr_scheduler.decay_type": "cosine"},
+    ),
+    Example(
+        "a-ratio-of-cosine-with-another-schedule",
+        FULL + "lr_scheduler: linear\ncosine_min_lr_ratio: 0.3\nlr_quadratic_warmup: true\n",
+        {"lr_scheduler.min_lr_factor": 0.0, "lr_scheduler.warmup_type": "linear"},
+    ),
+    Example(
+        "rex",
+        FULL + "lr_scheduler: rex\ncosine_min_lr_ratio: 0.1\nwarmup_steps: 20\n",
+        {"lr_scheduler.decay_type": "rex", "lr_scheduler.min_lr_factor": 0.1, "lr_scheduler.warmup_steps": 20},
+    ),
+    Example(
+        "quadratic-warmup",
+        FULL + "lr_quadratic_warmup: true\nwarmup_steps: 50\n",
+        {"lr_scheduler.warmup_type": "quadratic", "lr_scheduler.warmup_steps": 50},
+    ),
+    Example(
+        "early-stopping",
+        FULL + "val_set_size: 0.05\nevals_per_epoch: 4\nnum_epochs: 2\nearly_stopping_patience: 3\n",
+        {"validation.patience": 3, "validation.freq_ratio": 0.125},
+    ),
+    Example(
+        "early-stopping-with-nothing-held-out",
+        FULL + "val_set_size: 0\nearly_stopping_patience: 3\n",
+        {"validation.patience": None, "validation.enable": False},
+    ),
+    Example(
+        "noise-and-older-chats",
+        """
+base_model: mistralai/Mistral-7B-v0.1
+is_mistral_derived_model: true
+datasets:
+  - path: talks.jsonl
+    type: sharegpt
+    conversation: chatml
+    field: messages
+    shards: 4
+  - path: tasks.jsonl
+    type: alpaca
+    conversation: some-old-name
+chat_template: chatml
+micro_batch_size: 2
+learning_rate: 7e-6
+neftune_noise_alpha: 5
+deepspeed: false
+fsdp: false
+wandb_runid: default
+hub_token:
+gptq_groupsize:
+bfloat16: auto
+tokens:
+  bos_token: "<s>"
+special_tokens:
+  eos_token: "<|im_end|>"
+""",
+        {
+            "training.neftune_alpha": 5.0,
+            "training.dtype": "float32",
+            "data.special_tokens": {"bos_token": "<s>", "eos_token": "<|im_end|>"},
+            "data.sources": [
+                {
+                    "path": "talks.jsonl",
+                    "type": "chat_template",
+                    "shards": 4,
+                    "shards_idx": 0,
+                    "field_messages": "messages",
+                    "message_property_mappings": {"role": "from", "content": "value"},
+                    "chat_template": "chatml",
+                },
+                {"path": "tasks.jsonl", "type": "alpaca"},
+            ],
+        },
+    ),
+    Example(
+        "some-weights-of-a-mixture",
+        FULL
+        + """
+unfrozen_parameters:
+  - ^lm_head.weight$
+  - model.layers.3[0-1]+.block_sparse_moe.experts
+model_config:
+  output_router_logits: true
+  max_position_embeddings: 8192
+  rope_scaling: {rope_type: yarn, factor: 2.0, original_max_position_embeddings: 4096}
+deepspeed: deepspeed_configs/zero3_bf16_cpuoffload_all.json
+tokens: ["<|im_start|>"]
+""",
+        {
+            "training.unfrozen_parameters": ["^lm_head.weight$", "model.layers.3[0-1]+.block_sparse_moe.experts"],
+            "model.overrides": {
+                "max_seq_len": 8192,
+                "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4096},
+            },
+            "data.added_tokens": ["<|im_start|>"],
+            "training.enable_cpu_offload": True,
+        },
+    ),
+    Example(
+        "frozen-images-beside-an-adapter",
+        FULL
+        + LORA
+        + """
+model_type: Gemma3ForConditionalGeneration
+chat_template: gemma3
+unfrozen_parameters:
+  - ^model\\.language_model\\..*
+""",
+        {"training.unfrozen_parameters": [], "lora.enable": True},
+    ),
+    Example(
+        "linear-layers-and-both-ends",
+        FULL
+        + "adapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\n"
+        + "lora_target_modules: [q_proj, embed_tokens, lm_head]\n",
+        {"lora.target_modules": ["all-linear", "embed_tokens", "lm_head"]},
+    ),
+    Example(
+        "an-expression-and-experts",
+        FULL
+        + "adapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_modules: 'model.layers.[\\d]+.self_attn.(q|k)_proj'\n"
+        + "lora_target_parameters: [mlp.experts.down_proj]\n",
+        {
+            "lora.target_modules": r"(?:model.layers.[\d]+.self_attn.(q|k)_proj)|(?:.*[.])?(?:mlp\.experts\.down_proj)",
+        },
+    ),
+    Example(
+        "codes-of-another-library",
+        FULL
+        + "adapter: lora\nlora_r: 8\nlora_alpha: 16\npeft: {backend: torchao, weight_dtype: nf4, group_size: 64}\n",
+        {"lora.base_dtype": "nf4"},
+    ),
+    Example(
+        "context-as-a-table",
+        FULL + "context_parallel: {size: 4, backend: ulysses, load_balance: auto}\ndp_shard_size: 2\nfsdp_version: 2\n",
+        {"parallelism.context_parallel_degree": 4, "parallelism.context_parallel_rotate_method": "ulysses"},
+        8,
+    ),
+    Example(
+        "older-loaders-and-roles",
+        """
+base_model: NousResearch/Llama-2-7b-hf
+datasets:
+  - path: a.jsonl
+    type: sharegpt.load_role
+    field_human: asker
+    field_model: bot
+  - path: b.jsonl
+    type:
+      system_prompt: ""
+      field_instruction: q
+      field_output: a
+      format: "[INST] {instruction} [/INST]"
+      field: text
+micro_batch_size: 2
+learning_rate: 2e-5
+""",
+        {
+            "data.sources": [
+                {
+                    "path": "a.jsonl",
+                    "type": "chat_template",
+                    "field_messages": "conversations",
+                    "message_property_mappings": {"role": "role", "content": "value"},
+                    "roles": {
+                        "user": ["human", "user", "asker"],
+                        "assistant": ["gpt", "assistant", "bot"],
+                        "system": ["system"],
+                        "tool": ["tool"],
+                    },
+                },
+                {
+                    "path": "b.jsonl",
+                    "type": {
+                        "system_prompt": "",
+                        "field_instruction": "q",
+                        "field_output": "a",
+                        "format": "[INST] {instruction} [/INST]",
+                    },
+                },
+            ]
+        },
+    ),
+    Example(
+        "reasoning-in-tags",
+        """
+base_model: Qwen/Qwen3-8B
+chat_template: qwen3
+chat_template_kwargs: {enable_thinking: true}
+dataset_exact_deduplication: true
+datasets:
+  - path: thoughts.jsonl
+    type: chat_template
+    split_thinking: true
+    train_on_split: train[:90%]
+micro_batch_size: 1
+learning_rate: 1e-5
+""",
+        {
+            "data.chat_template_kwargs": {"enable_thinking": True},
+            "data.deduplicate": True,
+            "data.sources": [
+                {
+                    "path": "thoughts.jsonl",
+                    "type": "chat_template",
+                    "split_thinking": True,
+                    "split": "train[:90%]",
+                }
+            ],
+        },
+    ),
 ]
 
 # What is added to FULL -> words of the error
@@ -797,9 +1027,22 @@ WRONG = {
     "micro_batchsize: 2": ["did you mean 'micro_batch_size'"],
     "optimizer: adafactor": ["line", "optimizer: 'adafactor' is not built"],
     "optimizer: adamw_torch_fuzed": ["did you mean 'adamw_torch_fused'"],
-    "lr_scheduler: rex": ["lr_scheduler: expected one of cosine"],
-    "neftune_noise_alpha: 5": ["neftune_noise_alpha: 5 is refused: embeddings take no noise"],
-    "early_stopping_patience: 3": ["early_stopping_patience: 3 is refused"],
+    "lr_scheduler: one_cycle": ["lr_scheduler: expected one of cosine"],
+    "neftune_noise_alpha: -5": ["neftune_noise_alpha: training.neftune_alpha: expected"],
+    "rl: dpo\nneftune_noise_alpha: 5": ["neftune_noise_alpha: training.neftune_alpha: the reference of a pair"],
+    "rl: kto\nkto_desirable_weight: 0.2": ["rl: 'kto' is not built"],
+    "rl: grpo\ntrl: {num_generations: 4}": ["rl: 'grpo' is not built"],
+    "relora_steps: 100": ["relora_steps: 100 is refused: adapters are not merged"],
+    "use_dft: true": ["use_dft: true is refused: the loss is cross-entropy"],
+    "gkd_trainer: true\ngkd_teacher: some/model": ["gkd_trainer: true is refused"],
+    "nvfp4_training: {enabled: true}": ["nvfp4_training", "is refused: a base in 4 bits is NF4"],
+    "model_quantization_config: FineGrainedFP8Config": ["FineGrainedFP8Config: weights are trained in full"],
+    "model_quantization_config: Mxfp4Config": ["needs model_quantization_config_kwargs: {dequantize: true}"],
+    "processor_type: AutoProcessor": ["processor_type: 'AutoProcessor' is refused: images and sounds"],
+    "adapter: lora\nlora_r: 8\nlora_alpha: 8\npeft: {loftq_config: {loftq_bits: 4}}": ["peft.loftq_config: is refused"],
+    "adapter: lora\nlora_r: 8\nlora_alpha: 8\npeft: {weight_dtype: int4}": ["peft.weight_dtype: expected one of"],
+    "context_parallel: {size: 2, backend: usp}": ["context_parallel.backend: expected one of"],
+    "context_parallel: {size: 2}\ncontext_parallel_size: 2": ["context_parallel: given together with"],
     "warmup_steps: 10\nwarmup_ratio: 0.1": ["warmup_ratio: given together with warmup_steps"],
     "saves_per_epoch: 1\nsave_steps: 10": ["saves_per_epoch: given together with save_steps"],
     "val_set_size: 0.1\ntest_datasets: [{path: a.jsonl}]": ["test_datasets: given together with val_set_size"],

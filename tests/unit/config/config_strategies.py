@@ -37,6 +37,7 @@ SPECIAL = {
     "checkpoint.preempted_exit_code": st.just(0) | st.integers(3, 255),
     "checkpoint.mirror": st.none() | st.sampled_from(["s3://bucket/run", "file:///disk/run", "memory://run"]),
     "checkpoint.save_before": st.none() | st.sampled_from(["0", "90s", "30m", "4h", "1d12h", "86400"]),
+    "data.chat_template_kwargs": st.dictionaries(NAMES, st.booleans() | TEXT, max_size=2),
     "comm.nccl.env": st.dictionaries(st.sampled_from(["NCCL_DEBUG", "NCCL_IB_HCA"]), TEXT),
     "model.overrides": st.fixed_dictionaries(
         {},

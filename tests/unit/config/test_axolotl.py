@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 from shardline.cli.main import main
+from shardline.config.axolotl.datasets import OF_TOKENIZERS
 from shardline.config.axolotl.reader import source_of
 from shardline.config.axolotl.table import BY_RULE, DIRECT, PLUGINS, REFUSED, WITHOUT_EFFECT, keys_page, known_keys
 from shardline.config.load import load_config
 from shardline.config.rules import check, checked_layout
 from shardline.config.schema import leaves
 from shardline.config.write import to_toml
+from shardline.data.formats.template import template_names
 from shardline.errors import ConfigError
 from tests.unit.config.axolotl_corpus import COMMON, EXAMPLES, FULL, SEEDS, WRONG, Example
 
@@ -134,6 +136,34 @@ def test_plugins_are_known_by_the_end_of_their_name():
     plugins = "\n".join(f"  - axolotl.integrations.some.{name}" for name in PLUGINS)
     notes = load(FULL + f"plugins:\n{plugins}\n").alias_notes
     assert any("plugins.LigerPlugin" in note and "Shardline's own kernels" in note for note in notes)
+
+
+def test_every_chat_template_of_axolotl_is_known_or_refused():
+    names = "alpaca chatml mistral_v1 mistral_v2v3 mistral_v3_tekken mistral_v7_tekken gemma cohere llama3 llama4 phi_3"
+    names += " llama3_2_vision phi_35 deepseek_v2 deepseek_v3 jamba qwen_25 qwen3 qwen3_5 falcon_h1 nemotron_h exaone"
+    names += " exaone4 qwen2_vl gemma3 gemma3n gemma4 gemma4_unified command_a command_a_tool_use command_a_rag aya"
+    for name in names.split():
+        assert (name in template_names()) != (name in OF_TOKENIZERS), name
+
+
+def test_a_template_that_is_not_packaged_is_the_tokenizers_own():
+    config = load(
+        FULL.replace("type: alpaca", "type: chat_template\n    chat_template: jamba") + "chat_template: gemma4\n"
+    )
+    assert config.data.chat_template == "tokenizer_default"
+    assert config.data.sources[0]["chat_template"] == "tokenizer_default"
+    assert any("gemma4 is not packaged: the tokenizer's own template is used" in note for note in config.alias_notes)
+
+
+def test_a_key_given_twice_is_noted_and_the_last_one_counts():
+    config = load(FULL + "seed: 1\nseed: 2\n")
+    assert config.debug.seed == 2
+    assert "axolotl.yml:10: seed: given twice, first on line 9: the last one counts" in config.alias_notes
+    assert source_of(config.origin("debug.seed")) == "from seed (line 10)"
+
+
+def test_a_stray_key_without_a_value_is_no_error():
+    assert any("empty, so the default: some_stray_key" in note for note in load(FULL + "some_stray_key:\n").alias_notes)
 
 
 def test_flags_change_native_keys():

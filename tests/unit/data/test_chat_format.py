@@ -149,6 +149,39 @@ def test_earlier_answers_that_a_template_rewrites_are_trained_as_they_are_writte
     assert trained_text(tokenizer, row) == "<think>\nLet me see.\n</think>\n\nTwelve.<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("<think>\nSix, six.\n</think>\n\nTwelve.", "<think>\nSix, six.\n</think>\n\nTwelve.<|im_end|>"),
+        ("<reasoning>Six.</reasoning> Twelve.", "<think>\nSix.\n</think>\n\nTwelve.<|im_end|>"),
+        (
+            "<|begin_of_thought|>Six.<|end_of_thought|>\n<|begin_of_solution|>\nTwelve.\n<|end_of_solution|>",
+            "<think>\nSix.\n</think>\n\nTwelve.<|im_end|>",
+        ),
+        ("<think>Twelve.", "<think>Twelve.<|im_end|>"),
+    ],
+)
+def test_reasoning_in_tags_becomes_a_field_of_its_own(byte_level, content, expected):
+    record = {"messages": [USER, {"role": "assistant", "content": content}]}
+    options = FormatOptions(chat_template="qwen3")
+    tokenizer, row = encode(byte_level, record, options, split_thinking=True)
+    assert trained_text(tokenizer, row) == expected
+    tokenizer, row = encode(byte_level, record, options)
+    assert trained_text(tokenizer, row) == f"{content}<|im_end|>"
+
+
+def test_names_that_templates_get(byte_level, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% if mood %}, {{ mood }}{% endif %}<|im_end|>{% endfor %}"
+    record, options = {"messages": [USER, ANSWER]}, FormatOptions(chat_template_jinja=template)
+    tokenizer, plain = encode(byte_level, record, options)
+    assert trained_text(tokenizer, plain) == "It is twelve.<|im_end|>"
+    merry = FormatOptions(chat_template_jinja=template, chat_template_kwargs={"mood": "merry"})
+    tokenizer, row = encode(byte_level, record, merry)
+    assert "twelve., merry" in "".join(tokenizer.token_text(int(one)) for one in row.ids)
+    table = SourceTable(path="x", type="chat_template")
+    assert options.fingerprint(table, template) != merry.fingerprint(table, template)
+
+
 def test_a_turn_that_the_template_leaves_out_is_refused(byte_level):
     options = FormatOptions(chat_template_jinja=chats.FORGETFUL)
     with pytest.raises(UserError, match=r"message 1 \(assistant\) cannot be found"):

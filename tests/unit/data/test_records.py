@@ -187,6 +187,27 @@ def test_held_out_records_are_in_validation_and_nowhere_else(make):
         loader_of(config.replace({"data.held_out": 40.0}))
 
 
+def test_duplicates_are_left_out_wherever_they_are(make, tmp_path, said):
+    some, others = segments(12), segments(6, start=8)
+    unlike = {"segments": [{"text": "0? ", "label": True}, {"text": "x", "label": True}]}  # trained are other tokens
+    files = [write(tmp_path / "a.jsonl", [*some, some[3], unlike]), write(tmp_path / "b.jsonl", others)]
+    sources = [{"path": file, "type": "input_output"} for file in files]
+    config = make(data__sources=sources, data__packing="none")
+    assert len(loader_of(config).samples.rows) == 20
+    single = config.replace({"data.deduplicate": True})
+    assert len(loader_of(single).samples.rows) == 12 + 1 + 2
+    assert "5 duplicate records of 20 left out" in said()
+    held = single.replace({"data.held_out": 0.4, "validation.enable": True})
+    seen = [loader_of(held, section).samples for section in ("training", "validation")]
+    both = [(batch.tokens[0], batch.labels[0]) for samples in seen for batch in _rows_of(samples)]
+    texts = [(*tokens.tolist(), *labels.tolist()) for tokens, labels in both]
+    assert len(texts) == len(set(texts)) == 15
+
+
+def _rows_of(samples):
+    return [samples[np.array([0]), np.array([row])] for row in range(len(samples.rows))]
+
+
 def test_validation_sources(make, tmp_path):
     file = write(tmp_path / "validation.jsonl", segments(5, 100))
     config = make(data__validation_sources=[{"path": file, "type": "input_output"}], data__packing="none")

@@ -45,6 +45,9 @@ TABLE = [
     ({"warmup": 2, "decay": "constant"}, [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
     ({"decay": "linear", "decay_end_ratio": 0.5, "floor": 0.5}, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.5, 0.5, 0.5]),
     ({"warmup": 2, "ratio": 0.2, "decay_end_ratio": 0.6}, [0.5, 1, 1, 1, 1, 0.5, 0, 0, 0, 0]),
+    ({"decay": "rex"}, [1, 0.989, 0.9756, 0.9589, 0.9375, 0.9091, 0.8696, 0.8108, 0.7143, 0.5263]),
+    ({"decay": "rex", "floor": 0.5, "total": 2}, [1, 0.9545, *[0.5] * 8]),
+    ({"warmup": 4, "warmup_type": "quadratic", "decay": "constant"}, [0.0625, 0.25, 0.5625, *[1] * 7]),
 ]
 
 
@@ -53,7 +56,7 @@ def test_factors(options, expected):
     assert factors(**options) == pytest.approx(expected, abs=5e-5)
 
 
-@pytest.mark.parametrize("decay", ["linear", "sqrt", "cosine"])
+@pytest.mark.parametrize("decay", ["linear", "sqrt", "cosine", "rex"])
 def test_after_the_end_the_floor_holds(decay):
     past = factors(count=40, total=10, warmup=2, decay=decay, floor=0.1)[10:]
     assert past == pytest.approx([0.1] * 30)

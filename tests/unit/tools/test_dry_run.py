@@ -341,6 +341,16 @@ def test_fsdp_gathers_twice_and_scatters_once():
     assert kept["dp_shard", "all-gather"] == {"calls": 3, "bytes": size}
 
 
+def test_gradients_of_frozen_layers_are_not_sent():
+    deep = {"n_layers": 12}
+    whole = traffic_of(2, tiny(deep, dp_shard=2))
+    last = traffic_of(2, tiny(deep, dp_shard=2, training__unfrozen_parameters=["model.layers.11.mlp.down_proj"]))
+    scatter = ("dp_shard", "reduce-scatter")
+    assert 0 < last[scatter]["bytes"] < whole[scatter]["bytes"] / 10
+    adapted = tiny(deep, dp_shard=2, lora__enable=True, lora__layers=[11])
+    assert traffic_of(2, adapted)[scatter]["bytes"] < whole[scatter]["bytes"] / 10
+
+
 def test_replicas_sum_their_gradients():
     config = tiny(dp_replicate=2)
     counted = traffic_of(2, config)

@@ -1,0 +1,88 @@
+"""Training some weights of a model and nothing beside them: all others are frozen.
+
+Frozen weights have no gradient and no optimizer state; a checkpoint holds them as it holds the others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from shardline.config.architecture import Architecture
+from shardline.errors import ConfigError
+from shardline.models.decoder import Decoder
+from shardline.models.fused_weights import logical_names, logical_shapes
+from shardline.models.huggingface.stored import stored_as
+
+KEY = "training.unfrozen_parameters"
+
+
+def freeze_except(model: Decoder, patterns: Sequence[str]) -> None:
+    """Freeze every weight without a name that some pattern matches from its beginning.
+
+    Names are ours and Hugging Face's, the latter also as a model with images has them. Weights that are stored as one
+    here (queries, keys and values) are trained together or not at all.
+    """
+    if model.arch.foreign is not None:
+        raise ConfigError(f"{KEY}: a model whose code is that of transformers is trained whole; remove the key")
+    trained = trained_names(model.arch, patterns)
+    for name, parameter in model.named_parameters():
+        parts = logical_names(model.arch, name)
+        wanted = [part for part in parts if part in trained]
+        if wanted and len(wanted) < len(parts):
+            missing = ", ".join(_names(model.arch, part)[-1] for part in parts if part not in trained)
+            named = _names(model.arch, wanted[0])[-1]
+            raise ConfigError(f"{KEY}: {named} is one weight with {missing}: name all of them or none")
+        parameter.requires_grad_(bool(wanted) and parameter.requires_grad)
+    model.frozen = frozenset(logical_shapes(model.arch)) - trained
+
+
+def trained_names(arch: Architecture, patterns: Sequence[str]) -> frozenset[str]:
+    """The logical names of the weights that the patterns mean; each pattern must mean some."""
+    found: set[str] = set()
+    for pattern in patterns:
+        expression = _compiled(pattern)
+        these = {name for name in logical_shapes(arch) if _matches(expression, arch, name)}
+        if not these:
+            known = ", ".join(_names(arch, name)[-1] for name in list(logical_shapes(arch))[:3])
+            raise ConfigError(f"{KEY}: {pattern!r} matches no weight of this model; its names: {known}, ...")
+        found |= these
+    return frozenset(found)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    if re.search(r"\[\d*:\d*\]$", pattern):
+        raise ConfigError(f"{KEY}: {pattern!r} names rows of a weight, which is trained whole or not at all")
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"{KEY}: {pattern!r} is no regular expression ({error})") from None
+
+
+def _matches(expression: re.Pattern[str], arch: Architecture, name: str) -> bool:
+    """Whether a pattern means a weight; of experts, all of them."""
+    experts = range(arch.moe.n_experts if arch.moe is not None else 1)
+    for full in _names(arch, name):
+        numbered = [full.format(expert) for expert in experts] if "{}" in full else [full]
+        matching = [one for one in numbered if expression.match(one)]
+        if matching and len(matching) < len(numbered):
+            raise ConfigError(f"{KEY}: {expression.pattern!r} names some experts of a layer, which are one weight here")
+        if matching:
+            return True
+    return False
+
+
+def _names(arch: Architecture, name: str) -> list[str]:
+    """The names of a weight: ours, then Hugging Face's."""
+    return [name, *_stored_names(arch, name)]
+
+
+def _stored_names(arch: Architecture, name: str) -> Iterator[str]:
+    stored = stored_as(name, arch.family)
+    if stored is None:
+        return
+    if stored.name.startswith("model."):
+        yield stored.name.replace("model.", "model.language_model.", 1)
+    if name == "tok_embeddings.weight" and arch.tie_word_embeddings:
+        yield "lm_head.weight"
+    yield stored.name
