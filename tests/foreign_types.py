@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from shardline.config.names import is_built
 from shardline.data.loader import Batch
+from shardline.errors import UserError
 from shardline.models.huggingface.files import read_hf
 from shardline.models.state import load_logical_state
 from shardline.precision.mixed import Precision
@@ -145,6 +146,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "laurel_rank": 8,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {
+        "moe_topk": 2,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "zero_expert_num": 2,
+        "num_layers": 1,
+        "head_dim": 8,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
@@ -347,6 +356,8 @@ def _first_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [""])[0]
     text = re.sub(r"/\S*/(\S+)", r"\1", text)
     text = text.partition(", so that")[0]
+    if isinstance(error, UserError):
+        return f"{text}, and is refused"
     return f"{type(error).__name__}: {text}"[:160]
 
 

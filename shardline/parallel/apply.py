@@ -102,6 +102,7 @@ def make_model(
         attach(model, how, precision.storage, frozen=precision.compute)
         if config is not None:
             hold_quantized(model, config.lora, 1 if mesh is None else mesh.layout.tp)
+        model.renew_blocks()
     if mesh is None or config is None:
         return model, Applied()
     if plan is not None:

@@ -56,6 +56,8 @@ def describe(model: nn.Module, content: Mapping[str, Any], fields: Mapping[str, 
         raise ConfigError(f"{odd[0]} of {type(model).__name__} has no dimension to cut; such a model is not supported")
     dim, heads = _number(config, "hidden_size", embedding.weight.shape[1]), _number(config, "num_attention_heads", 1)
     width = _number(config, "head_dim", dim // heads)
+    names = {module: name for name, module in model.named_modules()}
+    adaptable, transposed = adaptable_modules(model, ties)
     return build(
         {
             "family": "transformers",
@@ -68,7 +70,16 @@ def describe(model: nn.Module, content: Mapping[str, Any], fields: Mapping[str, 
             "max_seq_len": _number(config, "max_position_embeddings", Architecture.model_fields["max_seq_len"].default),
             "tie_word_embeddings": bool(ties),
             "init_std": float(getattr(config, "initializer_range", None) or 0.02),
-            "foreign": ForeignModel(config=dict(content), shapes=shapes, ties=ties, blocks=blocks),
+            "foreign": ForeignModel(
+                config=dict(content),
+                shapes=shapes,
+                ties=ties,
+                blocks=blocks,
+                embedding=names[embedding],
+                output=names.get(model.get_output_embeddings(), ""),  # type: ignore[operator]
+                adaptable=adaptable,
+                transposed=transposed,
+            ),
             **fields,
         }
     )
@@ -127,6 +138,25 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     named = model.named_parameters(remove_duplicate=False)
     pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in named]
     return {name: other for name, other in pairs if name != other}
+
+
+def adaptable_modules(model: nn.Module, ties: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Modules beside which matrices of low rank can be trained, and those of them that store columns before rows.
+
+    Their arithmetic must be known, so a class derived from these is none of them; nor is a weight that is also used
+    elsewhere, but for that of the embedding.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    shared, found, transposed = {*ties, *ties.values()}, [], []
+    for name, module in model.named_modules():
+        if type(module) in (nn.Linear, Conv1D) and f"{name}.weight" not in shared:
+            found.append(name)
+            transposed += [name] if isinstance(module, Conv1D) else []
+        elif module is embedding and type(module) is nn.Embedding and module.max_norm is None:
+            found.append(name)
+    return found, transposed
 
 
 def list_of_blocks(model: nn.Module) -> str:
