@@ -168,7 +168,7 @@ def more_flops(model: Decoder) -> float:
     arch, shapes = model.arch, {**logical_shapes(model.arch), **how.shapes(model.arch)}
     embedding, output = embedding_name(arch), output_name(arch)
     if arch.tie_word_embeddings and embedding not in how.saved:
-        shapes[f"{output}.weight"] = shapes[f"{embedding}.weight"]
+        shapes[f"{output}.weight"] = (arch.vocab_size, arch.dim)
     counted = (f"{layers_name(arch)}.", f"{output}.", "norm.")  # as `flops_per_token` does
     found = 0.0
     for name, shape in shapes.items():

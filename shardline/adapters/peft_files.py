@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from shardline.models.huggingface.stored import Stored, stored_as
 from shardline.storage.safetensors import Entry, write_tensors
 from shardline.words import listed
 
+log = logging.getLogger("shardline")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _ENDINGS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -172,8 +174,18 @@ def write_peft(
     for one in tensors_of(how, arch):
         value = one.store(tensors[one.logical]).contiguous()
         entries.append(Entry(one.name, tuple(value.shape), value.dtype, functools.partial(torch.clone, value)))
+    if alike := _like_experts(how, arch):
+        log.warning("peft may take %s for experts; `shardline export --merge` writes a model that needs none", alike)
     (folder / CONFIG).write_text(json.dumps(peft_config(how, arch, base), indent=2) + "\n", encoding="utf-8")
     return {TENSORS: write_tensors(folder / TENSORS, entries)}
+
+
+def _like_experts(how: Adaptation, arch: Architecture) -> str:
+    """Targets beside experts whose names `peft` gives to the experts of some types, and to nothing else there."""
+    if arch.foreign is None or not any(name.endswith(".gate_up_proj") for name in arch.foreign.shapes):
+        return ""
+    names = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+    return ", ".join(name for name in names if any(module.endswith(f".{name}") for module in how.targets))
 
 
 def is_adapter(folder: Path) -> bool:

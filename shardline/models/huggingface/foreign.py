@@ -188,7 +188,7 @@ class ForeignDecoder(Decoder):
         places = torch.arange(2 * half, device=device)
         tokens, documents = places.remainder(self.arch.vocab_size)[None], (places >= half).long()[None]
         with self._probing():
-            with self._all_targets_called():
+            with self._checking_targets():
                 mixed = self.hidden(tokens).float()
             other = self.hidden(torch.where(documents.bool(), 0, tokens)).float()
             change = (mixed - other).norm(dim=-1)[0]
@@ -221,10 +221,10 @@ class ForeignDecoder(Decoder):
                 block.function = function
 
     @contextlib.contextmanager
-    def _all_targets_called(self) -> Iterator[None]:
+    def _checking_targets(self) -> Iterator[None]:
         """Refuse targets that the model's code passes by: what is trained beside them would have no effect."""
         assert self.arch.foreign is not None
-        within, called = self.arch.foreign.blocks, set[str]()
+        within, called, words = self.arch.foreign.blocks, set[str](), type(self.foreign_model[0]).__name__
         places = [(f"{within}.{number}.", block.shadow) for number, block in enumerate(self._blocks)]
         modules = {
             prefix + name: module
@@ -240,13 +240,18 @@ class ForeignDecoder(Decoder):
         ]
         try:
             yield
+        except (AttributeError, TypeError) as error:
+            if not any(".stored." in name for name, _ in self.named_parameters()):
+                raise
+            raise UserError(
+                f'lora.base_dtype: the code of {words} reads weights by itself, and not codes; set it to "same"'
+            ) from error
         finally:
             for hook in hooks:
                 hook.remove()
         if missed := sorted(set(kinds.values()) - called):
-            name = type(self.foreign_model[0]).__name__
             raise UserError(
-                f"lora.target_modules: {name} does not call {listed(missed, 4)}, so that nothing can be trained beside"
+                f"lora.target_modules: {words} does not call {listed(missed, 4)}, so that nothing can be trained beside"
                 " it; name the others, or give an expression that leaves it out"
             )
 

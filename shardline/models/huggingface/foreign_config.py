@@ -34,6 +34,8 @@ NAMES = {
     "tie_word_embeddings": "tie_word_embeddings",
 }
 OURS = ("attn_mask_type",)  # fields that no config.json has
+LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes whose arithmetic is x W^T + bias; Conv1D has W^T
+CHANGES_WEIGHTS = ("rwkv",)  # types whose code scales weights in place, and not what is trained beside them
 
 
 def foreign_architecture(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Architecture:
@@ -143,20 +145,20 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def adaptable_modules(model: nn.Module, ties: Mapping[str, str]) -> tuple[list[str], list[str]]:
     """Modules beside which matrices of low rank can be trained, and those of them that store columns before rows.
 
-    Their arithmetic must be known, so a class derived from these is none of them; nor is a weight that is also used
-    elsewhere, but for that of the embedding.
+    Their arithmetic must be known, so other derived classes are not among them; nor is a layer whose weight is another
+    one's, too, but for the embedding.
     """
-    from transformers.pytorch_utils import Conv1D
-
+    own: Any = model.config
+    if own.model_type in CHANGES_WEIGHTS:
+        return [], []
     embedding = model.get_input_embeddings()  # type: ignore[operator]
-    shared, found, transposed = {*ties, *ties.values()}, [], []
+    shared, found = {*ties, *ties.values()}, []
     for name, module in model.named_modules():
-        if type(module) in (nn.Linear, Conv1D) and f"{name}.weight" not in shared:
+        if module is embedding and type(module) is nn.Embedding and module.max_norm is None:
+            found += [name] if f"{name}.weight" not in ties else []
+        elif type(module).__name__ in LINEAR and f"{name}.weight" not in shared:
             found.append(name)
-            transposed += [name] if isinstance(module, Conv1D) else []
-        elif module is embedding and type(module) is nn.Embedding and module.max_norm is None:
-            found.append(name)
-    return found, transposed
+    return found, [name for name in found if type(model.get_submodule(name)).__name__ == "Conv1D"]
 
 
 def list_of_blocks(model: nn.Module) -> str:
