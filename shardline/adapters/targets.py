@@ -107,10 +107,10 @@ def named_modules(arch: Architecture, names: Sequence[str], known: Sequence[str]
         these = [one for one in known if any(_ends(full, name) for full in spellings(arch, one))]
         if not these:
             endings = sorted(set(_endings(arch, known)))
-            raise ConfigError(
-                f"{key}: no module of this model is named {name!r}{nearest(name.rpartition('.')[2], endings)};"
-                f" there are {', '.join(endings)}"
-            )
+            what = f"no module of this model is named {name!r}{nearest(name.rpartition('.')[2], endings)}"
+            if arch.foreign is not None and any(f".{name}." in f".{full}." for full in arch.foreign.shapes):
+                what = f"{name!r} is no linear layer, beside which alone matrices can be trained in this model"
+            raise ConfigError(f"{key}: {what}; there are {', '.join(endings)}")
         found += these
     return found
 
