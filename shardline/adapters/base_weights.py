@@ -21,7 +21,7 @@ from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import fuse, layers_name, logical_names, upright
 from shardline.storage.safetensors import LazyTensors
 
-ROUTER = re.compile(r"\.(router|gate)(\.|$)")  # of a model of transformers; ours are routers
+ROUTER = re.compile(r"\.(router|gate)(\.|$)")  # `gate` alone is a router in models of transformers
 
 
 def quantized_modules(model: Decoder) -> dict[str, Linear]:

@@ -92,10 +92,8 @@ def adaptation(section: Lora, arch: Architecture) -> Adaptation:
 
 
 def _can_have_magnitude(arch: Architecture, module: str) -> bool:
-    return (arch.foreign is not None or EXPERTS not in module) and module not in (
-        embedding_name(arch),
-        output_name(arch),
-    )
+    ends = (embedding_name(arch), output_name(arch))
+    return module not in ends and (arch.foreign is not None or EXPERTS not in module)
 
 
 def attach(model: Decoder, how: Adaptation, storage: torch.dtype, frozen: torch.dtype) -> None:

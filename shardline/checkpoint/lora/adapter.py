@@ -52,7 +52,7 @@ def _untied(arch: Architecture) -> Architecture:
     from shardline.models.huggingface.foreign_config import foreign_architecture
 
     found = foreign_architecture(arch.foreign.config, {"tie_word_embeddings": False})
-    if found.tie_word_embeddings:
+    if f"{arch.foreign.output}.weight" not in logical_shapes(found):
         kind = arch.foreign.config["model_type"]
         raise UserError(f"--merge: the output layer of a {kind} model cannot have a weight apart from the embedding's")
     return found

@@ -226,17 +226,17 @@ class ForeignDecoder(Decoder):
         assert self.arch.foreign is not None
         within, called, words = self.arch.foreign.blocks, set[str](), type(self.foreign_model[0]).__name__
         places = [(f"{within}.{number}.", block.shadow) for number, block in enumerate(self._blocks)]
-        modules = {
+        targets = {
             prefix + name: module
             for prefix, place in [("", self.foreign_model[0]), *places]
             for name, module in place.named_modules()
             if isinstance(module, Adaptable) and module.lora is not None
         }
-        # An expert may get none of these few tokens: one of several modules that differ in a number is enough.
-        kinds = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in modules}
+        # An expert may get none of these few tokens: one of several in a layer is enough.
+        kinds = {name: re.sub(r"(?<=\.experts\.)\d+", "*", name) for name in targets}
         hooks = [
             module.register_forward_hook(lambda *_, kind=kinds[name]: called.add(kind))
-            for name, module in modules.items()
+            for name, module in targets.items()
         ]
         try:
             yield
@@ -249,7 +249,7 @@ class ForeignDecoder(Decoder):
         finally:
             for hook in hooks:
                 hook.remove()
-        if missed := sorted(set(kinds.values()) - called):
+        if missed := [kind for kind in dict.fromkeys(kinds.values()) if kind not in called]:
             raise UserError(
                 f"lora.target_modules: {words} does not call {listed(missed, 4)}, so that nothing can be trained beside"
                 " it; name the others, or give an expression that leaves it out"
