@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from shardline.config.names import is_built
 from shardline.data.loader import Batch
+from shardline.errors import UserError
 from shardline.models.huggingface.files import read_hf
 from shardline.models.state import load_logical_state
 from shardline.precision.mixed import Precision
@@ -107,16 +108,53 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "whisper": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 64, "attention_head_dim": 16},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "mamba_headdim": 16,
+    },
     "xlstm": {"num_heads": 4, "qk_dim_factor": 0.5},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mpt": {"n_heads": 4, "d_model": 32, "n_layers": 2, "expansion_ratio": 2},
-    "dbrx": {"ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4}, "attn_config": {"kv_n_heads": 2}},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+    },
     "mamba2": {"num_heads": 8, "head_dim": 8, "expand": 2},
     "falcon_mamba": {"expand": 2},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
     "moshi": {"num_codebooks": 2},
+    "bailing_hybrid": {
+        "num_expert_group": 1,
+        "num_experts_per_token": 2,
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {
+            name: {"rope_type": "default", "rope_theta": 10000.0} for name in ("full_attention", "sliding_attention")
+        },
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 272,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {
+        "moe_topk": 2,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "zero_expert_num": 2,
+        "num_layers": 1,
+        "head_dim": 8,
+    },
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -318,6 +356,8 @@ def _first_line(error: BaseException) -> str:
     text = (str(error).splitlines() or [""])[0]
     text = re.sub(r"/\S*/(\S+)", r"\1", text)
     text = text.partition(", so that")[0]
+    if isinstance(error, UserError):
+        return f"{text}, and is refused"
     return f"{type(error).__name__}: {text}"[:160]
 
 

@@ -8,6 +8,8 @@ blocks of factors that reach over several rows, are then the same on every layou
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -16,16 +18,19 @@ from shardline.errors import ConfigError
 from shardline.models.adapted.quantized import BLOCK, QuantizedWeight, dequantize, quantize, sharing
 from shardline.models.decoder import CodedWeight, Decoder, Linear
 from shardline.models.dtensor import local, local_slices
-from shardline.models.fused_weights import fuse, logical_names
+from shardline.models.fused_weights import fuse, layers_name, logical_names, upright
 from shardline.storage.safetensors import LazyTensors
+
+ROUTER = re.compile(r"\.(router|gate)(\.|$)")  # `gate` alone is a router in models of transformers
 
 
 def quantized_modules(model: Decoder) -> dict[str, Linear]:
     """The linear layers of blocks whose weights are frozen; routers, which are small, stay as they are."""
+    place = f"{layers_name(model.arch)}."
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and name.startswith("layers.") and ".router." not in name and not _trained(module)
+        if isinstance(module, Linear) and name.startswith(place) and not ROUTER.search(name) and not _trained(module)
     }
 
 
@@ -38,7 +43,7 @@ def hold_quantized(model: Decoder, section: Lora, tp: int) -> None:
     if section.base_dtype == "same":
         return
     for name, module in quantized_modules(model).items():
-        rows, columns = module.weight.shape
+        rows, columns = upright(model.arch, name, module.weight).shape
         ranks = tp if name.endswith((".wo", ".w2")) else 1
         if section.base_dtype == "nf4" and columns % (BLOCK * ranks):
             by = f" by {ranks} ranks" if ranks > 1 else ""
@@ -71,16 +76,17 @@ def fill_quantized(model: Decoder, tensors: LazyTensors) -> None:
         if stored is None:
             continue
         whole = f"{name}.weight"
-        parts = {part: rounded(model, stored, tensors[part]) for part in logical_names(model.arch, whole)}
+        parts = {part: rounded(model, part, stored, tensors[part]) for part in logical_names(model.arch, whole)}
         for kind, parameter in stored.named_parameters():
             fused = fuse(model.arch, whole, {part: getattr(one, kind) for part, one in parts.items()})
             with torch.no_grad():
                 local(parameter).copy_(fused[local_slices(parameter)])
 
 
-def rounded(model: Decoder, stored: CodedWeight, weight: Tensor) -> QuantizedWeight:
-    """A whole logical weight in the kind and on the device of what is stored."""
-    on = weight.to(local(stored.codes).device).to(model.compute_dtype or weight.dtype)
+def rounded(model: Decoder, name: str, stored: CodedWeight, weight: Tensor) -> QuantizedWeight:
+    """The whole logical weight `name` in the kind and on the device of what is stored."""
+    rows = upright(model.arch, name.removesuffix(".weight"), weight).contiguous()
+    on = rows.to(local(stored.codes).device).to(model.compute_dtype or weight.dtype)
     return quantize(on, stored.kind, stored.shared)
 
 
@@ -101,8 +107,9 @@ class RoundedTensors(LazyTensors):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.stored:
             return self.tensors[name]
-        found = rounded(self.model, self.stored[name], self.tensors[name])
-        return dequantize(tuple(one for one in found if one is not None), self.stored[name].kind)
+        found = rounded(self.model, name, self.stored[name], self.tensors[name])
+        weight = dequantize(tuple(one for one in found if one is not None), self.stored[name].kind)
+        return upright(self.model.arch, name.removesuffix(".weight"), weight)
 
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
         return self[name][place] if name in self.stored else self.tensors.part(name, place)

@@ -18,18 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardline.adapters.targets import adaptable, chosen_targets, saved_modules
+from shardline.adapters.targets import EXPERTS, adaptable, chosen_targets, saved_modules
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Lora
 from shardline.errors import ConfigError
 from shardline.models.adapted.low_rank import LowRank, LowRankSpec
 from shardline.models.decoder import Adaptable, Decoder
 from shardline.models.fused_weights import (
+    embedding_name,
     fused_runs,
     is_low_rank,
-    keeps_type,
+    layers_name,
     logical_names,
     logical_shapes,
+    output_name,
     used_by_a_token,
 )
 from shardline.models.state import SomeParameters
@@ -59,7 +61,7 @@ class Adaptation:
             experts = rows[:1] if len(rows) > 1 else []
             found[f"{module}.lora.a"] = (*experts, self.rank, columns)
             found[f"{module}.lora.b"] = (*rows, self.rank)
-            if module == "tok_embeddings":  # its rows are the columns of a
+            if module == embedding_name(arch):  # its rows are the columns of a
                 found[f"{module}.lora.a"], found[f"{module}.lora.b"] = (self.rank, rows[0]), (columns, self.rank)
             if self.use_dora:
                 found[f"{module}.lora.magnitude"] = tuple(rows)
@@ -83,26 +85,31 @@ def adaptation(section: Lora, arch: Architecture) -> Adaptation:
     both = [module for module in targets if module in saved]
     if both:
         raise ConfigError(f"lora.modules_to_save: {both[0]} is among lora.target_modules, too: name it in one of them")
-    if section.use_dora and (odd := [one for one in targets if not _can_have_magnitude(one)]):
+    if section.use_dora and (odd := [one for one in targets if not _can_have_magnitude(arch, one)]):
         raise ConfigError(f"lora.use_dora: {odd[0]} cannot have a magnitude; leave it out of lora.target_modules")
     options = (section.rank, section.alpha, section.dropout, section.use_rslora, section.use_dora)
     return Adaptation(*options, tuple(targets), tuple(saved))
 
 
-def _can_have_magnitude(module: str) -> bool:
-    return ".experts." not in module and module not in ("tok_embeddings", "output")
+def _can_have_magnitude(arch: Architecture, module: str) -> bool:
+    ends = (embedding_name(arch), output_name(arch))
+    return module not in ends and (arch.foreign is not None or EXPERTS not in module)
 
 
 def attach(model: Decoder, how: Adaptation, storage: torch.dtype, frozen: torch.dtype) -> None:
     """Add the trained matrices to a model without memory, and freeze the rest of it."""
+    kept = model.whole_parameters()  # neither trained nor cast
+    model.make_adaptable()
     for name, parameter in list(model.named_parameters()):
+        if parameter in kept:
+            continue
         modules = [part.rpartition(".")[0] for part in logical_names(model.arch, name)]
         trained = [module for module in modules if module in how.saved]
         if trained and len(trained) < len(modules):
             missing = ", ".join(module for module in modules if module not in how.saved)
             raise ConfigError(f"lora.modules_to_save: {trained[0]} is one weight with {missing}: name these, too")
-        parameter.requires_grad_(bool(trained) and not keeps_type(name))
-        if not trained and not keeps_type(name):
+        parameter.requires_grad_(bool(trained))
+        if not trained:
             replace_parameter(model, name, parameter.detach().to(frozen), trained=False)
     if model.arch.tie_word_embeddings and not any(stage.first for stage in model.stages):
         targets = [module for module in how.targets if module != "tok_embeddings"]  # here it is only the output
@@ -137,7 +144,7 @@ def _adapt(
         return
     matrices: dict[str, nn.Module] = {}
     for full in wanted:
-        shape = sizes[full] if full != "tok_embeddings" else sizes[full][::-1]
+        shape = sizes[full] if full != embedding_name(arch) else sizes[full][::-1]
         matrices[full.rpartition(".")[2]] = LowRank(shape, how.rank, how.use_dora).to(storage)
     module.lora = nn.ModuleDict(matrices)
     module.low_rank = LowRankSpec(how.scale, how.dropout, tuple((full.rpartition(".")[2], rows) for full, rows in runs))
@@ -157,21 +164,23 @@ def more_flops(model: Decoder) -> float:
     if how is None:
         frozen = {name: logical_shapes(model.arch)[name] for name in model.frozen - {"tok_embeddings.weight"}}
         return -2.0 * sum(used_by_a_token(model.arch, name, math.prod(shape)) for name, shape in frozen.items())
-    shapes = {**logical_shapes(model.arch), **how.shapes(model.arch)}
-    if model.arch.tie_word_embeddings and "tok_embeddings" not in how.saved:
-        shapes["output.weight"] = shapes["tok_embeddings.weight"]
+    arch, shapes = model.arch, {**logical_shapes(model.arch), **how.shapes(model.arch)}
+    embedding, output = embedding_name(arch), output_name(arch)
+    if arch.tie_word_embeddings and embedding not in how.saved:
+        shapes[f"{output}.weight"] = (arch.vocab_size, arch.dim)
+    counted = (f"{layers_name(arch)}.", f"{output}.", "norm.")  # as `flops_per_token` does
     found = 0.0
     for name, shape in shapes.items():
-        if not name.startswith("tok_embeddings.") and name.rpartition(".")[0] not in how.saved:
+        if name.startswith(counted) and name.rpartition(".")[0] not in how.saved:
             factor = 6.0 if is_low_rank(name) else -2.0
-            found += factor * used_by_a_token(model.arch, name, math.prod(shape))
+            found += factor * used_by_a_token(arch, name, math.prod(shape))
     return found
 
 
 @contextmanager
 def frozen_alone(model: Decoder) -> Iterator[None]:
     """Inside, the model computes with its frozen weights alone, as it would without LoRA."""
-    modules = [module for module in model.modules() if isinstance(module, Adaptable)]
+    modules = [module for module in model.computing_modules() if isinstance(module, Adaptable)]
     for module in modules:
         module.bare = True
     try:

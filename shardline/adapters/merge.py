@@ -9,40 +9,43 @@ from torch import Tensor
 
 from shardline.adapters.lora import Adaptation
 from shardline.adapters.targets import EXPERTS
+from shardline.config.architecture import Architecture
+from shardline.models.fused_weights import embedding_name, upright
 from shardline.storage.safetensors import LazyTensors
-
-HEAD, EMBEDDING = "output.weight", "tok_embeddings.weight"
 
 
 class MergedTensors(LazyTensors):
     """The logical tensors of the whole model, each computed in float32 from the frozen and the trained one."""
 
-    def __init__(self, base: LazyTensors, trained: Mapping[str, Tensor], how: Adaptation) -> None:
-        self.base, self.trained, self.how = base, trained, how
-        self._rows = {**dict.fromkeys(base), HEAD: None}  # asked for where it is not tied, or no longer
+    def __init__(self, base: LazyTensors, trained: Mapping[str, Tensor], how: Adaptation, arch: Architecture) -> None:
+        self.base, self.trained, self.how, self.arch = base, trained, how, arch
+        ties = {"output.weight": "tok_embeddings.weight"} if arch.foreign is None else arch.foreign.ties
+        self.ties = {other: name for other, name in ties.items() if other not in base}
+        self._rows = dict.fromkeys([*base, *self.ties])  # the latter are asked for where they are tied no longer
 
     def dtype(self, name: str) -> torch.dtype:
-        if name == HEAD and name not in self.base:
-            return self.base.dtype(EMBEDDING)
+        if name in self.ties:
+            return self.base.dtype(self.ties[name])
         return self.trained[name].dtype if name in self.trained else self.base.dtype(name)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.trained:
             return self.trained[name]
-        if name == HEAD and name not in self.base:
-            return self.base[EMBEDDING]
+        if name in self.ties:
+            return self.base[self.ties[name]]
         weight, module = self.base[name], name.removesuffix(".weight")
         half = None
-        if EXPERTS in name and module.endswith((".w1", ".w3")):
+        if self.arch.foreign is None and EXPERTS in name and module.endswith((".w1", ".w3")):
             module, half = f"{module[:-3]}.w13", int(module.endswith(".w3"))
         if f"{module}.lora.a" not in self.trained or module == name:
             return weight
-        return self._merged(weight.float(), module, half).to(weight.dtype)
+        merged = self._merged(upright(self.arch, module, weight.float()), module, half)
+        return upright(self.arch, module, merged).to(weight.dtype)
 
     def _merged(self, weight: Tensor, module: str, half: int | None) -> Tensor:
         a, b = (self.trained[f"{module}.lora.{which}"].float() for which in ("a", "b"))
         b = b if half is None else b[:, half]
-        change = (a.t() @ b.t() if module == "tok_embeddings" else b @ a) * self.how.scale
+        change = (a.t() @ b.t() if module == embedding_name(self.arch) else b @ a) * self.how.scale
         merged = weight + change
         if not self.how.use_dora:
             return merged

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +22,17 @@ import torch
 from torch import Tensor
 
 from shardline.adapters.lora import Adaptation, adaptation
-from shardline.adapters.targets import EXPERTS, adaptable, layer_of, named_modules, spellings
+from shardline.adapters.targets import EXPERTS, adaptable, layer_of, named_modules, spellings, tied_names
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError, blame
-from shardline.models.fused_weights import logical_shapes
+from shardline.models.fused_weights import embedding_name, is_transposed, logical_shapes
 from shardline.models.huggingface.files import map_file
-from shardline.models.huggingface.stored import stored_as
+from shardline.models.huggingface.stored import Stored, stored_as
 from shardline.storage.safetensors import Entry, write_tensors
 from shardline.words import listed
 
+log = logging.getLogger("shardline")
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _ENDINGS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -38,7 +40,6 @@ _OF_EMBEDDING = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 # What a config may say that we do not compute, and the value that says nothing.
 _OTHER: dict[str, Any] = {
     "bias": "none",
-    "fan_in_fan_out": False,
     "rank_pattern": {},
     "alpha_pattern": {},
     "lora_bias": False,
@@ -90,21 +91,29 @@ def _tensors(how: Adaptation, arch: Architecture) -> Iterator[PeftTensor]:
         if not which:
             yield PeftTensor(PREFIX + _stored_name(logical, arch), logical, shape)
         elif EXPERTS in logical:
-            like = stored_as(f"layers.{layer_of(module)}{EXPERTS}w1.weight", arch.family)
+            layer = layer_of(arch, module)
+            like = stored_as(f"layers.{layer}{EXPERTS}w1.weight", arch.family)
             if like is None or like.transposed:
                 raise UserError(f"adapters of {arch.family}'s experts have no counterpart in the format of peft")
             inner = "base_layer." if module.endswith(".w13") and f"{module.removesuffix('13')}2" in how.targets else ""
-            place = f"{PREFIX}model.layers.{layer_of(module)}.mlp.experts.{inner}"
+            place = f"{PREFIX}model.layers.{layer}.mlp.experts.{inner}"
             yield PeftTensor(place + _ENDINGS[which], logical, shape)
         else:
-            endings = _OF_EMBEDDING if module == "tok_embeddings" else _ENDINGS
+            endings = _OF_EMBEDDING if module == embedding_name(arch) else _ENDINGS
             place = _stored_name(f"{module}.weight", arch).removesuffix("weight")
             yield PeftTensor(PREFIX + place + endings[which], logical, shape)
-    if "tok_embeddings" in how.saved and arch.tie_word_embeddings:  # to peft they are two modules
-        yield PeftTensor(f"{PREFIX}lm_head.weight", "tok_embeddings.weight", (arch.vocab_size, arch.dim))
+    for other, logical in _saved_ties(how, arch).items():
+        yield PeftTensor(PREFIX + other, logical, logical_shapes(arch)[logical])
+
+
+def _saved_ties(how: Adaptation, arch: Architecture) -> dict[str, str]:
+    """Tied weights that are trained whole: to `peft` they are those of two modules."""
+    return {other: name for other, name in tied_names(arch).items() if name.rpartition(".")[0] in how.saved}
 
 
 def _stored_name(logical: str, arch: Architecture) -> str:
+    if arch.foreign is not None:
+        return logical
     stored = stored_as(logical, arch.family)
     if stored is None or stored.each or stored.transposed:
         raise UserError(f"{logical} of a {arch.family} model has no counterpart in the format of peft")
@@ -116,8 +125,7 @@ def peft_config(how: Adaptation, arch: Architecture, base: str | None) -> dict[s
     experts = sorted({spellings(arch, one)[2].split(".", 3)[3] for one in how.targets if EXPERTS in one})
     modules = [one for one in how.targets if EXPERTS not in one]
     saved = sorted(_saved_name(arch, module, how.saved) for module in how.saved)
-    if arch.tie_word_embeddings and "tok_embeddings" in how.saved:
-        saved.append("lm_head")
+    saved += dict.fromkeys(other.rpartition(".")[0] for other in _saved_ties(how, arch))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -132,6 +140,7 @@ def peft_config(how: Adaptation, arch: Architecture, base: str | None) -> dict[s
         "modules_to_save": saved or None,
         "inference_mode": True,
         "init_lora_weights": True,
+        "fan_in_fan_out": any(is_transposed(arch, module) for module in how.targets),
         **_OTHER,
     }
 
@@ -149,6 +158,8 @@ def _shortest(arch: Architecture, modules: list[str]) -> list[str]:
     """The endings of names where they mean these modules and no others, else whole names."""
     endings = sorted({spellings(arch, one)[-1].rpartition(".")[2] for one in modules})
     known = [one for one in adaptable(arch) if EXPERTS not in one]
+    if arch.foreign is not None:  # `peft` would take modules of other kinds, too
+        known = list(dict.fromkeys(name.rpartition(".")[0] for name in logical_shapes(arch)))
     if endings and set(named_modules(arch, endings, known, "")) == set(modules):
         return endings
     return sorted(spellings(arch, one)[-1] for one in modules)
@@ -163,8 +174,18 @@ def write_peft(
     for one in tensors_of(how, arch):
         value = one.store(tensors[one.logical]).contiguous()
         entries.append(Entry(one.name, tuple(value.shape), value.dtype, functools.partial(torch.clone, value)))
+    if alike := _like_experts(how, arch):
+        log.warning("peft may take %s for experts; `shardline export --merge` writes a model that needs none", alike)
     (folder / CONFIG).write_text(json.dumps(peft_config(how, arch, base), indent=2) + "\n", encoding="utf-8")
     return {TENSORS: write_tensors(folder / TENSORS, entries)}
+
+
+def _like_experts(how: Adaptation, arch: Architecture) -> str:
+    """Targets beside experts whose names `peft` gives to the experts of some types, and to nothing else there."""
+    if arch.foreign is None or not any(name.endswith(".gate_up_proj") for name in arch.foreign.shapes):
+        return ""
+    names = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+    return ", ".join(name for name in names if any(module.endswith(f".{name}") for module in how.targets))
 
 
 def is_adapter(folder: Path) -> bool:
@@ -194,7 +215,8 @@ def open_peft(folder: Path, arch: Architecture) -> tuple[Adaptation, dict[str, T
     if not path.is_file():
         raise UserError(f"{folder} has no {TENSORS}: an adapter is that file and {CONFIG}")
     try:
-        stored = {name: one for name, one in map_file(path).items() if ".base_layer.weight" not in name}
+        frozen = (".base_layer.weight", ".base_layer.bias")  # of embedding and output layer, which peft may add
+        stored = {name: one for name, one in map_file(path).items() if not name.endswith(frozen)}
         how = Adaptation(
             rank=int(content["r"]),
             alpha=float(content["lora_alpha"]),
@@ -246,7 +268,7 @@ def _with_modules(how: Adaptation, arch: Architecture, stored: set[str], paramet
 def _saved_names(arch: Architecture) -> list[str]:
     found = []
     for name in logical_shapes(arch):
-        stored = stored_as(name, arch.family)
+        stored = Stored(name) if arch.foreign is not None else stored_as(name, arch.family)
         if stored is not None and not stored.each and not stored.transposed:
             found.append(name)
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardline.models.adapted.low_rank import initial_bound
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
-from shardline.models.fused_weights import is_low_rank, low_rank_name
+from shardline.models.fused_weights import embedding_name, is_low_rank, is_transposed, low_rank_name, upright
 from shardline.models.init import block_seed
 from shardline.storage.safetensors import LazyTensors
 
@@ -24,12 +24,12 @@ def draw_matrices(model: Decoder, seed: int) -> None:
         if is_low_rank(name) and not name.endswith(".magnitude"):
             logical, held = low_rank_name(name), local_slices(parameter)
             with torch.no_grad():
-                local(parameter).copy_(_drawn(seed, logical, tuple(parameter.shape), held))
+                embeds = logical.startswith(f"{embedding_name(model.arch)}.lora.")
+                local(parameter).copy_(_drawn(seed, logical, tuple(parameter.shape), held, embeds))
 
 
-def _drawn(seed: int, name: str, shape: tuple[int, ...], held: tuple[slice, ...]) -> Tensor:
+def _drawn(seed: int, name: str, shape: tuple[int, ...], held: tuple[slice, ...], embeds: bool) -> Tensor:
     """This rank's part of a matrix; every expert has numbers of its own."""
-    embeds = name.startswith("tok_embeddings.")
     if name.endswith(".b") != embeds:
         return torch.zeros([part.stop - part.start for part in held])
     if len(shape) == 2:
@@ -55,8 +55,10 @@ def set_magnitudes(model: Decoder, weights: LazyTensors) -> None:
     """
     found = [(name, one) for name, one in model.named_parameters() if is_low_rank(name) and name.endswith(".magnitude")]
     for name, parameter in found:
-        weight = low_rank_name(name).replace(".lora.magnitude", ".weight")
-        rows = weights.part(weight, (local_slices(parameter)[0], slice(None)))
+        module = low_rank_name(name).removesuffix(".lora.magnitude")
+        place = (local_slices(parameter)[0], slice(None))
+        place = place[::-1] if is_transposed(model.arch, module) else place
+        rows = upright(model.arch, module, weights.part(f"{module}.weight", place))
         frozen = rows.to(model.compute_dtype or rows.dtype).float()
         with torch.no_grad():
             local(parameter).copy_(torch.linalg.vector_norm(frozen, dim=1))

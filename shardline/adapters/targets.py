@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from shardline.config.architecture import Architecture
 from shardline.errors import ConfigError
-from shardline.models.fused_weights import logical_shapes
+from shardline.models.fused_weights import layers_name, logical_shapes
 from shardline.models.huggingface.stored import stored_as
 from shardline.registry import nearest
 
@@ -19,8 +19,11 @@ def adaptable(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Every module that can have matrices of low rank, and the shape of its weight.
 
     These are the linear layers of blocks, the experts (gate and up in one, as `peft` has them), and what turns tokens
-    into vectors and back.
+    into vectors and back. Of a model of transformers, they are its linear layers and its embedding.
     """
+    if arch.foreign is not None:
+        shapes, turned = arch.foreign.shapes, set(arch.foreign.transposed)
+        return {name: shapes[f"{name}.weight"][:: -1 if name in turned else 1] for name in arch.foreign.adaptable}
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in logical_shapes(arch).items():
         module = name.removesuffix(".weight")
@@ -35,6 +38,8 @@ def adaptable(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 def spellings(arch: Architecture, module: str) -> list[str]:
     """The full names of a module: ours, and Hugging Face's."""
+    if arch.foreign is not None:
+        return [module]
     if EXPERTS in module:
         place, _, which = module.rpartition(".")
         layer = re.match(r"layers\.(\d+)\.", module)
@@ -51,8 +56,17 @@ def spellings(arch: Architecture, module: str) -> list[str]:
     return [module, theirs.replace("model.", "model.language_model.", 1), theirs]  # also as a model with images has it
 
 
-def layer_of(module: str) -> int | None:
-    return int(module.split(".")[1]) if module.startswith("layers.") else None
+def layer_of(arch: Architecture, module: str) -> int | None:
+    """The number of the layer that a module is in; None outside of them."""
+    place = f"{layers_name(arch)}."
+    return int(module.removeprefix(place).partition(".")[0]) if module.startswith(place) else None
+
+
+def tied_names(arch: Architecture) -> dict[str, str]:
+    """Further names, in files, of weights that are two modules' there, and their logical ones."""
+    if arch.foreign is not None:
+        return arch.foreign.ties
+    return {"lm_head.weight": "tok_embeddings.weight"} if arch.tie_word_embeddings else {}
 
 
 def chosen_targets(arch: Architecture, given: Sequence[str] | str, layers: Sequence[int] | None) -> list[str]:
@@ -63,12 +77,14 @@ def chosen_targets(arch: Architecture, given: Sequence[str] | str, layers: Seque
         named = _by_expression(arch, given, list(known))
     elif not given or given in ALL_LINEAR or set(given) & set(ALL_LINEAR):
         rest = [] if isinstance(given, str) else [name for name in given if name not in ALL_LINEAR]
-        linear = [module for module in known if layer_of(module) is not None and EXPERTS not in module]
+        linear = [module for module in known if layer_of(arch, module) is not None and EXPERTS not in module]
         named = [*linear, *named_modules(arch, rest, list(known), "lora.target_modules")]
     else:
         named = named_modules(arch, given, list(known), "lora.target_modules")
     wanted = [module for module in known if module in named]
-    found = [one for one in wanted if layers is None or layer_of(one) is None or layer_of(one) in layers]
+    if not wanted:
+        raise ConfigError("lora.target_modules: the layers of this model have no linear layers that can be targets")
+    found = [one for one in wanted if layers is None or layer_of(arch, one) is None or layer_of(arch, one) in layers]
     if not found:
         raise ConfigError("lora.layers: none of the targets is in these layers")
     return found
@@ -96,10 +112,10 @@ def named_modules(arch: Architecture, names: Sequence[str], known: Sequence[str]
         these = [one for one in known if any(_ends(full, name) for full in spellings(arch, one))]
         if not these:
             endings = sorted(set(_endings(arch, known)))
-            raise ConfigError(
-                f"{key}: no module of this model is named {name!r}{nearest(name.rpartition('.')[2], endings)};"
-                f" there are {', '.join(endings)}"
-            )
+            what = f"no module of this model is named {name!r}{nearest(name.rpartition('.')[2], endings)}"
+            if arch.foreign is not None and any(f".{name}." in f".{full}." for full in arch.foreign.shapes):
+                what = f"{name!r} is no linear layer, beside which alone matrices can be trained in this model"
+            raise ConfigError(f"{key}: {what}; there are {', '.join(endings)}")
         found += these
     return found
 
@@ -118,9 +134,9 @@ def saved_modules(arch: Architecture, names: Sequence[str]) -> list[str]:
     known = list(
         dict.fromkeys(name.rpartition(".")[0] for name in logical_shapes(arch) if not name.endswith(".balance"))
     )
-    tied = [name for name in names if arch.tie_word_embeddings and name in ("lm_head", "output")]
-    others = [name for name in names if name not in tied]
-    found = named_modules(arch, others, known, "lora.modules_to_save")
-    if tied and "tok_embeddings" not in found:
-        found.append("tok_embeddings")  # one weight is both
-    return [module for module in known if module in found]
+    ties = {other.rpartition(".")[0]: name.rpartition(".")[0] for other, name in tied_names(arch).items()}
+    if arch.foreign is None and ties:
+        ties["output"] = ties["lm_head"]
+    both = {name: ties[other] for name in names for other in ties if _ends(other, name)}  # one weight is both
+    found = named_modules(arch, [name for name in names if name not in both], known, "lora.modules_to_save")
+    return [module for module in known if module in {*found, *both.values()}]

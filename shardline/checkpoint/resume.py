@@ -123,9 +123,10 @@ class Start:
         """Give a model its frozen weights."""
         with blame("checkpoint.initial_load_path" if base.path else "debug.seed"):
             fill_base(own_parameters(model), base)
-            tensors = RoundedTensors(model, base_tensors(base, model.arch))
-            fill_quantized(model, tensors.tensors)
-        set_magnitudes(model, tensors)
+            if any(".stored." in name or name.endswith(".magnitude") for name, _ in model.named_parameters()):
+                tensors = RoundedTensors(model, base_tensors(base, model.arch))
+                fill_quantized(model, tensors.tensors)
+                set_magnitudes(model, tensors)
         log.info("frozen weights from %s", base.words if base.path else f"seed {base.seed}: they are random")
 
     def _start_adapter(self, seed: int) -> None:

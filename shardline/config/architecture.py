@@ -151,6 +151,10 @@ class ForeignModel(Section):
     shapes: dict[str, tuple[int, ...]] = Field(description="Every weight under its name in the model, tied ones once.")
     ties: dict[str, str] = Field(default={}, description="Further names of tied weights, and their first ones.")
     blocks: str = Field(description="The name of the list of decoder layers in the model.")
+    embedding: str = Field(default="", description="The name of the module that turns tokens into vectors.")
+    output: str = Field(default="", description="The name of the output layer.")
+    adaptable: list[str] = Field(default=[], description="Modules that can have matrices of low rank beside them.")
+    transposed: list[str] = Field(default=[], description="Those of them whose weights have their columns first.")
 
     @model_validator(mode="before")
     @classmethod

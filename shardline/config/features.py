@@ -139,7 +139,6 @@ _NATIVE_ONLY = {
     **dict.fromkeys(("experts", "EP"), _SHARD.format("parallelism.expert_parallel_degree")),
     "float8": "remove it from model.converters",
     "Muon": 'set optimizer.name = "AdamW"',
-    "LoRA": "set lora.enable = false",
 }
 REFUSED: dict[frozenset[str], Refusal] = {
     frozenset({"DDP", "optimizer in backward"}): Refusal(

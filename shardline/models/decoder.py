@@ -6,7 +6,7 @@ that compilation and activation checkpointing may wrap. The blocks share one fun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -261,6 +261,14 @@ class Linear(Adaptable):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.used(local), self.bias)
+
+    def whole(self) -> Tensor:
+        """One matrix (rows, columns) for all: the loss multiplies with it in chunks."""
+        weight = self.used(local)
+        if not isinstance(weight, Adapted):
+            return weight
+        a, b = joined(weight, weight.weight.dtype)
+        return weight.weight if a is None or b is None else torch.addmm(weight.weight, b, a)
 
 
 class Embedding(Adaptable):
@@ -536,6 +544,9 @@ class Decoder(nn.Module):
     the parameters.
     """
 
+    frozen: frozenset[str] = frozenset()  # logical names of weights that are not trained (adapters/freeze.py)
+    noise_bound = 0.0  # of what `hidden` adds to embeddings where it is given `noise`
+
     gives_logits = False  # of `hidden`: where a model changes its logits after the output layer
 
     def __init__(self, arch: Architecture, split_kv: bool = False, stages: Sequence[Stage] | None = None) -> None:
@@ -543,8 +554,6 @@ class Decoder(nn.Module):
         self.arch = arch
         self.compute_dtype: torch.dtype | None = None
         self.adaptation: Any = None  # where only a part is trained: what (adapters/lora.py)
-        self.frozen: frozenset[str] = frozenset()  # logical names of weights that are not trained (adapters/freeze.py)
-        self.noise_bound = 0.0  # of what `hidden` adds to embeddings where it is given `noise`
         self.context: Any = None  # where ranks share sequences: this rank's positions, masks and tokens
         self.stages = (Stage(tuple(range(arch.n_layers)), True, True),) if stages is None else tuple(stages)
         first, last = any(stage.first for stage in self.stages), any(stage.last for stage in self.stages)
@@ -639,18 +648,22 @@ class Decoder(nn.Module):
     def retie(self) -> None:
         """Called when parameters were replaced; a tied weight here is one module's."""
 
+    def make_adaptable(self) -> None:
+        """Called before matrices of low rank are attached; here every module that can have some is `Adaptable`."""
+
+    def renew_blocks(self) -> None:
+        """Called when modules inside blocks have other parameters; a block here asks for them in each step."""
+
+    def computing_modules(self) -> Iterator[nn.Module]:
+        """The modules whose `forward` computes: here, those that hold the parameters."""
+        return self.modules()
+
     def output_weight(self) -> Tensor:
         """(V, dim): the output layer's weight, the embedding's when they are tied."""
         if self.output is None:
             assert self.tok_embeddings is not None, "the output is in another stage"
             return local(self.tok_embeddings.weight)
-        weight = self.output.used(local)
-        if not isinstance(weight, Adapted):
-            return weight
-        a, b = joined(weight, weight.weight.dtype)  # the loss multiplies in chunks, with one matrix
-        if a is None or b is None:
-            return weight.weight
-        return torch.addmm(weight.weight, b, a)
+        return self.output.whole()
 
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tables:
         """Cosines and sines that broadcast to (B, S, KV, group, D/2), and for layers without them factors of queries.

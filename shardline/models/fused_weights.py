@@ -145,6 +145,28 @@ def layers_name(arch: Architecture) -> str:
     return "layers" if arch.foreign is None else arch.foreign.blocks
 
 
+def embedding_name(arch: Architecture) -> str:
+    """The name of the module that turns tokens into vectors."""
+    return "tok_embeddings" if arch.foreign is None else arch.foreign.embedding
+
+
+def output_name(arch: Architecture) -> str:
+    """The name of the output layer."""
+    return "output" if arch.foreign is None else arch.foreign.output
+
+
+def upright(arch: Architecture, module: str, weight: Tensor) -> Tensor:
+    """The weight (rows, columns) of a linear layer from the stored one, or the stored one from it.
+
+    GPT-2 and its like store columns first.
+    """
+    return weight.t() if is_transposed(arch, module) else weight
+
+
+def is_transposed(arch: Architecture, module: str) -> bool:
+    return arch.foreign is not None and module in arch.foreign.transposed
+
+
 def active_words(arch: Architecture) -> str:
     """` (1,234 for each token)`, behind the number of all parameters; nothing where they are the same."""
     return "" if arch.moe is None else f" ({active_parameter_count(arch):,} for each token)"
@@ -245,10 +267,10 @@ def _halves(name: str) -> list[str]:
 
 def fused_runs(arch: Architecture, name: str) -> dict[str, int]:
     """The logical names in a fused parameter, and how many rows each has in a group; empty for any other parameter."""
-    if arch.foreign is not None:
-        return {}
     if is_low_rank(name):
         return {low_rank_name(name): 1}
+    if arch.foreign is not None:
+        return {}
     head, block = arch.head_dim, gate_block(arch.ffn_dim)
     shared = gate_block(0 if arch.moe is None else arch.moe.shared_dim)
     kinds = {

@@ -30,6 +30,7 @@ class SomeParameters:
 
     def __init__(self, model: Decoder, wanted: Callable[[str], bool]) -> None:
         self.arch, self.model, self.wanted = model.arch, model, wanted
+        self.constants = getattr(model, "constants", {})  # of a model of transformers: what its own code makes
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, one) for name, one in self.model.named_parameters() if self.wanted(name))

@@ -103,6 +103,7 @@ def make_model(
         attach(model, how, precision.storage, frozen=precision.compute)
         if config is not None:
             hold_quantized(model, config.lora, 1 if mesh is None else mesh.layout.tp)
+        model.renew_blocks()
     if config is not None and config.training.neftune_alpha is not None and arch.foreign is not None:
         raise ConfigError("training.neftune_alpha: embeddings of a model that transformers computes take no noise")
     if how is None and config is not None and config.training.unfrozen_parameters:

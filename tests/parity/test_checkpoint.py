@@ -81,6 +81,10 @@ CHAINS = {
     "lamb": ((layers(4), cases.LAMB), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
     "muon": ((layers(4), cases.MUON), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
     "int8": ((layers(4), cases.INT8_STATE, cases.WHOLE_BLOCKS), ["fsdp2-tp2", "one", "pp2", "fsdp2-offload"]),
+    "transformers-lora": (
+        (cases.FOREIGN, cases.lora("all-linear", "embed_tokens", modules_to_save=["norm"])),
+        ["fsdp2", "one", "ddp2", "hsdp2x2", "offload", "one"],
+    ),
     "transformers": ((cases.FOREIGN, cases.TIED), ["fsdp2", "one", "ddp2", "hsdp2x2", "fsdp4", "offload", "one"]),
 }
 

@@ -17,7 +17,7 @@ from shardline.checkpoint.format import MANIFEST, Saved, find_checkpoint
 from shardline.checkpoint.lora.base import Base, find_base, hf_base, recorded_adaptation
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.models.fused_weights import logical_shapes
+from shardline.models.fused_weights import embedding_name, logical_shapes
 from shardline.models.huggingface.config import architecture_from_hf
 from shardline.models.huggingface.files import read_hf
 from shardline.models.init import block_rows, draw_block, initial_std
@@ -40,9 +40,22 @@ class Adapter(NamedTuple):
     def merged(self) -> tuple[MergedTensors, Architecture]:
         """The model with its adapter added. An embedding that has one is no longer the output layer, if it was."""
         arch = self.architecture
-        if "tok_embeddings" in self.how.targets:
-            arch = arch.model_copy(update={"tie_word_embeddings": False})
-        return MergedTensors(self.frozen(), self.tensors, self.how), arch
+        if arch.tie_word_embeddings and embedding_name(arch) in self.how.targets:
+            arch = _untied(arch)
+        return MergedTensors(self.frozen(), self.tensors, self.how, self.architecture), arch
+
+
+def _untied(arch: Architecture) -> Architecture:
+    """The same model with an output layer of its own."""
+    if arch.foreign is None:
+        return arch.model_copy(update={"tie_word_embeddings": False})
+    from shardline.models.huggingface.foreign_config import foreign_architecture
+
+    found = foreign_architecture(arch.foreign.config, {"tie_word_embeddings": False})
+    if f"{arch.foreign.output}.weight" not in logical_shapes(found):
+        kind = arch.foreign.config["model_type"]
+        raise UserError(f"--merge: the output layer of a {kind} model cannot have a weight apart from the embedding's")
+    return found
 
 
 def find_adapter(path: Path, base: str | None) -> Adapter | None:
@@ -89,13 +102,19 @@ class DrawnTensors(LazyTensors):
     """The weights that a run without any others begins with."""
 
     def __init__(self, arch: Architecture, seed: int) -> None:
-        self.arch, self.seed = arch, seed
+        self.arch, self.seed, self.constants = arch, seed, dict[str, Tensor]()
         self._rows = logical_shapes(arch)
+        if arch.foreign is not None:
+            from shardline.models.huggingface.foreign import ForeignDecoder
+
+            self.constants = ForeignDecoder(arch).constants
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self.constants:
+            return self.constants[name]
         shape, std = self._rows[name], initial_std(self.arch, name)
         if std is None:
             return torch.full(shape, 1.0 if name.endswith("norm.weight") else 0.0)

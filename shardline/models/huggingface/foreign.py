@@ -13,21 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import itertools
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
-from shardline.models.decoder import Decoder, Stage
+from shardline.models.decoder import Adaptable, Decoder, Embedding, Linear, Stage
 from shardline.models.dtensor import local
+from shardline.models.fused_weights import is_low_rank
 from shardline.models.huggingface.foreign_config import build_foreign, held_tensors
+from shardline.models.products.linear import linear
 from shardline.models.products.narrow import narrowed
+from shardline.words import listed
 
 log = logging.getLogger("shardline")
 
@@ -53,11 +60,16 @@ class ForeignBlock:
     rest = None
 
     def __init__(self, model: ForeignDecoder, module: nn.Module, config: Any) -> None:
-        self.model, self.module = model, module
-        self.shadow = copy.deepcopy(module, {id(config): config})
-        self.slots = [*_slots(module), *_tables(module)]
+        self.model, self.module, self.config = model, module, config
         self.function: Callable[..., Any] = self.compute
-        module.forward = self._forward
+        self.renew()
+
+    def renew(self) -> None:
+        """Take the modules and parameters of the layer as they are now."""
+        self.module.__dict__.pop("forward", None)
+        self.shadow = copy.deepcopy(self.module, {id(self.config): self.config})
+        self.slots = [*_slots(self.module), *_tables(self.module)]
+        self.module.forward = self._forward
 
     def _forward(self, *arguments: Any, **options: Any) -> Any:
         if self.shadow.training != self.module.training:
@@ -104,8 +116,7 @@ class ForeignDecoder(Decoder):
         self.retie()
         blocks: Any = inner.get_submodule(arch.foreign.blocks)
         self._blocks = [ForeignBlock(self, block, inner.config) for block in blocks]
-        within = f"{arch.foreign.blocks}."
-        self._outside = [slot for slot in _slots(inner) if not slot.name.startswith(within)]
+        self._outside = self._slots_outside()
 
     def hidden(self, tokens: Tensor, *, documents: Tensor | None = None, **others: Any) -> Tensor:
         """Hidden states (B, S, dim) before the output layer, or logits (B, S, V) where `gives_logits`."""
@@ -142,8 +153,29 @@ class ForeignDecoder(Decoder):
         return {str(number): block for number, block in enumerate(self._blocks)}
 
     def output_weight(self) -> Tensor:
-        weight: Any = self.foreign_head[0].weight
-        return local(weight)
+        head: Any = self.foreign_head[0]
+        return head.whole() if isinstance(head, Linear) else local(head.weight)
+
+    def make_adaptable(self) -> None:
+        """Put modules that can have matrices of low rank in the place of those whose arithmetic is known."""
+        foreign, inner = self.arch.foreign, self.foreign_model[0]
+        assert foreign is not None
+        for name in foreign.adaptable:
+            old = inner.get_submodule(name)
+            embeds = name == foreign.embedding
+            new = ForeignEmbedding(old) if embeds else ForeignLinear(old, name in foreign.transposed)
+            for owner in (inner, self):  # both have the outermost modules
+                owner.set_submodule(name, new)
+        self.foreign_head = (inner.get_output_embeddings(),)
+
+    def renew_blocks(self) -> None:
+        self.retie()
+        for block in self._blocks:
+            block.renew()
+        self._outside = self._slots_outside()
+
+    def computing_modules(self) -> Iterator[nn.Module]:
+        return itertools.chain(self.modules(), *(block.shadow.modules() for block in self._blocks))
 
     def whole_parameters(self) -> set[nn.Parameter]:
         """Tables that files hold: they are neither trained nor cut."""
@@ -156,7 +188,8 @@ class ForeignDecoder(Decoder):
         places = torch.arange(2 * half, device=device)
         tokens, documents = places.remainder(self.arch.vocab_size)[None], (places >= half).long()[None]
         with self._probing():
-            mixed = self.hidden(tokens).float()
+            with self._checking_targets():
+                mixed = self.hidden(tokens).float()
             other = self.hidden(torch.where(documents.bool(), 0, tokens)).float()
             change = (mixed - other).norm(dim=-1)[0]
             if change[:half].max() > 0.01 * change[half:].max():
@@ -186,6 +219,46 @@ class ForeignDecoder(Decoder):
             self.train(training)
             for block, function in zip(self._blocks, functions, strict=True):
                 block.function = function
+
+    @contextlib.contextmanager
+    def _checking_targets(self) -> Iterator[None]:
+        """Refuse targets that the model's code passes by: what is trained beside them would have no effect."""
+        assert self.arch.foreign is not None
+        within, called, words = self.arch.foreign.blocks, set[str](), type(self.foreign_model[0]).__name__
+        places = [(f"{within}.{number}.", block.shadow) for number, block in enumerate(self._blocks)]
+        targets = {
+            prefix + name: module
+            for prefix, place in [("", self.foreign_model[0]), *places]
+            for name, module in place.named_modules()
+            if isinstance(module, Adaptable) and module.lora is not None
+        }
+        # An expert may get none of these few tokens: one of several in a layer is enough.
+        kinds = {name: re.sub(r"(?<=\.experts\.)\d+", "*", name) for name in targets}
+        hooks = [
+            module.register_forward_hook(lambda *_, kind=kinds[name]: called.add(kind))
+            for name, module in targets.items()
+        ]
+        try:
+            yield
+        except (AttributeError, TypeError) as error:
+            if not any(".stored." in name for name, _ in self.named_parameters()):
+                raise
+            raise UserError(
+                f'lora.base_dtype: the code of {words} reads weights by itself, and not codes; set it to "same"'
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if missed := [kind for kind in dict.fromkeys(kinds.values()) if kind not in called]:
+            raise UserError(
+                f"lora.target_modules: {words} does not call {listed(missed, 4)}, so that nothing can be trained beside"
+                " it; name the others, or give an expression that leaves it out"
+            )
+
+    def _slots_outside(self) -> list[Slot]:
+        assert self.arch.foreign is not None
+        within = f"{self.arch.foreign.blocks}."
+        return [slot for slot in _slots(self.foreign_model[0]) if not slot.name.startswith(within)]
 
     def retie(self) -> None:
         """Make tied weights one parameter again, after something has put a new one in the place of each."""
@@ -234,6 +307,33 @@ class ForeignDecoder(Decoder):
             del head.forward
 
 
+class ForeignLinear(Linear):
+    """A linear layer of transformers' code, beside whose weight matrices of low rank may be trained.
+
+    The weight is the layer's own and has its name; `transposed`, it is (columns, rows).
+    """
+
+    def __init__(self, layer: Any, transposed: bool) -> None:
+        Adaptable.__init__(self)
+        self.weight, self.bias, self.transposed = layer.weight, layer.bias, transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.used(self._part), self.bias)
+
+    def _part(self, parameter: Tensor) -> Tensor:
+        held = local(parameter)
+        return held.t() if self.transposed and parameter is self.weight else held
+
+
+class ForeignEmbedding(Embedding):
+    """The token embedding of transformers' code, with what is trained beside it."""
+
+    def __init__(self, layer: Any) -> None:
+        Adaptable.__init__(self)
+        self.weight, self.padding_idx = layer.weight, layer.padding_idx
+        self.function = functools.partial(F.embedding, padding_idx=layer.padding_idx)
+
+
 def positions_in(documents: Tensor) -> Tensor:
     """Positions (B, S) that begin at 0 with every document."""
     places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
@@ -243,12 +343,17 @@ def positions_in(documents: Tensor) -> Tensor:
 
 
 def _slots(module: nn.Module) -> list[Slot]:
-    """The parameters of a module, tied ones once; those that are not trained were tables."""
+    """The parameters of a module, tied ones once.
+
+    What is not trained is a table, or frozen, and then in the type of the computation; matrices of low rank are cast
+    where they are used.
+    """
     found = []
     for name, parameter in module.named_parameters():
         path, _, last = name.rpartition(".")
         owner = module.get_submodule(path)
-        found.append(Slot(name, owner, last, parameter.is_floating_point() and parameter.requires_grad))
+        is_weight = parameter.is_floating_point() and parameter.requires_grad and not is_low_rank(name)
+        found.append(Slot(name, owner, last, is_weight))
     return found
 
 

@@ -34,6 +34,8 @@ NAMES = {
     "tie_word_embeddings": "tie_word_embeddings",
 }
 OURS = ("attn_mask_type",)  # fields that no config.json has
+LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes whose arithmetic is x W^T + bias; Conv1D has W^T
+CHANGES_WEIGHTS = ("rwkv",)  # types whose code scales weights in place, and not what is trained beside them
 
 
 def foreign_architecture(config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Architecture:
@@ -56,6 +58,8 @@ def describe(model: nn.Module, content: Mapping[str, Any], fields: Mapping[str, 
         raise ConfigError(f"{odd[0]} of {type(model).__name__} has no dimension to cut; such a model is not supported")
     dim, heads = _number(config, "hidden_size", embedding.weight.shape[1]), _number(config, "num_attention_heads", 1)
     width = _number(config, "head_dim", dim // heads)
+    names = {module: name for name, module in model.named_modules()}
+    adaptable, transposed = adaptable_modules(model, ties)
     return build(
         {
             "family": "transformers",
@@ -68,7 +72,16 @@ def describe(model: nn.Module, content: Mapping[str, Any], fields: Mapping[str, 
             "max_seq_len": _number(config, "max_position_embeddings", Architecture.model_fields["max_seq_len"].default),
             "tie_word_embeddings": bool(ties),
             "init_std": float(getattr(config, "initializer_range", None) or 0.02),
-            "foreign": ForeignModel(config=dict(content), shapes=shapes, ties=ties, blocks=blocks),
+            "foreign": ForeignModel(
+                config=dict(content),
+                shapes=shapes,
+                ties=ties,
+                blocks=blocks,
+                embedding=names[embedding],
+                output=names.get(model.get_output_embeddings(), ""),  # type: ignore[operator]
+                adaptable=adaptable,
+                transposed=transposed,
+            ),
             **fields,
         }
     )
@@ -127,6 +140,25 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     named = model.named_parameters(remove_duplicate=False)
     pairs = [(name, first.setdefault(id(parameter), name)) for name, parameter in named]
     return {name: other for name, other in pairs if name != other}
+
+
+def adaptable_modules(model: nn.Module, ties: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Modules beside which matrices of low rank can be trained, and those of them that store columns before rows.
+
+    Their arithmetic must be known, so other derived classes are not among them; nor is a layer whose weight is another
+    one's, too, but for the embedding.
+    """
+    own: Any = model.config
+    if own.model_type in CHANGES_WEIGHTS:
+        return [], []
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    shared, found = {*ties, *ties.values()}, []
+    for name, module in model.named_modules():
+        if module is embedding and type(module) is nn.Embedding and module.max_norm is None:
+            found += [name] if f"{name}.weight" not in ties else []
+        elif type(module).__name__ in LINEAR and f"{name}.weight" not in shared:
+            found.append(name)
+    return found, [name for name in found if type(model.get_submodule(name)).__name__ == "Conv1D"]
 
 
 def list_of_blocks(model: nn.Module) -> str:

@@ -1,18 +1,20 @@
 """Names of targets: ours and Hugging Face's, endings and expressions; a name that means nothing is an error."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from shardline.adapters.lora import adaptation, attach, more_flops
-from shardline.adapters.targets import chosen_targets, saved_modules
+from shardline.adapters.targets import adaptable, chosen_targets, saved_modules
 from shardline.config.architecture import Architecture
 from shardline.config.load import load_config
 from shardline.config.schema import Lora
 from shardline.errors import ConfigError
 from shardline.models.decoder import Decoder
 from shardline.models.fused_weights import parameter_count
+from shardline.models.huggingface.config import architecture_from_hf
 from shardline.parallel.tensor.async_tp import beside_products
 
 ARCH = Architecture(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64)
@@ -93,3 +95,22 @@ def test_frozen_weights_cost_no_gradient() -> None:
     attach(model, how, torch.float32, torch.float32)
     frozen = parameter_count(ARCH) - 2 * 64 * 32  # neither the embedding, which is no product, nor the head
     assert more_flops(model) == 6 * how.added(ARCH) - 2 * frozen
+
+
+def test_a_model_of_transformers_has_its_own_names(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.foreign_types import write_tiny
+
+    write_tiny("gpt2", tmp_path / "gpt2")
+    arch = architecture_from_hf(tmp_path / "gpt2")
+    layer = [f"transformer.h.1.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")]
+    assert chosen_targets(arch, [], [1]) == chosen_targets(arch, "all-linear", [1]) == layer
+    assert chosen_targets(arch, ["mlp.c_proj", "wte"], [1]) == ["transformer.wte", layer[-1]]
+    assert chosen_targets(arch, r"transformer\.h\.1\..*c_proj", None) == [layer[1], layer[3]]
+    assert saved_modules(arch, ["lm_head", "ln_f"]) == ["transformer.wte", "transformer.ln_f"], "one weight is both"
+    assert adaptable(arch)["transformer.h.0.mlp.c_fc"] == (128, 32), "rows first"
+    with pytest.raises(ConfigError, match="'wpe' is no linear layer"):
+        chosen_targets(arch, ["wpe"], None)
+    write_tiny("olmoe", tmp_path / "olmoe")
+    with pytest.raises(ConfigError, match="'experts' is no linear layer"):
+        chosen_targets(architecture_from_hf(tmp_path / "olmoe"), ["experts"], None)
