@@ -389,6 +389,14 @@ def resolve(model: Model) -> Architecture:
     raise ConfigError(_unknown(model.name, model.flavor, known))
 
 
+def model_label(model: Model) -> str:
+    """How logs name a model: by its flavor, or by the folder that it comes from."""
+    if model.name != "auto":
+        return f"{model.name} {model.flavor}"
+    path = Path(model.hf_assets_path)
+    return path.resolve().name if path.exists() else model.hf_assets_path
+
+
 def _architecture(name: str, flavor: str, given: Any) -> Architecture:
     """A flavor as an Architecture; a registered one may be a dict of fields."""
     if isinstance(given, Architecture):

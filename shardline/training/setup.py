@@ -48,7 +48,7 @@ from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
 from shardline.errors import ConfigError, blame
 from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
-from shardline.models.flavors import resolve
+from shardline.models.flavors import model_label, resolve
 from shardline.models.fused_weights import active_words, is_low_rank, logical_shapes, parameter_count
 from shardline.models.huggingface.foreign_notes import check_lengths, foreign_line, foreign_notes
 from shardline.models.products.narrow import keep_narrow
@@ -219,7 +219,7 @@ class Setup:
         if config.job.print_config:
             log.info("%s", to_toml(config))
         size = f"{parameter_count(self.arch):,} parameters{active_words(self.arch)}"
-        log.info("%s %s, %s, on %s", config.model.name, config.model.flavor, size, device_name(self.device))
+        log.info("%s, %s, on %s", model_label(config.model), size, device_name(self.device))
         if self.arch.foreign is not None:
             log.info("%s", foreign_line(self.arch, asked=config.model.implementation == "transformers"))
         if mesh.world_size > 1:

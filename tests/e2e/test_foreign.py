@@ -34,6 +34,8 @@ def test_a_run_resumes_exports_and_comes_back(
     caplog.set_level(logging.INFO, "shardline")
     whole = run(tmp_path / "whole", **full(folder, 4))
     assert "transformers computes this model of type 'opt': that family is not built here" in caplog.text
+    assert f"{folder.name}, " in caplog.text  # as which the model is known
+    assert "debugmodel" not in caplog.text
     run(tmp_path / "parts", **full(folder, 2))
     run(tmp_path / "parts", **full(folder, 4))
     assert [row["loss"] for row in rows(tmp_path / "parts")] == [row["loss"] for row in whole]

@@ -17,7 +17,7 @@ from shardline.config.rules import checked_layout, expert_notes, missing, notes,
 from shardline.config.schema import Config
 from shardline.data.loader import fitted
 from shardline.data.order import global_batch
-from shardline.models.flavors import resolve
+from shardline.models.flavors import model_label, resolve
 from shardline.models.fused_weights import active_words, is_low_rank, parameter_count
 from shardline.models.huggingface.foreign_notes import foreign_line
 from shardline.optim.int8_moments import int8_bytes
@@ -52,7 +52,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     unbuilt = pending(config)
     layout = checked_layout(config, world_size or fewest_ranks(config.parallelism))
     ranks = f"{layout.world_size} ranks: {layout}" if layout.world_size > 1 else "1 rank"
-    lines = [f"{config.model.name} {config.model.flavor} on {ranks}"]
+    lines = [f"{model_label(config.model)} on {ranks}"]
     lines += _mesh_lines(layout, ranks_per_node)
     if not unbuilt.keys() & {"model.name", "model.flavor"}:
         # The types of a run on GPUs: on CPU the default is float32.
