@@ -217,7 +217,9 @@ def test_a_model_of_transformers_resumes_bitwise(harness, tmp_path, layout):
     assert_same(tensors(whole, 4), tensors(resumed, 4), layout)
 
 
-@pytest.mark.parametrize("change", [cases.MUON, cases.INT8_STATE], ids=["muon", "int8"])
+@pytest.mark.parametrize(
+    "change", [cases.MUON, pytest.param(cases.INT8_STATE, marks=pytest.mark.slow)], ids=["muon", "int8"]
+)
 def test_other_optimizer_state_resumes_bitwise(harness, tmp_path, change):
     runs = Runs(harness, tmp_path)
     whole = runs.train("whole", "fsdp2-tp2", change)
@@ -311,6 +313,7 @@ def test_what_replicas_left_out_of_their_gradients_is_not_forgotten(
     assert f"{len(weights)} of them weights" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_shared_out_among_other_replicas(harness, tmp_path, monkeypatch):
     four, tied = {"ddp": 4}, {"pp": 2, "ddp": 2}
     for name, degrees in {

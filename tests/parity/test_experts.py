@@ -121,7 +121,7 @@ CASES = [
 
 FAST = {
     *("moe-fsdp2-ep2", "moe-tp2-ep2-whole", "moe-fsdp2-tp2-ep2-etp2"),
-    *("moe-cp2-ep2", "moe-pp2-zbv-fsdp2-ep2", "moe-fsdp2-ep2-op", "moe-fsdp2-ep2-compile", "moe-fsdp2-ep2-early"),
+    *("moe-cp2-ep2", "moe-pp2-zbv-fsdp2-ep2", "moe-fsdp2-ep2-op", "moe-fsdp2-ep2-compile"),
     *("losses-cp2-tp2-ep4", "losses-accumulate", "losses-fsdp2-ep2-full", "forced-tp2"),
 }
 
@@ -284,7 +284,7 @@ def equal_scores(trainer: Any) -> Iterator[None]:
 
 ONE_EACH = model(moe={"n_experts": 4, "top_k": 1, "expert_dim": 32, "balance_coeff": 0.01})
 ONE_TOKEN = {"training.seq_len": 1, "training.global_batch_size": 2}
-FAST_SKEW = {"one-fsdp4-ep4", "one-token-fsdp2-ep2", "none-fsdp2-ep2", "ties-fsdp2-ep2"}
+FAST_SKEW = {"one-fsdp4-ep4", "none-fsdp2-ep2", "ties-fsdp2-ep2"}
 SKEWED = [
     (everything_to_one_expert, case("one-fsdp4-ep4", ONE_EACH, ep(4), fsdp=4), 4.0),
     (everything_to_one_expert, case("one-tp2-ep2", ONE_EACH, ep(2), tp=2), 4.0),

@@ -91,7 +91,7 @@ CASES = [
 
 
 FAST = {
-    *("gpt-oss-tp2-whole", "gpt-oss-fsdp2-ep2", "gpt-oss-cp2-ring-documents", "gpt-oss-cp2-ulysses"),
+    *("gpt-oss-tp2-whole", "gpt-oss-fsdp2-ep2", "gpt-oss-cp2-ring-documents"),
     *("llama4-tp2", "llama4-fsdp2-ep2", "llama4-cp2-ring"),
 }
 

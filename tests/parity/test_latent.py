@@ -70,7 +70,7 @@ CASES = [
 
 FAST = {
     *("latent-fsdp2-low-op-ac", "latent-tp2-low-async-no-sequence", "latent-cp2-ring"),
-    *("latent-cp2-allgather-documents", "latent-cp2-ulysses", "latent-experts-tp2-ep2"),
+    *("latent-cp2-allgather-documents", "latent-experts-tp2-ep2"),
 }
 
 
