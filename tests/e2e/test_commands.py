@@ -445,12 +445,16 @@ def test_a_sequence_longer_than_the_model_says_is_noted(tmp_path):
 # ---- other ways to start ---------------------------------------------------------------------------------------------
 
 
-def test_dry_run_marks_what_is_not_built_and_writes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.slow
+def test_the_dry_run_of_a_preset(capsys):
     assert main(["train", "--preset", "llama3_8b", "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "8,030,261,248" in text
     assert "layers.*.attention.wo.weight" in text
+
+
+def test_dry_run_marks_what_is_not_built_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     assert main(["train", "--memory_estimation.enable", "--dry-run"]) == 0
     assert "not built yet: memory_estimation.enable = True (memory estimation)" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []

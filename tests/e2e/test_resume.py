@@ -292,7 +292,7 @@ def begun_from(checkpoint, *excluded):
         pytest.param("optimizer", marks=pytest.mark.slow),
         pytest.param("lr_scheduler", marks=pytest.mark.slow),
         "dataloader",
-        "train_state",
+        pytest.param("train_state", marks=pytest.mark.slow),
     ],
 )
 def test_what_a_run_began_without_is_not_left_out_when_it_is_started_again(tmp_path, scheduled_late, part):

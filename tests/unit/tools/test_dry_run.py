@@ -101,7 +101,7 @@ def test_biases_that_no_axis_cuts_are_stepped_too():
     assert counted[("world", "all-reduce")]["calls"] == 1
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_layers_with_and_without_experts_are_extended_apart(every):
     moe = {**EXPERTS, "every": every}
     deep = {number: tiny({"moe": moe, "n_layers": number}, dp_shard=4, **{EP: 4}) for number in (9, 11)}
@@ -366,7 +366,7 @@ def test_replicas_sum_their_gradients():
             *(4, 6, {"dp_replicate": 2, "dp_shard": 2, "parallelism__accumulation_sync": "scatter"}),
             marks=pytest.mark.slow,
         ),
-        (2, 6, {"dp_shard": 2, "parallelism__accumulation_sync": "micro_batch"}),
+        pytest.param(*(2, 6, {"dp_shard": 2, "parallelism__accumulation_sync": "micro_batch"}), marks=pytest.mark.slow),
         pytest.param(
             2,
             11,
