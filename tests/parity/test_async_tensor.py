@@ -222,6 +222,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.slow
 def test_damaged_files_are_measured_again(pool: Pool, tmp_path: Path) -> None:
     first = pool.run(2, decide, tp(2), tmp_path)[0]
     (file,) = (tmp_path / "overlap").iterdir()

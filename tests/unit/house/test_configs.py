@@ -36,7 +36,7 @@ WANTED = {
 }
 
 
-@pytest.mark.slow  # test_dry_run.py has one for 512 ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WANTED)
 def test_the_dry_run_of_a_configuration(name):
     ranks, wanted = WANTED[name]

@@ -98,7 +98,7 @@ def test_only_matrices_that_shrink_are_compressed(shape, worth):
     assert is_worthwhile(torch.Size(shape), RANK) == worth
 
 
-@pytest.mark.parametrize(("tp", "count"), [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("tp", "count"), [(1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_training_with_thin_gradients_learns(tmp_path, tp, count):
     harness = Harness(ranks(), tmp_path)
     layout = {"parallelism.data_parallel_replicate_degree": 2, "parallelism.tensor_parallel_degree": tp}

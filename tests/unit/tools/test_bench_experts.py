@@ -140,6 +140,7 @@ def check_layer(row):
     assert row["hidden"] == (wanted if wanted is None else pytest.approx(wanted))
 
 
+@pytest.mark.slow
 def test_the_table_and_no_second_routing():
     words = ["--model", "gpt_oss", "--flavor", "debugmodel", "--tokens", "16", "--iterations", "1", "--skew", "1"]
     done = command("bench", "experts", *words, "--carrier", "all_to_all", env=ON_CPU)

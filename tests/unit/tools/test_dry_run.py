@@ -500,6 +500,7 @@ def test_8b_at_a_million_tokens_over_64_ranks(capsys):
     assert any(line.startswith(f"cp ring 64 x {32 * 63 * 4 * size:,} bytes") for line in lines)
 
 
+@pytest.mark.slow
 def test_405b_for_512_ranks_takes_seconds(capsys):
     started = time.process_time()
     assert main(["train", "--preset=llama3_405b", "--dry-run", "--world-size=512"]) == 0
