@@ -163,7 +163,7 @@ def _records(sources: Sequence[PreparedSource], config: Any, section: Section) -
 
 
 def _first_of_each(sources: Sequence[PreparedSource], each: int) -> np.ndarray:
-    """Of each record, `each` documents of it, whether no earlier one has the same tokens, the same of them trained."""
+    """Whether each record, of `each` documents, is the first one with its tokens and with the same of them trained."""
     seen: set[bytes] = set()
     first = []
     for source in sources:

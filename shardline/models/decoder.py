@@ -280,7 +280,7 @@ class Embedding(Adaptable):
         self.function: Any = F.embedding  # (tokens, weight) -> rows
 
     def own_rows(self, x: Tensor) -> Tensor:
-        """Of numbers (B, S) those of the tokens that `forward` gives this rank."""
+        """Pick from numbers (B, S) those of the tokens that `forward` gives this rank."""
         return x if self.function is F.embedding else self.function.own_rows(x)
 
     def forward(self, tokens: Tensor) -> Tensor:

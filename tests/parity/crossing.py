@@ -106,11 +106,6 @@ def _closed(features: list[str]) -> list[str]:
 
 
 def _fits(features: list[str]) -> bool:
-    degrees: dict[str, int] = {}
-    for name in features:
-        degrees |= HOW[name][1]
-    if math.prod(degrees.values()) > MOST_RANKS:
-        return False
     pairs = [frozenset(pair) for pair in combinations(features, 2)]
     degrees = {axis: degree for name in features for axis, degree in HOW[name][1].items()}
     if math.prod(degrees.values()) > MOST_RANKS:

@@ -342,7 +342,7 @@ class ParallelEmbedding(NamedTuple):
         return add_up(found, "tp")
 
     def own_rows(self, x: Tensor) -> Tensor:
-        """Of numbers (B, S) those of the tokens that this rank gets, flat."""
+        """Pick from numbers (B, S) those of the tokens that this rank gets, flat."""
         flat, tp = x.reshape(-1), collectives.axis("tp")
         return flat.chunk(tp.size)[tp.rank] if self.sequence_parallel else flat
 

@@ -69,19 +69,6 @@ def test_temperature_flattens_shares():
 
 
 @pytest.fixture
-def said(capsys, caplog):
-    """What was printed or logged since the last call: it goes to the log once a run has opened one."""
-    caplog.set_level("INFO")
-
-    def text():
-        found = capsys.readouterr().err + caplog.text
-        caplog.clear()
-        return found
-
-    return text
-
-
-@pytest.fixture
 def config(tmp_path, monkeypatch):
     monkeypatch.setenv("SHARDLINE_CACHE", str(tmp_path / "cache"))
     sources = []
