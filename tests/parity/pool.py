@@ -40,8 +40,13 @@ ROOT = Path(__file__).parents[2]
 MOST_RANKS = 8
 TIMEOUT_SECONDS = 120.0
 GRACE_SECONDS = 10.0  # for the other ranks to notice a failed one
+JOIN_SECONDS = 30.0  # for the ranks of a case to connect: gloo did not manage it once in thousands of cases
 LOG_LINES = 30
 BACKEND = os.environ.get("SHARDLINE_PARITY_BACKEND", "gloo")
+
+
+class NotJoined(Exception):
+    """The ranks of a case did not connect, which says nothing of the case: it is tried again."""
 
 
 class CaseFailed(Exception):
@@ -134,19 +139,32 @@ def _group(job: Job) -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    limit = timedelta(seconds=job.timeout)
+    try:
+        server = _join(job)
+    except Exception as error:
+        raise NotJoined(str(error)) from error
+    yield
+    dist.barrier(device_ids=[0] if BACKEND == "nccl" else None)
+    del server
+
+
+def _join(job: Job) -> Any:
+    """Connect the ranks. Rank 0 gets what the launcher keeps at MASTER_PORT, for those that want a connection of
+    their own; the system finds a free port."""
+    import torch.distributed as dist
+
+    limit, joining = (timedelta(seconds=seconds) for seconds in (job.timeout, min(job.timeout, JOIN_SECONDS)))
     store = dist.FileStore(job.store, job.ranks)
-    store.set_timeout(limit)
-    # What the launcher keeps at MASTER_PORT, for those that want a connection of their own; the system finds a free one
+    store.set_timeout(joining)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if job.rank == 0 else None
     if server is not None:
         store.set("master port", str(server.port))
     os.environ["MASTER_PORT"] = store.get("master port").decode()
     backend = "cpu:gloo,cuda:nccl" if BACKEND == "nccl" else "gloo"
-    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=limit)
-    yield
-    dist.barrier(device_ids=[0] if BACKEND == "nccl" else None)
-    del server
+    dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.ranks, timeout=joining)
+    dist.distributed_c10d._set_pg_timeout(limit)
+    store.set_timeout(limit)
+    return server
 
 
 def _leave_no_trace(environment: dict[str, str]) -> None:
@@ -234,6 +252,16 @@ class Pool:
         """Call `function(*arguments)` on every rank; what each returned, by rank."""
         if not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"a case has 1 to {MOST_RANKS} ranks, got {ranks}")
+        try:
+            return self._run(ranks, function, arguments, timeout)
+        except CaseFailed as failure:
+            if NotJoined.__name__ not in failure.reason:
+                raise
+        for rank in range(ranks):
+            self._drop(rank)
+        return self._run(ranks, function, arguments, timeout)
+
+    def _run(self, ranks: int, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float) -> list[Any]:
         self.cases += 1
         self._part_from_other_counts(ranks)
         store = str(self.folder / f"store-{self.cases}")

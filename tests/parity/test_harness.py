@@ -340,6 +340,15 @@ def test_pool_shows_the_traceback_of_the_rank_that_raised(small_pool: Pool) -> N
     assert small_pool.started == started, "ranks that answered are kept"
 
 
+def test_pool_tries_again_where_ranks_did_not_connect(small_pool: Pool) -> None:
+    small_pool.run(2, sum_of_ranks)
+    started, cases = small_pool.started, small_pool.cases
+    # The first try's file for rendezvous cannot be one.
+    (small_pool.folder / f"store-{cases + 1}").mkdir()
+    assert [total for total, _, _ in small_pool.run(2, sum_of_ranks)] == [1, 1]
+    assert (small_pool.started, small_pool.cases) == (started + 2, cases + 2)
+
+
 def test_pool_replaces_a_rank_that_died(small_pool: Pool) -> None:
     before = small_pool.run(2, sum_of_ranks)
     with pytest.raises(CaseFailed, match=r"(?s)rank 1 died, exit code 7.*last words"):
