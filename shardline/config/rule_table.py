@@ -726,6 +726,7 @@ RULES: list[Rule] = [
         *_below("activation_checkpoint", "early_stop preserve_rng_state determinism_check debug"),
     ),
     _idle_unless("activation_checkpoint.mode", ["selective"], "activation_checkpoint.selective_ac_option"),
+    _idle_unless("activation_checkpoint.mode", ["offload"], "activation_checkpoint.offload_every"),
     _idle(
         "only mode 'selective' with selective_ac_option 'op' reads it",
         lambda c: c.activation_checkpoint.mode != "selective" or c.activation_checkpoint.selective_ac_option != "op",

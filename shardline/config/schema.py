@@ -328,6 +328,7 @@ class ActivationCheckpoint(Section):
         "none", "What to recompute in backward, or to keep in host memory until then."
     )
     selective_ac_option: EveryNth = key("2", "A number n recomputes every n-th decoder layer; op chooses by operation.")
+    offload_every: Positive = key(1, "offload: every n-th decoder layer's activations wait in host memory.")
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[Text] = key(
         ["moe.router.gate"], "With op: linears whose matrix shapes are always recomputed."
     )

@@ -10,6 +10,8 @@ Whole storages travel, each once: tensors come back with their strides, and view
 A block's copy starts when the next block begins, in whatever order a schedule runs them: what backward needs at once is
 never sent. A block's backward fetches what the block before it kept. The hooks stand around the compiled function, and
 its graph does not know them.
+
+With `offload_every` n, only every n-th block sends what it keeps: its copy has the time of n blocks.
 """
 
 from __future__ import annotations
@@ -32,25 +34,32 @@ Place = tuple[int, int]  # address and size of a tensor's whole memory
 
 # Smaller memories stay where they are. Those of one element must: their address may be a name (a ticket).
 LEAST_BYTES = {"cuda": 2**20, "cpu": 2**10}
-IN_FLIGHT = 1  # blocks on their way to the host while another one computes; those before them have left the device
 
 
-def offload_activations(model: Decoder) -> Offload:
-    """Wrap each block's function, compiled or not."""
-    offload = Offload()
-    for block in model.blocks():
-        block.function = offload.around(block.function)
-    log.info("activation offload: what %d blocks keep for backward waits in host memory", len(model.layers))
+def offload_activations(model: Decoder, every: int) -> Offload:
+    """Wrap each block's function, compiled or not; every n-th block's activations leave the device."""
+    offload, sent = Offload(every), 0
+    for layer, block in zip(model.layers, model.blocks(), strict=True):
+        leaves = int(layer) % every == 0
+        sent += leaves
+        block.function = offload.around(block.function) if leaves else offload.beside(block.function)
+    log.info("activation offload: what %d of %d blocks keep for backward waits in host memory", sent, len(model.layers))
     return offload
 
 
 class Offload:
-    """Sends what blocks keep to the host, in the order in which their forwards run."""
+    """Sends what blocks keep to the host, in the order in which their forwards run.
 
-    def __init__(self) -> None:
+    A copy starts with the next block and has the time of `every` blocks; then the memory on the device is freed.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
         self.copies: Copies | None = None  # of the device that the first block runs on
-        self.last: KeptBlock | None = None  # the latest block; its copy starts with the next one
-        self.leaving: deque[KeptBlock] = deque()
+        self.last: KeptBlock | None = None  # the latest block that is offloaded
+        self.leaving: deque[tuple[int, KeptBlock]] = deque()  # with the number of the block that waits for the copy
+        self._unsent: KeptBlock | None = None
+        self._begun = 0  # blocks
         self._sent = 0
 
     def take(self) -> int:
@@ -72,19 +81,39 @@ class Offload:
 
         return run
 
+    def beside(self, function: Function) -> Function:
+        """`function` of a block between two that are offloaded, which keeps everything on the device."""
+
+        def run(x: Tensor, *others: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return function(x, *others)
+            self._advance()
+            out = function(x, *others)
+            if self.last is not None and self.last.output == _place(x):
+                self.last.output = _place(next(_tensors(out)))  # the next one continues from here
+            return out
+
+        return run
+
+    def _advance(self) -> None:
+        """A block begins: free what has had its time, and start the copy of what the block before keeps."""
+        self._begun += 1
+        while self.leaving and self.leaving[0][0] <= self._begun:
+            self.leaving.popleft()[1].leave()
+        if self._unsent is not None:
+            self._sent += self._unsent.send()
+            self.leaving.append((self._begun + self.every, self._unsent))
+            self._unsent = None
+
     def _begin(self, x: Tensor, others: tuple[Any, ...]) -> KeptBlock:
-        """Free what has arrived on the host, start the copy of the last block, open the next one."""
+        """Open a block that is offloaded."""
         if self.copies is None:
             self.copies = Copies(x.device)
-        while len(self.leaving) >= IN_FLIGHT:
-            self.leaving.popleft().leave()
+        self._advance()
         before = self.last
-        if before is not None:
-            self._sent += before.send()
-            self.leaving.append(before)
         continues = before is not None and before.output == _place(x)
         stay = {_place(tensor) for tensor in _tensors(others)}
-        self.last = KeptBlock(self.copies, stay, before if continues else None)
+        self.last = self._unsent = KeptBlock(self.copies, stay, before if continues else None)
         return self.last
 
 

@@ -153,7 +153,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     if compiled:
         _compile_blocks(model, config.compile.backend, rows_travel=mesh.layout.ep > 1)
     if config.activation_checkpoint.mode == "offload":  # what compiled functions save passes the hooks around them
-        done.offload = offload_activations(model)
+        done.offload = offload_activations(model, config.activation_checkpoint.offload_every)
     if mesh.axis("fsdp") is not None:
         apply_fsdp(model, mesh, config, precision)
         if mesh.size("fsdp") > 1:

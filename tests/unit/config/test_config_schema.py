@@ -22,6 +22,7 @@ OTHER_DEFAULTS = {
     "checkpoint.last_save_model_only": False,
 }
 OWN_KEYS = {
+    "activation_checkpoint.offload_every",
     "checkpoint.interval_ratio",
     "lr_scheduler.decay_end_ratio",
     "lr_scheduler.warmup_ratio",

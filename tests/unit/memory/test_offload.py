@@ -108,6 +108,22 @@ def test_all_but_the_last_block_are_sent_and_freed_while_forward_goes_on():
     assert not any(kept.memories for kept in seen)
 
 
+@pytest.mark.parametrize("compiled", [[], COMPILED])
+def test_every_second_block_alone_is_sent_and_its_copy_has_the_time_of_two(compiled):
+    every = [*OFFLOAD, "--activation_checkpoint.offload_every=2", *compiled]
+    model, sent = built(every)
+    seen, watching = watched(model)
+    with watching:
+        loss = model(TOKENS).square().mean()
+    here = [{memory.storage is not None for memory in kept.memories.values()} for kept in seen]
+    assert here == [{False}, {True}]  # blocks 0 and 2: the copy of 2 began with block 3
+    assert seen[1].before is seen[0], "the backward of block 2 fetches what block 0 kept"
+    assert sent.take() == sum(memory.size for kept in seen for memory in kept.memories.values())
+    loss.backward()
+    assert not any(kept.memories for kept in seen)
+    same_bits(gradients(built(every)[0]), gradients(built(compiled)[0]))
+
+
 def test_memory_that_was_sent_is_given_back_to_the_device():
     model, _ = built(OFFLOAD)
     storages, pack = [], KeptBlock.pack
