@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardline.models.adapted.low_rank import Adapted, Weight
+from shardline.models.adapted.low_rank import Adapted, Weight, adapted_down
 from shardline.models.products.cpu_product import multiply
 from shardline.models.products.linear import gradient_of, linear, weight_gradient
 from shardline.models.products.swiglu import swiglu, swiglu_gradient_op, swiglu_op
@@ -89,12 +89,14 @@ def narrow(
     if not gate_block:
         return products.row(function(product), w.w2, w.w2_bias)
     if product.is_cuda and activation == "silu" and torch.is_grad_enabled():
+        rows, shape = product.flatten(0, -2), product.shape[:-1]
+        if products.row is linear and isinstance(w.w2, Adapted) and not w.w2.dropout:
+            return adapted_down(rows, w.w2, w.w2_bias, gate_block).unflatten(0, shape)
         if products.row is linear and not isinstance(w.w2, Adapted):
-            out: Tensor = _Down.apply(product.flatten(0, -2), w.w2, w.w2_bias, gate_block)
-            return out.unflatten(0, product.shape[:-1])
+            out: Tensor = _Down.apply(rows, w.w2, w.w2_bias, gate_block)
+            return out.unflatten(0, shape)
         if products.row_keeps_float8:
-            middle = swiglu(product.flatten(0, -2), None, gate_block)
-            return products.row(middle.unflatten(0, product.shape[:-1]), w.w2, w.w2_bias)
+            return products.row(swiglu(rows, None, gate_block).unflatten(0, shape), w.w2, w.w2_bias)
     gate, up = product.unflatten(-1, (-1, 2, gate_block)).unbind(-2)  # (t, F / block, block) each
     return products.row((function(gate) * up).flatten(-2), w.w2, w.w2_bias)
 

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from shardline.models.adapted.quantized import dequantize
 from shardline.models.products.cpu_product import multiply
+from shardline.models.products.swiglu import swiglu_gradient_op, swiglu_op
 
 
 class LowRankSpec(NamedTuple):
@@ -259,85 +260,116 @@ def _(
 @torch.library.custom_op(
     f"{_NAME}_backward",
     mutates_args=(),
-    schema=f"(Tensor gradient, Tensor x, Tensor low, {_OPERANDS}, bool apart, bool for_x, bool for_ab) -> Tensor[]",
+    schema=f"(Tensor gradient, {_OPERANDS}, int columns, bool apart, bool for_x) -> (Tensor, Tensor)",
 )
 def _linear_backward(
     gradient: Tensor,
-    x: Tensor,
-    low: Tensor,
     stored: list[Tensor],
     kind: str,
     a: Tensor | None,
     b: Tensor | None,
+    columns: int,
     apart: bool,
     for_x: bool,
-    for_ab: bool,
-) -> list[Tensor]:
-    """Gradients of x, of what A read where that is `apart` from x, of A and of B; those that are needed.
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x (t, columns) and of x A^T (t, R); each is empty where it is not needed.
 
-    `x` is what A read.
+    Where A read something `apart` from x, the gradient of x is without that of x A^T.
     """
-    gradient = gradient.contiguous()
-    found: list[Tensor] = []
-    of_low = None if a is None or b is None else multiply(gradient, b.t())
-    if for_x:
-        weight = _wide(stored, kind, gradient.dtype)
-        if a is None or of_low is None or apart:
-            found.append(multiply(gradient, weight.t()))
-        elif gradient.is_cuda:
-            found.append((of_low @ a).addmm_(gradient, weight))
-        else:
-            found.append(multiply(gradient, weight.t()).addmm_(of_low, a))
-    if a is None or of_low is None:
-        return found
-    if apart:
-        found.append(of_low @ a)
-    if for_ab:
-        found += [of_low.t() @ x, gradient.t() @ low]
-    return found
+    of_x, of_low = gradient.new_empty(0), gradient.new_empty(0)
+    if a is not None and b is not None:
+        of_low = multiply(gradient, b.t())
+    if not for_x:
+        return of_x, of_low
+    weight = _wide(stored, kind, gradient.dtype)
+    if a is None or apart:
+        return multiply(gradient, weight.t()), of_low
+    if gradient.is_cuda:
+        return (of_low @ a).addmm_(gradient, weight), of_low
+    return multiply(gradient, weight.t()).addmm_(of_low, a), of_low
 
 
 @_linear_backward.register_fake
 def _(
     gradient: Tensor,
-    x: Tensor,
-    low: Tensor,
     stored: list[Tensor],
     kind: str,
     a: Tensor | None,
     b: Tensor | None,
+    columns: int,
     apart: bool,
     for_x: bool,
-    for_ab: bool,
-) -> list[Tensor]:
-    found = [gradient.new_empty(x.shape)] if for_x else []
-    if a is None or b is None:
-        return found
-    if apart:
-        found.append(gradient.new_empty(x.shape))
-    return [*found, *(gradient.new_empty(one.shape) for one in (a, b))] if for_ab else found
+) -> tuple[Tensor, Tensor]:
+    rows = gradient.shape[0]
+    of_x = gradient.new_empty(rows, columns) if for_x else gradient.new_empty(0)
+    return of_x, gradient.new_empty(0) if a is None else gradient.new_empty(rows, a.shape[0])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, stored, ctx.kind, a, b, _, other = inputs
     ctx.set_materialize_grads(False)
-    ctx.apart = other is not None
-    ctx.save_for_backward(x if other is None else other, output[1], a, b, *stored)
+    ctx.apart, ctx.columns = other is not None, x.shape[1]
+    read = x if other is None else other
+    ctx.save_for_backward(None if a is None else read, output[1], a, b, *stored)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    x, low, a, b, *stored = ctx.saved_tensors
+    read, low, a, b, *stored = ctx.saved_tensors
     for_x, _, _, for_a, for_b, for_bias, for_other = ctx.needs_input_grad
-    apart, for_ab = ctx.apart and for_other, for_a or for_b
-    found = list(_linear_backward(gradient, x, low, stored, ctx.kind, a, b, ctx.apart, for_x, for_ab))
-    of_x = found.pop(0) if for_x else None
-    of_other = found.pop(0) if ctx.apart else None
-    of_a, of_b = found if for_ab else (None, None)
+    gradient = gradient.contiguous()
+    of_x, of_low = _linear_backward(gradient, stored, ctx.kind, a, b, ctx.columns, ctx.apart, for_x)
+    of_a, of_b = (of_low.t() @ read, gradient.t() @ low) if for_a or for_b else (None, None)
+    of_other = of_low @ a if ctx.apart and for_other else None
     of_bias = gradient.sum(0) if for_bias else None
-    return of_x, [None] * len(stored), None, of_a, of_b, of_bias, of_other if apart else None
+    return of_x if for_x else None, [None] * len(stored), None, of_a, of_b, of_bias, of_other
 
 
 _linear.register_autograd(_backward, setup_context=_keep)
+
+
+def adapted_down(product: Tensor, w: Adapted, bias: Tensor | None, block: int) -> Tensor:
+    """silu(gate) * up of a product (t, 2 F), times the adapted weight: `adapted_linear` of what backward makes again.
+
+    Without dropout.
+    """
+    a, b = joined(w, product.dtype)
+    magnitude = w.has_magnitude
+    narrow_bias = None if bias is None or magnitude else bias.to(product.dtype)
+    out: Tensor = _AdaptedDown.apply(product, a, b, narrow_bias, block, w.kind, *w.stored)
+    if not magnitude:
+        return out
+    out = out * factors(w, squared_norms(w)).to(out.dtype)
+    return out if bias is None else out + bias.to(out.dtype)
+
+
+class _AdaptedDown(torch.autograd.Function):
+    """SwiGLU's gradient gives its result once more, which A's gradient needs: it is not kept from forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: Tensor,
+        a: Tensor | None,
+        b: Tensor | None,
+        bias: Tensor | None,
+        block: int,
+        kind: str,
+        *stored: Tensor,
+    ) -> Tensor:
+        out, low = _linear(swiglu_op(product, None, block), list(stored), kind, a, b, bias, None)
+        ctx.save_for_backward(product, low, a, b, *stored)
+        ctx.block, ctx.kind = block, kind
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        product, low, a, b, *stored = ctx.saved_tensors
+        gradient, columns = gradient.contiguous(), product.shape[1] // 2
+        of_middle, of_low = _linear_backward(gradient, stored, ctx.kind, a, b, columns, False, True)
+        of_product, _, middle = swiglu_gradient_op(of_middle, product, None, ctx.block)
+        of_a, of_b = (None, None) if a is None else (of_low.t() @ middle, gradient.t() @ low)
+        of_bias = gradient.sum(0) if ctx.needs_input_grad[3] else None
+        return of_product, of_a, of_b, of_bias, None, None, *(None for _ in stored)
 
 
 def initial_bound(columns: int) -> float:

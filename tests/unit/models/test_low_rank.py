@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardline.models.adapted.low_rank import Adapted, LowRankPart, some_groups
+from shardline.models.adapted.low_rank import Adapted, LowRankPart, adapted_down, some_groups
 from shardline.models.adapted.quantized import quantize
 from shardline.models.products.linear import linear
 
@@ -125,3 +125,39 @@ def test_a_compiled_product_is_the_eager_one() -> None:
     of = [x, *(part.a for part in w.parts if part is not None)]
     for a, b in zip(torch.autograd.grad(seen.sum(), of), torch.autograd.grad(wanted.sum(), of), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def down(product: Tensor, w: Adapted, bias: Tensor | None) -> Tensor:
+    """The definition: gate and up in blocks of 8 columns."""
+    gate, up = product.unflatten(-1, (-1, 2, 8)).unbind(-2)
+    return linear((torch.nn.functional.silu(gate) * up).flatten(-2), w, bias)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("kind", "magnitude"), [("", False), ("", True), ("nf4", False), ("int8", True)])
+def test_swiglu_and_the_product_after_it(kind: str, magnitude: bool, compiled: bool) -> None:
+    w, bias, product = adapted(None, magnitude, kind), numbers(ROWS, trained=True), numbers(7, 2 * K, trained=True)
+    function = torch.compile(adapted_down, backend="aot_eager", fullgraph=True) if compiled else adapted_down
+    seen, wanted = function(product, w, bias, 8), down(product, w, bias)
+    torch.testing.assert_close(seen, wanted)
+    trained = [one for part in w.parts if part is not None for one in part if one is not None]
+    of, gradient = [product, bias, *trained], torch.randn_like(wanted)
+    for a, b in zip(torch.autograd.grad(seen, of, gradient), torch.autograd.grad(wanted, of, gradient), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_what_swiglu_gives_is_not_kept() -> None:
+    w, product = adapted(), numbers(32, 2 * K, trained=True)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        adapted_down(product, w, None, 8)
+    wide = [one for one in kept if one.shape[0] == len(product) and one.shape[1] >= K]
+    assert [one.untyped_storage().data_ptr() for one in wide] == [product.untyped_storage().data_ptr()]
+
+
+def test_without_matrices_nothing_is_kept_of_what_is_read() -> None:
+    w = adapted(kind="int8")._replace(parts=(None, None, None))
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        linear(numbers(32, K, trained=True), w, None).sum().backward()
+    assert all(one.shape[0] != 32 or one.numel() == 0 for one in kept)
