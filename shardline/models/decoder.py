@@ -160,9 +160,10 @@ def attention_part(
     shape: tuple[int, int],
     cache: LayerCache | None,
 ) -> Tensor:
-    """Project, normalise, rotate, attend, project back. Values stay a view of the fused product.
+    """Project, normalise, rotate, attend, project back.
 
-    Layers without rotary positions have neither `cos` nor `sin`.
+    Layers without rotary positions have neither `cos` nor `sin`. In training values are copied out of the fused
+    product, which attention's backward would keep whole for them; norms of queries and keys keep it anyway.
     """
     if w.latent is not None and spec.latent is not None:
         assert cos is not None
@@ -180,6 +181,7 @@ def attention_part(
         if spec.query_factor != 1.0:
             q = q * spec.query_factor
         q, k, v = q.flatten(2, 3), k.flatten(2, 3), v.squeeze(3)
+        v = v.contiguous() if torch.is_grad_enabled() and w.q_norm is None else v
     if cache is not None:
         k, v = remember(cache, k, v)
     return spec.products.row(attention(q, k, v, mask, w.sinks).reshape(*rows, -1), w.wo, w.wo_bias)

@@ -56,6 +56,14 @@ def test_compiled_block_is_one_graph_with_the_same_gradients(mask: str, function
     torch.testing.assert_close(found, expected)
 
 
+def test_backward_keeps_queries_keys_and_values_and_not_the_product_that_they_are_cut_from() -> None:
+    model, kept = build(ARCH.with_overrides({"qk_norm": False})), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        model(tokens(24)).sum().backward()
+    fused = 2 * 24 * ARCH.head_dim * (ARCH.n_heads + 2 * ARCH.n_kv_heads) * 4  # bytes
+    assert fused not in {one.untyped_storage().nbytes() for one in kept}
+
+
 @pytest.mark.parametrize("function", [block_function, checkpointed])
 def test_compiled_block_with_sinks_has_the_same_gradients(function: object) -> None:
     model = build(ARCH.with_overrides({"sinks": True, "sliding_window": 4, "sliding_window_layers": (0, 2)}))
