@@ -52,6 +52,13 @@ def init_weights(model: Parameters, seed: int) -> None:
             pass
 
 
+def draw_tensor(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """A whole logical tensor, float32 on the CPU."""
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_THREADS)) as pool:
+        blocks = range(-(-shape[0] // block_rows(shape)))
+        return torch.cat(list(pool.map(lambda block: draw_block(seed, name, shape, block, std), blocks)))
+
+
 def draw_block(seed: int, name: str, shape: tuple[int, ...], block: int, std: float) -> Tensor:
     """One block of the logical tensor `name` of this shape: float32 (BLOCK_ROWS, or the rest, ...) on the CPU."""
     each = block_rows(shape)

@@ -20,7 +20,7 @@ from shardline.errors import UserError
 from shardline.models.fused_weights import embedding_name, logical_shapes
 from shardline.models.huggingface.config import architecture_from_hf
 from shardline.models.huggingface.files import read_hf
-from shardline.models.init import block_rows, draw_block, initial_std
+from shardline.models.init import draw_tensor, initial_std
 from shardline.storage.safetensors import LazyTensors
 
 
@@ -118,5 +118,4 @@ class DrawnTensors(LazyTensors):
         shape, std = self._rows[name], initial_std(self.arch, name)
         if std is None:
             return torch.full(shape, 1.0 if name.endswith("norm.weight") else 0.0)
-        count = -(-shape[0] // block_rows(shape))
-        return torch.cat([draw_block(self.seed, name, shape, block, std) for block in range(count)])
+        return draw_tensor(self.seed, name, shape, std)
