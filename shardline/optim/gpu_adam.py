@@ -2,78 +2,187 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shardline.models.dtensor import local
 from shardline.models.products.narrow import narrow_copy
-from shardline.optim.narrow_adam import adam_state
+from shardline.optim.int8_moments import BLOCK as INT8_BLOCK
+from shardline.optim.int8_moments import SCALES, SMALLEST, code_step, codes_follow
+from shardline.optim.narrow_adam import adam_state, int8_state
+from shardline.optim.norms import address_table, is_small, triton_type
 
 
 class GPUAdam(torch.optim.Optimizer):
     """Takes parameter groups and options from one of torch's optimizers, which then goes unused.
 
-    Parameters and moments are float32, gradients float32 or bfloat16. `scale` multiplies the gradients of each step
-    until it is changed: the clipping factor.
+    Parameters and moments are float32, gradients float32 or bfloat16; with `int8`, moments of matrices have 8 bits
+    (int8_moments.py). `scale` multiplies the gradients of each step until it is changed: the clipping factor.
     """
 
-    def __init__(self, pattern: torch.optim.Adam) -> None:
+    def __init__(self, pattern: torch.optim.Adam, int8: bool = False) -> None:
         super().__init__(pattern.param_groups, pattern.defaults)
+        self.int8 = int8
         self.decoupled = isinstance(pattern, torch.optim.AdamW)
         self.scale = 1.0
+        self._prepared: list[KernelLaunch] | None = None
 
     @staticmethod
     def serves(pattern: torch.optim.Adam) -> bool:
-        """Whether the kernel can make this optimizer's steps: whole float32 parameters on a GPU, and Triton is there.
-
-        Shards of several ranks keep torch's own kernel: ours has not run on more than one GPU.
-        """
+        """Whether the kernels can make this optimizer's steps: float32 parameters on a GPU, and Triton is there."""
         parameters = [parameter for group in pattern.param_groups for parameter in group["params"]]
-        if not all(p.is_cuda and p.dtype == torch.float32 and not hasattr(p, "to_local") for p in parameters):
-            return False
-        return find_spec("triton") is not None
+        return all(p.is_cuda and p.dtype == torch.float32 for p in parameters) and find_spec("triton") is not None
+
+    @staticmethod
+    def serves_int8(pattern: torch.optim.Adam) -> bool:
+        """Whether it can with moments in 8 bits, too: rows of whole blocks, codes that are rounded to the nearest."""
+        groups = pattern.param_groups
+        widths = [local(p).shape[-1] for group in groups for p in group["params"] if p.ndim > 1]
+        whole = all(width % INT8_BLOCK == 0 for width in widths)
+        return whole and all(codes_follow(*group["betas"]) for group in groups)
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        return adam_state(parameter)
+        return int8_state(parameter) if self.int8 else adam_state(parameter)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Find out what the next step reads and writes, which the host can do while gradients are still computed."""
+        self._prepared = [launch for group in self.param_groups for launch in self._launches(group)]
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(group, parameter)
+        if self._prepared is None:
+            self.prepare()
+        launches, self._prepared = self._prepared or [], None
+        for group, updates, table in launches:
+            if table is not None:
+                self._step_many(group, updates, table)
+            elif updates[0].scales is not None:
+                self._step_int8(group, updates[0], updates[0].scales)
+            else:
+                self._step(group, updates[0])
+        every = [update for launch in launches for update in launch.updates]
+        if every:
+            torch._foreach_add_([update.counter for update in every], 1)
+            # The kernels wrote behind torch's back; a narrow copy is as new as its weight.
+            torch.autograd.graph.increment_version([update.weight for update in every if update.copy is None])
 
-    def _step(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        from shardline.optim.kernels import BLOCK, adam_kernel
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._prepared = None  # which holds gradients
+        super().zero_grad(set_to_none)
 
+    def _launches(self, group: dict[str, Any]) -> Iterator[KernelLaunch]:
+        """The kernels of a group's step: one for each large parameter, and for small ones one for all."""
+        together: dict[tuple[int, torch.dtype, bool], list[Update]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is None or not local(parameter).numel():
+                continue
+            update = self._update(parameter)
+            if update.scales is None and is_small(update.weight, update.gradient):
+                key = (update.steps, update.gradient.dtype, update.copy is not None)
+                together.setdefault(key, []).append(update)
+            else:
+                yield KernelLaunch(group, [update], None)
+        for updates in together.values():
+            table = address_table([_row(update) for update in updates], updates[0].weight.device)
+            yield KernelLaunch(group, updates, table)
+
+    def _update(self, parameter: nn.Parameter) -> Update:
         state = self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter))
-        state["step"] += 1
-        count, (beta1, beta2) = int(state["step"].item()), group["betas"]
         assert parameter.grad is not None
-        weight, copy = parameter.detach(), narrow_copy(parameter)
-        adam_kernel[(-(-weight.numel() // BLOCK),)](
-            weight,
-            parameter.grad.contiguous(),
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            weight if copy is None else copy,
-            weight.numel(),
-            group["lr"],
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            group["lr"] / (1 - beta1**count),
-            math.sqrt(1 - beta2**count),
-            self.scale,
+        held = {kind: local(tensor) for kind, tensor in state.items()}
+        first, second, counter = held["exp_avg"], held["exp_avg_sq"], held["step"]
+        scales = (held["exp_avg" + SCALES], held["exp_avg_sq" + SCALES]) if first.dtype == torch.int8 else None
+        gradient, steps = local(parameter.grad).contiguous(), int(counter.item()) + 1
+        copy = narrow_copy(parameter)
+        return Update(local(parameter.detach()), gradient, first, second, copy, counter, steps, scales)
+
+    def _numbers(self, group: dict[str, Any], steps: int) -> tuple[float, ...]:
+        """The last numbers that all kernels take."""
+        beta1, beta2 = group["betas"]
+        step_size, root = group["lr"] / (1 - beta1**steps), math.sqrt(1 - beta2**steps)
+        return (group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step_size, root, self.scale)
+
+    def _step(self, group: dict[str, Any], of: Update) -> None:
+        from shardline.optim.kernels import BLOCK, adam_kernel
+
+        count = of.weight.numel()
+        adam_kernel[(-(-count // BLOCK),)](
+            *(of.weight, of.gradient, of.first, of.second, of.weight if of.copy is None else of.copy, count),
+            *self._numbers(group, of.steps),
             DECOUPLED=self.decoupled,
-            NARROW=copy is not None,
+            NARROW=of.copy is not None,
             BLOCK=BLOCK,
         )
-        if copy is None:
-            torch.autograd.graph.increment_version(parameter)  # the kernel wrote behind torch's back
+
+    def _step_int8(self, group: dict[str, Any], of: Update, scales: tuple[Tensor, Tensor]) -> None:
+        from shardline.optim.kernels import BLOCK, int8_adam_kernel
+
+        blocks, together = scales[0].numel(), BLOCK // INT8_BLOCK
+        moments = of.first, scales[0], of.second, scales[1]
+        int8_adam_kernel[(-(-blocks // together),)](
+            *(of.weight, of.gradient, *moments, of.weight if of.copy is None else of.copy, blocks),
+            *self._numbers(group, of.steps),
+            DECOUPLED=self.decoupled,
+            NARROW=of.copy is not None,
+            BLOCK=INT8_BLOCK,
+            BLOCKS=together,
+            STEP1=code_step(torch.int8),
+            STEP2=code_step(torch.uint8),
+            SMALLEST=SMALLEST,
+        )
+
+    def _step_many(self, group: dict[str, Any], updates: list[Update], table: Tensor) -> None:
+        from shardline.optim.kernels import BLOCK, many_adam_kernel
+
+        blocks = _blocks(tuple(-(-of.weight.numel() // BLOCK) for of in updates), table.device)
+        many_adam_kernel[(len(blocks),)](
+            *(table, blocks),
+            *self._numbers(group, updates[0].steps),
+            GRADIENT=triton_type(updates[0].gradient.dtype),
+            DECOUPLED=self.decoupled,
+            NARROW=updates[0].copy is not None,
+            BLOCK=BLOCK,
+        )
+
+
+class Update(NamedTuple):
+    """What the step of one parameter reads and writes."""
+
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    copy: Tensor | None
+    counter: Tensor  # of finished steps
+    steps: int  # this one included
+    scales: tuple[Tensor, Tensor] | None  # of moments in 8 bits
+
+
+class KernelLaunch(NamedTuple):
+    """A kernel of the step; `table` has the addresses of several small parameters."""
+
+    group: dict[str, Any]
+    updates: list[Update]
+    table: Tensor | None
+
+
+def _row(update: Update) -> tuple[int, ...]:
+    tensors = update.weight, update.gradient, update.first, update.second, update.copy
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    return (*addresses, update.weight.numel())
+
+
+@functools.lru_cache(maxsize=16)
+def _blocks(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """(programs, 2) for the kernel: the row and the block of each program, where rows have so many blocks."""
+    pairs = [(row, block) for row, count in enumerate(counts) for block in range(count)]
+    return torch.tensor(pairs, dtype=torch.int64, device=device).view(-1, 2)

@@ -67,7 +67,7 @@ def spread(scales: Tensor, block: int, columns: int, first: int = 0) -> Tensor:
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """Codes and the scale of each, (..., columns) -> float32."""
-    top, step = TOPS[codes.dtype], _step(codes.dtype)
+    top, step = TOPS[codes.dtype], code_step(codes.dtype)
     values = codes.abs().float() if codes.dtype == torch.int8 else codes.float()
     values = torch.where(values > 0, torch.exp2((values - top) * step), values)
     if codes.dtype == torch.int8:
@@ -81,7 +81,7 @@ def encode(values: Tensor, dtype: torch.dtype, block: int, random: Tensor | None
     `random` (rows, columns) from 0 to below 1 rounds up or down with the probabilities that make the mean right;
     without it to the nearest code.
     """
-    top, step, (rows, columns) = TOPS[dtype], _step(dtype), values.shape
+    top, step, (rows, columns) = TOPS[dtype], code_step(dtype), values.shape
     blocks = F.pad(values, (0, -columns % block)).view(rows, -1, block)
     scales = blocks.abs().amax(2)
     scales = torch.where(scales < SMALLEST, 0.0, scales)
@@ -96,13 +96,13 @@ def encode(values: Tensor, dtype: torch.dtype, block: int, random: Tensor | None
     return (levels * values.sign() if dtype == torch.int8 else levels).to(dtype), scales
 
 
-def _step(dtype: torch.dtype) -> float:
+def code_step(dtype: torch.dtype) -> float:
     return OCTAVES[dtype] / (TOPS[dtype] - 1)
 
 
 def codes_follow(beta1: float, beta2: float) -> bool:
     """Whether moments that decay by these reach another code in one step when they are rounded to the nearest."""
-    return beta1 < 2 ** (-_step(torch.int8) / 2) and beta2 < 2 ** (-_step(torch.uint8) / 2)
+    return beta1 < 2 ** (-code_step(torch.int8) / 2) and beta2 < 2 ** (-code_step(torch.uint8) / 2)
 
 
 def stored_block(columns: int, blocks: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,21 @@ def squared_sums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _squared_sums_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
+    kinds: dict[torch.dtype | None, list[int]] = {}  # places of small tensors by type; under None those of large ones
+    for place, tensor in enumerate(tensors):
+        kinds.setdefault(tensor.dtype if is_small(tensor) else None, []).append(place)
+    found = []
+    for kind, places in kinds.items():
+        sums = _sums_of_each if kind is None else _sums_of_many
+        found.append(sums([tensors[place] for place in places]))
+    if len(found) == 1:
+        return found[0]
+    order = torch.tensor([place for places in kinds.values() for place in places]).argsort()
+    return torch.cat(found).index_select(0, order.to(tensors[0].device, non_blocking=True))
+
+
+def _sums_of_each(tensors: list[Tensor]) -> Tensor:
+    """Those of large tensors, a launch each."""
     from shardline.optim.kernels import BLOCK, PARTS, squares_kernel
 
     sums = torch.zeros(len(tensors), PARTS, device=tensors[0].device)
@@ -35,6 +51,40 @@ def _squared_sums_by_kernel(tensors: Sequence[Tensor]) -> Tensor:
             parts = min(PARTS, -(-tensor.numel() // BLOCK))
             squares_kernel[(parts,)](tensor.contiguous(), row, tensor.numel(), parts, BLOCK=BLOCK)
     return sums.sum(1)
+
+
+def _sums_of_many(tensors: list[Tensor]) -> Tensor:
+    """Those of small tensors of one type, in one launch."""
+    from shardline.optim.kernels import BLOCK, SMALL_PARTS, many_squares_kernel
+
+    device = tensors[0].device
+    table = address_table([(tensor.data_ptr(), tensor.numel()) for tensor in tensors], device)
+    sums = torch.empty(len(tensors), SMALL_PARTS, device=device)
+    many_squares_kernel[(len(tensors), SMALL_PARTS)](
+        *(table, sums), DTYPE=triton_type(tensors[0].dtype), PARTS=SMALL_PARTS, BLOCK=BLOCK
+    )
+    return sums.sum(1)
+
+
+def is_small(*tensors: Tensor) -> bool:
+    """Whether tensors of one size share a kernel's launch with others: it takes them by address, in wide reads."""
+    from shardline.optim.kernels import SMALL
+
+    fit = all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    return fit and tensors[0].numel() <= SMALL
+
+
+def address_table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Rows of addresses and counts on the device; does not wait for it."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def triton_type(dtype: torch.dtype) -> Any:
+    """Triton's name of a type that gradients have."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))
 
 
 def squared_sum(tensor: Tensor) -> Tensor:

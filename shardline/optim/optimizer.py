@@ -68,10 +68,12 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return Lion(groups, {"lr": section.lr, "betas": (section.beta1, section.beta2)})
     adam = _build_adam(section, groups)
     wide = any(parameter.dtype != torch.bfloat16 for group in adam.param_groups for parameter in group["params"])
+    by_kernel = section.implementation == "fused" and GPUAdam.serves(adam) and not section.early_step_in_backward
+    if section.state_dtype == "int8" and by_kernel and GPUAdam.serves_int8(adam):
+        return GPUAdam(adam, int8=True)
     if section.state_dtype != "parameter" and wide:
         return NarrowAdam(adam, NARROW[section.state_dtype])
-    one_kernel = section.implementation == "fused" and GPUAdam.serves(adam) and not section.early_step_in_backward
-    return GPUAdam(adam) if one_kernel else adam
+    return GPUAdam(adam) if by_kernel else adam
 
 
 def scaled_lr(config: Config, global_batch_size: int) -> float:

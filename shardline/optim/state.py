@@ -77,7 +77,7 @@ def _targets(
     for key, tensor in own.items():
         kind, name = key.split(".", 1)
         state = optimizer.state[parameters[name]]
-        if not isinstance(optimizer, NarrowAdam) or kind + SCALES not in state:
+        if not isinstance(optimizer, NarrowAdam | GPUAdam) or kind + SCALES not in state:
             yield key, tensor
             continue
         wide = torch.zeros_like(tensor, dtype=torch.float32)
@@ -86,7 +86,7 @@ def _targets(
 
 
 def _is_scales(key: str, optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, NarrowAdam) and key.split(".", 1)[0].endswith(SCALES)
+    return isinstance(optimizer, NarrowAdam | GPUAdam) and key.split(".", 1)[0].endswith(SCALES)
 
 
 def has_rows_of(kind: str, state: Tensor, parameter: Tensor) -> bool:

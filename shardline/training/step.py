@@ -179,6 +179,8 @@ class Stepper:
             collectives.sum_in_place(numbers, "world")
         first = 1 + len(loss)
         tallies = first + len(asked)
+        if isinstance(self.optimizer, GPUAdam):
+            self.optimizer.prepare()  # while the device computes
         row = read(torch.cat([numbers[:tallies], self.experts.summary(numbers[tallies:])]))
         squared, means, others = row[0], [one / self.loss_scale.value for one in row[1:first]], row[first:]
         return StepResult(

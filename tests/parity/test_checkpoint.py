@@ -13,7 +13,7 @@ import torch
 from shardline.checkpoint import format as files
 from shardline.cli.main import main as command
 from shardline.config.load import load_config
-from shardline.optim.int8_moments import _step, decode, spread, stored_block
+from shardline.optim.int8_moments import code_step, decode, spread, stored_block
 from shardline.storage import blocks
 from shardline.storage import crash_points as save_points
 from tests.parity import cases
@@ -251,7 +251,7 @@ def test_other_blocks_change_8_bit_moments_by_one_code_at_most(harness, tmp_path
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert {name.split(".", 2)[2] for name in changed} == {"attention.wo.weight", "feed_forward.w2.weight"}
     for name in changed:
-        step = 2 ** _step(torch.int8 if "/exp_avg/" in name else torch.uint8)
+        step = 2 ** code_step(torch.int8 if "/exp_avg/" in name else torch.uint8)
         largest = before[name].abs().amax(-1, keepdim=True)
         close = (after[name] - before[name]).abs() <= (step**0.5 - 1) * 1.01 * before[name].abs()
         assert (close | (before[name].abs() < largest * 2.0**-15)).all(), name

@@ -7,13 +7,20 @@ import math
 import os
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
 from shardline.models.experts.row_kernels import add_up_kernel, swiglu_gradient_kernel, swiglu_kernel  # noqa: E402
-from shardline.optim.kernels import adam_kernel, squares_kernel  # noqa: E402
+from shardline.models.products.narrow import keep_narrow, narrow_copy  # noqa: E402
+from shardline.optim.gpu_adam import GPUAdam  # noqa: E402
+from shardline.optim.kernels import SMALL, adam_kernel, squares_kernel  # noqa: E402
+from shardline.optim.narrow_adam import NarrowAdam  # noqa: E402
+from shardline.optim.norms import _squared_sums_by_kernel  # noqa: E402
 from shardline.parallel.expert.row_transfer_kernels import (  # noqa: E402
     routes_kernel,
     send_rows_kernel,
@@ -45,6 +52,85 @@ def check_adam(kind: type[torch.optim.Adam], dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-6)
     cut_off = 0 if ON_GPU else 2**-7  # the interpreter does not round
     torch.testing.assert_close(narrow, found.to(torch.bfloat16), rtol=cut_off, atol=0)
+
+
+def check_many() -> None:
+    """Parameters of several sizes in few launches; one begins to learn later, one has a group of its own."""
+    source = torch.Generator().manual_seed(6)
+    sizes = [(37, 11), (5000,), (1,), (9, 130), (70_000,), *([(SMALL + 1,)] if ON_GPU else [])]
+    wanted = [torch.nn.Parameter(torch.randn(size, generator=source).to(DEVICE)) for size in sizes]
+    found = [torch.nn.Parameter(parameter.detach().clone()) for parameter in wanted]
+    groups = [[{"params": one[:-1], "lr": 1e-2}, {"params": one[-1:], "lr": 2e-2}] for one in (wanted, found)]
+    theirs, pattern = (torch.optim.AdamW(one, betas=(0.9, 0.95), weight_decay=0.1) for one in groups)
+    ours = GPUAdam(pattern)
+    ours.scale = 0.5
+    for step in range(4):
+        for place, (a, b) in enumerate(zip(wanted, found, strict=True)):
+            if place == 1 and step < 2:
+                continue
+            a.grad = torch.randn(a.shape, generator=source).to(DEVICE)
+            b.grad = 2 * a.grad
+        theirs.step()
+        before = [b._version for b in found]
+        ours.step()
+        assert [b._version > old for b, old in zip(found, before, strict=True)] == [b.grad is not None for b in found]
+    for a, b in zip(wanted, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+    mixed = [wanted[0].grad, wanted[1].grad.to(torch.bfloat16), wanted[3].grad[:, 1:], wanted[2].grad, wanted[-1].grad]
+    sums = _squared_sums_by_kernel(mixed)
+    torch.testing.assert_close(sums, torch.stack([one.float().square().sum() for one in mixed]))
+
+
+def check_shards() -> None:
+    """A rank steps what it holds of a DTensor; one that holds nothing steps nothing."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(DEVICE, (1,))
+    values = torch.randn(37, 11, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+    wanted = torch.nn.Parameter(values.clone())
+    found = torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+    nothing = torch.nn.Parameter(distribute_tensor(values[:0], mesh, [Shard(0)]))
+    theirs = torch.optim.AdamW([wanted], lr=1e-2)
+    ours = GPUAdam(torch.optim.AdamW([found, nothing], lr=1e-2))
+    for _ in range(2):
+        wanted.grad = torch.sin(wanted.detach())
+        found.grad = distribute_tensor(wanted.grad, mesh, [Shard(0)])
+        nothing.grad = torch.zeros_like(nothing)
+        theirs.step()
+        ours.step()
+    torch.testing.assert_close(found.to_local(), wanted, rtol=1e-5, atol=1e-6)
+    assert isinstance(ours.state[found]["exp_avg"], DTensor)
+    dist.destroy_process_group()
+
+
+def check_int8_adam() -> None:
+    """The numbers of the optimizer that widens moments, steps and rounds; codes may differ by one at a border."""
+    source = torch.Generator().manual_seed(7)
+    first = torch.randn(5, 512, generator=source).to(DEVICE)
+    theirs, ours = torch.nn.Parameter(first.clone()), torch.nn.Parameter(first.clone())
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    wanted = NarrowAdam(torch.optim.AdamW([theirs], foreach=True, **options), torch.int8)
+    found = GPUAdam(torch.optim.AdamW([ours], **options), int8=True)
+    keep_narrow(ours, torch.bfloat16)
+    ours.grad_dtype = torch.float32
+    found.scale = 0.5
+    for step in range(5):
+        theirs.grad = torch.randn(5, 512, generator=source).to(DEVICE)
+        theirs.grad[:, :300] *= 1e-4
+        theirs.grad[2] = 0  # its scales stay 0 where they are
+        ours.grad = 2 * theirs.grad
+        wanted.step()
+        found.step()
+        close = {"rtol": 1e-5, "atol": 1e-6} if step == 0 else {"rtol": 0.02, "atol": 2e-4}
+        torch.testing.assert_close(ours, theirs, **close)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            a, b = (one.state[p][kind].int() for one, p in ((found, ours), (wanted, theirs)))
+            assert (a - b).abs().max() <= 1 + step
+            assert (a != b).float().mean() < 0.02
+            scales = [one.state[p][kind + "_scale"] for one, p in ((found, ours), (wanted, theirs))]
+            torch.testing.assert_close(*scales, rtol=0.05, atol=0)
+    cut_off = 0 if ON_GPU else 2**-7
+    torch.testing.assert_close(narrow_copy(ours), ours.detach().to(torch.bfloat16), rtol=cut_off, atol=0)
+    assert not found.state[ours]["exp_avg"][2].any()
 
 
 def check_add_up() -> None:
@@ -207,4 +293,7 @@ if __name__ == "__main__":
     for optimizer in (torch.optim.AdamW, torch.optim.Adam):
         for of_gradient in (torch.float32, torch.bfloat16):
             check_adam(optimizer, of_gradient)
+    check_many()
+    check_int8_adam()
+    check_shards()
     check_add_up()

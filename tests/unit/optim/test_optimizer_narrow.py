@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.optim import narrow_adam
-from shardline.optim.int8_moments import _step, decode, encode, int8_bytes, spread
+from shardline.optim.int8_moments import code_step, decode, encode, int8_bytes, spread
 from shardline.optim.narrow_adam import NarrowAdam
 from shardline.optim.optimizer import build_optimizer
 from shardline.optim.state import optimizer_state
@@ -158,7 +158,7 @@ def test_every_value_has_the_same_relative_precision(dtype):
     """Down to a part of the largest that is far below what a step would show."""
     values = torch.logspace(-4.5, 0, 2000).mul(7.0).view(1, -1)
     codes, scales = encode(values, dtype, 4096)
-    half = 2 ** (_step(dtype) / 2)
+    half = 2 ** (code_step(dtype) / 2)
     ratio = decode(codes, spread(scales, 4096, 2000)) / values
     assert 1 / half - 1e-4 < ratio.min() < ratio.max() < half + 1e-4
 
