@@ -110,6 +110,7 @@ FULL = (*COMPILED, "--activation_checkpoint.mode=full")
 SELECTIVE = (*COMPILED, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op")
 OURS_AND_TITAN = ("shardline", "torchtitan")
 TRAINERS = (*OURS_AND_TITAN, "trainer", "loop", "peft")
+OFFLOAD_SOME = ("--activation_checkpoint.mode=offload", "--activation_checkpoint.offload_every=3")
 LORA_RANK = 16
 LORA = ("--lora.enable", f"--lora.rank={LORA_RANK}", f"--lora.alpha={2 * LORA_RANK}")  # of all linear layers
 
@@ -145,10 +146,14 @@ CASES: dict[str, list[Run]] = {
     "moe": [run for model in (DEEPSEEK, QWEN3) for run in each(OURS_AND_TITAN, model, COMPILED)],
     "lora": [
         *each(("shardline", "peft"), LLAMA_WHOLE, (*COMPILED, *LORA), "LoRA"),
-        *each(("shardline", "peft"), LLAMA_WHOLE, (*FULL, *LORA), "LoRA, full checkpointing"),
-        *each(("shardline", "peft"), LLAMA_WHOLE, LORA, "LoRA, not compiled"),
+        *each(("shardline",), LLAMA_WHOLE, (*COMPILED, *LORA, *OFFLOAD_SOME), "LoRA, every 3rd layer offloaded"),
+        *each(("shardline",), LLAMA_WHOLE, (*FULL, *LORA), "LoRA, full checkpointing"),
         *each(("peft",), LLAMA_WHOLE, (FULL[1], *LORA), "LoRA, full checkpointing, not compiled"),
         *each(("shardline",), LLAMA_WHOLE, (*COMPILED, *LORA, "--lora.base_dtype=nf4"), "QLoRA"),
+    ],
+    "lora-more": [
+        *each(("shardline", "peft"), LLAMA_WHOLE, LORA, "LoRA, not compiled"),
+        *each(("peft",), LLAMA_WHOLE, (*FULL, *LORA), "LoRA, full checkpointing"),
         *each(("shardline",), LLAMA_WHOLE, (*FULL, *LORA, "--lora.base_dtype=nf4"), "QLoRA, full checkpointing"),
     ],
     "modes": [Run("shardline", LLAMA_8B, (*COMPILED, *flags), name) for name, flags in VARIANTS.items()],
@@ -357,6 +362,8 @@ def environment_of(run: Run, folder: Path, cache: Path) -> dict[str, str]:
         rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **rendezvous}
         environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as in its start script
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installation that cannot be written to has its caches here
+    environment["PYTHONPYCACHEPREFIX"] = f"{cache}/python"
     if run.cache != "as it was":
         environment |= {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
     return environment
