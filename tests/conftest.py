@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A store of torch asks the name server what 127.0.0.1 is called; one that does not answer costs five seconds a process.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from collections.abc import Iterator
 

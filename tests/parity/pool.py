@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 MOST_RANKS = 8
 TIMEOUT_SECONDS = 120.0
 GRACE_SECONDS = 10.0  # for the other ranks to notice a failed one
-JOIN_SECONDS = 30.0  # for the ranks of a case to connect: gloo did not manage it once in thousands of cases
+JOIN_SECONDS = 30.0  # for the ranks of a case to connect
 LOG_LINES = 30
 BACKEND = os.environ.get("SHARDLINE_PARITY_BACKEND", "gloo")
 
@@ -172,6 +172,9 @@ def _leave_no_trace(environment: dict[str, str]) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Where a rank raises while another one still joins, torch has counted the group of that one all the same, and would
+    # call the next one by another name than its peers.
+    dist.distributed_c10d._world.group_count = 0
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()  # graphs of one case must not serve another
