@@ -542,6 +542,15 @@ TRACE_KERNELS = Command(
         "shardline trace kernels outputs/run/profile_traces/iteration_10/rank0_trace.json --top 30",
     ),
 )
+TRACE_HANG = Command(
+    "trace hang",
+    "Compare the flight recorders of a job's ranks: which collective did not end, and who is missing.",
+    ("RUN",),
+    (_JSON,),
+    "shardline.tools.trace_hang:command",
+    details="RUN: the folder of a run, or that of the files. A hang writes them, and so does SIGUSR2 to the launcher.",
+    examples=("shardline trace hang outputs/run",),
+)
 SCHEDULE = Command(
     "schedule",
     "Draw a pipeline schedule and report its cost, without running anything.",
@@ -577,6 +586,6 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, SHOW, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
-        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, TRACE_KERNELS, SCHEDULE),
+        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG, SCHEDULE),
     )
 }

@@ -26,11 +26,13 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from shardline.comm.flight_recorder import Flight, FlightRecorder
 from shardline.comm.hang import Status, View, Wait, decode_status
 from shardline.comm.job import job
 from shardline.comm.store import backend_timeout, set_group_timeouts
@@ -43,6 +45,7 @@ SILENT_PERIODS = 4  # a rank that publishes nothing for so long while others wai
 MANY_RANKS = 64  # above this, one rank at a time looks at all others
 TURN_SECONDS = 30.0
 A_DAY = 86400.0
+WRITE_SECONDS = 5.0  # for the flight recorder's file, before a rank ends
 
 # Files whose frames are not where a rank is: it is at the line that called them. torch's are left out as a whole.
 _passed_over = {__file__, threading.__file__, concurrent.futures._base.__file__}
@@ -60,6 +63,7 @@ class Entered(NamedTuple):
     sequence: int
     tag: object
     since: float
+    flight: Flight | None = None
 
 
 class Watchdog:
@@ -83,6 +87,8 @@ class Watchdog:
         self._looking_since: float | None = None
         self._turn = ""
         self._main = threading.main_thread().ident
+        self.recorder: FlightRecorder | None = None
+        self._dumped = 0  # requests for the recorder's file
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -99,6 +105,8 @@ class Watchdog:
         self._closed.set()
         if job.watchdog is self:
             job.watchdog = None
+        if self.recorder is not None:
+            self.recorder.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * self.period)
@@ -121,10 +129,17 @@ class Watchdog:
         self._moved()
         return sequence
 
-    def wait(self, sequence: int, tag: object, axis: str = "world") -> None:
+    def record(self, axis: str, sequence: int, tag: str, size: float | None) -> Flight | None:
+        """Note a collective in the flight recorder, where there is one."""
+        recorder = self.recorder
+        return None if recorder is None else recorder.issue(axis, sequence, tag, size, self.step_number)
+
+    def wait(self, sequence: int, tag: object, axis: str = "world", flight: Flight | None = None) -> None:
         """The rank waits, from here to `leave`, for a collective that it has issued."""
         self._moved()
-        self._waits.append(Entered(axis, sequence, tag, self._changed))
+        if flight is not None:
+            flight.waited = flight.waited or time.time()
+        self._waits.append(Entered(axis, sequence, tag, self._changed, flight))
 
     def enter(self, tag: object, axis: str = "world") -> int:
         """`issue` and `wait` in one, for a collective that returns when it is done."""
@@ -142,6 +157,8 @@ class Watchdog:
             event = torch.cuda.Event()
             event.record()
             self._launched.append((call._replace(since=self._changed), event))
+        elif call.flight is not None:
+            call.flight.done = time.time()
 
     def step(self, number: int) -> None:
         """Step `number` begins."""
@@ -173,7 +190,7 @@ class Watchdog:
         wait, call = None, self._waits_in(running)
         known = call or self._issued
         if known is not None:
-            axis, sequence, tag, since = known
+            axis, sequence, tag, since, _ = known
             long = now - since > self.timeout_seconds / 2  # the members of a large axis are many: published when needed
             members = job.members.get(axis) if long else ()
             wait = Wait(axis, sequence, str(tag), now - since, members, presumed=call is None)
@@ -194,7 +211,9 @@ class Watchdog:
         while not self._closed.wait(self.period / 4):
             self._asking_since = time.monotonic()
             while self._launched and self._launched[0][1].query():
-                self._launched.popleft()
+                call, _ = self._launched.popleft()
+                if call.flight is not None:
+                    call.flight.done = time.time()
                 self._first_since = time.monotonic()
             self._asking_since = None
 
@@ -214,6 +233,9 @@ class Watchdog:
                 self._publish()
                 if self.store.check(["hang"]):
                     self._end(self.store.get("hang").decode())
+                if self.recorder is not None and (asked := self.store.add("dumps", 0)) > self._dumped:
+                    self._dumped = asked
+                    self._write_flights("on request")
                 self._look()
                 self._reached = time.monotonic()
             except (RuntimeError, ValueError):  # the store is gone or slow: `_guard` limits how long that may last
@@ -284,6 +306,7 @@ class Watchdog:
         if self._closed.is_set():
             return
         reported = write_report(this_report("hang", message))
+        self._write_flights(message)
         if log.handlers:  # in a thread: the main thread may be stuck with the lock of a handler
             options = {"extra": {"file_only": True}}
             writer = threading.Thread(target=log.critical, args=("%s", message), kwargs=options, daemon=True)
@@ -292,6 +315,22 @@ class Watchdog:
         if shown and not reported:
             os.write(2, f"error: {message}\n".encode())
         os._exit(HANG_CODE)
+
+    def _write_flights(self, reason: str) -> None:
+        """Write the recorder's file, for as long as a file system may take that does not hang."""
+        if self.recorder is None:
+            return
+        writer = threading.Thread(target=self.recorder.write, args=(reason, dict(job.members)), daemon=True)
+        writer.start()
+        writer.join(WRITE_SECONDS)
+
+
+def keep_flights(size: int, folder: Path, prefix: str) -> None:
+    """Keep the last `size` collectives; a hang of the job, or SIGUSR2 to one rank, writes those of every rank."""
+    dog = job.watchdog
+    if dog is not None:
+        dog.recorder = FlightRecorder(dog.rank, size, folder, prefix)
+        dog.recorder.listen(lambda: dog.store.add("dumps", 1))
 
 
 def set_timeouts(seconds: float) -> None:

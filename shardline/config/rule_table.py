@@ -608,7 +608,6 @@ RULES: list[Rule] = [
     _not_built("MX formats", "model.converters", when=lambda c: bool(set(MX_CONVERTERS) & set(c.model.converters))),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
     _not_built("simulated communication", "comm.mode"),
-    _not_built("flight recorder", *_below("comm", "trace_buf_size save_traces_folder save_traces_file_prefix")),
     _not_built("memory estimation", "memory_estimation.enable"),
     _not_built("replica groups", "fault_tolerance.enable"),
     _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
@@ -616,6 +615,11 @@ RULES: list[Rule] = [
     _missing("deep_ep", EXPERT_BACKEND, _sends_by_deepep, instead="'standard' sends tokens without it"),
     # Idle: keys that are given and have no effect. Of several reasons the first is reported.
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),
+    _idle(
+        "comm.trace_buf_size = 0: there is no flight recorder",
+        lambda c: c.comm.trace_buf_size == 0,
+        *_below("comm", "save_traces_folder save_traces_file_prefix"),
+    ),
     _idle(EXPERTS_WAIT, _splits_experts, "parallelism.pipeline_parallel_expert_parallel_overlap"),
     _idle_without(
         "parallelism.pipeline_parallel_degree",

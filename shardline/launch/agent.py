@@ -40,6 +40,7 @@ from shardline.run.options import TrainOptions, node_range
 from shardline.words import numbered
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
+FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # requests to save and to write the flight recorder's files, not to end
 MEETING_SECONDS = 900  # that machines wait for each other
 WATCH_SECONDS = 0.1
 SURE_GRACE = 0.5  # seconds from a failure with a cause of its own for an earlier one to show, before a restart
@@ -104,7 +105,7 @@ def _handling_signals(agent: Agent) -> Iterator[None]:
         yield
         return
     previous = {number: signal.signal(number, agent.on_signal) for number in signals.ending_signals()}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # kept until it is forwarded
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # kept until they are forwarded
     try:
         yield
     finally:
@@ -246,11 +247,11 @@ class Agent:
         self.rendezvous.report(End(this_report("leave" if leaves else "stop", text)))
 
     def _forward_signals(self) -> None:
-        if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a request to save, not to end
+        if (asked := signal.sigtimedwait(FORWARDED, 0)) is not None:
             # To one rank: with two, one might see it a step later, and all would save twice.
             one = next((rank for rank in self.ranks if rank.code is None), None)
             if one is not None:
-                one.send(signal.SIGUSR1)
+                one.send(asked.si_signo)
         while self.forwarded < len(self.signals):
             for rank in self.ranks:
                 rank.send(self.signals[self.forwarded])

@@ -110,19 +110,21 @@ def starting_job(started_by_launcher: bool) -> Iterator[None]:
     """Surround a whole run, from before torch is imported: note the time, and hold SIGUSR1 until there are steps.
 
     Its default would end the process. A blocked signal stays pending, in ranks too, which inherit the mask. It is also
-    ignored, for threads that are made while there are steps, and so do not have the mask.
+    ignored, for threads that are made while there are steps, and so do not have the mask. SIGUSR2 stays blocked: the
+    flight recorder waits for it.
     """
     before = os.environ.get(STARTED_VARIABLE)
     if not started_by_launcher:
         os.environ[STARTED_VARIABLE] = repr(time.time())
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     ignores = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and _in_main_thread()
     if ignores:  # not once more in a rank: what is pending would be dropped
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.sigtimedwait({signal.SIGUSR1}, 0)  # one that came too late
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.sigtimedwait({number}, 0)  # one that came too late
         if ignores:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -213,6 +213,9 @@ class Setup:
             rows = gather_ranks(connect_store(), mesh.rank, mesh.world_size)
             if mesh.rank == 0:
                 self.folder.write_ranks(rows)
+            if config.comm.trace_buf_size:
+                traces = self.folder.path / config.comm.save_traces_folder
+                watchdog.keep_flights(config.comm.trace_buf_size, traces, config.comm.save_traces_file_prefix)
         setup_logging(self.folder, rank=mesh.rank, color=not config.metrics.disable_color_printing)
         if config.job.description != Job().description:
             log.info("%s", config.job.description)
