@@ -25,6 +25,7 @@ from shardline.checkpoint.load import load_model, load_optimizer
 from shardline.checkpoint.lora.adapter import base_tensors
 from shardline.checkpoint.lora.base import Base, check_same, fill_base, recorded_base, recorded_reference
 from shardline.checkpoint.reader import ShardFiles
+from shardline.checkpoint.resume_schedule import check_schedule
 from shardline.comm import watchdog
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import TABLES, Architecture
@@ -57,6 +58,8 @@ class RunPosition:
     worse_validations: int = 0  # since then
     loss_scale: tuple[float, int] = (0.0, 0)  # of float16: factor, good steps
     excluded: tuple[str, ...] = ()  # checkpoint.exclude_from_loading when this run was started
+    lr: float = 0.0  # learning rate of the last step
+    last_step: int = 0  # at which the run was to end
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,8 @@ class Start:
             check_model(saved, self.model.arch)
             self._check_identity(saved)
             self._check_optimizer(saved)
+            end = _end_of(saved, self.config, self.total_steps)
+            check_schedule(saved, self.config, end, self.identity.global_batch_size)
             return _Choice(saved.path.name, saved.step, False)
         why = f" ({'; '.join(self._damages)})" if self._damages else ""
         raise UserError(
@@ -376,6 +381,7 @@ class Start:
             position.best_validation = trainer.get("best_validation")
             position.worse_validations = trainer.get("worse_validations", 0)
             position.loss_scale = tuple(trainer.get("loss_scale", position.loss_scale))
+            position.lr, position.last_step = trainer.get("lr", 0.0), trainer.get("last_step", 0)
             set_rng_state(self._rng(saved))
         scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]
         position.schedule_start = position.step - scheduled

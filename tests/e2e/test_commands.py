@@ -24,7 +24,7 @@ from shardline.config.load import load_config
 from shardline.run.folder import RunFolder
 from shardline.run.signals import listening
 from shardline.run.stop import Requests
-from shardline.telemetry.console import setup_logging
+from shardline.telemetry.log import setup_logging
 from tests import processes
 from tests.e2e.tiny import command, flags, rows, run
 

@@ -24,7 +24,7 @@ from shardline.parallel.tensor import async_tp, autotune
 from shardline.parallel.tensor.autotune import from_row
 from shardline.parallel.tensor.backend_table import Choice, backends, choices
 from shardline.parallel.tensor.serial_and_ring import Ring
-from shardline.telemetry.console import tensor_summary
+from shardline.telemetry.summary import tensor_summary
 from tests.parity.harness import DEVICE, Harness, complete, train
 from tests.parity.pool import Pool
 
