@@ -25,7 +25,6 @@ from shardline.checkpoint.load import load_model, load_optimizer
 from shardline.checkpoint.lora.adapter import base_tensors
 from shardline.checkpoint.lora.base import Base, check_same, fill_base, recorded_base, recorded_reference
 from shardline.checkpoint.reader import ShardFiles
-from shardline.checkpoint.resume_schedule import check_schedule
 from shardline.comm import watchdog
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import TABLES, Architecture
@@ -38,6 +37,8 @@ from shardline.models.huggingface.config import architecture_from_hf
 from shardline.models.huggingface.files import read_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
+from shardline.optim.lr_schedule import check_resumed
+from shardline.optim.optimizer import scaled_lr
 from shardline.storage.blocks import Damaged
 from shardline.storage.location import is_url, locate
 from shardline.storage.safetensors import LazyTensors
@@ -191,7 +192,8 @@ class Start:
             self._check_identity(saved)
             self._check_optimizer(saved)
             end = _end_of(saved, self.config, self.total_steps)
-            check_schedule(saved, self.config, end, self.identity.global_batch_size)
+            peak = scaled_lr(self.config, self.identity.global_batch_size)
+            check_resumed(saved.trainer, self.config, peak, end, saved.path)
             return _Choice(saved.path.name, saved.step, False)
         why = f" ({'; '.join(self._damages)})" if self._damages else ""
         raise UserError(

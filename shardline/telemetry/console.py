@@ -26,7 +26,7 @@ from shardline.words import Part, TableRows, fitted
 
 log = logging.getLogger("shardline")
 
-LEAST_BAR, MOST_BAR = 8, 40
+LEAST_BAR, MOST_BAR = 5, 40
 DRAW_SECONDS = 0.1  # between two drawings of the live line: a slow terminal is not flooded
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -197,7 +197,7 @@ class LiveLine:
 class LossCurve:
     """The losses of a run as a row of blocks; two neighbours become their mean when there are too many."""
 
-    WIDTH = 12
+    WIDTH = 8
 
     def __init__(self) -> None:
         self.losses: list[float] = []
