@@ -10,7 +10,7 @@ Without accumulation, gradients grow where activations were, so the larger of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +120,7 @@ def activation_bytes(
         batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         at_once = batches if parallelism.pipeline_parallel_schedule == "GPipe" else min(batches, layout.pp)
     layers = [_kept(arch, int(layer), layout, config) for layer in model.layers]
-    kept = sum(_after_checkpointing(layers, config)) * tokens * at_once * precision.compute.itemsize
+    kept = _after_checkpointing(layers, config) * tokens * at_once * precision.compute.itemsize
     copies = _weight_copies(model, layout, precision)
     has_loss = any(stage.last for stage in model.stages)
     return kept + copies + (_loss_bytes(arch, tokens, layout, precision, device_type) if has_loss else 0)
@@ -147,23 +147,22 @@ def _kept(arch: Architecture, layer: int, layout: Layout, config: Config) -> Lay
     return LayerKeeps(stream, inner, 4 * stream + inner)
 
 
-def _after_checkpointing(layers: Sequence[LayerKeeps], config: Config) -> Iterator[int]:
-    """What each layer keeps, and what the one keeps that backward computes again."""
+def _after_checkpointing(layers: Sequence[LayerKeeps], config: Config) -> int:
+    """The most that layers keep for a token at a time, what backward has just computed again included."""
     section = config.activation_checkpoint
-    whole = max((layer.everything for layer in layers), default=0)
-    every = {"full": 1, "selective": 0 if section.selective_ac_option == "op" else int(section.selective_ac_option)}
     if section.mode == "offload":
-        yield whole * 2
-    elif section.mode == "memory_budget":
-        yield from (int(layer.everything * section.memory_budget) for layer in layers)
-    elif section.mode == "selective" and section.selective_ac_option == "op":
-        yield from (layer.input + layer.products for layer in layers)
-    elif section.mode in every:
-        again = [place % every[section.mode] == 0 for place in range(len(layers))]
-        yield from (layer.input if made else layer.everything for layer, made in zip(layers, again, strict=True))
-        yield whole
-    else:
-        yield from (layer.everything for layer in layers)
+        return 2 * max((layer.everything for layer in layers), default=0)
+    if section.mode == "memory_budget":
+        return int(section.memory_budget * sum(layer.everything for layer in layers))
+    if section.mode == "selective" and section.selective_ac_option == "op":
+        return sum(layer.input + layer.products for layer in layers)
+    every = {"full": 1, "selective": section.selective_ac_option}.get(section.mode)
+    kept = most = 0
+    for place, layer in enumerate(layers):
+        again = every is not None and place % int(every) == 0
+        kept += layer.input if again else layer.everything
+        most = max(most, kept + (layer.everything if again else 0))
+    return most
 
 
 def _weight_copies(model: Decoder, layout: Layout, precision: Precision) -> int:
