@@ -19,7 +19,7 @@ KEPT = ("nproc", "nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoin
 def resume_command(folder: Path, config: Config, options: TrainOptions, *more: str) -> ShellCommand:
     """The command that continues the run in `folder`, whose config.toml has all that the first start was given."""
     given = [
-        f"--{name.replace('_', '-')} {shlex.quote(str(getattr(options, name)))}"
+        f"--{name.replace('_', '-')}={shlex.quote(str(getattr(options, name)))}"
         for name in KEPT
         if getattr(options, name) != getattr(TrainOptions, name)
     ]
@@ -45,7 +45,7 @@ def after_end(folder: Path, config: Config, options: TrainOptions, total_steps: 
     ]
     if not (section.last_save_model_only or section.last_save_in_hf or config.validation.patience):
         epochs = config.training.epochs
-        longer = f"--training.steps {2 * total_steps}" if epochs is None else f"--training.epochs {2 * epochs:g}"
+        longer = f"--training.steps={2 * total_steps}" if epochs is None else f"--training.epochs={2 * epochs:g}"
         rows.append(("train on", resume_command(folder, config, options, longer)))
     return rows
 

@@ -120,7 +120,8 @@ def activation_bytes(
         batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         at_once = batches if parallelism.pipeline_parallel_schedule == "GPipe" else min(batches, layout.pp)
     layers = [_kept(arch, int(layer), layout, config) for layer in model.layers]
-    kept = _after_checkpointing(layers, config) * tokens * at_once * precision.compute.itemsize
+    in_backward = max((layer.everything for layer in layers), default=0)  # gradients inside the layer it is at
+    kept = (_after_checkpointing(layers, config) * at_once + in_backward) * tokens * precision.compute.itemsize
     copies = _weight_copies(model, layout, precision)
     has_loss = any(stage.last for stage in model.stages)
     return kept + copies + (_loss_bytes(arch, tokens, layout, precision, device_type) if has_loss else 0)
@@ -156,7 +157,7 @@ def _after_checkpointing(layers: Sequence[LayerKeeps], config: Config) -> int:
         return int(section.memory_budget * sum(layer.everything for layer in layers))
     if section.mode == "selective" and section.selective_ac_option == "op":
         return sum(layer.input + layer.products for layer in layers)
-    every = {"full": 1, "selective": section.selective_ac_option}.get(section.mode)
+    every = {"full": "1", "selective": section.selective_ac_option}.get(section.mode)
     kept = most = 0
     for place, layer in enumerate(layers):
         again = every is not None and place % int(every) == 0

@@ -142,4 +142,4 @@ def test_after_a_lost_rank_the_last_save_and_the_way_on_are_shown(tmp_path, kill
         assert value(lines, "last loss").endswith(f"(step {steps})")
         assert value(lines, "last save").startswith(f"step {saved}, ")
     place = lines.index(f"the last save is of step {saved}; to go on from there:")
-    assert joined(lines[place + 1 :])[-6:] == ["shardline", "train", "run/config.toml", "--resume", "--nproc", "2"]
+    assert joined(lines[place + 1 :])[-5:] == ["shardline", "train", "run/config.toml", "--resume", "--nproc=2"]

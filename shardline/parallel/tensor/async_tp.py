@@ -215,10 +215,13 @@ def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Meas
 
 
 def _refusal_lines(measured: Sequence[Measured]) -> list[str]:
-    """A line for each backend that cannot carry some products, with the reason."""
-    reasons = Counter((name, why) for one in measured for name, why in one.refused.items())
-    of = len(measured)
-    return [f"Async TP: {name} cannot carry {n} of {of} products: {why}" for (name, why), n in reasons.items()]
+    """A line for each backend that cannot carry some products, with the first reason; the table has all of them."""
+    reasons: dict[str, list[str]] = {}
+    for one in measured:
+        for name, why in one.refused.items():
+            reasons.setdefault(name, []).append(why)
+    total = len(measured)
+    return [f"Async TP: {name} cannot carry {len(why)} of {total} products: {why[0]}" for name, why in reasons.items()]
 
 
 def _summary_line(measured: Sequence[Measured], fresh: int, seconds: float) -> str:

@@ -92,7 +92,8 @@ class Measured:
         return min(tried, key=lambda choice: self.times[choice]) if tried else None
 
     def words(self) -> str:
-        where = ", remembered" if self.remembered else ""
+        where = "".join(f", {backend} cannot be used here: {why}" for backend, why in self.refused.items())
+        where += ", remembered" if self.remembered else ""
         return (
             f"{self.chosen}, {self.times[self.chosen] * 1e3:.2f} ms against {self.serial * 1e3:.2f} serial and"
             f" {self.matmul * 1e3:.2f} without communication{where}"
