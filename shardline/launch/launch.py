@@ -152,14 +152,14 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
 
 
 def _way_on(config: Config, options: TrainOptions, folder: str) -> list[str]:
-    """What a run that failed has saved, and the command that continues it; nothing where it was not to save."""
+    """What a run that failed has saved, and the command that continues it; nothing where it has saved nothing."""
     from shardline.checkpoint.format import list_folder
     from shardline.run.next_steps import resume_command
 
     found = list_folder(Path(folder) / config.checkpoint.folder) if config.checkpoint.enable else []
     steps = [one.step for one in found if one.saved is not None and one.saved.kind == "full"]
     if not steps:
-        return ["nothing was saved"] if config.checkpoint.enable else []
+        return []
     command = resume_command(Path(folder), config, options)
     return [f"the last save is of step {max(steps)}; to go on from there:", command]
 
