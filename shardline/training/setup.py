@@ -223,8 +223,10 @@ class Setup:
 
     def _announce(self) -> None:
         """Log what runs where, what was adjusted and what has no effect; the model has no memory yet."""
-        mesh = self.mesh
-        log_table(overview(self))
+        mesh, again = self.mesh, self.folder.again  # a restart: the table was shown
+        log_table(overview(self), file_only=again)
+        if again and mesh.world_size > 1:
+            log.info("%d ranks: %s", mesh.world_size, self.layout)
         if self.arch.foreign is not None:
             log.info("%s", foreign_line(self.arch, asked=self.config.model.implementation == "transformers"))
         if mesh.world_size > 1:
