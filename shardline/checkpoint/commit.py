@@ -143,6 +143,14 @@ class Save:
     staged: bool
 
 
+class LastSave(NamedTuple):
+    """The last save that was committed."""
+
+    step: int
+    kind: files.Kind
+    size: int = 0  # bytes; 0 where an earlier start has saved it
+
+
 class CheckpointWriter:
     """This rank's part in saves; `write` runs in a background thread."""
 
@@ -154,6 +162,7 @@ class CheckpointWriter:
         self._scratch = Scratch()
         self._shard = files.shard_name(mesh.rank, mesh.world_size)
         self._messages: Messages | None = None
+        self.last: LastSave | None = None
 
     def connect(self) -> None:
         """Open a connection of this saver's own; a collective. A process that is alone has a store in its memory.
@@ -201,6 +210,7 @@ class CheckpointWriter:
             if failed is not None and not isinstance(failed, OSError | UserError):
                 raise failed  # a bug, with its traceback
             raise UserError(f"checkpoint {final} was not saved: {verdict['error']}; earlier ones are intact")
+        self.last = LastSave(save.step, save.kind, verdict["size"])
         log.info("saved %s%s", final, f" (removed {verdict['removed']} older)" if verdict["removed"] else "")
 
     def _write_shard(self, save: Save, partial: Path, activity: SaveActivity) -> dict[str, Any]:
@@ -228,7 +238,10 @@ class CheckpointWriter:
     def _commit(
         self, messages: Messages, save: Save, final: Path, partial: Path, deadline: float, activity: SaveActivity
     ) -> dict[str, Any]:
-        """Rank 0's second phase; returns the verdict: {"error": text, or "" if it is saved, "removed": count}."""
+        """Rank 0's second phase; returns the verdict.
+
+        It is {"error": text, or "" if it is saved, "removed": count of older ones, "size": bytes}.
+        """
         try:
             reports = []
             for rank in range(self.mesh.world_size):
@@ -244,17 +257,19 @@ class CheckpointWriter:
                 raise UserError("; ".join(errors))
             activity.check()
             activity.at = f"writing {partial / files.MANIFEST}"
-            publish(partial, final, self._manifest(save, partial, merge(reports)))
+            manifest = self._manifest(save, partial, merge(reports))
+            publish(partial, final, manifest)
             removed = self._prune(save.step, final.parent, activity)
             if self.mirror is not None:
                 self.mirror.nudge()
-            return {"error": "", "removed": removed}
+            size = sum(recorded["size"] for recorded in manifest["files"].values())
+            return {"error": "", "removed": removed, "size": size}
         except Cancelled:
             raise
         except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
             named = f" ({files.MANIFEST})" if isinstance(error, OSError) else ""
-            return {"error": reason(error) + named, "removed": 0}
+            return {"error": reason(error) + named, "removed": 0, "size": 0}
 
     def _manifest(self, save: Save, partial: Path, merged: Merged) -> dict[str, Any]:
         written = {name.removeprefix("model/") for name in merged.tensors if name.startswith("model/")}

@@ -194,8 +194,13 @@ def _has_copies(config: Config) -> bool:
 def lr_notes(section: LRScheduler, total: int) -> dict[str, str]:
     """The parts of a schedule of `total` steps that do not fit: key -> sentence."""
     found, warmup = {}, section.warmup(total)
+    rises = "the learning rate rises to the last step"
     if section.warmup_ratio is None and section.warmup_steps > total:
-        found["lr_scheduler.warmup_steps"] = f"= {section.warmup_steps} is longer than the schedule: cut to {total}"
+        given = section.warmup_steps
+        found["lr_scheduler.warmup_steps"] = f"= {given} is longer than the schedule: cut to {total}, {rises}"
+    elif warmup == total > 1:
+        key = "warmup_steps" if section.warmup_ratio is None else "warmup_ratio"
+        found[f"lr_scheduler.{key}"] = f"= {getattr(section, key):g} lasts for the whole schedule: {rises}"
     decay = round(total * (section.decay_ratio or 0))
     if decay > total - warmup:
         found["lr_scheduler.decay_ratio"] = (
@@ -806,6 +811,7 @@ RULES: list[Rule] = [
         f"has no effect: {EXPERTS_WAIT}",
     ),
     _lr_rule("lr_scheduler.warmup_steps"),
+    _lr_rule("lr_scheduler.warmup_ratio"),
     Rule("note", ("lr_scheduler.total_steps",), _schedule_too_short, _too_short_words),
     _lr_rule("lr_scheduler.decay_ratio"),
 ]

@@ -136,6 +136,9 @@ class LRScheduler(Section):
         "linear", "Shape of the decay; rex stays high for long and falls at the end, constant: none."
     )
     min_lr_factor: Fraction = key(0.0, "The decay ends at this fraction of the peak learning rate.")
+    bend_on_resume: bool = key(
+        False, "Resume although this schedule would have given the last step another learning rate."
+    )
 
     def warmup(self, total: int) -> int:
         """The steps of warmup in a schedule of `total` steps."""

@@ -37,7 +37,7 @@ from shardline.launch.rounds import End, Round, Terms
 from shardline.report import Report, this_report
 from shardline.run import attempt, signals
 from shardline.run.options import TrainOptions, node_range
-from shardline.words import numbered
+from shardline.words import for_stream, numbered
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
 FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # requests to save and to write the flight recorder's files, not to end
@@ -62,6 +62,7 @@ class Launch:
     lost_machine_seconds: float = 10.0
     saves: bool = False  # ranks that are asked to stop lose nothing
     misfit: Callable[[int], str] = lambda ranks: ""  # why the layout cannot be had with so many ranks
+    way_on: Callable[[str], list[str]] = lambda folder: []  # lines after a failure, given the run's folder
 
     def terms(self) -> Terms:
         least, most = node_range(self.options.nnodes)
@@ -363,6 +364,12 @@ class Agent:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
+    def _show_way_on(self) -> None:
+        """Print how to go on with a run that has made a step."""
+        folder, trained = self._run_so_far()["folder"], MARKS[-1] in self.notes or self.rendezvous.state.begun
+        for line in self.launch.way_on(folder) if self.rendezvous.leads and folder is not None and trained else ():
+            print(for_stream(line, sys.stderr), file=sys.stderr)
+
     def exit_code(self) -> int:
         """Show how the job ended and return the exit code."""
         cause = self.cause
@@ -370,7 +377,10 @@ class Agent:
             end = self.rendezvous.end
             cause = end.report if end is not None and end.is_failure else None
         if cause is not None:
-            return show(cause, self.launch.options.debug)
+            try:
+                return show(cause, self.launch.options.debug)
+            finally:
+                self._show_way_on()
         if self.killed_late:
             print(
                 f"error: {numbered('rank', self.killed_late)} did not stop within"

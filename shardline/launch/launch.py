@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 from shardline.config.layout import Layout, check_experts
 from shardline.config.load import handed_over
@@ -145,8 +146,22 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
             lost_machine_seconds=config.comm.lost_machine_seconds,
             saves=config.checkpoint.enable,
             misfit=functools.partial(misfit, config),
+            way_on=functools.partial(_way_on, config, options),
         )
     )
+
+
+def _way_on(config: Config, options: TrainOptions, folder: str) -> list[str]:
+    """What a run that failed has saved, and the command that continues it; nothing where it has saved nothing."""
+    from shardline.checkpoint.format import list_folder
+    from shardline.run.next_steps import resume_command
+
+    found = list_folder(Path(folder) / config.checkpoint.folder) if config.checkpoint.enable else []
+    steps = [one.step for one in found if one.saved is not None and one.saved.kind == "full"]
+    if not steps:
+        return []
+    command = resume_command(Path(folder), config, options)
+    return [f"the last save is of step {max(steps)}; to go on from there:", command]
 
 
 def nodes_of(text: str) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
+from shardline.models.flavors import model_label
 from shardline.run.attempt import this_attempt
 from shardline.run.lock import Lock, take
 from shardline.run.previous_run import (
@@ -221,7 +222,7 @@ def _checkpoints_outside(config: Config, folder: RunFolder) -> list[Path]:
 
 def _run_name(config: Config) -> str:
     file = config.job.config_file
-    name = Path(file).stem if file else f"{config.model.name}-{config.model.flavor}"
+    name = Path(file).stem if file else model_label(config.model).replace(" ", "-")
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run"
 
 

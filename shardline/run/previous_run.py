@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardline.config.schema import leaves
 from shardline.errors import UserError
 from shardline.storage.atomic import write_atomically
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # The first line of a run's config.toml tells it from a file of the same name that is the user's.
 CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
 PENDING = ".pending"
+PLACES = ("job.config_file", "job.dump_folder", "checkpoint.load_step")  # where a run is, and where it goes on
 ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -83,6 +85,23 @@ def previous_config(path: Path) -> dict[str, Any]:
         return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}
+
+
+def changed_keys(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
+    """(key, value then, value now) where the config of the run in the folder differs; keys that say where are left out.
+
+    A key that its file leaves out has its default.
+    """
+    previous = previous_config(path)
+    found = []
+    for key, field in leaves().items() if previous else ():
+        before: Any = previous
+        for part in key.split("."):
+            before = before.get(part) if isinstance(before, dict) else None
+        before, now = field.default if before is None else before, config.value(key)
+        if before != now and key not in PLACES:
+            found.append((key, before, now))
+    return found
 
 
 def set_aside(path: Path, files: Sequence[Path]) -> Path:

@@ -32,10 +32,11 @@ from shardline.parallel.pipeline.schedules import theoretical_bubble
 from shardline.run import attempt
 from shardline.run.device import peak_memory_gib, read, reset_peak
 from shardline.run.folder import RunFolder
-from shardline.telemetry.console import PREFERENCES, Console, parts
+from shardline.telemetry.console import Console
 from shardline.telemetry.metrics import Meter, MetricsLog
 from shardline.telemetry.profile import Profiler
 from shardline.telemetry.recompiles import CompileReport
+from shardline.words import TableRows
 
 log = logging.getLogger("shardline")
 
@@ -64,20 +65,20 @@ class Telemetry:
         self.sampler = (
             Sampler(device, job.clock, job.row_clock, job.spans, axes) if axes or mesh.layout.ep > 1 else None
         )
+        theory = None if pipeline is None else theoretical_bubble(pipeline.plan.schedule)
+        self.console = Console(config, folder.path, rank=mesh.rank, theoretical_bubble=theory)
         self.row: dict[str, Any] = {}
         self.stopped_by: str | None = None  # what ended the run early, for its closing lines
 
     @contextlib.contextmanager
     def running(self, step: int, last_step: int) -> Iterator[None]:
-        """Around the loop, which begins after `step`; the summary is shown at its end, however it ends."""
+        """Around the loop, which begins after `step`; `report` shows the closing table after it."""
         config, rank = self.config, self.mesh.rank
         self.number = self.first_step = step
         self.last_step = last_step
-        theory = None if self.pipeline is None else theoretical_bubble(self.pipeline.plan.schedule)
-        self.console = Console(config, self.folder.path, rank=rank, theoretical_bubble=theory)
         self.console.start(last_step, step)
         with contextlib.ExitStack() as closing:
-            closing.callback(lambda: self.console.close(self.stopped_by))
+            closing.callback(self.console.stop)
             self.metrics = MetricsLog(config, self.folder, step, rank=rank)
             closing.callback(self.metrics.close)
             closing.enter_context(_no_automatic_gc())
@@ -136,7 +137,7 @@ class Telemetry:
             watchdog.set_timeouts(self.config.comm.train_timeout_seconds)
         attempt.note("first_step")
         self.meter.stepped(self.step_tokens)
-        self.console.advance(self.number)
+        self.console.advance(self.number, loss)
         if self.is_logged():
             of_step = {"step": self.number, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens}
             self.row = of_step | self._measured(times) | self.meter.rates() | more
@@ -147,8 +148,11 @@ class Telemetry:
 
     def log_validation(self, step: int, found: dict[str, float]) -> None:
         self.metrics.log_validation(step, found)
-        more = "".join(f"  {text}" for text in parts(found, PREFERENCES))
-        self.console.message(f"step {step}  validation loss {found['loss']:.4f}{more}")
+        self.console.validated(step, found)
+
+    def report(self, more: TableRows) -> None:
+        """Show the closing table of a loop that has begun, with `more` rows."""
+        self.console.report(self.stopped_by, more)
 
     def _measured(self, times: dict[str, Times]) -> dict[str, Any]:
         """Memory and communication of this step: the highest numbers of all ranks."""

@@ -178,8 +178,8 @@ def test_after_kill_9_the_next_start_goes_on_at_once_and_says_so(tmp_path):
     [
         ({"checkpoint__preempted_exit_code": 99}, "stopped at step", 99, 1),  # told once more while it ends
         ({"checkpoint__preempted_exit_code": 99}, "stopped at step", 99, 2),
-        ({"training__steps": 2}, "run folder", 0, 1),  # told when it has finished
-        pytest.param({"training__steps": 2}, "run folder", 0, 2, marks=pytest.mark.slow),
+        ({"training__steps": 2}, "last save", 0, 1),  # told when it has finished
+        pytest.param({"training__steps": 2}, "last save", 0, 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_that_comes_when_all_is_done_does_not_change_the_end(tmp_path, more, line, code, ranks):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +25,13 @@ from shardline.parallel.tensor import async_tp, autotune
 from shardline.parallel.tensor.autotune import from_row
 from shardline.parallel.tensor.backend_table import Choice, backends, choices
 from shardline.parallel.tensor.serial_and_ring import Ring
-from shardline.telemetry.console import tensor_summary
+from shardline.telemetry.summary import tensor_summary
 from tests.parity.harness import DEVICE, Harness, complete, train
 from tests.parity.pool import Pool
 
 ASYNC = {"parallelism.enable_async_tensor_parallel": True}
 BACKEND = "parallelism.async_tensor_parallel_backend"
-MEASURED = "Async TP is enabled: "
+SUMMARY = "Async TP is enabled for "
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="symmetric memory may be there on a GPU")
 
 
@@ -38,7 +39,9 @@ class Decided(NamedTuple):
     """What one rank decided, and said."""
 
     chosen: dict[str, Choice]
-    lines: list[str]
+    table: list[tuple[str, str]]  # of the log
+    lines: list[str]  # of the console
+    progress: list[str]
     clock: float  # all that its clock told
     drew: bool  # from the run's random numbers
 
@@ -47,7 +50,7 @@ def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: 
     """A rank's part of `prepare`. Its clock is as wrong as any rank's own view may be, unless it is the `real` one."""
     config = load_config(overrides=complete(overrides, world_size()))
     mesh = Mesh(resolve_layout(config.parallelism, world_size()), DEVICE)
-    chance, told = random.Random(mesh.rank), []
+    chance, told, progress = random.Random(mesh.rank), [], []
 
     def own_clock(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:
         told.append(1e-3 * (1 + chance.random()))
@@ -62,10 +65,10 @@ def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: 
             changes.enter_context(patch.object(autotune, "timed", own_clock))
         if not measures:
             changes.enter_context(patch.object(async_tp, "measure", side_effect=AssertionError("it measured")))
-        done = async_tp.prepare(config, arch, mesh, plan, torch.float32, device, cache)
+        done = async_tp.prepare(config, arch, mesh, plan, torch.float32, device, cache, tell=progress.append)
     found = {str(product): choice for product, choice in choices.chosen.items()}
     choices.reset()
-    return Decided(found, done.lines, sum(told), not torch.equal(before, torch.get_rng_state()))
+    return Decided(found, done.table(), done.lines, progress, sum(told), not torch.equal(before, torch.get_rng_state()))
 
 
 def tp(degree: int, **more: Any) -> dict[str, Any]:
@@ -74,7 +77,7 @@ def tp(degree: int, **more: Any) -> dict[str, Any]:
 
 
 def measured_lines(decided: Decided) -> list[str]:
-    return [line for line in decided.lines if line.startswith(MEASURED)]
+    return [f"{product}: {words}" for product, words in decided.table]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_ranks_whose_clocks_differ_choose_alike(pool: Pool, tmp_path: Path, rank
     assert len({decided.clock for decided in found}) == ranks
     first = found[0]
     assert all(decided.chosen == first.chosen for decided in found)
-    assert all(decided.lines == first.lines for decided in found)
+    assert all(decided.table == first.table for decided in found)
     whole = overrides.get("parallelism.enable_sequence_parallel", True)
     assert len(first.chosen) == len(measured_lines(first)) == (8 if whole else 4)
 
@@ -102,20 +105,25 @@ def test_the_clock_is_read_and_random_numbers_stay(pool: Pool, tmp_path: Path) -
     for decided in pool.run(2, decide, tp(2), tmp_path, True, True):
         assert not decided.drew
         assert len(measured_lines(decided)) == 8
-        (ratio,) = [line for line in decided.lines if line not in measured_lines(decided)]
-        assert ratio.startswith("Async TP: products take ")
+        (line,) = decided.lines
+        assert re.match(rf"{SUMMARY}8 products \(8 of them measured in \d+\.\d s\): .*; they take ", line)
+        assert [text.partition(",")[0] for text in decided.progress] == [
+            f"Async TP: measuring how to carry product {number} of 8" for number in range(1, 9)
+        ]
 
 
 def test_a_second_run_remembers(pool: Pool, tmp_path: Path) -> None:
     first = pool.run(2, decide, tp(2), tmp_path)
-    assert not any(line.endswith("remembered") for line in first[0].lines)
+    assert not any(line.endswith("remembered") for line in measured_lines(first[0]))
     second = pool.run(2, decide, tp(2), tmp_path, False)
     assert [decided.chosen for decided in second] == [decided.chosen for decided in first]
     for decided in second:
         assert measured_lines(decided) == [f"{line}, remembered" for line in measured_lines(first[0])]
+        assert decided.lines[-1].startswith(f"{SUMMARY}8 products (as measured before): ")
+        assert decided.progress == []
     # Other shapes are measured, and beside them those of before are still known.
     longer = pool.run(2, decide, tp(2, training__seq_len=64), tmp_path)
-    assert not any(line.endswith("remembered") for line in longer[0].lines)
+    assert not any(line.endswith("remembered") for line in measured_lines(longer[0]))
     for settings in (tp(2), tp(2, training__seq_len=64)):
         pool.run(2, decide, settings, tmp_path, False)
 
@@ -171,13 +179,14 @@ def test_what_gives_wrong_numbers_is_not_used(pool: Pool, tmp_path: Path, rememb
         said = [line for line in measured_lines(decided) if "ring cannot be used here: its numbers are not" in line]
         gathering = [name for name in decided.chosen if name.startswith("all_gather_linear forward")]
         assert len(said) == len(gathering) == 2
+        assert decided.lines[0].startswith("Async TP: ring cannot carry 2 of 8 products: its numbers are not")
         assert {name for name, choice in decided.chosen.items() if choice.backend == "serial"} == set(gathering)
 
 
 def test_what_was_never_tried_is_not_remembered(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, decide, tp(2) | {BACKEND: "serial"}, tmp_path)
     found = pool.run(2, decide, tp(2), tmp_path)
-    assert not any(line.endswith("remembered") for line in found[0].lines)
+    assert not any(line.endswith("remembered") for line in measured_lines(found[0]))
 
 
 @on_cpu
@@ -193,7 +202,7 @@ def test_one_rank_has_nothing_to_do(pool: Pool, tmp_path: Path) -> None:
     assert decided.lines == ["Async TP has nothing to do: parallelism.tensor_parallel_degree is 1"]
     assert decided.chosen == {}
     for off in pool.run(2, decide, tp(2) | {"parallelism.enable_async_tensor_parallel": False}, tmp_path):
-        assert off == ({}, [], 0, False)
+        assert off == ({}, [], [], [], 0, False)
     assert not list(tmp_path.iterdir())
 
 
@@ -281,7 +290,8 @@ def test_a_run_keeps_what_was_chosen_and_measures_itself(harness: Harness, pool:
         assert exposed > 0
         assert hidden == pytest.approx(max(0.0, 1 - exposed / sent), abs=1e-4)
     log = (folder / "log" / "rank-0.log").read_text()
-    assert log.count(MEASURED) == len(chosen)
+    assert log.count(SUMMARY) == 1
+    assert all(f"\n{product} " in log for product in chosen)
     assert "tp communication  " in log
 
 

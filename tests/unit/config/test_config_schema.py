@@ -24,6 +24,7 @@ OTHER_DEFAULTS = {
 OWN_KEYS = {
     "activation_checkpoint.offload_every",
     "checkpoint.interval_ratio",
+    "lr_scheduler.bend_on_resume",
     "lr_scheduler.decay_end_ratio",
     "lr_scheduler.warmup_ratio",
     "lr_scheduler.warmup_type",
