@@ -26,13 +26,16 @@ from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.comm.observe import runs_on_host
 from shardline.config.schema import Config
-from shardline.memory.offload import Offload
+from shardline.parallel.apply import Applied
 from shardline.parallel.pipeline.executor import Pipeline, idle_share
 from shardline.parallel.pipeline.schedules import theoretical_bubble
 from shardline.run import attempt
 from shardline.run.device import peak_memory_gib, read, reset_peak
 from shardline.run.folder import RunFolder
+from shardline.telemetry import engaged
 from shardline.telemetry.console import Console
+from shardline.telemetry.engaged import StepObserver
+from shardline.telemetry.log import log_table
 from shardline.telemetry.metrics import Meter, MetricsLog
 from shardline.telemetry.profile import Profiler
 from shardline.telemetry.recompiles import CompileReport
@@ -53,13 +56,14 @@ class Telemetry:
         meter: Meter,
         step_tokens: int,
         *,
-        tensor_parallel: bool,
         pipeline: Pipeline | None,
-        offload: Offload | None,
+        applied: Applied,
+        observer: StepObserver,
     ) -> None:
         self.config, self.folder, self.mesh, self.device = config, folder, mesh, device
-        self.meter, self.step_tokens, self.pipeline, self.offload = meter, step_tokens, pipeline, offload
-        axes = ["tp"] if tensor_parallel else []
+        self.meter, self.step_tokens, self.pipeline, self.offload = meter, step_tokens, pipeline, applied.offload
+        self.observer, self._observing = observer, contextlib.ExitStack()
+        axes = [] if applied.tensor is None else ["tp"]
         if mesh.layout.ep > 1 and runs_on_host(job.axes["ep"].group, device):
             axes.append("ep")
         self.sampler = (
@@ -97,7 +101,8 @@ class Telemetry:
         exposed.reset()
         if self.offload is not None:
             self.offload.take()
-        yield
+        with self._observing:
+            yield
         with self.paused() if self.profiler.writes_next() else contextlib.nullcontext():
             self.profiler.step()
         self._collect_garbage()
@@ -108,6 +113,8 @@ class Telemetry:
         began = time.perf_counter()
         yield
         self.meter.fetched(time.perf_counter() - began)
+        if self.number == self.first_step + 1:
+            self._observing.enter_context(self.observer.watching())
         if job.watchdog is not None:
             job.watchdog.step(self.number)
         if self.is_logged():
@@ -133,6 +140,7 @@ class Telemetry:
         `tokens` counts all of the run so far; `more` are numbers that not every run has.
         """
         times = self.sampler.end() if self.sampler is not None and self.is_logged() else {}
+        self._observing.close()
         if self.number == self.first_step + 1 and self.mesh.world_size > 1:
             watchdog.set_timeouts(self.config.comm.train_timeout_seconds)
         attempt.note("first_step")
@@ -143,8 +151,19 @@ class Telemetry:
             self.row = of_step | self._measured(times) | self.meter.rates() | more
             self.metrics.log(self.row)
             self.console.update(self.row)
+        if self.number == self.first_step + 1:
+            self._tell_what_engaged()
         for line in self.recompiles.lines(self.number, self.first_step):
             log.warning("%s", line)
+
+    def _tell_what_engaged(self) -> None:
+        """Write what the first step did on all ranks, and warn of what the config asks for and did not happen."""
+        found = self.mesh.from_everyone(self.observer.found)
+        if self.mesh.rank == 0:
+            engaged.write(self.folder.path, self.number, found)
+        log_table(engaged.table(self.observer.found), "What the first step did", file_only=True)
+        if self.observer.applied.graphs == []:
+            log.warning("compile.enable: no graph was compiled in the first step; blocks run as they are")
 
     def log_validation(self, step: int, found: dict[str, float]) -> None:
         self.metrics.log_validation(step, found)

@@ -25,6 +25,7 @@ from shardline.parallel.tensor import async_tp, autotune
 from shardline.parallel.tensor.autotune import from_row
 from shardline.parallel.tensor.backend_table import Choice, backends, choices
 from shardline.parallel.tensor.serial_and_ring import Ring
+from shardline.telemetry import engaged
 from shardline.telemetry.summary import tensor_summary
 from tests.parity.harness import DEVICE, Harness, complete, train
 from tests.parity.pool import Pool
@@ -281,6 +282,9 @@ def test_a_run_keeps_what_was_chosen_and_measures_itself(harness: Harness, pool:
     assert [row["product"] for row in rows] == list(chosen)
     for row in rows:
         assert from_row(None, row).chosen == chosen[row["product"]]
+    ran = json.loads((folder / engaged.FILE).read_text())
+    assert ran["tensor_parallel"] == {name: str(chosen[name]) for name in list(chosen)[:8]}  # not those of validation
+    assert ran["other_ranks"] == {}
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # Of the slowest rank, which may have waited for the other before the other's step began: not below each step.
     assert sum(row["tp_comm_seconds"] for row in steps if "loss" in row) < elapsed
