@@ -39,6 +39,7 @@ from shardline.telemetry.log import log_table
 from shardline.telemetry.metrics import Meter, MetricsLog
 from shardline.telemetry.profile import Profiler
 from shardline.telemetry.recompiles import CompileReport
+from shardline.telemetry.serial_steps import SerialComparison
 from shardline.words import TableRows
 
 log = logging.getLogger("shardline")
@@ -69,6 +70,7 @@ class Telemetry:
         self.sampler = (
             Sampler(device, job.clock, job.row_clock, job.spans, axes) if axes or mesh.layout.ep > 1 else None
         )
+        self.serial = None if applied.tensor is None else SerialComparison(config)
         theory = None if pipeline is None else theoretical_bubble(pipeline.plan.schedule)
         self.console = Console(config, folder.path, rank=mesh.rank, theoretical_bubble=theory)
         self.row: dict[str, Any] = {}
@@ -118,6 +120,9 @@ class Telemetry:
         if job.watchdog is not None:
             job.watchdog.step(self.number)
         if self.is_logged():
+            if self.serial is not None:
+                self._finish_on_device()
+                self.serial.begin(self.number)
             if self.sampler is not None:
                 self.sampler.begin()
             if self.pipeline is not None:
@@ -126,10 +131,13 @@ class Telemetry:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock for what is not training, after the device has finished the step that is."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._finish_on_device()
         with self.meter.paused():
             yield
+
+    def _finish_on_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def is_logged(self) -> bool:
         return self.number in (1, self.last_step) or self.number % self.config.metrics.log_freq == 0
@@ -179,11 +187,12 @@ class Telemetry:
         offloaded = 0.0 if self.offload is None else float(self.offload.take())
         memory = peak_memory_gib(self.device) + symmetric_memory.shared_gib()
         of_axes = [seconds for axis in times for seconds in times[axis]]
-        highest = [memory, waited or 0.0, offloaded, *of_axes]
+        lasted = 0.0 if self.serial is None else self.serial.seconds()
+        highest = [memory, waited or 0.0, offloaded, lasted, *of_axes]
         if self.mesh.world_size > 1:
             numbers = torch.tensor(highest, dtype=torch.float64, device=self.device)  # float32 cannot count bytes
             highest = read(collectives.max_in_place(numbers, "world"))
-        memory, waited_longest, offloaded, *longest = highest
+        memory, waited_longest, offloaded, lasted, *longest = highest
         row: dict[str, Any] = {"memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.size("loss") > 1:
             row["dp_exposed_seconds"] = waited_longest
@@ -191,6 +200,9 @@ class Telemetry:
             row["offloaded_bytes"] = int(offloaded)
         for number, axis in enumerate(times):
             slowest = Times(*longest[2 * number : 2 * number + 2])
+            if axis == "tp" and self.serial is not None:
+                row |= self.serial.end(slowest, lasted)
+                continue
             row |= {f"{axis}_comm_seconds": slowest.comm, f"{axis}_exposed_seconds": slowest.exposed}
             row[f"{axis}_hidden_fraction"] = slowest.hidden
         if self.pipeline is not None:
