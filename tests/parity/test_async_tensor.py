@@ -358,6 +358,7 @@ def test_hidden_time_is_compared_with_communication_alone() -> None:
         ({"parallelism.async_tensor_parallel_compare_freq": 0}, []),
         ({"parallelism.async_tensor_parallel_backend": "serial"}, []),
         ({"parallelism.enable_async_tensor_parallel": False}, []),
+        ({"profiling.enable_profiling": True}, []),
     ],
 )
 def test_which_logged_steps_run_serially(changes: dict[str, Any], serial: list[int]) -> None:
