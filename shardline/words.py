@@ -1,7 +1,8 @@
-"""How messages write lists, plurals, ranges and sizes."""
+"""How messages write lists, plurals, ranges and sizes, and what they leave out of texts that others wrote."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -39,3 +40,14 @@ def sized(size: float) -> str:
         if size >= bytes_of_it:
             return f"{size / bytes_of_it:.2f} {unit}"
     return f"{size:.0f} bytes"
+
+
+ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?", re.DOTALL)  # of a terminal
+
+
+def printable(text: str) -> str:
+    """A text of others without escape sequences and control characters; line breaks and tabs stay."""
+    if text.isprintable():
+        return text
+    kept = ESCAPES.sub("", text)
+    return "".join(one for one in kept if one.isprintable() or one in "\n\t")

@@ -27,8 +27,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardline.comm.store import KEY_VARIABLE
 from shardline.config.names import LAUNCHER_VARIABLE
-from shardline.launch.endpoint import Endpoint, interface_towards, print_line
+from shardline.launch import secret
+from shardline.launch.endpoint import LOOPBACK, Endpoint, gloo_interface, print_line
 from shardline.launch.failures import choose_cause, in_a_line, show
 from shardline.launch.ranks import RankProcess, kill_ranks, remove_empty_outputs, start_rank
 from shardline.launch.recovery import MARKS, Recovery
@@ -55,6 +57,7 @@ class Launch:
     entry: str
     words: tuple[str, ...]
     options: TrainOptions
+    secret: bytes = field(default=b"", repr=False)
     environment: Mapping[str, str] = field(default_factory=dict)  # of every rank, besides this process's
     stop_timeout_seconds: float = 30.0
     preempted_exit_code: int = 128 + signal.SIGTERM  # of ranks that SIGTERM or a time limit ended at a step boundary
@@ -70,7 +73,7 @@ class Launch:
         """Where launchers meet; one machine takes any free port."""
         options = self.options
         if self.terms().most == 1:
-            return Endpoint("127.0.0.1:0", 0, MEETING_SECONDS)
+            return Endpoint(f"{LOOPBACK}:0", 0, MEETING_SECONDS)
         number = options.node_rank if options.rdzv_backend == "static" else None
         return Endpoint(options.rdzv_endpoint, number, MEETING_SECONDS)
 
@@ -127,6 +130,7 @@ class Agent:
             launch.lost_machine_seconds,
             launch.misfit if self.terms.is_elastic else lambda ranks: "",  # no other machines would come
             self._may_regroup,
+            launch.secret,
         )
         self.signals: list[int] = []
         self.forwarded = 0
@@ -173,7 +177,7 @@ class Agent:
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        interface = interface_towards(address) if len(met.peers) > 1 else None
+        interface = gloo_interface(address, alone=len(met.peers) == 1)
         if interface is not None:
             defaults["GLOO_SOCKET_IFNAME"] = interface
         for local in range(count):
@@ -191,9 +195,11 @@ class Agent:
                 "TORCHELASTIC_RESTART_COUNT": str(met.number),
                 **attempt.variable(state),
                 LAUNCHER_VARIABLE: str(os.getpid()),
+                KEY_VARIABLE: self.rendezvous.rank_key(),
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             }
             environment = {**defaults, **os.environ, **variables, **self.launch.environment}
+            environment.pop(secret.VARIABLE, None)
             self.ranks.append(start_rank(folder, self.launch.entry, self.launch.words, first + local, environment))
 
     # ---- watching ----------------------------------------------------------------------------------------------------
