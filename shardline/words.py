@@ -51,3 +51,31 @@ def printable(text: str) -> str:
         return text
     kept = ESCAPES.sub("", text)
     return "".join(one for one in kept if one.isprintable() or one in "\n\t")
+
+
+# Passwords in URLs: user:password@ (no port of a host, no IPv6 address), anything before @ of http, signed queries.
+_PASSWORDS = (
+    re.compile(r"(?<=://)(?!\[)[^\s@/:]*:(?!\d{1,5}(?:/|$))[^\s@]+(?=@)"),
+    re.compile(r"(?<=http://)[^\s/@]+(?=@)|(?<=https://)[^\s/@]+(?=@)"),
+    re.compile(
+        r"(?<=[?&])([\w-]*(?:token|signature|secret|passw(?:or)?d|api_?key|access_?key|credential)|sig)=[^\s&#]+", re.I
+    ),
+)
+
+
+def masked(text: str) -> str:
+    """A text without the passwords of the URLs in it."""
+    for pattern in _PASSWORDS if "://" in text else ():
+        text = pattern.sub("***", text)
+    return text
+
+
+def password_problem(text: str) -> str:
+    """Why a URL is refused that holds a password; "" for any other text."""
+    shown = masked(text)
+    if shown == text:
+        return ""
+    return (
+        f"{shown} holds a password, which would be written into files and logs: leave it out, and let fsspec read it"
+        " from its settings (~/.config/fsspec/conf.json, FSSPEC_S3_SECRET) or the environment (AWS_SECRET_ACCESS_KEY)"
+    )

@@ -13,7 +13,7 @@ from shardline.cli.commands import COMMANDS
 from shardline.cli.parser import help_text, parse
 from shardline.errors import UserError
 from shardline.registry import nearest
-from shardline.words import printable
+from shardline.words import masked, printable
 
 
 def program(words: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(given: Sequence[str]) -> int:
     except UserError as error:
         if "--debug" in given:
             traceback.print_exc()
-        first, *more = printable(str(error)).splitlines() or [""]
+        first, *more = masked(printable(str(error))).splitlines() or [""]
         print("\n".join([f"error: {first}", *(f"       {line}" for line in more)]), file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:  # holds the number of the signal that ended a run

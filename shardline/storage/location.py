@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from shardline.errors import UserError
+from shardline.words import password_problem
 
 
 def is_url(text: str | Path) -> bool:
@@ -102,11 +103,13 @@ class Location:
 
 
 def locate(where: str | Path) -> Location:
-    """Open a path or URL; a URL that no installed file system understands is a `UserError`."""
+    """Open a path or URL; one that holds a password, or that no installed file system understands, is refused."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
     text = str(where)
+    if problem := password_problem(text):
+        raise UserError(problem)
     if not is_url(text):
         return Location(LocalFileSystem(), str(Path(text).absolute()), text)
     try:
