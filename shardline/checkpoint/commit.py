@@ -42,7 +42,7 @@ from shardline.config.schema import Checkpoint
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.huggingface.files import copy_assets, write_hf
-from shardline.storage.atomic import sync_folder
+from shardline.storage.atomic import plain_file, sync_folder
 from shardline.storage.blocks import record_file
 from shardline.storage.crash_points import reach
 from shardline.storage.safetensors import Entry, entries_from, name_of_type, write_tensors
@@ -355,6 +355,8 @@ def _table(owned: list[HeldTensor]) -> dict[str, Any]:
 def _make_folder(partial: Path) -> str:
     """Make an empty folder; returns what is wrong, or "" if it worked."""
     try:
+        if partial.is_symlink():
+            partial.unlink()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
@@ -364,7 +366,7 @@ def _make_folder(partial: Path) -> str:
 
 def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """Add the manifest to `partial`, make everything durable and rename it to `final`."""
-    with open(partial / files.MANIFEST, "w") as file:
+    with open(partial / files.MANIFEST, "w", opener=plain_file) as file:
         file.write(files.manifest_text(content))
         file.flush()
         os.fsync(file.fileno())

@@ -14,11 +14,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,9 +34,11 @@ from shardline.launch.ranks import RankProcess, kill_ranks, remove_empty_outputs
 from shardline.launch.recovery import MARKS, Recovery
 from shardline.launch.rendezvous import Rendezvous
 from shardline.launch.rounds import End, Round, Terms
+from shardline.launch.scratch import scratch_folder
 from shardline.report import Report, this_report
 from shardline.run import attempt, signals
 from shardline.run.options import TrainOptions, node_range
+from shardline.storage.atomic import forbid_others_to_write
 from shardline.words import numbered
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
@@ -88,17 +88,18 @@ class RoundStatus(enum.Enum):
 
 def start_ranks(launch: Launch) -> int:
     """Run the ranks of this machine to their end and return the exit code. Raises what was a rank's UserError."""
-    folder = Path(tempfile.mkdtemp(prefix="shardline-"))
-    agent = Agent(launch, folder)
-    try:
-        with _handling_signals(agent):
-            agent.run()
-        return agent.exit_code()
-    finally:
-        kill_ranks(agent.ranks)
-        agent.rendezvous.close()
-        remove_empty_outputs(agent.ranks)
-        shutil.rmtree(folder, ignore_errors=True)
+    umask = forbid_others_to_write()
+    with scratch_folder() as folder:
+        agent = Agent(launch, folder)
+        try:
+            with _handling_signals(agent):
+                agent.run()
+            return agent.exit_code()
+        finally:
+            kill_ranks(agent.ranks)
+            agent.rendezvous.close()
+            remove_empty_outputs(agent.ranks)
+            os.umask(umask)
 
 
 @contextlib.contextmanager

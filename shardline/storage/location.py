@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from shardline.errors import UserError
+from shardline.storage.atomic import plain_file
 from shardline.words import password_problem
 
 
@@ -78,6 +79,8 @@ class Location:
         return changed.astimezone()
 
     def open(self, mode: str = "rb") -> BinaryIO:
+        if self.local is not None:
+            return cast(BinaryIO, open(self.path, mode, opener=plain_file))
         return cast(BinaryIO, self.fs.open(self.path, mode))
 
     def text(self) -> str:

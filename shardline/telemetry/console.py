@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import logging.handlers
 import os
@@ -23,6 +24,7 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.run.folder import RunFolder
 from shardline.run.stop import TIME_LIMIT
+from shardline.storage.atomic import plain_file
 
 log = logging.getLogger("shardline")
 LOGGERS = ("shardline", "py.warnings")  # the second one carries what the warnings module reports
@@ -73,6 +75,9 @@ class FileHandler(logging.FileHandler):
     """The log file. If it cannot be written, as on a full disk, the run goes on after one warning."""
 
     failed = False
+
+    def _open(self) -> io.TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=plain_file)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self.failed:
