@@ -133,7 +133,7 @@ class Agent:
             self._may_regroup,
             launch.secret,
         )
-        self.signals: list[int] = []
+        self.signals: list[signal.Signals] = []
         self.forwarded = 0
         self.recovery: Recovery | None = None  # under way
         self.ranks: list[RankProcess] = []
@@ -211,7 +211,7 @@ class Agent:
             signals.leave_terminal()
         if not self.ranks:
             raise KeyboardInterrupt(number)
-        self.signals.append(signals.counts_as(number))
+        self.signals.append(signal.Signals(number))
 
     def _watch(self) -> RoundStatus:
         """One look at the ranks and at what other machines report."""
@@ -247,8 +247,8 @@ class Agent:
         """Report the first signal: a machine leaves the others where they can do without it, else all stop."""
         if not self.signals or self.forwarded:
             return
-        name = signal.Signals(self.signals[0]).name
-        leaves = name == "SIGTERM" and self.terms.least < self.terms.most and not self.rendezvous.leads
+        name, is_asked = self.signals[0].name, signals.counts_as(self.signals[0]) == signal.SIGTERM
+        leaves = is_asked and self.terms.least < self.terms.most and not self.rendezvous.leads
         text = f"host {socket.gethostname()} {'leaves' if leaves else 'stops'} ({name})"
         self.rendezvous.report(End(this_report("leave" if leaves else "stop", text)))
 
@@ -392,6 +392,7 @@ class Agent:
                 print(f"error: stopped in the middle of a step: {self.stopping_for.report.text}", file=sys.stderr)
             return 128 + signal.SIGTERM
         is_preempted = all(rank.code in (0, preempted) for rank in self.ranks)
-        if self.signals and not (self.signals[0] == signal.SIGTERM and is_preempted):
-            return 128 + self.signals[0]
+        first = signals.counts_as(self.signals[0]) if self.signals else None
+        if first is not None and not (first == signal.SIGTERM and is_preempted):
+            return 128 + first
         return next((rank.code for rank in self.ranks if rank.code in (preempted, *STOPPED)), None) or 0

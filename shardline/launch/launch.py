@@ -15,9 +15,10 @@ from shardline.config.rules import checked_layout
 from shardline.config.schema import Config, leaves
 from shardline.errors import UserError
 from shardline.launch.secret import job_secret
+from shardline.run.enforcer import enforced_stop
 from shardline.run.options import TrainOptions, node_range
 from shardline.run.signals import starting_job
-from shardline.run.stop import exit_code
+from shardline.run.stop import exit_code, why_not_saved
 
 BACKENDS = ("static", "c10d")
 NAME_SECONDS = 10.0  # where machines start together, the name of the first one may resolve a little later
@@ -109,10 +110,12 @@ def _name_problem(host: str) -> str:
 
 
 def _run(config: Config, options: TrainOptions) -> int:
-    from shardline.training.trainer import Trainer
-
+    saving = 0 if why_not_saved(config) else config.checkpoint.save_timeout_seconds
     try:
-        result = Trainer(config, options).train()
+        with enforced_stop(config.comm.stop_timeout_seconds, saving, is_rank=started_ranks() > 0):
+            from shardline.training.trainer import Trainer  # after the fork of the enforcer
+
+            result = Trainer(config, options).train()
     except RuntimeError as error:
         if started_ranks() < 2 or LAUNCHER_VARIABLE in os.environ or options.debug:
             raise
