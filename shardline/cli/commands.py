@@ -28,6 +28,7 @@ _RENDEZVOUS = (
     Option("rdzv-id", "Name of the job under which machines meet.", str, "ID", default="none"),
     Option("rdzv-backend", "How machines meet: static or c10d.", str, "NAME", default="static"),
     Option("rdzv-endpoint", "Address at which machines meet.", str, "HOST:PORT", default=""),
+    Option("rdzv-secret-file", "File (mode 0600) with the secret that all machines share.", str, "FILE", default=""),
 )
 
 
@@ -415,7 +416,8 @@ def _start_options(parsed: Parsed) -> TrainOptions:
     """How the ranks of a benchmark start; nproc 0 leaves their number to the layout."""
     from shardline.run.options import TrainOptions
 
-    named = parsed.named("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "debug")
+    meeting = ("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_secret_file")
+    named = parsed.named(*meeting, "debug")
     return TrainOptions(nproc=parsed.options["nproc"] or 0, words=parsed.words, **named)
 
 

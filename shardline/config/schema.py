@@ -431,7 +431,7 @@ class Comm(Section):
     save_traces_file_prefix: Name = key("rank_", "Prefix of those file names.")
     mode: Literal["default", "fake_backend", "local_tensor"] = key("default", "Real or simulated communication.")
     stop_timeout_seconds: Positive = key(
-        30, "Longest time for ranks to save and stop after Ctrl-C or SIGTERM; then they are killed."
+        30, "Longest time to stop after Ctrl-C or SIGTERM; then ranks are killed, and a single process ends."
     )
     lost_machine_seconds: Positive = key(10, "Silence after which a machine is lost (--max-restarts, --nnodes 1:4).")
     bind_cpus: bool = key(False, "Bind ranks to their share of the cores, on the NUMA node of their GPU if known.")

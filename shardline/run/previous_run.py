@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardline.config.schema import leaves
 from shardline.errors import UserError
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import plain_file, read_plain, write_atomically
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -71,7 +71,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 def is_our_config(path: Path) -> bool:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace", opener=plain_file) as file:
             return file.readline().rstrip("\n") == CONFIG_HEADER
     except OSError:
         return False
@@ -82,8 +82,8 @@ def previous_config(path: Path) -> dict[str, Any]:
     if not is_our_config(path / "config.toml"):
         return {}
     try:
-        return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return tomllib.loads(read_plain(path / "config.toml"))
+    except (OSError, tomllib.TOMLDecodeError):
         return {}
 
 
@@ -130,7 +130,7 @@ def pending(path: Path) -> list[Path]:
 def put_back(aside: Path) -> None:
     """Give a run its folder back; what a start that made no step has written gives way to it."""
     try:
-        for name in json.loads((aside / PENDING).read_text(encoding="utf-8")):
+        for name in json.loads(read_plain(aside / PENDING)):
             now, before = aside / name, aside.parent / name
             if os.path.lexists(now):  # not yet moved back, or never moved, by a start that was killed
                 before.parent.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ from shardline.run.options import TrainOptions
 from shardline.run.output import keep_output
 from shardline.run.previous_run import changed_keys
 from shardline.run.stop import Requests
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import forbid_others_to_write, write_atomically
 from shardline.telemetry.engaged import StepObserver
 from shardline.telemetry.log import hold_log, log_table, passing_line, setup_logging
 from shardline.telemetry.metrics import Meter
@@ -92,6 +92,7 @@ class Setup:
         hold_log()
         self.config, self.options = attempt.continued(config, options)
         self.closing = closing
+        closing.callback(os.umask, forbid_others_to_write())
         self._check()
         self._join()
         self._keep_batch()

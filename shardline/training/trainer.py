@@ -18,6 +18,7 @@ from shardline.data.batch import Batch
 from shardline.errors import UserError
 from shardline.optim.lr_schedule import lr_factor
 from shardline.parallel.replica_check import check_replicas
+from shardline.run import enforcer
 from shardline.run.device import read
 from shardline.run.next_steps import after_end, resume_command
 from shardline.run.options import TrainOptions
@@ -85,6 +86,8 @@ class Trainer:
                         telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, result.more)
                         self._after_step(result)
                         request = self.validator.run_if_due(progress.step, result.request)
+                        if request.stop is not None:
+                            enforcer.reached_boundary()
                         self._stop_if_worse(self.validator.loss)
                         self.saver.save_if_due(progress, self.total_steps, request, self._saving)
                 self.saver.complete()
@@ -172,7 +175,7 @@ class Trainer:
     def _saving(self) -> Iterator[None]:
         """Around a save: it is no training time, no reason for a time-out, and its length counts for the time limit."""
         waiting = watchdog.patiently("saving a checkpoint")
-        with self.telemetry.paused(), waiting, self.requests.saving():
+        with self.telemetry.paused(), waiting, self.requests.saving(), enforcer.saving():
             yield
 
     # ---- requests to stop or to save ---------------------------------------------------------------------------------
