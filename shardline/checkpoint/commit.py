@@ -47,7 +47,7 @@ from shardline.storage.atomic import sync_folder
 from shardline.storage.blocks import record_file
 from shardline.storage.crash_points import reach
 from shardline.storage.safetensors import Entry, entries_from, name_of_type, write_tensors
-from shardline.words import listed
+from shardline.words import listed, sized
 
 log = logging.getLogger("shardline")
 VERDICT_SECONDS = 30.0  # rank 0 notices first that a rank is late
@@ -201,7 +201,9 @@ class CheckpointWriter:
             if failed is not None and not isinstance(failed, OSError | UserError):
                 raise failed  # a bug, with its traceback
             raise UserError(f"checkpoint {final} was not saved: {verdict['error']}; earlier ones are intact")
-        log.info("saved %s%s", final, f" (removed {verdict['removed']} older)" if verdict["removed"] else "")
+        unlike = save.number == 1 or save.kind == "model"  # others have the size of the first
+        size = f", {sized(verdict['bytes'])}" if unlike else ""
+        log.info("saved %s%s%s", final, size, f" (removed {verdict['removed']} older)" if verdict["removed"] else "")
 
     def _write_shard(self, save: Save, partial: Path, activity: SaveActivity) -> dict[str, Any]:
         """Write what this rank owns; returns the report for rank 0."""
@@ -228,7 +230,7 @@ class CheckpointWriter:
     def _commit(
         self, messages: Messages, save: Save, final: Path, partial: Path, deadline: float, activity: SaveActivity
     ) -> dict[str, Any]:
-        """Rank 0's second phase; returns the verdict: {"error": text, or "" if it is saved, "removed": count}."""
+        """Rank 0's second phase; returns the verdict: {"error": text, or "" if it is saved, "removed", "bytes"}."""
         try:
             reports = []
             for rank in range(self.mesh.world_size):
@@ -244,11 +246,12 @@ class CheckpointWriter:
                 raise UserError("; ".join(errors))
             activity.check()
             activity.at = f"writing {partial / files.MANIFEST}"
-            publish(partial, final, self._manifest(save, partial, merge(reports)))
+            manifest = self._manifest(save, partial, merge(reports))
+            publish(partial, final, manifest)
             removed = self._prune(save.step, final.parent, activity)
             if self.mirror is not None:
                 self.mirror.nudge()
-            return {"error": "", "removed": removed}
+            return {"error": "", "removed": removed, "bytes": sum(row["size"] for row in manifest["files"].values())}
         except Cancelled:
             raise
         except BaseException as error:

@@ -433,6 +433,8 @@ def resumable_step(
             files.choose(place, found, step)  # raises what is wrong
     good = [saved for saved in candidates if saved.kind == "full" or saved.step >= _end_of(saved, config, total_steps)]
     if not good:
+        if candidates:  # all of them are weights
+            raise UserError(_weights_only(candidates[0], folder))
         broken = [str(one.error) for one in found if one.saved is None]
         if broken:
             raise UserError(
@@ -442,6 +444,19 @@ def resumable_step(
         return None
     check_model(good[0], arch)
     return good[0].step
+
+
+def _weights_only(saved: Saved, folder: Path) -> str:
+    """Why a run whose checkpoints hold no optimizer state cannot be continued, and what can be done with its weights."""
+    first, flag = "", f"--checkpoint.initial_load_path={saved.path}"
+    if "lora" in saved.trainer:
+        first = "" if saved.is_hf else f"shardline export {saved.path} ADAPTER, and "
+        flag = f"--lora.adapter_path={saved.path if saved.is_hf else 'ADAPTER'}"
+    key = "last_save_in_hf" if saved.is_hf else "last_save_model_only"
+    return (
+        f"{saved.path} holds weights only (checkpoint.{key}), so the run in {folder} cannot be continued; start another"
+        f" run from them: {first}--job.dump_folder=NEW {flag}; --overwrite moves the old run aside"
+    )
 
 
 def _end_of(saved: Saved, config: Config, total_steps: int) -> int:

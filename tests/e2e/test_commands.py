@@ -169,7 +169,7 @@ def test_a_terminal_shows_a_bar_and_ctrl_c_leaves_whole_lines(tmp_path):
     shown = [line.rstrip() for line in screen(text)]
     assert "━" not in "".join(shown)
     assert any(re.fullmatch(r"stopped at step \d+ at your request \(SIGINT\)", line) for line in shown)
-    assert any(re.fullmatch(rf"saved {tmp_path}/run/checkpoint/step-\d+", line) for line in shown)
+    assert any(re.fullmatch(rf"saved {tmp_path}/run/checkpoint/step-\d+, [\d.]+ \wiB", line) for line in shown)
     assert any(re.fullmatch(r"│ run folder  │ .* │", line) for line in shown)
 
 
