@@ -447,7 +447,7 @@ def resumable_step(
 
 
 def _weights_only(saved: Saved, folder: Path) -> str:
-    """Why a run whose checkpoints hold no optimizer state cannot be continued, and what can be done with its weights."""
+    """Why a run that saved no optimizer state cannot be continued, and what can be done with its weights."""
     first, flag = "", f"--checkpoint.initial_load_path={saved.path}"
     if "lora" in saved.trainer:
         first = "" if saved.is_hf else f"shardline export {saved.path} ADAPTER, and "
