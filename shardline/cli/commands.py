@@ -67,7 +67,7 @@ def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, d
 
 def _check_model(config: Config, download: bool) -> Config:
     """Resolve the flavor and its overrides, unless the model is not built yet or not here."""
-    from shardline.config.rules import pending
+    from shardline.config.rules import pending, with_data_named
     from shardline.models.huggingface.hub import names_hub_model, with_local_model
 
     if names_hub_model(config) and not download:
@@ -75,11 +75,12 @@ def _check_model(config: Config, download: bool) -> Config:
         print(f"note: {name} is a model of the Hub, which `shardline train` downloads: not checked", file=sys.stderr)
         return config
     config = with_local_model(config)
-    if not pending(config).keys() & {"model.name", "model.flavor"}:
-        from shardline.models.flavors import resolve
+    if pending(config).keys() & {"model.name", "model.flavor"}:
+        return config
+    from shardline.models.flavors import resolve
+    from shardline.models.fused_weights import parameter_count
 
-        resolve(config.model)
-    return config
+    return with_data_named(config, parameter_count(resolve(config.model)))
 
 
 @contextlib.contextmanager

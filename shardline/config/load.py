@@ -157,11 +157,10 @@ def _left_with_its_model(merged: dict[str, Given], layer: Layer) -> Iterator[str
         yield f"{given.where}: {given.name} = {show(given.value)} drops what {said}: {listed(own, most=10)}"
 
 
-def _model_of(given: Mapping[str, Given]) -> tuple[str, ...]:
+def _model_of(given: Mapping[str, Given]) -> tuple[Any, ...]:
     """The name and the flavor of a model; a Hugging Face folder has no flavor."""
-    values = [given[key].value if key in given else RESET for key in ("model.name", "model.flavor")]
-    defaults = [leaves()[key].default for key in ("model.name", "model.flavor")]
-    name, flavor = (default if value is RESET else value for value, default in zip(values, defaults, strict=True))
+    known = {key: given[key].value for key in MODEL_NAMES if key in given and given[key].value is not RESET}
+    name, flavor = (known.get(key, leaves()[key].default) for key in ("model.name", "model.flavor"))
     return ("auto",) if name == "auto" else (name, flavor)
 
 

@@ -153,7 +153,9 @@ class Training(Section):
     objective: Literal["next_token", "dpo"] = key(
         "next_token", "Predict each next token, or prefer the better answer of each pair (direct preference)."
     )
-    dataset: Name = key("demo", '"demo", a registered source or a Hub dataset; only a label with dataset_path.')
+    dataset: Name | None = key(
+        "demo", '"demo", a registered source or a Hub dataset; a label with dataset_path. Unset above 100M parameters.'
+    )
     dataset_path: Text | None = key(None, "Files, glob, folder, prepared store, or dataset name to read.")
     local_batch_size: Positive = key(8, "Sequences per data-parallel rank in one forward pass.")
     global_batch_size: PositiveOrAll = key(-1, "Sequences per step over all ranks; -1: one forward pass per rank.")

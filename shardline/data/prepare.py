@@ -124,7 +124,7 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
     blamed = f"{section}.dataset_path" if path else f"{section}.dataset"
     with blame(blamed):
         source = open_source(
-            settings.dataset, path, text_field=settings.dataset_text_field, split=settings.dataset_split
+            settings.dataset or "", path, text_field=settings.dataset_text_field, split=settings.dataset_split
         )
     with blame(blamed):
         return store_in_cache(config, source, tokenizer)

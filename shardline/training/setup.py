@@ -38,7 +38,7 @@ from shardline.comm.mesh import (
 from shardline.comm.store import connect_store, gather_ranks, ranks_from_environment
 from shardline.config.architecture import Architecture
 from shardline.config.layout import check_experts, with_degrees
-from shardline.config.rules import checked_layout, expert_notes, notes, refuse_pending, schedule_notes
+from shardline.config.rules import checked_layout, expert_notes, notes, refuse_pending, schedule_notes, with_data_named
 from shardline.config.schema import Config, Job
 from shardline.config.write import to_toml
 from shardline.data.loader import Loader, build_loader, fitted, steps_for_epochs
@@ -112,11 +112,13 @@ class Setup:
             log.info("%s", line)
         registry.import_custom(config.experimental.custom_import)
         refuse_pending(config)
+        arch = resolve(config.model)
+        refuse_pending(with_data_named(config, parameter_count(arch)))
         self.device = choose_device()
         self.layout = checked_layout(config, world_size())
         set_determinism(config, self.device)  # first: kernels are chosen by it
         self.tokenizer = choose_tokenizer(config)
-        self.arch = fitted(resolve(config.model), config, self.tokenizer)
+        self.arch = fitted(arch, config, self.tokenizer)
         check_experts(self.arch, self.layout)
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
