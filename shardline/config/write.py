@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from shardline.config.architecture import OVERRIDABLE, TABLES, Architecture
 from shardline.config.assemble import OVERRIDES
 from shardline.config.axolotl.reader import source_of
-from shardline.config.names import ALTERNATIVES
+from shardline.config.names import ALTERNATIVES, is_demo
 from shardline.config.rule_table import LESS_LAYERS
 from shardline.config.rules import pending
 from shardline.config.schema import Config, leaves, tables
@@ -100,6 +100,8 @@ def _why_unset(config: Config, key: str) -> str | None:
     if not config.is_set(key):
         if key == "training.mixed_precision_param":
             return ": bfloat16, or float32 on CPU"
+        if key == "training.dataset" and is_demo(config.training):
+            return ": generated text, for a model of up to 100M parameters"
         if key in LESS_LAYERS:
             return ": 1; if both ends of the pipeline have that, stages are split by weights"
         if key in ALTERNATIVES and config.value(ALTERNATIVES[key]) is not None:

@@ -162,6 +162,10 @@ def test_a_large_model_wants_its_data_named(keys, named, tmp_path):
     again = load_config(tmp_path / "run.toml")
     assert again == large
     assert missing(again) == missing(large)
+    (tmp_path / "early.toml").write_text(to_toml(config))  # written before the size is known
+    again = load_config(tmp_path / "early.toml")
+    assert again == config
+    assert with_data_named(again, 100_000_001) == large
     if not named:
         check(large)
         lines = r"no data is named.*add two lines:\n  \[training\]\n  dataset_path = "
