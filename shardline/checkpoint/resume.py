@@ -452,9 +452,9 @@ def _weights_only(saved: Saved, folder: Path) -> str:
     if "lora" in saved.trainer:
         first = "" if saved.is_hf else f"shardline export {saved.path} ADAPTER, and "
         flag = f"--lora.adapter_path={saved.path if saved.is_hf else 'ADAPTER'}"
-    key = "last_save_in_hf" if saved.is_hf else "last_save_model_only"
+    why = "checkpoint.last_save_in_hf" if saved.is_hf else "checkpoint.last_save_model_only, or an import"
     return (
-        f"{saved.path} holds weights only (checkpoint.{key}), so the run in {folder} cannot be continued; start another"
+        f"{saved.path} holds weights only ({why}), so the run in {folder} cannot be continued; start another"
         f" run from them: {first}--job.dump_folder=NEW {flag}; --overwrite moves the old run aside"
     )
 

@@ -67,7 +67,7 @@ def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, d
 
 def _check_model(config: Config, download: bool) -> Config:
     """Resolve the flavor and its overrides, unless the model is not built yet or not here."""
-    from shardline.config.rules import pending, with_data_named
+    from shardline.config.rules import check_architecture, pending, with_data_named
     from shardline.models.huggingface.hub import names_hub_model, with_local_model
 
     if names_hub_model(config) and not download:
@@ -77,10 +77,13 @@ def _check_model(config: Config, download: bool) -> Config:
     config = with_local_model(config)
     if pending(config).keys() & {"model.name", "model.flavor"}:
         return config
-    from shardline.models.flavors import resolve
+    from shardline.models.flavors import check_weights, resolve
     from shardline.models.fused_weights import parameter_count
 
-    return with_data_named(config, parameter_count(resolve(config.model)))
+    arch = resolve(config.model)
+    check_architecture(config, arch)
+    check_weights(config, arch)
+    return with_data_named(config, parameter_count(arch))
 
 
 @contextlib.contextmanager

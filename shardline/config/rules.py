@@ -85,6 +85,17 @@ def notes(config: Config) -> list[str]:
     return [_about(keys, sentence) for sentence, keys in found.items()]
 
 
+def check_architecture(config: Config, arch: Architecture) -> None:
+    """Refuse what this model cannot do: a name alone does not tell whether it has experts."""
+    if arch.moe is not None and config.training.mixed_precision_param == "float16":
+        raise ConfigError(
+            "training.mixed_precision_param = 'float16': the losses that balance experts are not scaled; compute in"
+            " bfloat16 or float32"
+        )
+    if arch.foreign is not None and config.training.neftune_alpha is not None:
+        raise ConfigError("training.neftune_alpha: embeddings of a model that transformers computes take no noise")
+
+
 def expert_notes(config: Config, arch: Architecture) -> list[str]:
     """Lines about keys for experts that have no effect on this model."""
     if arch.moe is None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import re
 from pathlib import Path
 
 from shardline.config.names import DATA_FILES, LINE_FILES, TEXT_FILES
 from shardline.errors import UserError
 from shardline.storage.progress import say
+from shardline.words import counted
 
 SPLITS = {
     "train": "train",
@@ -60,15 +62,34 @@ def _expand(item: str, split: str) -> list[Path]:
 
 
 def readable_files(folder: Path) -> list[Path]:
-    files = (file for file in folder.rglob("*") if file.is_file() and file_kind(file))
-    return sorted(file for file in files if not _hidden(file.relative_to(folder)))
+    return [file for file in _all_files(folder) if file_kind(file)]
+
+
+def leave_to_datasets(folder: Path) -> None:
+    """Raise where the package `datasets` cannot read a folder without readable files either."""
+    if _all_files(folder) and importlib.util.find_spec("datasets") is not None:
+        return
+    more = "; pip install 'shardline[datasets]' reads more kinds" if _all_files(folder) else ""
+    raise UserError(_without_data(folder) + more)
+
+
+def _without_data(folder: Path) -> str:
+    files = _all_files(folder)
+    if not files:
+        return f"the folder {str(folder)!r} is empty"
+    others = f"{counted(len(files), 'other file')}, such as {files[0].name!r}"
+    return f"the folder {str(folder)!r} holds no file that can be read ({', '.join(DATA_FILES)}), but {others}"
+
+
+def _all_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file() and not _hidden(file.relative_to(folder)))
 
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
     """Readable files below a folder; where every file names its split (train-0.parquet), only those of `split`."""
     files = readable_files(folder)
     if not files:
-        raise UserError(f"the folder {str(folder)!r} holds no file that can be read: {', '.join(DATA_FILES)}")
+        raise UserError(_without_data(folder))
     splits = [_split_of(file.relative_to(folder)) for file in files]
     if None in splits:
         return files

@@ -121,13 +121,18 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
         return demo_store(section, tokenizer)
     if path and is_store(path):
         return _check_tokenizer(TokenStore.open(path), path, tokenizer)
-    blamed = f"{section}.dataset_path" if path else f"{section}.dataset"
-    with blame(blamed):
-        source = open_source(
-            settings.dataset or "", path, text_field=settings.dataset_text_field, split=settings.dataset_split
-        )
-    with blame(blamed):
+    source = section_source(config, section)
+    with blame(f"{section}.{'dataset_path' if path else 'dataset'}"):
         return store_in_cache(config, source, tokenizer)
+
+
+def section_source(config: Any, section: str) -> Source:
+    """The raw data that `[training]` or `[validation]` names."""
+    given = getattr(config, section)
+    with blame(f"{section}.{'dataset_path' if given.dataset_path else 'dataset'}"):
+        return open_source(
+            given.dataset or "", given.dataset_path, text_field=given.dataset_text_field, split=given.dataset_split
+        )
 
 
 def store_in_cache(config: Any, source: Source, tokenizer: Tokenizer | RecordEncoder) -> TokenStore:

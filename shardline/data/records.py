@@ -17,7 +17,7 @@ from shardline.config.names import TEXT_FILES
 from shardline.config.sources import SourceTable
 from shardline.data.chunks import BATCH_ROWS, CHUNK_BYTES, Chunk, open_parquet, reading
 from shardline.data.demo import conversations
-from shardline.data.files import SPLITS, file_kind, find_files, readable_files
+from shardline.data.files import SPLITS, file_kind, find_files, leave_to_datasets, readable_files
 from shardline.data.sources import Source, fingerprint_of, load_datasets
 from shardline.errors import UserError
 
@@ -42,7 +42,10 @@ def record_source(table: SourceTable) -> Source:
         raise UserError(f"there is no file or folder {where!r}")
     folder = Path(where).expanduser()
     saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-    if saved or not is_local or (folder.is_dir() and not readable_files(folder)):
+    of_other_kinds = not saved and folder.is_dir() and not readable_files(folder)
+    if of_other_kinds:
+        leave_to_datasets(folder)
+    if saved or not is_local or of_other_kinds:
         return _dataset(table, name, saved)
     files = _files(table, name)
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

@@ -9,10 +9,14 @@ from typing import Any
 
 from shardline import registry
 from shardline.config.architecture import Architecture, MixtureOfExperts, RopeScaling, build
-from shardline.config.names import NOT_BUILT
-from shardline.config.schema import Model
+from shardline.config.names import NOT_BUILT, is_built
+from shardline.config.schema import Config, Model
 from shardline.errors import ConfigError
-from shardline.models.huggingface.config import architecture_from_hf
+from shardline.models.fused_weights import logical_shapes
+from shardline.models.huggingface.config import architecture_from_hf, read_config
+from shardline.words import listed
+
+SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 
 
 def _sized(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **more: Any) -> Architecture:
@@ -387,6 +391,44 @@ def resolve(model: Model) -> Architecture:
     if model.flavor in known:
         return _architecture(model.name, model.flavor, known[model.flavor]).with_overrides(model.overrides)
     raise ConfigError(_unknown(model.name, model.flavor, known))
+
+
+def check_weights(config: Config, arch: Architecture) -> None:
+    """Refuse a Hugging Face folder whose weights are those of another model than the config names."""
+    section, model = config.checkpoint, config.model
+    own = model.name == "auto" and section.initial_load_path is None
+    if own or not (section.enable and section.initial_load_in_hf) or arch.foreign is not None:
+        return
+    folder = Path(section.initial_load_path or model.hf_assets_path)
+    if not (folder / "config.json").is_file():
+        return  # the weights may be there
+    kind = str(read_config(folder).get("model_type"))
+    found = architecture_from_hf(folder, "native") if is_built(kind) else None
+    differing = _differences(found, arch, bool(config.data.added_tokens or config.data.special_tokens))
+    if differing:
+        named = "model.name = 'auto'" if model.name == "auto" else f"{model.name} {model.flavor}"
+        raise ConfigError(
+            f"{'checkpoint.initial_load_path' if section.initial_load_path else 'model.hf_assets_path'}: {folder} holds"
+            f" another model, of type {kind!r}, than {named} ({differing}); take the folder's own model with"
+            f" model.name = 'auto' and model.hf_assets_path = {str(folder)!r}, or name another folder"
+        )
+
+
+def _differences(found: Architecture | None, arch: Architecture, adds_tokens: bool) -> str:
+    """In which sizes a folder's model and another one differ; which weights, where that is not a matter of size."""
+    if found is None:
+        return "a family that is not built here"
+    if adds_tokens:
+        found = found.model_copy(update={"vocab_size": arch.vocab_size})
+    theirs, ours = ({**logical_shapes(one), "output.weight": ()} for one in (found, arch))  # may be tied in files alone
+    if theirs == ours:
+        return ""
+    sizes = [name for name in SIZES if getattr(found, name) != getattr(arch, name)]
+    rows = [f"{name} {getattr(found, name)}, here {getattr(arch, name)}" for name in sizes]
+    return (
+        ", ".join(rows)
+        or f"weights: {listed([name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)], 3)}"
+    )
 
 
 def model_label(model: Model) -> str:

@@ -38,17 +38,25 @@ from shardline.comm.mesh import (
 from shardline.comm.store import connect_store, gather_ranks, ranks_from_environment
 from shardline.config.architecture import Architecture
 from shardline.config.layout import check_experts, with_degrees
-from shardline.config.rules import checked_layout, expert_notes, notes, refuse_pending, schedule_notes, with_data_named
+from shardline.config.rules import (
+    check_architecture,
+    checked_layout,
+    expert_notes,
+    notes,
+    refuse_pending,
+    schedule_notes,
+    with_data_named,
+)
 from shardline.config.schema import Config, Job
 from shardline.config.write import to_toml
 from shardline.data.loader import Loader, build_loader, fitted, steps_for_epochs
 from shardline.data.order import global_batch
 from shardline.data.prepare import cache_folder
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
-from shardline.errors import ConfigError, blame
+from shardline.errors import blame
 from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
-from shardline.models.flavors import model_label, resolve
+from shardline.models.flavors import check_weights, model_label, resolve
 from shardline.models.fused_weights import active_words, is_low_rank, logical_shapes, parameter_count
 from shardline.models.huggingface.foreign_notes import check_lengths, foreign_line, foreign_notes
 from shardline.models.products.narrow import keep_narrow
@@ -113,6 +121,8 @@ class Setup:
         registry.import_custom(config.experimental.custom_import)
         refuse_pending(config)
         arch = resolve(config.model)
+        check_architecture(config, arch)
+        check_weights(config, arch)
         refuse_pending(with_data_named(config, parameter_count(arch)))
         self.device = choose_device()
         self.layout = checked_layout(config, world_size())
@@ -123,11 +133,6 @@ class Setup:
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
         check_device(config, self.device, self.precision.compute)
-        if self.arch.moe is not None and self.precision.compute == torch.float16:
-            raise ConfigError(
-                "training.mixed_precision_param = 'float16': the losses that balance experts are not scaled; compute in"
-                " bfloat16 or float32"
-            )
         if self.arch.foreign is not None:
             check_lengths(self.arch, config)
             self.kernel = "transformers"
@@ -152,7 +157,7 @@ class Setup:
         """Keep the checkpoint's global batch on another number of ranks: accumulation adapts."""
         config, ranks = self.config, self.layout.data_ranks
         resume, overwrite = self.options.resume, self.options.overwrite
-        saved = None if overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config, resume))
+        saved = None if overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config, self.arch, resume))
         if saved is not None and saved.size != global_batch(config.training, ranks):
             self.config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
             checked_layout(self.config, self.mesh.world_size)
