@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardline.cli.parser import Command, Option, Parsed
-from shardline.config.files import preset_names
+from shardline.config.files import is_preset, preset_lines, preset_names
 from shardline.config.names import DTYPES, SCHEDULES
 from shardline.errors import UserError
 
@@ -40,7 +40,7 @@ def _processes(help: str, default: int | None = None) -> Option:
 _CONFIG_DETAILS = f"""\
 FILE is TOML or YAML. Flags change single keys: --training.steps 100, --training.steps=100, --compile.enable,
 --compile.no_enable; lists are comma separated. `shardline config --comments` explains every key.
---preset NAME starts from a packaged file:
+--preset NAME starts from a packaged file (`shardline config --presets` describes them):
 {", ".join(preset_names())}."""
 
 
@@ -141,6 +141,10 @@ def _config(parsed: Parsed) -> int:
 
         print(compatibility_page(), end="")
         return 0
+    if parsed.options["presets"]:
+        for name, lines in preset_lines():
+            print(name, *lines, sep="\n  ")
+        return 0
     if parsed.options["axolotl"]:
         from shardline.config.axolotl.table import keys_page
 
@@ -168,7 +172,7 @@ def _config(parsed: Parsed) -> int:
 def _file_or_preset(name: str) -> Config:
     from shardline.config.load import load_config
 
-    if not os.path.exists(name) and name.removesuffix(".toml") in preset_names():
+    if not os.path.exists(name) and is_preset(name):
         return load_config(preset=name)
     return load_config(name)
 
@@ -203,6 +207,7 @@ CONFIG = Command(
     (
         Option("comments", "Add type, default and meaning above each key.", bool),
         Option("diff", "Print the keys in which two files or presets differ.", str, "A B", count=2),
+        Option("presets", "Print what each packaged config is for.", bool),
         Option("markdown", "Print the reference page of all keys.", bool),
         Option("compatibility", "Print which features can be combined.", bool),
         Option("axolotl", "Print what becomes of each key of an Axolotl config.", bool),

@@ -1,9 +1,11 @@
 """Loading: files, extends, presets, flags, older names, and what errors say."""
 
+from pathlib import Path
+
 import pytest
 
 from shardline.config.aliases import ALIASES, NO_EFFECT
-from shardline.config.files import preset_names, toml_lines
+from shardline.config.files import preset_lines, preset_names, preset_path, toml_lines
 from shardline.config.load import load_config
 from shardline.config.schema import leaves
 from shardline.errors import ConfigError
@@ -117,7 +119,22 @@ def test_extends_errors(write):
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_load(name):
-    assert load_config(preset=name).is_set("training.steps")
+    config = load_config(preset=name)
+    assert config.is_set("training.steps") != config.is_set("training.epochs")
+    assert load_config(preset=preset_path(name).name) == config
+
+
+@pytest.mark.parametrize(("file", "preset"), [("finetune_hf.yaml", "finetune"), ("my_text.toml", "text")])
+def test_a_config_that_is_packaged_is_written_once(file, preset):
+    path = Path(__file__).parents[3] / "configs" / file
+    assert path.resolve() == preset_path(preset).resolve()
+    assert load_config(path) == load_config(preset=preset)
+
+
+def test_every_preset_says_what_it_is_for():
+    described = dict(preset_lines())
+    assert list(described) == preset_names()
+    assert all(lines for lines in described.values())
 
 
 @pytest.mark.parametrize(
