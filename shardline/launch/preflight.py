@@ -39,7 +39,9 @@ def check_start(config: Config, options: TrainOptions, alone: bool) -> None:
     from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
     from shardline.models.flavors import resolve
     from shardline.run.folder import check_folder
+    from shardline.telemetry.metrics import check_wandb
 
+    check_wandb(config)
     if alone:
         check_folder(config, resume=options.resume, overwrite=options.overwrite)
     tokenizer = choose_tokenizer(config)

@@ -82,7 +82,7 @@ from shardline.run.output import keep_output
 from shardline.run.stop import Requests
 from shardline.storage.atomic import write_atomically
 from shardline.telemetry.console import hold_log, setup_logging
-from shardline.telemetry.metrics import Meter
+from shardline.telemetry.metrics import Meter, check_wandb
 from shardline.telemetry.telemetry import Telemetry
 from shardline.training.pairs import Reference, reference_kind
 from shardline.training.step import Stepper
@@ -124,6 +124,7 @@ class Setup:
         check_architecture(config, arch)
         check_weights(config, arch)
         refuse_pending(with_data_named(config, parameter_count(arch)))
+        check_wandb(config)
         self.device = choose_device()
         self.layout = checked_layout(config, world_size())
         set_determinism(config, self.device)  # first: kernels are chosen by it
