@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shardline import hub
 from shardline.adapters.base_weights import RoundedTensors, fill_quantized
 from shardline.adapters.lora import own_parameters, trained_parameters
 from shardline.adapters.peft_files import open_peft
@@ -279,7 +280,7 @@ class Start:
                 raise UserError(f"checkpoint.load_step = {section.load_step}: {self.folder} holds no such checkpoint")
             return False
         if section.initial_load_in_hf:
-            path = Path(section.initial_load_path or self.config.model.hf_assets_path)
+            path = Path(hub.local_path(section.initial_load_path or self.config.model.hf_assets_path))
             with blame("checkpoint.initial_load_path" if section.initial_load_path else "model.hf_assets_path"):
                 load_logical_state(self.model, self._weights_in(path))
         else:

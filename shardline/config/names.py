@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline import registry
+from shardline.hub import local_path
 from shardline.registry import nearest
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def names_text(section: Any) -> bool:
 
 
 def is_store(section: Any) -> bool:
-    return bool(section.dataset_path) and os.path.isfile(os.path.join(section.dataset_path, "store.json"))
+    return bool(section.dataset_path) and os.path.isfile(os.path.join(local_path(section.dataset_path), "store.json"))
 
 
 def is_registered(section: Any) -> bool:
@@ -118,7 +119,7 @@ def data_paths(config: Config, key: str) -> list[str]:
 
 
 def holds_parquet(path: str) -> bool:
-    place = Path(path).expanduser()
+    place = Path(local_path(path)).expanduser()
     return path.endswith(".parquet") or (place.is_dir() and next(place.rglob("*.parquet"), None) is not None)
 
 
@@ -152,7 +153,7 @@ def is_foreign(config: Config) -> bool:
     if section.name != "auto" or section.implementation != "auto":
         return section.implementation == "transformers"
     try:
-        content = json.loads(Path(section.hf_assets_path, "config.json").read_text(encoding="utf-8"))
+        content = json.loads(Path(local_path(section.hf_assets_path), "config.json").read_text(encoding="utf-8"))
         return "model_type" in content and not is_built(content["model_type"])
     except (OSError, ValueError, TypeError):
         return False  # what is wrong with the file is said where it is read

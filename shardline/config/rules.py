@@ -58,9 +58,7 @@ def with_data_named(config: Config, parameters: int) -> Config:
     defaulted = is_demo(config.training) and not config.is_set("training.dataset") and not config.data.sources
     if not defaulted or parameters <= LARGEST_ON_DEMO:
         return config
-    config = config.replace({"training.dataset": None})
-    del config._origins["training.dataset"]  # it has none
-    return config
+    return config.replace({"training.dataset": None}, origin=None)
 
 
 def refuse_pending(config: Config) -> None:

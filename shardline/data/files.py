@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardline.config.names import DATA_FILES, LINE_FILES, TEXT_FILES
 from shardline.errors import UserError
+from shardline.hub import local_path, place_on_hub
 from shardline.storage.progress import say
 from shardline.words import counted
 
@@ -42,8 +43,15 @@ def find_files(path: str, split: str) -> list[Path]:
     return list(found)
 
 
+def file_mark(file: Path) -> tuple[str, int, int]:
+    """What a file is known by: its path, size and date; of a file of the Hub its place there, which does not change."""
+    known = place_on_hub(file)
+    stat = file.stat()
+    return (known, stat.st_size, 0) if known else (str(file.resolve()), stat.st_size, stat.st_mtime_ns)
+
+
 def _expand(item: str, split: str) -> list[Path]:
-    place = Path(item).expanduser()
+    place = Path(local_path(item)).expanduser()
     if place.is_dir():
         return _in_folder(place, split)
     if place.is_file():
@@ -52,7 +60,7 @@ def _expand(item: str, split: str) -> list[Path]:
         files = sorted(Path(name) for name in glob.glob(str(place), recursive=True) if Path(name).is_file())
     if not files:
         what = "no file matches" if glob.has_magic(item) else "there is no file or folder"
-        raise UserError(f"{what} {item!r} (a Hub dataset is named by dataset = 'owner/name')")
+        raise UserError(f"{what} {item!r} (on the Hub: dataset = 'owner/name', or hf://datasets/owner/name/path)")
     unknown = [str(file) for file in files if not file_kind(file)]
     if unknown:
         raise UserError(

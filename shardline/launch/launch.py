@@ -12,7 +12,8 @@ from shardline.config.load import handed_over
 from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.schema import Config, leaves
 from shardline.errors import UserError
-from shardline.launch.preflight import check_start, fitting_layout
+from shardline.launch.preflight import check_data, check_start, fitting_layout
+from shardline.run.downloads import downloaded
 from shardline.run.options import TrainOptions, node_range
 from shardline.run.signals import starting_job
 from shardline.run.stop import exit_code
@@ -39,6 +40,9 @@ def train(config: Config, options: TrainOptions) -> int:
     starts = not started and (is_elastic or nodes * options.nproc > 1)
     if starts:
         check_start(config, options, alone=nodes == 1)
+    config = downloaded(config)
+    if starts:
+        check_data(config)
     if starts or started > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
     with starting_job(LAUNCHER_VARIABLE in os.environ):

@@ -53,7 +53,6 @@ def check_start(config: Config, options: TrainOptions, alone: bool) -> None:
         from shardline.parallel.apply import check_backend
 
         check_backend(config.compile.backend)
-    _check_data(config)
 
 
 def _check_trained(config: Config, arch: Architecture) -> None:
@@ -68,7 +67,7 @@ def _check_trained(config: Config, arch: Architecture) -> None:
         trained_names(arch, config.training.unfrozen_parameters)
 
 
-def _check_data(config: Config) -> None:
+def check_data(config: Config) -> None:
     """Refuse data that is not there."""
     from shardline.data.prepare import section_source
     from shardline.data.records import record_source

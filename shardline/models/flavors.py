@@ -12,6 +12,7 @@ from shardline.config.architecture import Architecture, MixtureOfExperts, RopeSc
 from shardline.config.names import NOT_BUILT, is_built
 from shardline.config.schema import Config, Model
 from shardline.errors import ConfigError
+from shardline.hub import local_path, model_name
 from shardline.models.fused_weights import logical_shapes
 from shardline.models.huggingface.config import architecture_from_hf, read_config
 from shardline.words import listed
@@ -382,7 +383,7 @@ def resolve(model: Model) -> Architecture:
     """The architecture that a config's model section names, with `model.overrides` applied."""
     if model.name == "auto":
         try:
-            return architecture_from_hf(Path(model.hf_assets_path), model.implementation, model.overrides)
+            return architecture_from_hf(Path(local_path(model.hf_assets_path)), model.implementation, model.overrides)
         except ConfigError as error:
             if str(error).startswith(("model.", "model:")):  # a key is named already
                 raise
@@ -399,7 +400,7 @@ def check_weights(config: Config, arch: Architecture) -> None:
     own = model.name == "auto" and section.initial_load_path is None
     if own or not (section.enable and section.initial_load_in_hf) or arch.foreign is not None:
         return
-    folder = Path(section.initial_load_path or model.hf_assets_path)
+    folder = Path(local_path(section.initial_load_path or model.hf_assets_path))
     if not (folder / "config.json").is_file():
         return  # the weights may be there
     kind = str(read_config(folder).get("model_type"))
@@ -435,8 +436,8 @@ def model_label(model: Model) -> str:
     """How logs name a model: by its flavor, or by the folder that it comes from."""
     if model.name != "auto":
         return f"{model.name} {model.flavor}"
-    path = Path(model.hf_assets_path)
-    return path.resolve().name if path.exists() else model.hf_assets_path
+    name, path = model_name(model.hf_assets_path), Path(model.hf_assets_path)
+    return name.repo if name else path.resolve().name if path.exists() else model.hf_assets_path
 
 
 def _architecture(name: str, flavor: str, given: Any) -> Architecture:

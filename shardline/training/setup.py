@@ -75,6 +75,7 @@ from shardline.precision.convert import check_device
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.run import attempt
 from shardline.run.device import choose_device, device_identity, device_name, flops_per_token, supports_bf16
+from shardline.run.downloads import downloaded
 from shardline.run.folder import RunFolder, open_run_folder
 from shardline.run.numa import prepare_rank
 from shardline.run.options import TrainOptions
@@ -120,6 +121,7 @@ class Setup:
             log.info("%s", line)
         registry.import_custom(config.experimental.custom_import)
         refuse_pending(config)
+        self.config = config = downloaded(config)
         arch = resolve(config.model)
         check_architecture(config, arch)
         check_weights(config, arch)
