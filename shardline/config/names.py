@@ -63,6 +63,7 @@ def unknown_schedule(name: str) -> str:
 TEXT_FILES = (".txt", ".text", ".md")
 LINE_FILES = (".jsonl", ".json", ".ndjson")
 DATA_FILES = (*TEXT_FILES, *LINE_FILES, ".parquet")
+CARD = "README.md"  # of a dataset; beside records it is no text to train on
 
 
 LARGEST_ON_DEMO = 100_000_000  # parameters of a model that trains on generated text without being asked to

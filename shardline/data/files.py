@@ -7,7 +7,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from shardline.config.names import DATA_FILES, LINE_FILES, TEXT_FILES
+from shardline.config.names import CARD, DATA_FILES, LINE_FILES, TEXT_FILES
 from shardline.errors import UserError
 from shardline.hub import local_path, place_on_hub
 from shardline.storage.progress import say
@@ -70,7 +70,10 @@ def _expand(item: str, split: str) -> list[Path]:
 
 
 def readable_files(folder: Path) -> list[Path]:
-    return [file for file in _all_files(folder) if file_kind(file)]
+    """The files below a folder that can be read; the card of a dataset is none of its texts."""
+    files = [file for file in _all_files(folder) if file_kind(file)]
+    is_dataset = any(file_kind(file) not in TEXT_FILES or place_on_hub(file) for file in files)
+    return [file for file in files if file.name != CARD or not is_dataset]
 
 
 def leave_to_datasets(folder: Path) -> None:

@@ -12,12 +12,13 @@ import glob
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardline.config.names import DATA_FILES, LAUNCHER_VARIABLE, is_registered
+from shardline.config.names import CARD, DATA_FILES, LAUNCHER_VARIABLE, is_registered
 from shardline.config.schema import Config, leaves
 from shardline.config.sources import SOURCE_LISTS
 from shardline.errors import UserError, blame
@@ -68,7 +69,7 @@ def _datasets(config: Config) -> Iterator[tuple[str, Any]]:
             continue
         with blame(f"{part}.{'dataset_path' if section.dataset_path else 'dataset'}"):
             yield from _section(part, section)
-    for key in SOURCE_LISTS:
+    for key in SOURCE_LISTS if config.validation.enable else SOURCE_LISTS[:1]:
         tables = []
         for number, table in enumerate(config.value(key)):
             with blame(f"{key}[{number}]"):
@@ -132,6 +133,9 @@ def local_copy(text: str, weights: bool = False) -> str:
 
 def fetch_model(name: HubName, weights: bool) -> HubName:
     """Download a model, or all of it but its weights; the name with its commit."""
+    known = name.folder
+    if weights and known is not None and missing_weights(known):
+        say(f"downloading the weights of {name.repo}")
     found, folder = _fetch(name, (*ASSETS, *(WEIGHTS if weights else ())), NOT_THESE)
     if weights and (missing := missing_weights(folder)):
         raise UserError(f"{name} has no {missing}; {_by_hand(name)}")
@@ -141,8 +145,11 @@ def fetch_model(name: HubName, weights: bool) -> HubName:
 def missing_weights(folder: Path) -> str:
     """Which weights a folder should have and has not."""
     if (folder / INDEX).is_file():
-        shards = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        return listed(sorted(shard for shard in shards if not (folder / shard).is_file()))
+        try:
+            shards = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            return listed(sorted(shard for shard in shards if not (folder / shard).is_file()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return f"readable {INDEX}"
     return "" if any(folder.glob("*.safetensors")) else "*.safetensors"
 
 
@@ -165,16 +172,16 @@ def fetch_dataset(
 ) -> list[HubName] | None:
     """Download the files of a dataset; None where they are of kinds that only the package `datasets` reads.
 
-    Which files belong to a split, its card (README.md) says; without one, all readable files are downloaded, and their
+    Which files belong to a split, its card says; without one, all readable files are downloaded, and their
     names tell.
     """
     try:
-        pinned, folder = _fetch(name, ["README.md"])
+        pinned, folder = _fetch(name, [CARD])
     except HubUnreachable:
         if find_spec("datasets") is None:
             raise
         return None  # that package has a cache of its own
-    wanted = patterns or named_files(folder / "README.md", config, split) or ([f"{config}/*"] if config else None)
+    wanted = patterns or named_files(folder / CARD, config, split) or ([f"{config}/*"] if config else None)
     if wanted is None:
         _, folder = _fetch(pinned, [*_readable("")])
         return [pinned] if any(_is_data(file) for file in folder.rglob("*")) else None
@@ -197,7 +204,7 @@ def _readable(folder: str) -> Iterator[str]:
 
 
 def _is_data(file: Path) -> bool:
-    return file.name.removesuffix(".gz").endswith(DATA_FILES)
+    return file.name.removesuffix(".gz").endswith(DATA_FILES) and file.name != CARD
 
 
 def _fetch(name: HubName, patterns: Sequence[str], ignored: Sequence[str] = ()) -> tuple[HubName, Path]:
@@ -229,18 +236,20 @@ def _fetch(name: HubName, patterns: Sequence[str], ignored: Sequence[str] = ()) 
 @contextlib.contextmanager
 def _quiet_on_files() -> Iterator[None]:
     """Let the package show bars on a terminal alone, and nothing of what it tries again."""
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, logging
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, logging
 
-    before = logging.get_verbosity()
+    before, hides = logging.get_verbosity(), not sys.stderr.isatty() and not are_progress_bars_disabled()
     logging.set_verbosity_error()
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if not sys.stderr.isatty():
-            enable_progress_bars()
+    with warnings.catch_warnings():  # a variable of the package may have decided
+        warnings.simplefilter("ignore")
+        if hides:
+            disable_progress_bars()
+        try:
+            yield
+        finally:
+            logging.set_verbosity(before)
+            if hides:
+                enable_progress_bars()
 
 
 class HubUnreachable(UserError):

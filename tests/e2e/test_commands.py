@@ -20,6 +20,7 @@ import rich.console
 
 from shardline.checkpoint import format as files
 from shardline.cli.main import main
+from shardline.config.files import preset_names, preset_path
 from shardline.config.load import load_config
 from shardline.run.folder import RunFolder
 from shardline.run.signals import listening
@@ -527,7 +528,8 @@ def test_the_wheel_holds_the_presets(tmp_path):
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     with zipfile.ZipFile(next(tmp_path.glob("shardline-*.whl"))) as wheel:
         names = wheel.namelist()
-    presets = {path.name for path in (ROOT / "shardline" / "config" / "presets").iterdir() if path.suffix == ".toml"}
+    presets = {preset_path(name).name for name in preset_names()}
+    assert {"finetune.yaml", "text.toml", "demo.toml"} <= presets
     assert {Path(name).name for name in names if "/presets/" in name} == presets
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "shardline").rglob("*.py")}
     assert modules <= set(names)

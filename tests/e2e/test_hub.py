@@ -32,7 +32,7 @@ def model_folder(tmp_path_factory):
 def hub(model_folder):
     files = {path.name: path.read_bytes() for path in model_folder.iterdir()}
     extra = {"README.md": b"# A model", "consolidated.safetensors": b"a copy", "onnx/model.safetensors": b"another"}
-    data = {"data/a.jsonl": TEXT, "data/b.jsonl": TEXT + TEXT, "data/deep/c.jsonl": TASKS, "other.bin": b"0"}
+    data = {"data/a.jsonl": TEXT, "data/b.jsonl": TEXT + TEXT, "data/deep/c.jsonl": TEXT * 3, "README.md": b"# Text"}
     tasks = {"README.md": CARD, "tasks/a.jsonl": TASKS, "no/b.jsonl": b"{"}
     with serving() as hub:
         hub.repositories["models/Owner/Small"] = Repository({**files, **extra})
@@ -204,6 +204,9 @@ def test_commands_take_names_too(tmp_path, shardline):
     done = shardline("data", "prepare", "hf://datasets/Owner/Text/data/a.jsonl", "store", "--tokenizer", "Owner/Small")
     assert done.returncode == 0, done.stderr
     assert "200 documents" in done.stdout
+    done = shardline("data", "prepare", "hf://datasets/Owner/Text", "whole")  # its card is not among its texts
+    assert done.returncode == 0, done.stderr
+    assert "1,200 documents" in done.stdout
     done = shardline("import", "Owner/Small", "imported")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "imported" / "manifest.json").is_file()

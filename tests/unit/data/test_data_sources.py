@@ -212,6 +212,16 @@ def test_hugging_face_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         open_source("no-such/name:en", None)
 
 
+def test_the_card_of_a_dataset_is_none_of_its_texts(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# About this folder")
+    (tmp_path / "a.txt").write_text("a text")
+    assert read(tmp_path) == ["# About this folder", "a text"]
+    write_lines(tmp_path / "train-0.jsonl", "a record")
+    (tmp_path / "a.txt").unlink()
+    assert read(tmp_path) == ["a record"]
+    assert read(tmp_path / "README.md") == ["# About this folder"]
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_folder_without_data_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
     if not installed:
