@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shardline import hub
 from shardline.adapters.base_weights import RoundedTensors, fill_quantized
 from shardline.adapters.lora import own_parameters, trained_parameters
 from shardline.adapters.peft_files import open_peft
@@ -286,7 +287,7 @@ class Start:
                 raise UserError(f"checkpoint.load_step = {section.load_step}: {self.folder} holds no such checkpoint")
             return False
         if section.initial_load_in_hf:
-            path = Path(section.initial_load_path or self.config.model.hf_assets_path)
+            path = Path(hub.local_path(section.initial_load_path or self.config.model.hf_assets_path))
             with blame("checkpoint.initial_load_path" if section.initial_load_path else "model.hf_assets_path"):
                 load_logical_state(self.model, self._weights_in(path))
         else:
@@ -441,6 +442,8 @@ def resumable_step(
             files.choose(place, found, step)  # raises what is wrong
     good = [saved for saved in candidates if saved.kind == "full" or saved.step >= _end_of(saved, config, total_steps)]
     if not good:
+        if candidates:  # all of them are weights
+            raise UserError(_weights_only(candidates[0], folder))
         broken = [str(one.error) for one in found if one.saved is None]
         if broken:
             raise UserError(
@@ -450,6 +453,19 @@ def resumable_step(
         return None
     check_model(good[0], arch)
     return good[0].step
+
+
+def _weights_only(saved: Saved, folder: Path) -> str:
+    """Why a run that saved no optimizer state cannot be continued, and what can be done with its weights."""
+    first, flag = "", f"--checkpoint.initial_load_path={saved.path}"
+    if "lora" in saved.trainer:
+        first = "" if saved.is_hf else f"shardline export {saved.path} ADAPTER, and "
+        flag = f"--lora.adapter_path={saved.path if saved.is_hf else 'ADAPTER'}"
+    why = "checkpoint.last_save_in_hf" if saved.is_hf else "checkpoint.last_save_model_only, or an import"
+    return (
+        f"{saved.path} holds weights only ({why}), so the run in {folder} cannot be continued; start another"
+        f" run from them: {first}--job.dump_folder=NEW {flag}; --overwrite moves the old run aside"
+    )
 
 
 def _end_of(saved: Saved, config: Config, total_steps: int) -> int:

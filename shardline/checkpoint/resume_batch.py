@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardline.checkpoint import format as files
+from shardline.checkpoint.resume import check_model
+from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.models.fused_weights import logical_shapes
 from shardline.run.previous_run import pending
 from shardline.storage.location import locate
 from shardline.words import counted
@@ -29,9 +32,10 @@ class SavedBatch(NamedTuple):
     path: str  # or URL
 
 
-def batch_to_keep(config: Config, resume: bool = False) -> SavedBatch | None:
+def batch_to_keep(config: Config, arch: Architecture, resume: bool = False) -> SavedBatch | None:
     """The batch of the checkpoint that this run continues from, if the config leaves it open.
 
+    A checkpoint of another model is refused as such: its batch would be the smaller misfit.
     The folder is not opened yet: it may get back a run that was to be replaced, or one from the mirror with `--resume`.
     """
     section = config.checkpoint
@@ -41,6 +45,10 @@ def batch_to_keep(config: Config, resume: bool = False) -> SavedBatch | None:
     for saved, own in _continued(config, resume):
         if anew and not (own and "dataloader" in saved.trainer.get("excluded", ())):
             return None
+        if own:
+            check_model(saved, arch)
+        elif logical_shapes(saved.architecture) != logical_shapes(arch):
+            return None  # reported when it is loaded
         size = saved.trainer.get("data", {}).get("global_batch_size")
         if isinstance(size, int) and size > 0:
             return SavedBatch(size, str(saved.place))

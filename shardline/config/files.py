@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import stat
@@ -32,18 +34,33 @@ class ConfigFile:
         return f"{self.path}:{number}" if number else self.path
 
 
+@functools.cache
+def _presets() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(PRESETS.iterdir()) if path.suffix in (".toml", ".yaml")}
+
+
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+    return list(_presets())
+
+
+def is_preset(name: str) -> bool:
+    """Whether a preset has this name; it may end as its file does."""
+    return name in _presets() or any(name == path.name for path in _presets().values())
 
 
 def preset_path(name: str) -> Path:
     """The packaged file of a preset."""
-    stem = name.removesuffix(".toml")
-    if stem not in preset_names():
-        raise ConfigError(
-            f"there is no preset {name!r}{nearest(stem, preset_names())}; presets: {', '.join(preset_names())}"
-        )
-    return PRESETS / f"{stem}.toml"
+    if not is_preset(name):
+        known = ", ".join(preset_names())
+        raise ConfigError(f"there is no preset {name!r}{nearest(Path(name).stem, preset_names())}; presets: {known}")
+    return _presets()[name] if name in _presets() else PRESETS / name
+
+
+def preset_lines() -> Iterator[tuple[str, list[str]]]:
+    """Each preset, and the comment at its beginning."""
+    for name, path in _presets().items():
+        lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        yield name, [line.lstrip("# ") for line in lines]
 
 
 def read_chain(path: str | Path, above: tuple[Path, ...] = ()) -> list[ConfigFile]:
@@ -87,9 +104,8 @@ def _read_text(path: str) -> str:
 
 
 def _missing(path: str) -> str:
-    stem = Path(path).name.removesuffix(".toml")
-    if stem in preset_names():
-        return f"{path}: there is no such file; the preset of that name is --preset {stem}"
+    if is_preset(Path(path).name):
+        return f"{path}: there is no such file; the preset of that name is --preset {preset_path(Path(path).name).stem}"
     folder = Path(path).parent
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return f"{path}: there is no such file{nearest(Path(path).name, names)}"
@@ -114,7 +130,7 @@ def _find_base(base: str, file: ConfigFile, folder: Path) -> Path:
             return folder / base
     except (OSError, ValueError):
         pass
-    if base.removesuffix(".toml") in preset_names():
+    if is_preset(base):
         return preset_path(base)
     close = nearest(base, [*preset_names(), *(entry.name for entry in folder.iterdir())])
     raise ConfigError(

@@ -16,22 +16,28 @@ from shardline.config.names import (
     CONVERTERS,
     FLOAT8_EXPERTS,
     FLOAT8_LINEAR,
+    LARGEST_ON_DEMO,
     LAYERWISE,
     LOADABLE,
     MOMENTS,
     MX_CONVERTERS,
     NOT_BUILT,
+    data_paths,
     find_schedule,
     has_window,
+    holds_parquet,
     is_demo,
     is_registered,
+    is_saved_dataset,
     is_store,
     names_files,
+    names_text,
     names_texts,
     scaling_type,
     unknown_schedule,
 )
 from shardline.config.schema import Config, LRScheduler, leaves
+from shardline.config.sources import SOURCE_LISTS
 from shardline.config.types import show
 
 Kind = Literal["refused", "pending", "missing", "idle", "note"]
@@ -73,13 +79,37 @@ def _not_built(feature: Words, *keys: str, when: Test = lambda config: True) -> 
     return Rule("pending", keys, when, feature)
 
 
-def _missing(package: str, key: str, when: Test, instead: str) -> Rule:
-    """A key that needs a package where the test holds: `train` refuses it if that is not installed."""
+def _missing(package: str, key: str, when: Test, instead: str, of: Callable[[Config], Any] | None = None) -> Rule:
+    """A key that needs a package where the test holds: `train` refuses it if that is not installed.
+
+    `of` is what needs it, where that is not the value.
+    """
 
     def is_missing(config: Config) -> bool:
-        return when(config) and importlib.util.find_spec(package) is None
+        return importlib.util.find_spec(package) is None and when(config)
 
-    return Rule("missing", (key,), is_missing, f"needs the package {package}, which is not installed", instead)
+    def words(config: Config) -> str:
+        return f"{show(of(config) if of else config.value(key))} needs the package {package}, which is not installed"
+
+    return Rule("missing", (key,), is_missing, words, instead)
+
+
+def _missing_reader(package: str, extra: str, needs: Callable[[str], bool]) -> list[Rule]:
+    """Data whose paths need a package."""
+
+    def paths(config: Config, key: str) -> list[str]:
+        return [path for path in data_paths(config, key) if needs(path)]
+
+    return [
+        _missing(
+            package,
+            key,
+            lambda config, key=key: bool(paths(config, key)),  # type: ignore[misc]
+            f"pip install 'shardline[{extra}]'",
+            lambda config, key=key: paths(config, key)[0],  # type: ignore[misc]
+        )
+        for key in ("training.dataset_path", "validation.dataset_path", *SOURCE_LISTS)
+    ]
 
 
 def _idle(reason: str, when: Test, *keys: str) -> Rule:
@@ -269,7 +299,7 @@ def _data_rules() -> list[Rule]:
     return [
         _refuse(
             "data.sources",
-            lambda c: bool(c.data.sources) and not is_demo(c.training),
+            lambda c: bool(c.data.sources) and names_text(c.training),
             "the records of data.sources take the place of training.dataset and training.dataset_path",
             remedy="remove those, or make them a table of data.sources",
         ),
@@ -520,7 +550,7 @@ RULES: list[Rule] = [
     ),
     _refuse(
         "validation.dataset",
-        lambda c: c.validation.enable and is_demo(c.validation) and not is_demo(c.training),
+        lambda c: c.validation.enable and is_demo(c.validation) and names_text(c.training),
         "'demo' is generated text, and the training data is not",
         remedy="set validation.dataset_path, or validation.enable = false",
     ),
@@ -616,8 +646,27 @@ RULES: list[Rule] = [
     _not_built("memory estimation", "memory_estimation.enable"),
     _not_built("replica groups", "fault_tolerance.enable"),
     _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
-    # Missing: packages that are not installed.
+    # Missing: packages that are not installed, and data that nobody named.
     _missing("deep_ep", EXPERT_BACKEND, _sends_by_deepep, instead="'standard' sends tokens without it"),
+    *(
+        _missing(
+            package,
+            f"metrics.enable_{package}",
+            lambda c, package=package: bool(c.value(f"metrics.enable_{package}")),  # type: ignore[misc]
+            f"pip install 'shardline[{package}]'",
+        )
+        for package in ("wandb", "tensorboard")
+    ),
+    *_missing_reader("pyarrow", "parquet", holds_parquet),
+    *_missing_reader("datasets", "datasets", is_saved_dataset),
+    Rule(
+        "missing",
+        ("training.dataset",),
+        lambda c: c.training.dataset is None and not c.training.dataset_path and not c.data.sources,
+        "no data is named, and generated text is only for demos and models of up to"
+        f" {LARGEST_ON_DEMO // 10**6}M parameters, unless it is asked for; add two lines:\n  [training]\n"
+        '  dataset_path = "data/*.jsonl"  # text, JSONL, Parquet, a prepared store; dataset = "demo" is generated text',
+    ),
     # Idle: keys that are given and have no effect. Of several reasons the first is reported.
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),
     _idle(

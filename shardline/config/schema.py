@@ -87,9 +87,11 @@ class Model(Section):
     implementation: Literal["auto", "native", "transformers"] = key(
         "auto", "Whose code computes a Hugging Face folder's model: auto is native where the family is built here."
     )
-    hf_assets_path: Text = key("./tests/assets/tokenizer", "Folder with tokenizer, config.json and weights.")
+    hf_assets_path: Text = key(
+        "./tests/assets/tokenizer", "Folder with tokenizer, config.json and weights, or owner/name@revision on the Hub."
+    )
     tokenizer_path: Text | None = key(
-        None, 'tokenizer.json or its folder; "bytes" is the embedded byte tokenizer; unset uses hf_assets_path.'
+        None, 'tokenizer.json, its folder or a name on the Hub; "bytes" is the embedded one; unset uses hf_assets_path.'
     )
     converters: list[Text] = key([], "Conversions applied to the model, such as quantize.linear.float8.")
     print_after_conversion: bool = key(False, "Print the model once it is built and has its weights.")
@@ -156,8 +158,12 @@ class Training(Section):
     objective: Literal["next_token", "dpo"] = key(
         "next_token", "Predict each next token, or prefer the better answer of each pair (direct preference)."
     )
-    dataset: Name = key("demo", '"demo", a registered source or a Hub dataset; only a label with dataset_path.')
-    dataset_path: Text | None = key(None, "Files, glob, folder, prepared store, or dataset name to read.")
+    dataset: Name | None = key(
+        "demo", '"demo", a registered source or a Hub dataset; a label with dataset_path. Unset above 100M parameters.'
+    )
+    dataset_path: Text | None = key(
+        None, "Files, glob, folder, or prepared store to read; on the Hub: hf://datasets/owner/name/path."
+    )
     local_batch_size: Positive = key(8, "Sequences per data-parallel rank in one forward pass.")
     global_batch_size: PositiveOrAll = key(-1, "Sequences per step over all ranks; -1: one forward pass per rank.")
     gradient_accumulation_steps: Positive | None = key(
@@ -461,7 +467,7 @@ class Experimental(Section):
 class Validation(Section):
     enable: bool = key(False, "Run a validation loop.")
     dataset: Name = key("demo", "Held-out data, named as training.dataset is.")
-    dataset_path: Text | None = key(None, "Files, glob, folder, prepared store, or dataset name to read.")
+    dataset_path: Text | None = key(None, "Held-out files, named as training.dataset_path is.")
     local_batch_size: Positive = key(8, "Sequences per data-parallel rank in one forward pass.")
     seq_len: Positive = key(2048, "Tokens per sequence.")
     freq: Positive = key(10, "Training steps between validations.")
@@ -539,15 +545,15 @@ class Config(Section):
             found = found[part] if isinstance(found, dict) else getattr(found, part)
         return found
 
-    def replace(self, changes: Mapping[str, Any]) -> Config:
-        """A copy with some keys changed, checked like any other config."""
+    def replace(self, changes: Mapping[str, Any], origin: str | None = "replace") -> Config:
+        """A copy with some keys changed, checked like any other config; without an origin, theirs stay as they are."""
         from shardline.config.assemble import build_config
 
         unknown = [key for key in changes if key not in leaves()]
         if unknown:
             raise ConfigError(f"replace: there are no such keys: {', '.join(unknown)}")
         values = {key: self.value(key) for key in leaves()} | dict(changes)
-        origins = self._origins | dict.fromkeys(changes, "replace")
+        origins = self._origins | (dict.fromkeys(changes, origin) if origin is not None else {})
         return build_config(values, origins, self._alias_notes)
 
     def __eq__(self, other: object) -> bool:

@@ -30,6 +30,7 @@ from shardline.data.token_store import END_TYPE, StorePart, TokenStore, is_store
 from shardline.data.tokenize_workers import Encoder, RecordEncoder, TextEncoder, encode_all
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.errors import UserError, blame
+from shardline.hub import local_path
 from shardline.storage.atomic import plain_file, write_atomically
 from shardline.storage.blocks import BlockWriter
 from shardline.storage.progress import Progress, say
@@ -119,15 +120,20 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
     path = settings.dataset_path
     if settings.dataset == "demo" and not path:
         return demo_store(section, tokenizer)
-    if path and is_store(path):
-        return _check_tokenizer(TokenStore.open(path), path, tokenizer)
-    blamed = f"{section}.dataset_path" if path else f"{section}.dataset"
-    with blame(blamed):
-        source = open_source(
-            settings.dataset, path, text_field=settings.dataset_text_field, split=settings.dataset_split
-        )
-    with blame(blamed):
+    if path and is_store(local_path(path)):
+        return _check_tokenizer(TokenStore.open(local_path(path)), path, tokenizer)
+    source = section_source(config, section)
+    with blame(f"{section}.{'dataset_path' if path else 'dataset'}"):
         return store_in_cache(config, source, tokenizer)
+
+
+def section_source(config: Any, section: str) -> Source:
+    """The raw data that `[training]` or `[validation]` names."""
+    given = getattr(config, section)
+    with blame(f"{section}.{'dataset_path' if given.dataset_path else 'dataset'}"):
+        return open_source(
+            given.dataset or "", given.dataset_path, text_field=given.dataset_text_field, split=given.dataset_split
+        )
 
 
 def store_in_cache(config: Any, source: Source, tokenizer: Tokenizer | RecordEncoder) -> TokenStore:

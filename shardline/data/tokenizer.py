@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from shardline.errors import UserError, blame
+from shardline.hub import local_path
 
 BYTES = "bytes"
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<|startoftext|>")
@@ -238,7 +239,7 @@ def load_tokenizer(path: str | Path, option: str = "--tokenizer", additions: Add
     """
     if str(path) == BYTES:
         return ByteTokenizer(additions)
-    file = tokenizer_file(Path(path))
+    file = tokenizer_file(Path(local_path(str(path))))
     if file is None:
         raise UserError(f"no tokenizer at {str(path)!r}{_what_is_there(Path(path))}: {_remedy(option)}")
     return JsonTokenizer(file, additions)
@@ -251,11 +252,12 @@ def choose_tokenizer(config: Any) -> Tokenizer:
     if model.tokenizer_path:
         with blame("model.tokenizer_path"):
             return load_tokenizer(model.tokenizer_path, OPTION, additions)
-    if model.hf_assets_path and tokenizer_file(Path(model.hf_assets_path)) is not None:
+    assets = Path(local_path(model.hf_assets_path))
+    if model.hf_assets_path and tokenizer_file(assets) is not None:
         with blame("model.hf_assets_path"):
             return load_tokenizer(model.hf_assets_path, OPTION, additions)
     if model.hf_assets_path and model.hf_assets_path != type(model).model_fields["hf_assets_path"].default:
-        there = _what_is_there(Path(model.hf_assets_path))
+        there = _what_is_there(assets)
         raise UserError(f"model.hf_assets_path = {model.hf_assets_path!r} holds no tokenizer{there}: {_remedy(OPTION)}")
     if training.dataset == "demo" and not training.dataset_path and not config.data.sources:
         return ByteTokenizer(additions)

@@ -119,7 +119,8 @@ class Trainer:
     def _has_steps(self) -> bool:
         """Whether there is anything to train; a seed checkpoint is all that its run makes."""
         if self.finished:
-            log.info("%s already finished at step %d; nothing to do", self.folder.path, self.progress.step)
+            longer = "" if self.config.training.epochs else f"; more training.steps than {self.total_steps} continue it"
+            log.info("%s already finished at step %d; nothing to do%s", self.folder.path, self.progress.step, longer)
         elif self.config.checkpoint.create_seed_checkpoint:
             self.saver.save(self.progress, wait=True)
             self.saver.complete()

@@ -8,6 +8,7 @@ from shardline.checkpoint.resume_batch import batch_to_keep
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.data.order import global_batch
 from shardline.errors import ConfigError, UserError
+from shardline.models.flavors import resolve
 from shardline.run.options import TrainOptions
 from shardline.training.setup import set_determinism
 from shardline.training.trainer import Trainer
@@ -33,7 +34,8 @@ def test_the_global_batch_grows_with_the_ranks():
 def test_a_resumed_run_keeps_its_global_batch(tmp_path):
     settings = {**SAVING, "training__gradient_accumulation_steps": 2, "training__steps": 2}
     run(tmp_path / "run", **settings)
-    kept = batch_to_keep(tiny_config(tmp_path / "run", **settings))
+    config = tiny_config(tmp_path / "run", **settings)
+    kept = batch_to_keep(config, resolve(config.model))
     assert kept is not None
     assert kept.size == 8
 

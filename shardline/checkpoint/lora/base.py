@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.hub import local_path
 from shardline.storage.location import is_url
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def base_of(config: Config, seed: int) -> Base:
     """The frozen weights that a config names."""
     section = config.checkpoint
     if section.enable and section.initial_load_in_hf:
-        return hf_base(Path(section.initial_load_path or config.model.hf_assets_path))
+        return hf_base(Path(local_path(section.initial_load_path or config.model.hf_assets_path)))
     if section.enable and section.initial_load_path is not None and is_url(section.initial_load_path):
         raise UserError(
             "checkpoint.initial_load_path: with frozen weights it must be a folder; fetch the checkpoint first"

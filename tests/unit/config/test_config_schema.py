@@ -148,6 +148,7 @@ def test_reference_types_match():
         if kind in simple and key not in (
             "compile.components",
             "job.dump_folder",
+            "training.dataset",
             "activation_checkpoint.determinism_check",
         ):
             assert short_type(leaves()[key].annotation) == simple[kind], key

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from shardline import registry
+from shardline.config.sources import SourceTable
 from shardline.data import chunks
+from shardline.data.records import record_source
 from shardline.data.sources import Source, open_source
 from shardline.errors import UserError
 
@@ -208,3 +210,32 @@ def test_hugging_face_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert read(tmp_path / "csv") == ["hello"]
     with pytest.raises(UserError, match=r"'no-such/name:en' cannot be loaded with `datasets` \(split 'train'\)"):
         open_source("no-such/name:en", None)
+
+
+def test_the_card_of_a_dataset_is_none_of_its_texts(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# About this folder")
+    (tmp_path / "a.txt").write_text("a text")
+    assert read(tmp_path) == ["# About this folder", "a text"]
+    write_lines(tmp_path / "train-0.jsonl", "a record")
+    (tmp_path / "a.txt").unlink()
+    assert read(tmp_path) == ["a record"]
+    assert read(tmp_path / "README.md") == ["# About this folder"]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_folder_without_data_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / ".hidden").write_text("no data")
+    with pytest.raises(UserError, match=rf"^the folder '{tmp_path}' is empty$"):
+        read(tmp_path)
+    with pytest.raises(UserError, match=rf"^the folder '{tmp_path}' is empty$"):
+        record_source(SourceTable(path=str(tmp_path), type="alpaca"))
+    (tmp_path / "weights.bin").write_bytes(b"0123")
+    if installed:
+        wanted = "cannot be loaded with `datasets`"
+    else:
+        wanted = r"holds no file that can be read \(.txt, .*\), but 1 other file, such as 'weights.bin'; pip install"
+    with pytest.raises(UserError, match=wanted):
+        read(tmp_path)

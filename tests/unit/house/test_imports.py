@@ -29,6 +29,7 @@ LEVELS = {
     "storage": 6,
     "config": 5,
     "report": 2,
+    "hub": 1,
     "registry": 1,
     "words": 0,
     "errors": 0,
