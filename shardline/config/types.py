@@ -44,6 +44,16 @@ PositiveFloat = Annotated[float, Field(gt=0), Expect("a finite number above 0")]
 Fraction = Annotated[float, Field(ge=0, le=1), Expect("a number from 0 to 1")]
 Beta = Annotated[float, Field(ge=0, lt=1), Expect("a number from 0 to below 1")]
 
+DecayRate = Annotated[float, Field(lt=0), Expect("a finite number below 0")]
+AdafactorEps = Annotated[
+    list[NonNegativeFloat], _holds(lambda value: len(value) == 2), Expect("a list of two numbers, 0 or more")
+]
+MomentumRange = Annotated[
+    list[Beta],
+    _holds(lambda value: len(value) == 2 and value[0] <= value[1]),
+    Expect("a list of two numbers from 0 to below 1, the lower one first"),
+]
+
 
 def _is_text(value: str) -> bool:
     try:

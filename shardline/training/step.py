@@ -126,9 +126,16 @@ class Stepper:
         """A batch whose embeddings get noise, which depends on its samples and their positions alone."""
         return replace(batch, noise=noise_keys(self.seed, batch.sample_ids, batch.tokens.shape[1]))
 
-    def step(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers = no_requests) -> StepResult:
-        """One optimizer step, unless its loss or gradients are not finite."""
-        set_lr(self.optimizer, lr)
+    def step(
+        self,
+        batches: list[Batch],
+        lr: float,
+        number: int,
+        requests: RequestNumbers = no_requests,
+        momentum: float | None = None,
+    ) -> StepResult:
+        """One optimizer step, unless its loss or gradients are not finite; `momentum` where the schedule has one."""
+        set_lr(self.optimizer, lr, momentum)
         if self.early is not None:
             result = self._step_early(self.early, batches, lr, number, requests)
         else:

@@ -114,6 +114,24 @@ NO_OVERLAP = {"parallelism.overlap_gradient_reduction": False}
 LAMB = {"optimizer.name": "LAMB", "optimizer.lr": 1e-2}
 LARS = {"optimizer.name": "LARS", "optimizer.lr": 10.0}
 MUON = {"optimizer.name": "Muon", "optimizer.muon_lr_factor": 5.0}
+# Biases of keys have next to no gradient: with the usual eps whole steps would be made of rounding.
+ADAFACTOR = {"optimizer.name": "Adafactor", "optimizer.lr": 1e-3, "optimizer.adafactor_eps": [1e-12, 1e-3]}
+# Rates in proportion to the weights, and a first moment.
+SCALED_ADAFACTOR = ADAFACTOR | {
+    "optimizer.lr": 0.02,
+    "optimizer.adafactor_scale_parameter": True,
+    "optimizer.adafactor_momentum": 0.9,
+}
+RELATIVE_ADAFACTOR = {"optimizer.name": "Adafactor", "optimizer.adafactor_relative_step": True}
+ONE_CYCLE_LR = {
+    "lr_scheduler.warmup_steps": 3,
+    "lr_scheduler.warmup_type": "cosine",
+    "lr_scheduler.warmup_start_factor": 0.04,
+    "lr_scheduler.decay_type": "cosine",
+    "lr_scheduler.min_lr_factor": 4e-6,
+    "lr_scheduler.include_ends": True,
+}
+ONE_CYCLE = ONE_CYCLE_LR | {"lr_scheduler.momentum_range": [0.85, 0.95]}
 OFFLOAD = {"training.enable_cpu_offload": True}
 FROZEN = {"training.unfrozen_parameters": [r"model\.layers\.\d+\.self_attn", "model.layers.0.mlp.down_proj", "lm_head"]}
 FROZEN_EXPERTS = {"training.unfrozen_parameters": [r"layers.1.moe.(router|experts)", "layers.0.attention.wo"]}
@@ -228,6 +246,7 @@ CASES = [
     case("offload-bf16-documents", OFFLOAD, BF16, DOCUMENTS, tolerances=BFLOAT16, slow=True),
     case("offload-lamb", OFFLOAD, LAMB, slow=True),
     case("offload-muon", OFFLOAD, MUON, slow=True),
+    case("offload-adafactor", OFFLOAD, ADAFACTOR, slow=True),
     # a model that transformers computes
     case("transformers-fsdp2-full-ac", FOREIGN, FULL_AC, fsdp=2),
     case("transformers-ddp2-tied-accumulation", FOREIGN, TIED, SMALL_BATCHES, ddp=2),
@@ -396,6 +415,9 @@ CASES = [
     case("ddp2-lamb", LAMB, ddp=2, slow=True),
     case("ddp2-lars", LARS, ddp=2, slow=True),
     case("ddp2-muon", MUON, ddp=2, slow=True),
+    case("ddp2-adafactor", ADAFACTOR, ddp=2, slow=True),
+    case("ddp2-fsdp2-tp2-adafactor-few-heads", ADAFACTOR, ONE_KV_HEAD, BIASES, ddp=2, fsdp=2, tp=2, slow=True),
+    case("ddp2-one-cycle", ONE_CYCLE, ddp=2, slow=True),
     case("ddp2-fsdp2-tp2-muon-few-heads", MUON, ONE_KV_HEAD, ddp=2, fsdp=2, tp=2, slow=True),
     case("ddp8", ddp=8, slow=True),
     # data parallel: shards
@@ -666,6 +688,12 @@ CASES = [
     case("fsdp2-tp2-lamb", LAMB, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-lars", LARS, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-muon", MUON, fsdp=2, tp=2),
+    case("fsdp2-tp2-adafactor", ADAFACTOR, ODD_VOCABULARY, BIASES, fsdp=2, tp=2),
+    case("fsdp2-tp2-adafactor-scaled", SCALED_ADAFACTOR, fsdp=2, tp=2, slow=True),
+    case("fsdp2-adafactor-experts", ADAFACTOR, EXPERTS, ep(2), fsdp=2),
+    case("fsdp2-tp2-adafactor-scaled-ep2-etp2", SCALED_ADAFACTOR, EXPERTS, ep(2, etp=2), fsdp=2, tp=2, slow=True),
+    case("tp2-adafactor-relative", RELATIVE_ADAFACTOR, tp=2, slow=True),
+    case("pp2-fsdp2-adafactor-tied", layers(4), ADAFACTOR, TIED, pp=2, fsdp=2, slow=True),
     case("fsdp2-tp2-bf16", BF16, fsdp=2, tp=2, tolerances=BFLOAT16, slow=True),
     case("fsdp2-tp2-compile", COMPILE, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-validation-epochs", EPOCHS, WHOLE_VALIDATION, fsdp=2, tp=2, slow=True),

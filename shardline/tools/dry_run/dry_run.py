@@ -20,6 +20,7 @@ from shardline.data.order import global_batch
 from shardline.models.flavors import model_label, resolve
 from shardline.models.fused_weights import active_words, is_low_rank, parameter_count
 from shardline.models.huggingface.foreign_notes import foreign_line
+from shardline.optim import adafactor
 from shardline.optim.int8_moments import int8_bytes
 from shardline.optim.matrices import is_block_matrix
 from shardline.parallel.context.context import context_plan, slices_line
@@ -177,6 +178,8 @@ def _state_bytes(config: Config, kind: ParameterKind, shard: tuple[int, ...], pr
     section, elements, wide = config.optimizer, math.prod(shard), precision.storage
     if section.name == "Muon" and is_block_matrix(kind.name, shard):
         return elements * wide.itemsize
+    if section.name == "Adafactor":
+        return adafactor.state_bytes(kind.name, shard, section.adafactor_momentum > 0)
     if section.state_dtype == "int8" and wide != torch.bfloat16 and len(shard) > 1:
         return 2 * int8_bytes(shard, kind.whole[-1])
     size = torch.bfloat16.itemsize if section.state_dtype == "bfloat16" else wide.itemsize

@@ -541,7 +541,7 @@ def test_a_prepared_store_needs_no_cache(tmp_path):
 
 def test_registered_names_count(monkeypatch):
     monkeypatch.setitem(registry.optimizers, "Mine", lambda groups, section: None)
-    known = "AdamW, Adam, SGD, Lion, LAMB, LARS, Muon, Mine"
+    known = "AdamW, Adam, Adafactor, SGD, Lion, LAMB, LARS, Muon, Mine"
     with pytest.raises(ConfigError, match=rf"{known}, got 'AdmaW', did you mean 'AdamW'"):
         check(given(optimizer__name="AdmaW"))
     monkeypatch.setitem(registry.flavors, "llama4", {"tiny": {}})
