@@ -335,6 +335,12 @@ def _dpo_rules() -> list[Rule]:
             remedy="set it to 'copy', or leave lora.modules_to_save empty",
         ),
         _refuse(
+            "dpo.reference",
+            lambda c: _trains_on_pairs(c) and c.dpo.reference == "base" and c.lora.bias != "none",
+            lambda c: f"lora.bias = {c.lora.bias!r} trains weights of the model, which change",
+            remedy="set it to 'copy', or lora.bias = 'none'",
+        ),
+        _refuse(
             "dpo.label_smoothing",
             lambda c: _trains_on_pairs(c) and c.dpo.loss == "robust" and c.dpo.label_smoothing >= 0.5,
             lambda c: f"'robust' divides by 1 - 2 x label_smoothing, which is {1 - 2 * c.dpo.label_smoothing:g}",
@@ -677,7 +683,8 @@ RULES: list[Rule] = [
     _idle(
         "lora.adapter_path says what is trained",
         lambda c: c.lora.adapter_path is not None,
-        *_below("lora", "rank alpha use_rslora use_dora target_modules modules_to_save layers"),
+        *_below("lora", "rank alpha rank_pattern alpha_pattern bias use_rslora use_dora"),
+        *_below("lora", "target_modules modules_to_save layers"),
     ),
     _idle_without("fault_tolerance.enable", "checkpoint.enable_ft_dataloader_checkpoints"),
     *(

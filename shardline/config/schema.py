@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from shardline.config.types import (
     URL,
     AdafactorEps,
+    AlphaPattern,
     Beta,
     DecayRate,
     Duration,
@@ -28,6 +29,7 @@ from shardline.config.types import (
     Positive,
     PositiveFloat,
     PositiveOrAll,
+    RankPattern,
     Section,
     SourceTables,
     SpecialTokens,
@@ -422,6 +424,13 @@ class Lora(Section):
     enable: bool = key(False, "Train matrices of low rank beside frozen weights.")
     rank: Positive = key(16, "Rows of A and columns of B.")
     alpha: PositiveFloat = key(16.0, "The product of A and B counts alpha / rank.")
+    rank_pattern: RankPattern = key(
+        {}, "Other ranks of some targets: regular expressions for the ends of their names; the first that fits counts."
+    )
+    alpha_pattern: AlphaPattern = key({}, "Other alphas of some targets, in the same way.")
+    bias: Literal["none", "all", "lora_only"] = key(
+        "none", "Train the biases that the model has, too: all of them, or those of targets."
+    )
     dropout: Beta = key(0.0, "Share of what A reads that is set to zero in training.")
     use_rslora: bool = key(False, "Count alpha / sqrt(rank) instead.")
     use_dora: bool = key(False, "DoRA: also train the length of each row of the weight.")

@@ -112,6 +112,8 @@ NCCLVariables = Annotated[
     _holds(lambda table: all(name.startswith("NCCL_") and _is_text(name) and _is_text(table[name]) for name in table)),
     Expect("a table of strings whose names begin with NCCL_"),
 ]
+RankPattern = Annotated[dict[Name, Positive], Expect("a table of names and whole numbers, 1 or more")]
+AlphaPattern = Annotated[dict[Name, PositiveFloat], Expect("a table of names and numbers above 0")]
 SPECIAL_TOKENS = (
     *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
     "additional_special_tokens",

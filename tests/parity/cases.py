@@ -147,6 +147,14 @@ def lora(*targets: str, **more: Any) -> dict[str, Any]:
     return LORA | {"lora.target_modules": list(targets)} | {f"lora.{name}": value for name, value in more.items()}
 
 
+# Projections of one weight with different ranks and scales.
+PATTERNS = lora(
+    "all-linear",
+    rank_pattern={"wk": 2, r"layers\.0\..*w1": 3, "down_proj": 6},
+    alpha_pattern={"wv": 4.0, "o_proj": 16.0},
+)
+BIASED = {"lora.bias": "lora_only"}
+
 # A model that transformers computes; the folder has a config.json, whose sizes the harness overrides.
 FOREIGN = {
     "model.name": "auto",
@@ -369,6 +377,20 @@ CASES = [
         ASYNC,
         NO_SEQUENCE,
         tp=2,
+        slow=True,
+    ),
+    case("lora-tp2-patterns", PATTERNS, tp=2),
+    case("lora-fsdp2-patterns-biases", PATTERNS | BIASED, BIASES, fsdp=2),
+    case("lora-tp2-async-patterns-biases-compile", PATTERNS | BIASED, BIASES, ASYNC, COMPILE, tp=2, slow=True),
+    case("lora-tp2-biases", lora("wq", "wo", "w2", bias="all"), BIASES, tp=2, slow=True),
+    case("lora-tp4-split-kv-patterns", PATTERNS, ONE_KV_HEAD, tp=4, slow=True),
+    case("lora-pp2-zbv-patterns-nf4", PATTERNS | {"lora.base_dtype": "nf4"}, NF4, layers(4), ZBV, pp=2, slow=True),
+    case(
+        "lora-fsdp2-ep2-patterns",
+        lora("experts", "wq", rank_pattern={"gate_up_proj": 2}),
+        EXPERTS,
+        ep(2),
+        fsdp=2,
         slow=True,
     ),
     case("lora-experts-fsdp2-ep2", lora("experts", "wq"), EXPERTS, ep(2), fsdp=2),

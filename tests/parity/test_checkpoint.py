@@ -77,6 +77,10 @@ CHAINS = {
         (layers(4), cases.lora("all-linear", "embed_tokens", modules_to_save=["lm_head"], use_rslora=True)),
         ["one", "fsdp2-tp2", "pp2", "ddp2", "tp4", "pp2-fsdp2-interleaved", "one"],
     ),
+    "lora-patterns": (
+        (layers(4), cases.BIASES, cases.PATTERNS | cases.BIASED),
+        ["fsdp2-tp2", "pp2", "tp4", "one"],
+    ),
     "lora-experts": ((cases.EXPERTS, cases.lora("experts", "wk")), ["one", "fsdp2-ep2", "tp2", "fsdp4-ep4", "one"]),
     "lamb": ((layers(4), cases.LAMB), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
     "muon": ((layers(4), cases.MUON), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),

@@ -28,12 +28,19 @@ from shardline.models.products.cpu_product import multiply
 from shardline.models.products.swiglu import swiglu_gradient_op, swiglu_op
 
 
-class LowRankSpec(NamedTuple):
-    """How the matrices of a weight are used; `runs` has the rows of each projection in a group of a fused weight."""
+class Projection(NamedTuple):
+    """One of the projections in a weight: its rows in a group of a fused one, and what B A counts."""
 
+    name: str
+    rows: int
     scale: float
+
+
+class LowRankSpec(NamedTuple):
+    """How the matrices of a weight are used."""
+
     dropout: float
-    runs: tuple[tuple[str, int], ...]
+    projections: tuple[Projection, ...]
 
 
 class LowRank(nn.Module):
@@ -57,6 +64,7 @@ class LowRankPart(NamedTuple):
     a: Tensor
     b: Tensor
     magnitude: Tensor | None
+    scale: float
 
 
 class Adapted(NamedTuple):
@@ -66,7 +74,6 @@ class Adapted(NamedTuple):
     kind: str  # of quantisation; "" for none
     parts: tuple[LowRankPart | None, ...]  # in the order of `runs`, None for projections without matrices
     runs: tuple[int, ...]
-    scale: float
     dropout: float
 
     @property
@@ -99,15 +106,15 @@ def adapt(
 ) -> Adapted:
     """A weight with what is trained beside it; `part` gives what this rank holds of a parameter."""
     found: list[LowRankPart | None] = []
-    for name, _ in spec.runs:
+    for name, _, scale in spec.projections:
         if modules is None or name not in modules:
             found.append(None)
             continue
         of = modules[name]
         assert isinstance(of, LowRank)
         magnitude = None if of.magnitude is None else part(of.magnitude)
-        found.append(LowRankPart(part(of.a), part(of.b), magnitude))
-    return Adapted(stored, kind, tuple(found), tuple(rows for _, rows in spec.runs), spec.scale, spec.dropout)
+        found.append(LowRankPart(part(of.a), part(of.b), magnitude, scale))
+    return Adapted(stored, kind, tuple(found), tuple(one.rows for one in spec.projections), spec.dropout)
 
 
 def some_groups(w: Adapted, first: int, count: int) -> Adapted:
@@ -119,32 +126,34 @@ def some_groups(w: Adapted, first: int, count: int) -> Adapted:
         rows = slice(first * run, (first + count) * run)
         if part is not None:
             magnitude = None if part.magnitude is None else part.magnitude[rows]
-            part = LowRankPart(part.a, part.b[rows], magnitude)
+            part = part._replace(b=part.b[rows], magnitude=magnitude)
         parts.append(part)
     return w._replace(stored=stored, parts=tuple(parts))
 
 
 def joined(w: Adapted, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """A (R, K) of all projections, and B (N, R) times the scale; None where there are none."""
+    """A (R, K) of all projections, and B (N, R) times their scales; None where there are none."""
     present = [part for part in w.parts if part is not None]
     if not present:
         return None, None
     a = present[0].a if len(present) == 1 else torch.cat([part.a for part in present])
-    b = present[0].b if len(w.parts) == 1 else _block_rows(w, present)
-    return a.to(dtype), (b * w.scale).to(dtype)
+    b = present[0].b * present[0].scale if len(w.parts) == 1 else _block_rows(w, present)
+    return a.to(dtype), b.to(dtype)
 
 
 def _block_rows(w: Adapted, present: list[LowRankPart]) -> Tensor:
-    rank, width = present[0].b.shape[-1], sum(part.b.shape[-1] for part in present)
+    width, alike = sum(part.b.shape[-1] for part in present), len({part.scale for part in present}) == 1
     groups = w.shape[0] // sum(w.runs)
     blocks, place = [], 0
     for part, run in zip(w.parts, w.runs, strict=True):
         if part is None:
             blocks.append(present[0].b.new_zeros(groups, run, width))
         else:
-            blocks.append(F.pad(part.b.unflatten(0, (groups, run)), (place, width - place - rank)))
+            rows, rank = part.b.unflatten(0, (groups, run)), part.b.shape[-1]
+            blocks.append(F.pad(rows if alike else rows * part.scale, (place, width - place - rank)))
             place += rank
-    return torch.cat(blocks, dim=1).flatten(0, 1)
+    whole = torch.cat(blocks, dim=1).flatten(0, 1)
+    return whole * present[0].scale if alike else whole
 
 
 def dropped(x: Tensor, w: Adapted) -> Tensor | None:

@@ -294,6 +294,8 @@ peft_use_dora: true
 peft_use_rslora: true
 peft_layers_to_transform: [0, 1]
 loraplus_lr_ratio: 16
+lora_rank_pattern: {"layers.0.*": 4, q_proj: 16}
+lora_alpha_pattern: {q_proj: 64}
 lora_mlp_kernel: true
 lora_qkv_kernel: true
 lora_o_kernel: true
@@ -304,6 +306,8 @@ lora_o_kernel: true
             "lora.use_rslora": True,
             "lora.layers": [0, 1],
             "lora.lr_ratio": 16.0,
+            "lora.rank_pattern": {"layers.0.*": 4, "q_proj": 16},
+            "lora.alpha_pattern": {"q_proj": 64.0},
         },
     ),
     Example(

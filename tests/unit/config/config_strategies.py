@@ -30,6 +30,8 @@ SPECIAL = {
         {}, optional={"pad_token": NAMES, "additional_special_tokens": st.lists(NAMES, max_size=2)}
     ),
     "job.config_file": st.none(),
+    "lora.rank_pattern": st.dictionaries(NAMES, st.integers(1, 99), max_size=2),
+    "lora.alpha_pattern": st.dictionaries(NAMES, st.floats(0.5, 99), max_size=2),
     "lr_scheduler.momentum_range": st.none() | st.floats(0, 0.9).map(lambda low: [low, low + 0.05]),
     "optimizer.adafactor_decay_rate": st.floats(-10, 0, exclude_max=True),
     "optimizer.adafactor_eps": st.tuples(st.floats(0, 1), st.floats(0, 1)).map(list),
