@@ -29,7 +29,7 @@ from shardline.data.order import global_batch
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.memory.offload import Offload, offload_activations
-from shardline.models.decoder import Decoder
+from shardline.models.decoder import Adaptable, Decoder
 from shardline.models.experts.moe import RouterRun
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
 from shardline.parallel.data.ddp import replicate_parameters
@@ -185,6 +185,15 @@ def _convert(model: Decoder, config: Config, done: Applied) -> None:
     done.float8_modules = converted_modules(model, recipes)
 
 
+GRAPHS_OF_A_KIND = 4  # blocks of one shape: with and without gradients, and for another length
+
+
+def _kind(block: torch.nn.Module) -> tuple[Any, ...]:
+    """What blocks share that one graph serves: LoRA's ranks and scales may differ between layers."""
+    specs = [module.low_rank for module in block.modules() if isinstance(module, Adaptable)]
+    return (*specs, *((name, parameter.shape) for name, parameter in block.named_parameters()))
+
+
 def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:
     """Compile each block's function, once for all blocks that share it."""
     known = torch._dynamo.list_backends(exclude_tags=())
@@ -193,6 +202,8 @@ def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:
             f"compile.backend: expected one of {', '.join(known)}, got {backend!r}{nearest(backend, known)}"
         )
     torch._dynamo.reset()  # graphs of an earlier run in this process count against the limit of recompilations
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS_OF_A_KIND * len(set(map(_kind, model.blocks()))))
     compiler: Any = backend
     if rows_travel:
         from shardline.parallel.expert.compiled_order import compiler as of_transfers
