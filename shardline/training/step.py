@@ -20,6 +20,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.noise import noise_keys
 from shardline.optim.clip import clip_, clipping_factor, nonfinite_parameters, shards, squared_norm
 from shardline.optim.early_step import EarlyStep, step_early
+from shardline.optim.frozen_rows import FrozenRows
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.apply import Applied
@@ -89,10 +90,17 @@ class Stepper:
         self.float8_gather = Float8Gather(model, gathered, section.precompute_float8_dynamic_scale_for_fsdp)
         if gathered and mesh.size("fsdp") > 1:
             log.info("%d of %d weights in float8 are gathered in float8", len(self.float8_gather), len(gathered))
+        self.frozen_rows = FrozenRows(model, optimizer)
+        if self.frozen_rows.places:
+            words = "%d tensors are trained in part (training.unfrozen_parameters): gradients and state have all rows"
+            log.info(words, len(self.frozen_rows.places))
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
-                optimizer, late=self.summed_over_tp, share=lambda parameter: shards(parameter) / mesh.world_size
+                optimizer,
+                late=self.summed_over_tp,
+                share=lambda parameter: shards(parameter) / mesh.world_size,
+                prepare=self.frozen_rows.clear,
             )
 
     def forward_backward(self, batches: list[Batch]) -> Tensor:
@@ -120,6 +128,7 @@ class Stepper:
         self.passes.finish()
         sum_replicated_gradients(self.summed_over_tp)
         self.passes.sum_tied()
+        self.frozen_rows.clear()
         return total
 
     def _with_noise(self, batch: Batch) -> Batch:

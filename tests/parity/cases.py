@@ -135,6 +135,11 @@ ONE_CYCLE = ONE_CYCLE_LR | {"lr_scheduler.momentum_range": [0.85, 0.95]}
 OFFLOAD = {"training.enable_cpu_offload": True}
 FROZEN = {"training.unfrozen_parameters": [r"model\.layers\.\d+\.self_attn", "model.layers.0.mlp.down_proj", "lm_head"]}
 FROZEN_EXPERTS = {"training.unfrozen_parameters": [r"layers.1.moe.(router|experts)", "layers.0.attention.wo"]}
+# Some of the weights that are one tensor here.
+FROZEN_ROWS = {
+    "training.unfrozen_parameters": [r"layers.\d+.attention.(wq|wv)", "model.layers.0.mlp.up_proj", "lm_head"]
+}
+FROZEN_GATES = {"training.unfrozen_parameters": [r"layers.\d.moe.experts.w1", "layers.1.moe.shared_experts.w3"]}
 NOISE = {"training.neftune_alpha": 20.0}  # several times what is usual, so that its lack would show
 # B begins at zero and is nothing but the sum of its updates: an eps that is small beside rounding would show that.
 LORA = {"lora.enable": True, "lora.rank": 4, "lora.alpha": 8.0, "optimizer.lr": 3e-3, "optimizer.eps": 1e-3}
@@ -334,6 +339,15 @@ CASES = [
     case("float8-pp2-zbv", ROWWISE, layers(4), ZBV, pp=2, tolerances=FLOAT8, slow=True),
     case("float8-fsdp2-op-ac-compile", TENSORWISE, OP_AC, COMPILE, fsdp=2, tolerances=FLOAT8, slow=True),
     # LoRA
+    case("frozen-rows-tp2", FROZEN_ROWS, BIASES, tp=2),
+    case("frozen-rows-fsdp2-accumulation", FROZEN_ROWS, SMALL_BATCHES, fsdp=2),
+    case("frozen-rows-fsdp2-early", FROZEN_ROWS, EARLY, TWO_PASSES, fsdp=2, slow=True),
+    case("frozen-rows-ddp2-fsdp2-tp2-adafactor", FROZEN_ROWS, ADAFACTOR, ddp=2, fsdp=2, tp=2, slow=True),
+    case("frozen-rows-tp4-split-kv-async-compile", FROZEN_ROWS, ONE_KV_HEAD, ASYNC, COMPILE, tp=4, slow=True),
+    case("frozen-rows-pp2-zbv-muon", FROZEN_ROWS, MUON, layers(4), ZBV, pp=2, slow=True),
+    case("frozen-rows-cp2-lamb", FROZEN_ROWS, LAMB, cp=2, slow=True),
+    case("frozen-rows-fsdp2-ep2", FROZEN_GATES, EXPERTS, ep(2), fsdp=2, slow=True),
+    case("frozen-rows-fsdp2-offload", FROZEN_ROWS, OFFLOAD, fsdp=2, slow=True),
     case("frozen-ddp2", FROZEN, ddp=2, slow=True),
     case("frozen-fsdp2-accumulation", FROZEN, SMALL_BATCHES, fsdp=2),
     case("frozen-tp2", FROZEN, tp=2),
