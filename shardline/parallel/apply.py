@@ -188,10 +188,10 @@ def _convert(model: Decoder, config: Config, done: Applied) -> None:
 GRAPHS_OF_A_KIND = 4  # blocks of one shape: with and without gradients, and for another length
 
 
-def _kind(block: torch.nn.Module) -> tuple[Any, ...]:
+def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
     """What blocks share that one graph serves: LoRA's ranks and scales may differ between layers."""
-    specs = [module.low_rank for module in block.modules() if isinstance(module, Adaptable)]
-    return (*specs, *((name, parameter.shape) for name, parameter in block.named_parameters()))
+    specs = [inner.low_rank for inner in module.modules() if isinstance(inner, Adaptable)]
+    return (*specs, *((name, parameter.shape) for name, parameter in module.named_parameters()))
 
 
 def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:
@@ -203,7 +203,8 @@ def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:
         )
     torch._dynamo.reset()  # graphs of an earlier run in this process count against the limit of recompilations
     limits: Any = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, GRAPHS_OF_A_KIND * len(set(map(_kind, model.blocks()))))
+    kinds = {_kind(block.module) for block in model.blocks()}
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS_OF_A_KIND * len(kinds))
     compiler: Any = backend
     if rows_travel:
         from shardline.parallel.expert.compiled_order import compiler as of_transfers

@@ -11,12 +11,15 @@ once; the rows of B have the order of the fused weight and are zero where they d
 
 The low-rank term is written first and the large product added to it: no further pass over y. Backward gives gradients
 of x, A and B; that of W does not exist. It keeps x, which the block keeps anyway, and x A^T, which is r / K of it.
+
+On a CPU in float32, W + scale B A is made first where that takes less work than the low-rank term of all rows: one
+product in forward, and one for the gradient of x. Nothing but x is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardline.models.adapted.quantized import dequantize
-from shardline.models.products.cpu_product import multiply
+from shardline.models.products.cpu_product import multiply, multiply_add
 from shardline.models.products.swiglu import swiglu_gradient_op, swiglu_op
 
 
@@ -173,8 +176,12 @@ def without_magnitude(x: Tensor, w: Adapted, bias: Tensor | None) -> Tensor:
     a, b = joined(w, x.dtype)
     narrow_bias = None if bias is None else bias.to(x.dtype)
     rows = x.flatten(0, -2)
-    other = None if a is None else dropped(rows, w)
-    out: Tensor = _linear(rows, list(w.stored), w.kind, a, b, narrow_bias, other)[0]
+    out: Tensor
+    if merges(x, w):
+        out = _Merged.apply(rows, a, b, narrow_bias, w.kind, *w.stored)
+    else:
+        other = None if a is None else dropped(rows, w)
+        out = _linear(rows, list(w.stored), w.kind, a, b, narrow_bias, other)[0]
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -217,6 +224,52 @@ def factors(w: Adapted, squares: Tensor) -> Tensor:
         else:
             blocks.append(part.magnitude.float().unflatten(0, (groups, run)) / norm)
     return torch.cat(blocks, dim=1).flatten()
+
+
+# ---- on a CPU --------------------------------------------------------------------------------------------------------
+
+
+def merges(x: Tensor, w: Adapted) -> bool:
+    """Whether W + scale B A (N, K) is made for a product with x (..., K): it has more rows than N K / (N + K)."""
+    eager = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
+    drops = w.dropout and torch.is_grad_enabled()
+    if not eager or drops or all(part is None for part in w.parts):
+        return False
+    rows, columns = w.shape[0], x.shape[-1]
+    return x.numel() // columns * (rows + columns) >= rows * columns
+
+
+def merged_weight(
+    stored: Sequence[Tensor], kind: str, a: Tensor | None, b: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """W + B A; W where there are no matrices."""
+    weight = _wide(list(stored), kind, dtype)
+    return weight if a is None or b is None else multiply_add(b, a.t(), weight)
+
+
+def low_rank_gradients(gradient: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Of A and B, from that of the product (t, N) and x (t, K)."""
+    of_low, low = multiply(gradient, b.t()), multiply(x, a)
+    return multiply(of_low.t(), x.t()), multiply(low.t(), gradient.t()).t()
+
+
+class _Merged(torch.autograd.Function):
+    """The product with W + B A, which backward makes again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, kind: str, *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(x, a, b, *stored)
+        ctx.kind = kind
+        return multiply(x, merged_weight(stored, kind, a, b, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, a, b, *stored = ctx.saved_tensors
+        for_x, for_a, for_b, for_bias = ctx.needs_input_grad[:4]
+        gradient = gradient.contiguous()
+        of_x = multiply(gradient, merged_weight(stored, ctx.kind, a, b, x.dtype).t()) if for_x else None
+        of_a, of_b = low_rank_gradients(gradient, x, a, b) if for_a or for_b else (None, None)
+        return of_x, of_a, of_b, gradient.sum(0) if for_bias else None, None, *(None for _ in stored)
 
 
 # ---- the operation ---------------------------------------------------------------------------------------------------
