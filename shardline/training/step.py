@@ -34,7 +34,7 @@ from shardline.training.loss import Head
 from shardline.training.pairs import PairedModel, Reference
 from shardline.training.pipelined_step import PipelinedModel
 from shardline.training.whole_model import WholeModel
-from shardline.words import listed
+from shardline.words import counted, listed
 
 log = logging.getLogger("shardline")
 RequestNumbers = Callable[[], Sequence[float]]  # read as late as possible: a signal during the step still counts
@@ -92,8 +92,8 @@ class Stepper:
             log.info("%d of %d weights in float8 are gathered in float8", len(self.float8_gather), len(gathered))
         self.frozen_rows = FrozenRows(model, optimizer)
         if self.frozen_rows.places:
-            words = "%d tensors are trained in part (training.unfrozen_parameters): gradients and state have all rows"
-            log.info(words, len(self.frozen_rows.places))
+            tensors = counted(len(self.frozen_rows.places), "tensor")
+            log.info("%s trained in part (unfrozen_parameters): gradients and state have all rows", tensors)
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(

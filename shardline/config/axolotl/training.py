@@ -7,22 +7,25 @@ from typing import Any
 from shardline.config.axolotl.reader import Reader, choice, number, table, text, texts, whole
 from shardline.config.names import FLOAT8_LINEAR
 
-# Fields of a Hugging Face config.json -> fields of model.overrides; None: without effect here
-MODEL_FIELDS: dict[str, str | None] = {
+# Fields of a Hugging Face config.json -> fields of model.overrides
+MODEL_FIELDS = {
     "tie_word_embeddings": "tie_word_embeddings",
     "rope_theta": "rope_theta",
     "sliding_window": "sliding_window",
     "max_position_embeddings": "max_seq_len",
     "num_hidden_layers": "n_layers",
     "rope_scaling": "rope_scaling",
-    "output_router_logits": None,
-    "use_cache": None,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "attention_dropout": None,
-    "torch_dtype": None,
-    "dtype": None,
+}
+_TOKENS, _TYPES = "special tokens are those of special_tokens", "types are those of bf16, fp16 and float32"
+IDLE_FIELDS = {
+    "output_router_logits": "--model.overrides.moe.aux_loss_coeff adds the loss that balances experts",
+    "use_cache": "training has no cache",
+    "pad_token_id": _TOKENS,
+    "bos_token_id": _TOKENS,
+    "eos_token_id": _TOKENS,
+    "attention_dropout": "attention has no dropout",
+    "torch_dtype": _TYPES,
+    "dtype": _TYPES,
 }
 DPO_NUMBERS = {"dpo_beta": "dpo.beta", "rl_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing"}
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
@@ -43,11 +46,14 @@ def model(reader: Reader) -> None:
     overrides = {}
     for name in ("model_config", "overrides_of_model_config"):
         for field, value in reader.get(name, table, {}).items():
-            if field not in MODEL_FIELDS:
-                known = ", ".join(field for field, native in MODEL_FIELDS.items() if native)
-                reader.problem(name, f"{field}: only {known} are changed; --model.overrides has the other fields")
-            elif (native := MODEL_FIELDS[field]) is not None:
+            if field in IDLE_FIELDS:
+                reader.idle(f"{name}.{field}", IDLE_FIELDS[field])
+            elif field in MODEL_FIELDS:
+                native = MODEL_FIELDS[field]
                 overrides[native] = _rope_scaling(value) if native == "rope_scaling" else value
+            else:
+                known = ", ".join(MODEL_FIELDS)
+                reader.problem(name, f"{field}: only {known} are changed; --model.overrides has the other fields")
         if overrides and reader.has(name):
             reader.set("model.overrides", overrides, name)
 
