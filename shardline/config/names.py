@@ -31,8 +31,9 @@ ALTERNATIVES = {
 # ---- dtypes, optimizers, schedules, models ---------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")  # of commands; the schema says what a key takes
-# Built-in optimizer -> tensors it keeps per parameter; Muon keeps one of a matrix of a block.
-MOMENTS = {"AdamW": 2, "Adam": 2, "SGD": 1, "Lion": 1, "LAMB": 2, "LARS": 1, "Muon": 2}
+# Built-in optimizer -> tensors it keeps per parameter; Muon keeps one of a matrix of a block, Adafactor one of what is
+# no matrix.
+MOMENTS = {"AdamW": 2, "Adam": 2, "Adafactor": 1, "SGD": 1, "Lion": 1, "LAMB": 2, "LARS": 1, "Muon": 2}
 LAYERWISE = ("LAMB", "LARS")  # optimizers with a trust ratio per layer
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SPLIT_SCHEDULES = SCHEDULES[4:]  # compute weight gradients apart from input gradients

@@ -231,10 +231,11 @@ def lr_notes(section: LRScheduler, total: int) -> dict[str, str]:
     elif warmup == total > 1:
         key = "warmup_steps" if section.warmup_ratio is None else "warmup_ratio"
         found[f"lr_scheduler.{key}"] = f"= {getattr(section, key):g} lasts for the whole schedule: {rises}"
-    decay = round(total * (section.decay_ratio or 0))
+    decay = section.decay(total, rest=0)
     if decay > total - warmup:
-        found["lr_scheduler.decay_ratio"] = (
-            f"= {section.decay_ratio} is {decay} of {total} steps, which do not fit after {warmup} of warmup:"
+        share = "" if section.decay_steps is not None else f"{section.decay_ratio} is "
+        found[f"lr_scheduler.{'decay_ratio' if share else 'decay_steps'}"] = (
+            f"= {share}{decay} of {total} steps, which do not fit after {warmup} of warmup:"
             f" the decay takes {total - warmup}"
         )
     return found
@@ -252,12 +253,13 @@ def _lr_rule(key: str) -> Rule:
 
 def _schedule_too_short(config: Config) -> bool:
     length, section = config.lr_scheduler.total_steps, config.training
-    return length is not None and section.epochs is None and length < section.steps
+    ends = config.lr_scheduler.decay_type != "inverse_sqrt"
+    return length is not None and section.epochs is None and length < section.steps and ends
 
 
 def _too_short_words(config: Config) -> str:
     section, length = config.lr_scheduler, config.lr_scheduler.total_steps or 0
-    has_decay = section.decay_ratio is None or round(length * section.decay_ratio) > 0
+    has_decay = section.decay(length, rest=1) > 0
     decays = section.warmup(length) < length and has_decay and section.decay_type != "constant"
     return (
         f"= {length} is shorter than training.steps = {config.training.steps}: from step {length + 1} on the learning"
@@ -366,6 +368,12 @@ def _dpo_rules() -> list[Rule]:
             lambda c: _trains_on_pairs(c) and c.dpo.reference == "base" and bool(c.lora.modules_to_save),
             lambda c: f"lora.modules_to_save = {c.lora.modules_to_save} are trained whole, and change",
             remedy="set it to 'copy', or leave lora.modules_to_save empty",
+        ),
+        _refuse(
+            "dpo.reference",
+            lambda c: _trains_on_pairs(c) and c.dpo.reference == "base" and c.lora.bias != "none",
+            lambda c: f"lora.bias = {c.lora.bias!r} trains weights of the model, which change",
+            remedy="set it to 'copy', or lora.bias = 'none'",
         ),
         _refuse(
             "dpo.label_smoothing",
@@ -585,6 +593,18 @@ RULES: list[Rule] = [
         remedy='set it to "parameter"',
     ),
     _refuse(
+        "lr_scheduler.decay_steps",
+        lambda c: c.lr_scheduler.decay_steps is not None and c.lr_scheduler.decay_ratio is not None,
+        lambda c: f"given together with lr_scheduler.decay_ratio = {c.lr_scheduler.decay_ratio}",
+        remedy="give one of them",
+    ),
+    _refuse(
+        "lr_scheduler.momentum_range",
+        lambda c: c.lr_scheduler.momentum_range is not None and c.optimizer.name == "Adafactor",
+        "Adafactor has no momentum that a schedule could change",
+        remedy="leave it unset",
+    ),
+    _refuse(
         "parallelism.context_parallel_load_balancer",
         lambda c: is_context_parallel(c) and c.parallelism.context_parallel_load_balancer not in (None, "headtail"),
         lambda c: f"expected 'headtail' or 'none', got {c.parallelism.context_parallel_load_balancer!r}",
@@ -721,7 +741,8 @@ RULES: list[Rule] = [
     _idle(
         "lora.adapter_path says what is trained",
         lambda c: c.lora.adapter_path is not None,
-        *_below("lora", "rank alpha use_rslora use_dora target_modules modules_to_save layers"),
+        *_below("lora", "rank alpha rank_pattern alpha_pattern bias use_rslora use_dora"),
+        *_below("lora", "target_modules modules_to_save layers"),
     ),
     _idle_without("fault_tolerance.enable", "checkpoint.enable_ft_dataloader_checkpoints"),
     *(
@@ -796,11 +817,31 @@ RULES: list[Rule] = [
         *_below("activation_checkpoint", "memory_budget visualize_memory_budget_pareto"),
     ),
     _idle_if("optimizer.name", LAYERWISE, *_below("optimizer", "implementation decay_norms")),
-    _idle_if("optimizer.name", ["SGD", "Lion"], "optimizer.implementation"),
-    _idle_if("optimizer.name", ["LARS", "SGD"], *_below("optimizer", "beta2 eps")),
+    _idle_if("optimizer.name", ["SGD", "Lion", "Adafactor"], "optimizer.implementation"),
+    _idle_if("optimizer.name", ["LARS", "SGD", "Adafactor"], *_below("optimizer", "beta2 eps")),
+    _idle_if("optimizer.name", ["Adafactor"], *_below("optimizer", "beta1")),
+    _idle_unless("optimizer.name", ["Adafactor"], *(key for key in leaves() if key.startswith("optimizer.adafactor_"))),
+    _idle_without("optimizer.adafactor_relative_step", "optimizer.adafactor_warmup_init"),
+    _idle(
+        "optimizer.adafactor_relative_step gives the learning rate",
+        lambda c: c.optimizer.name == "Adafactor" and c.optimizer.adafactor_relative_step,
+        *_below("optimizer", "lr lr_scaling lr_scaling_base_batch"),
+        *(key for key in leaves() if key.startswith("lr_scheduler.")),
+    ),
     _idle_if("optimizer.name", ["Lion"], "optimizer.eps"),
-    _idle_if("lr_scheduler.decay_type", ["constant"], *_below("lr_scheduler", "decay_ratio decay_end_ratio")),
-    _idle_if("lr_scheduler.decay_type", ["constant"], "lr_scheduler.min_lr_factor"),
+    _idle_if(
+        "lr_scheduler.decay_type",
+        ["constant"],
+        *_below("lr_scheduler", "decay_ratio decay_steps decay_end_ratio min_lr_factor"),
+    ),
+    _idle_if("lr_scheduler.decay_type", ["constant", "inverse_sqrt"], "lr_scheduler.cycles"),
+    _idle_unless("lr_scheduler.decay_type", ["polynomial"], "lr_scheduler.decay_power"),
+    _idle_unless("lr_scheduler.decay_type", ["inverse_sqrt"], "lr_scheduler.timescale"),
+    _idle(
+        "lr_scheduler.momentum_range gives it",
+        lambda c: c.lr_scheduler.momentum_range is not None,
+        *_below("optimizer", "beta1 muon_momentum"),
+    ),
     _idle_without("training.max_loss", "training.max_loss_steps"),
     _idle_without("metrics.enable_wandb", *(key for key in leaves() if key.startswith("metrics.wandb_"))),
     _idle_unless("optimizer.name", ["LARS"], "optimizer.trust_coefficient"),
@@ -866,4 +907,5 @@ RULES: list[Rule] = [
     _lr_rule("lr_scheduler.warmup_ratio"),
     Rule("note", ("lr_scheduler.total_steps",), _schedule_too_short, _too_short_words),
     _lr_rule("lr_scheduler.decay_ratio"),
+    _lr_rule("lr_scheduler.decay_steps"),
 ]

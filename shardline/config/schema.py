@@ -12,11 +12,15 @@ from pydantic.fields import FieldInfo
 
 from shardline.config.types import (
     URL,
+    AdafactorEps,
+    AlphaPattern,
     Beta,
+    DecayRate,
     Duration,
     EveryNth,
     ExitCode,
     Fraction,
+    MomentumRange,
     Name,
     NCCLVariables,
     NonNegative,
@@ -25,6 +29,7 @@ from shardline.config.types import (
     Positive,
     PositiveFloat,
     PositiveOrAll,
+    RankPattern,
     Section,
     SourceTables,
     SpecialTokens,
@@ -103,7 +108,9 @@ class HFTransformers(Section):
 
 
 class Optimizer(Section):
-    name: Name = key("AdamW", "AdamW, Adam, SGD, Lion, LAMB, LARS, Muon, or one that a custom module registered.")
+    name: Name = key(
+        "AdamW", "AdamW, Adam, Adafactor, SGD, Lion, LAMB, LARS, Muon, or one that a custom module registered."
+    )
     lr: NonNegativeFloat = key(8e-4, "Peak learning rate.")
     beta1: Beta = key(0.9, "Decay of the first moment; momentum of LARS and SGD.")
     beta2: Beta = key(0.95, "Decay of the second moment.")
@@ -122,6 +129,17 @@ class Optimizer(Section):
     muon_adjust_lr: Literal["original", "match_rms_adamw"] = key(
         "original", "Muon: step of a matrix by its shape; match_rms_adamw makes it as long as AdamW's."
     )
+    adafactor_scale_parameter: bool = key(False, "Adafactor: steps in proportion to the size of the weights.")
+    adafactor_relative_step: bool = key(
+        False, "Adafactor: a learning rate of its own, 0.01 and later 1 / sqrt(step), instead of lr and lr_scheduler."
+    )
+    adafactor_warmup_init: bool = key(False, "Adafactor: that rate begins at 1e-6 and grows by as much each step.")
+    adafactor_clip_threshold: PositiveFloat = key(1.0, "Adafactor: largest root mean square of an update, before lr.")
+    adafactor_decay_rate: DecayRate = key(-0.8, "Adafactor: second moments decay by 1 - step ** decay_rate.")
+    adafactor_momentum: Beta = key(0.0, "Adafactor: decay of the first moment; 0 keeps none.")
+    adafactor_eps: AdafactorEps = key(
+        [1e-30, 1e-3], "Adafactor: added to squared gradients, and the smallest size of weights (scale_parameter)."
+    )
     lr_scaling: Literal["none", "linear"] = key("none", "linear: lr x global batch size / lr_scaling_base_batch.")
     lr_scaling_base_batch: Positive = key(256, "Global batch size that lr is meant for (lr_scaling).")
     state_dtype: Literal["parameter", "bfloat16", "int8"] = key("parameter", "Type of the moments of AdamW and Adam.")
@@ -129,22 +147,37 @@ class Optimizer(Section):
 
 class LRScheduler(Section):
     warmup_steps: NonNegative = key(200, "Steps of warmup.")
-    warmup_type: Literal["linear", "quadratic"] = key("linear", "Shape of the warmup.")
+    warmup_type: Literal["linear", "quadratic", "cosine", "sqrt"] = key("linear", "Shape of the warmup.")
+    warmup_start_factor: Fraction = key(0.0, "The warmup begins at this fraction of the peak learning rate.")
     warmup_ratio: Fraction | None = key(None, "Fraction of the schedule that warms up, instead of warmup_steps.")
     total_steps: Positive | None = key(None, "Length of the schedule; unset means training.steps.")
     decay_ratio: Fraction | None = key(None, "Fraction of the schedule that decays; unset: all of it after warmup.")
+    decay_steps: NonNegative | None = key(None, "Steps of decay, instead of decay_ratio.")
     decay_end_ratio: Fraction | None = key(None, "Fraction of the schedule after which the decay has ended; unset: 1.")
-    decay_type: Literal["linear", "sqrt", "cosine", "rex", "constant"] = key(
+    decay_type: Literal["linear", "sqrt", "cosine", "rex", "polynomial", "inverse_sqrt", "constant"] = key(
         "linear", "Shape of the decay; rex stays high for long and falls at the end, constant: none."
     )
+    decay_power: PositiveFloat = key(1.0, "polynomial: the power of what is left of the decay.")
+    timescale: Positive | None = key(None, "inverse_sqrt: after 3 of these the rate is a half; unset: warmup steps.")
+    cycles: Positive = key(1, "How often the decay runs from the peak to its end: restarts and one.")
     min_lr_factor: Fraction = key(0.0, "The decay ends at this fraction of the peak learning rate.")
     bend_on_resume: bool = key(
         False, "Resume although this schedule would have given the last step another learning rate."
+    )
+    include_ends: bool = key(False, "The first and the last step are the ends of the curve, as in one-cycle schedules.")
+    momentum_range: MomentumRange | None = key(
+        None, "Lowest and highest momentum (Adam's beta1), which is lowest at the peak; unset: it stays as it is."
     )
 
     def warmup(self, total: int) -> int:
         """The steps of warmup in a schedule of `total` steps."""
         return min(total, self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * total))
+
+    def decay(self, total: int, rest: int) -> int:
+        """The steps of decay that are asked for in a schedule of `total` steps; `rest` where nothing is."""
+        if self.decay_steps is not None:
+            return self.decay_steps
+        return rest if self.decay_ratio is None else round(total * self.decay_ratio)
 
 
 class Dataloader(Section):
@@ -403,6 +436,13 @@ class Lora(Section):
     enable: bool = key(False, "Train matrices of low rank beside frozen weights.")
     rank: Positive = key(16, "Rows of A and columns of B.")
     alpha: PositiveFloat = key(16.0, "The product of A and B counts alpha / rank.")
+    rank_pattern: RankPattern = key(
+        {}, "Other ranks of some targets: regular expressions for the ends of their names; the first that fits counts."
+    )
+    alpha_pattern: AlphaPattern = key({}, "Other alphas of some targets, in the same way.")
+    bias: Literal["none", "all", "lora_only"] = key(
+        "none", "Train the biases that the model has, too: all of them, or those of targets."
+    )
     dropout: Beta = key(0.0, "Share of what A reads that is set to zero in training.")
     use_rslora: bool = key(False, "Count alpha / sqrt(rank) instead.")
     use_dora: bool = key(False, "DoRA: also train the length of each row of the weight.")

@@ -29,7 +29,7 @@ from shardline.data.order import global_batch
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.memory.offload import Offload, offload_activations
-from shardline.models.decoder import Decoder
+from shardline.models.decoder import Adaptable, Decoder
 from shardline.models.experts.moe import RouterRun
 from shardline.parallel.compiled_graphs import Operations, noting
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
@@ -201,10 +201,22 @@ def check_backend(backend: str) -> None:
         )
 
 
+GRAPHS_OF_A_KIND = 4  # blocks of one shape: with and without gradients, and for another length
+
+
+def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What blocks share that one graph serves: LoRA's ranks and scales may differ between layers."""
+    specs = [inner.low_rank for inner in module.modules() if isinstance(inner, Adaptable)]
+    return (*specs, *((name, parameter.shape) for name, parameter in module.named_parameters()))
+
+
 def _compile_blocks(model: Decoder, backend: str, graphs: list[Operations], rows_travel: bool) -> None:
     """Compile each block's function, once for all blocks that share it."""
     check_backend(backend)
     torch._dynamo.reset()  # graphs of an earlier run in this process count against the limit of recompilations
+    limits: Any = torch._dynamo.config
+    kinds = {_kind(block.module) for block in model.blocks()}
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS_OF_A_KIND * len(kinds))
     compiler: Any = backend
     if rows_travel:
         from shardline.parallel.expert.compiled_order import compiler as of_transfers

@@ -143,8 +143,10 @@ def find_base(saved: Saved, given: str | None) -> Base:
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The settings of LoRA in which a checkpoint and a run differ, dropout left out."""
+    earlier: dict[str, Any] = {"ranks": {}, "alphas": {}, "bias": "none"}  # of checkpoints without these
+    before = {**earlier, **saved}
     return [
-        f"lora.{name}: {saved.get(name)} -> {now[name]}"
-        for name in ("rank", "alpha", "use_rslora", "use_dora", "targets", "saved")
-        if json.dumps(saved.get(name)) != json.dumps(now[name])
+        f"lora.{name}: {before.get(name)} -> {now[name]}"
+        for name in ("rank", "alpha", "ranks", "alphas", "use_rslora", "use_dora", "targets", "saved", "bias")
+        if json.dumps(before.get(name), sort_keys=True) != json.dumps(now[name], sort_keys=True)
     ]

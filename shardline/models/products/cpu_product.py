@@ -25,6 +25,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return onednn()(x, weight, bias, "none", [], "") if served(x) else F.linear(x, weight, bias)
 
 
+def multiply_add(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    """`other` plus x (n, in) times weight (out, in), in one pass."""
+    if not served(x):
+        return torch.addmm(other, x, weight.t())
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, None, "add")
+    return out
+
+
 @functools.cache
 def onednn() -> Any:
     """The op, which has no gradient of its own; None where it is missing or MKL is as fast."""

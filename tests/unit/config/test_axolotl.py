@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
 
 from shardline.cli.main import main
 from shardline.config.axolotl.datasets import OF_TOKENIZERS
 from shardline.config.axolotl.reader import source_of
 from shardline.config.axolotl.table import BY_RULE, DIRECT, PLUGINS, REFUSED, WITHOUT_EFFECT, keys_page, known_keys
+from shardline.config.axolotl.update import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULERS, SCHEDULERS
 from shardline.config.load import load_config
 from shardline.config.rules import check, checked_layout
 from shardline.config.schema import leaves
@@ -130,6 +133,16 @@ def test_an_empty_key_has_the_default(name):
     config = load(text + f"\n{name}:\n")
     default = DIRECT[name].default
     assert config.value(DIRECT[name].native) == (leaves()[DIRECT[name].native].default if default is None else default)
+
+
+def test_every_name_of_optimizers_and_schedulers_is_known_or_refused():
+    """The names that transformers and Axolotl's enumeration have."""
+    own = "optimi_adamw ao_adamw_4bit ao_adamw_8bit ao_adamw_fp8 adopt_adamw came_pytorch muon dion sinkgd flash_adamw"
+    own += " flash_adam flash_sgd flash_sgdw flash_lion q_galore_adamw8bit"
+    for name in (*(one.value for one in OptimizerNames), *own.split()):
+        assert (name in OPTIMIZERS) != (name in REFUSED_OPTIMIZERS), name
+    for name in (*(one.value for one in SchedulerType), "one_cycle", "rex"):
+        assert (name in SCHEDULERS) != (name in REFUSED_SCHEDULERS), name
 
 
 def test_plugins_are_known_by_the_end_of_their_name():

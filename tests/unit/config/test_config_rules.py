@@ -118,6 +118,14 @@ def test_rules_name_real_keys():
             "optimizer.state_dtype: only AdamW and Adam can keep their moments in bfloat16",
         ),
         (
+            {"lr_scheduler__decay_steps": 5, "lr_scheduler__decay_ratio": 0.5},
+            "lr_scheduler.decay_steps: given together with lr_scheduler.decay_ratio = 0.5",
+        ),
+        (
+            {"optimizer__name": "Adafactor", "lr_scheduler__momentum_range": [0.8, 0.9]},
+            "lr_scheduler.momentum_range: Adafactor has no momentum",
+        ),
+        (
             {"optimizer__state_dtype": "int8", "optimizer__name": "Muon"},
             "optimizer.state_dtype: only AdamW and Adam can keep their moments in int8",
         ),
@@ -369,6 +377,38 @@ def test_not_pending(keys):
             {"lr_scheduler__total_steps": 250, "training__steps": 250, "lr_scheduler__decay_ratio": 0.5},
             "lr_scheduler.decay_ratio = 0.5 is 125 of 250 steps, which do not fit after 200 of warmup:"
             " the decay takes 50",
+        ),
+        (
+            {"lr_scheduler__total_steps": 250, "training__steps": 250, "lr_scheduler__decay_steps": 60},
+            "lr_scheduler.decay_steps = 60 of 250 steps, which do not fit after 200 of warmup: the decay takes 50",
+        ),
+        (
+            {"lr_scheduler__cycles": 2, "lr_scheduler__decay_type": "inverse_sqrt"},
+            "lr_scheduler.cycles has no effect: lr_scheduler.decay_type is 'constant' or 'inverse_sqrt'",
+        ),
+        (
+            {"lr_scheduler__decay_power": 2.0},
+            "lr_scheduler.decay_power has no effect: lr_scheduler.decay_type is not 'polynomial'",
+        ),
+        (
+            {"lr_scheduler__timescale": 2},
+            "lr_scheduler.timescale has no effect: lr_scheduler.decay_type is not 'inverse_sqrt'",
+        ),
+        (
+            {"lr_scheduler__momentum_range": [0.8, 0.9], "optimizer__beta1": 0.5},
+            "optimizer.beta1 has no effect: lr_scheduler.momentum_range gives it",
+        ),
+        (
+            {"optimizer__adafactor_momentum": 0.9},
+            "optimizer.adafactor_momentum has no effect: optimizer.name is not 'Adafactor'",
+        ),
+        (
+            {"optimizer__name": "Adafactor", "optimizer__eps": 1e-6},
+            "optimizer.eps has no effect: optimizer.name is 'LARS' or 'SGD' or 'Adafactor'",
+        ),
+        (
+            {"optimizer__name": "Adafactor", "optimizer__adafactor_relative_step": True, "optimizer__lr": 1e-3},
+            "optimizer.lr has no effect: optimizer.adafactor_relative_step gives the learning rate",
         ),
         (
             {"lr_scheduler__total_steps": 1000, "lr_scheduler__min_lr_factor": 0.1},
@@ -627,7 +667,7 @@ def test_a_prepared_store_needs_no_cache(tmp_path):
 
 def test_registered_names_count(monkeypatch):
     monkeypatch.setitem(registry.optimizers, "Mine", lambda groups, section: None)
-    known = "AdamW, Adam, SGD, Lion, LAMB, LARS, Muon, Mine"
+    known = "AdamW, Adam, Adafactor, SGD, Lion, LAMB, LARS, Muon, Mine"
     with pytest.raises(ConfigError, match=rf"{known}, got 'AdmaW', did you mean 'AdamW'"):
         check(given(optimizer__name="AdmaW"))
     monkeypatch.setitem(registry.flavors, "llama4", {"tiny": {}})
