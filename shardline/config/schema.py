@@ -177,6 +177,9 @@ class Training(Section):
     dataset_text_field: Name = key("text", "Field of each record that holds the text.")
     dataset_split: Name = key("train", "Split of a Hugging Face dataset.")
     cache_folder: Name | None = key(None, "Folder of prepared data; unset: $SHARDLINE_CACHE or ~/.cache/shardline.")
+    verify_data: bool = key(
+        True, "Compare prepared data, for validation too, with its checksums when it is first read."
+    )
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "After a NaN or infinite loss or gradient: stop the run, or skip the step."
     )

@@ -30,6 +30,7 @@ LEVELS = {
     "config": 5,
     "report": 2,
     "registry": 1,
+    "json_text": 0,
     "words": 0,
     "errors": 0,
 }
