@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gzip
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO, cast
 from shardline.config.names import TEXT_FILES
 from shardline.data.files import file_kind
 from shardline.errors import UserError
+from shardline.json_text import parse_json
 
 CHUNK_BYTES = 2**20
 BATCH_ROWS = 256
@@ -109,7 +109,7 @@ def _documents_of_lines(file: str, first: int, lines: bytes, field: str) -> list
 
 def _text_of_line(file: str, number: int, line: bytes, field: str) -> str:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise UserError(f"{file}:{number}: not JSON: {error}") from error
     if not isinstance(row, dict):

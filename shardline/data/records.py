@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from shardline.data.demo import conversations
 from shardline.data.files import SPLITS, file_kind, find_files, readable_files
 from shardline.data.sources import Source, fingerprint_of, load_datasets
 from shardline.errors import UserError
+from shardline.json_text import parse_json, parse_one
 
 DEMO = "demo"  # a path: generated conversations
 Place = tuple[str, dict[str, Any]]  # where a record is, and the record
@@ -148,7 +148,7 @@ def _parsed(file: str, lines: list[tuple[int, bytes]]) -> list[Place]:
     found = []
     for number, line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise UserError(f"{file}:{number}: not JSON: {error}") from error
         found.append(_checked(row, f"{file}:{number}"))
@@ -166,7 +166,7 @@ def _json_list(file: Path) -> Batches:
     with reading(file) as (stream, taken):
         text = stream.read().decode("utf-8-sig", errors="replace")
         size = taken()
-    decoder, at, line, counted_to = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    at, line, counted_to = text.index("[") + 1, 1, 0
     found: list[Place] = []
     while True:
         at = _skip(text, at)
@@ -174,7 +174,7 @@ def _json_list(file: Path) -> Batches:
             break
         line, counted_to = line + text.count("\n", counted_to, at), at
         try:
-            row, at = decoder.raw_decode(text, at)
+            row, at = parse_one(text, at)
         except ValueError as error:
             raise UserError(f"{file}:{line}: not JSON: {error}") from error
         found.append(_checked(row, f"{file}:{line}"))

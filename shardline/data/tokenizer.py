@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from shardline.errors import UserError, blame
+from shardline.json_text import parse_json
 
 BYTES = "bytes"
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<|startoftext|>")
@@ -327,7 +328,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(file.read_bytes())
     except (ValueError, OSError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
     return value if isinstance(value, dict) else {}

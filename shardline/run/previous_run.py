@@ -81,7 +81,7 @@ def previous_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+    except (OSError, ValueError, RecursionError):  # not UTF-8, not TOML, or nested deeply
         return {}
 
 

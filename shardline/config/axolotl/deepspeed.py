@@ -9,11 +9,11 @@ Stage 1 also keeps whole gradients until the end of a step; here they are always
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from shardline.config.axolotl.reader import Reader, number, table, text, whole
+from shardline.json_text import parse_json
 from shardline.registry import nearest
 
 AUTO = "auto"
@@ -97,8 +97,8 @@ def _read(reader: Reader) -> dict[str, Any] | None:
         offload = {"device": "cpu"} if offloads else None
         return {"zero_optimization": {"stage": stage, "offload_param": offload}}
     try:
-        with open(found or path, encoding="utf-8") as file:
-            return table(json.load(file))
+        with open(found or path, "rb") as file:
+            return table(parse_json(file.read()))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"not a JSON file: {error}"
         reader.problem("deepspeed", f"{path}: {reason}; files that come with Axolotl: {', '.join(SHIPPED)}")

@@ -6,7 +6,6 @@ ignored here too.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from shardline.config.architecture import TRAINING_FIELDS, Architecture, MixtureOfExperts, build
 from shardline.config.names import is_built
 from shardline.errors import ConfigError, UserError
+from shardline.json_text import parse_json
 from shardline.models.huggingface import deepseek
 from shardline.models.huggingface.dense import (
     ACTIVATION_NAMES,
@@ -169,7 +169,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; a Hugging Face model folder has a {name}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_bytes())
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(config, dict):
