@@ -66,7 +66,14 @@ from shardline.parallel.tensor import async_tp
 from shardline.precision.convert import check_device
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.run import attempt
-from shardline.run.device import choose_device, device_identity, device_name, flops_per_token, supports_bf16
+from shardline.run.device import (
+    check_memory,
+    choose_device,
+    device_identity,
+    device_name,
+    flops_per_token,
+    supports_bf16,
+)
 from shardline.run.folder import RunFolder, open_run_folder
 from shardline.run.numa import prepare_rank
 from shardline.run.options import TrainOptions
@@ -445,6 +452,8 @@ def build_model(
     """
     model, applied = make_model(arch, config, mesh, precision, how)
     offloaded = config is not None and config.training.enable_cpu_offload
-    model.to_empty(device=torch.device("cpu") if offloaded else device)
+    place = torch.device("cpu") if offloaded else device
+    check_memory([*model.parameters(), *model.buffers()], place)
+    model.to_empty(device=place)
     model.train()
     return model, applied
