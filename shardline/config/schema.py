@@ -510,6 +510,7 @@ class Config(Section):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _alias_notes: tuple[str, ...] = PrivateAttr(default=())
+    _set: set[str] | None = PrivateAttr(default=None)  # the keys in _origins, and the tables that hold them
     _checked_for: int | None = PrivateAttr(default=None)  # ranks, see rules.checked_layout
 
     @property
@@ -519,7 +520,10 @@ class Config(Section):
 
     def is_set(self, key: str) -> bool:
         """Whether a file, a flag or `replace` gave this key, or any key below it."""
-        return key in self._origins or any(given.startswith(key + ".") for given in self._origins)
+        if self._set is None:
+            paths = [given.split(".") for given in self._origins]
+            self._set = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
+        return key in self._set
 
     def origin(self, key: str) -> str:
         """Where the key was given (`file:line`, `command line`); empty for a default."""
