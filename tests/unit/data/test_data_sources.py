@@ -123,6 +123,10 @@ def test_a_folder_whose_files_name_their_split_gives_the_wanted_one(tmp_path: Pa
         ('{"body": "a", "id": 1}\n', r"a.jsonl:1: no field 'text'; its fields: body, id .*dataset_text_field"),
         ('{"text": 3}\n', r"a.jsonl, line 1: field 'text' holds int"),
         ("\xff\n", r"a.jsonl:1: not JSON"),
+        (
+            '{"text": "a"}\n{"text": "b", "x": ' + "[" * 50_000 + "]" * 50_000 + "}\n",
+            r"a.jsonl:2: not JSON: nested more",
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, content: str, message: str) -> None:
