@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from shardline.data import token_store
-from shardline.data.chunks import chunks_of_texts
+from shardline.data.chunks import CONTEXT_BYTES, chunks_of_texts
 from shardline.data.demo import demo_store, documents
 from shardline.data.files import file_kind
 from shardline.data.sources import Source, fingerprint_of, open_source
@@ -36,7 +36,7 @@ from shardline.data.token_store import (
     part_files,
     token_type,
 )
-from shardline.data.tokenize_workers import Encoder, RecordEncoder, TextEncoder, encode_all
+from shardline.data.tokenize_workers import Encoded, Encoder, RecordEncoder, TextEncoder, encode_all
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.errors import UserError, blame
 from shardline.json_text import parse_json
@@ -44,7 +44,7 @@ from shardline.storage.atomic import write_atomically
 from shardline.storage.blocks import BlockWriter, find_damage
 from shardline.storage.location import locate
 from shardline.storage.progress import Progress, say
-from shardline.words import counted
+from shardline.words import counted, sized
 
 PART_TOKENS = 64 * 2**20
 CACHE_VERSION = 1  # of the names of folders in the cache: stores of older versions there are still read
@@ -196,7 +196,7 @@ def _write_parts(
     chunks = source.chunks()
     skipped = sum(chunk.size for chunk in itertools.islice(chunks, done))
     with Progress(f"preparing {Path(source.name).name}", source.size, skipped, progress, unit="tokens") as bar:
-        results = encode_all(chunks, encoder, workers)
+        results = _compared(encode_all(chunks, encoder, workers), source.name)
         try:
             for first in results:
                 note = _write_part(out, first_part + len(notes), itertools.chain([first], results), part_tokens, bar)
@@ -205,6 +205,23 @@ def _write_parts(
                 _write_json(out / f"{note['name']}.json", note)
         finally:
             results.close()  # type: ignore[attr-defined]  # a generator; this ends the processes
+
+
+def _compared(results: Iterator[Encoded], name: str) -> Iterator[Encoded]:
+    """Say once if pieces of a large document do not agree on the tokens where it was cut."""
+    before, said = b"", False
+    try:
+        for result in results:
+            if before and result.seams[0] and before != result.seams[0] and not said:
+                said = True
+                say(
+                    f"note: {name}: with this tokenizer, tokens depend on text that is more than"
+                    f" {sized(CONTEXT_BYTES)} away; where a large text was cut they may not be those of the whole"
+                )
+            before = result.seams[1]
+            yield result
+    finally:
+        results.close()  # type: ignore[attr-defined]  # a generator; this ends the processes
 
 
 def _write_part(out: Path, number: int, results: Iterator[Any], part_tokens: int, bar: Progress) -> dict[str, Any]:

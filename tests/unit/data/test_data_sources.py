@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def write_lines(file: Path, *documents: object, field: str = "text") -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(chunks, "CONTEXT_BYTES", 16)
 
 
 def test_one_document_per_text_file(tmp_path: Path) -> None:
@@ -43,12 +45,17 @@ def test_one_document_per_text_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("text", ["line of words\n" * 50, "äöü ß " * 80, "€" * 300, "x" * 64, "x" * 63 + "\n"])
+@pytest.mark.parametrize("text", ["line of words\n" * 50, "äöü ß " * 80, "€" * 300, "x" * 80, "x" * 79 + "\n"])
 def test_large_text_is_cut_between_characters_and_stays_one_document(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
     pieces = list(open_source("mine", str(tmp_path / "a.txt")).chunks())
     assert len(pieces) > 1
-    assert "".join(piece.documents()[0] for piece in pieces) == text
+    windows = [piece.documents()[0] for piece in pieces]
+    assert "".join(window.text[window.first : window.last] for window in windows) == text
+    for window, after in itertools.pairwise(windows):
+        assert after.text[after.first :].startswith(window.text[window.last :])
+        assert window.text[: window.last].endswith(after.text[: after.first])
+        assert min(len(window.text[window.last :].encode()), len(after.text[: after.first].encode())) > 8
     assert [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [piece.closes for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert sum(piece.size for piece in pieces) == (tmp_path / "a.txt").stat().st_size
