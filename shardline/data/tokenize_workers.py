@@ -35,8 +35,8 @@ from shardline.data.tokenizer import Pieces, Tokenizer
 from shardline.errors import UserError
 from shardline.words import sized
 
-CHUNK_SECONDS = 900.0  # of a chunk, which takes a second or a few
-CHUNK_MEMORY = 4 << 30
+CHUNK_SECONDS, LEAST_SPEED = 300.0, 20_000.0  # a chunk takes a second or a few; bytes of a large one in a second
+CHUNK_MEMORY = 2 << 30  # beside 256 times its size
 SEAM = 256  # characters on each side of a cut on whose tokens both pieces should agree
 # Ctrl-C reaches the whole process group; the caller handles it and ends the workers
 START = (
@@ -182,16 +182,20 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
             )
 
-    def send(self, value: Any) -> None:
+    def send(self, value: Any) -> int:
+        """Send an object; returns its size in bytes."""
+        content = pickle.dumps(value)
         with self._alive():
-            self.pipe.send(value)
+            self.pipe.send_bytes(content)
+        return len(content)
 
     def encode(self, chunk: Chunk) -> Encoded:
-        self.send(chunk)
+        size = self.send(chunk)
+        seconds = CHUNK_SECONDS + size / LEAST_SPEED
         with self._alive():
-            if not self.pipe.poll(CHUNK_SECONDS):
+            if not self.pipe.poll(seconds):
                 self.process.kill()
-                raise UserError(f"{self.work} took more than {CHUNK_SECONDS:g} s for a chunk of about a megabyte")
+                raise UserError(f"{self.work} took more than {seconds:.0f} s for {sized(size)} of text")
             result = self.pipe.recv()
         if isinstance(result, BaseException):
             raise result

@@ -343,7 +343,7 @@ def _special_id(kind: str, usual: Sequence[str], folder: Path, vocabulary: dict[
     for name in ("config.json", "generation_config.json"):
         value = _read_json(folder / name).get(f"{kind}_token_id")
         first = value[0] if isinstance(value, list) and value else value
-        if not (first is None or first == [] or type(first) is int):
+        if not (first is None or value == [] or type(first) is int):
             raise UserError(f"{folder / name}: {kind}_token_id: expected a whole number, got {show(value)}")
         if isinstance(first, int) and first in known:
             return first

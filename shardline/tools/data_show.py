@@ -13,7 +13,7 @@ from shardline.config.sources import SourceTable, source_tables
 from shardline.data.formats.base import FormatOptions, Tokens
 from shardline.data.formats.choose import choose_format
 from shardline.data.records import record_source
-from shardline.data.tokenize_workers import RecordEncoder
+from shardline.data.tokenize_workers import CHUNK_MEMORY, RecordEncoder, memory_limit
 from shardline.data.tokenizer import Tokenizer, choose_tokenizer
 from shardline.errors import UserError, blame
 from shardline.words import counted
@@ -47,7 +47,8 @@ def command(config: Config, file: str | None, *, samples: int, type: str | None)
     if not tables:
         raise UserError("the config has no data.sources: name a data file, or a config with sources")
     for place, table in enumerate(tables):
-        with blame(f"data.sources[{place}]") if file is None else blame(str(file)):
+        blamed = f"data.sources[{place}]" if file is None else str(file)
+        with blame(blamed), memory_limit(CHUNK_MEMORY):
             for line in show_source(config, table, tokenizer, samples, colour=sys.stdout.isatty()):
                 print(line)
     return 0
