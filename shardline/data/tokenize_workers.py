@@ -172,7 +172,8 @@ class _Worker:
         self.pipe, theirs = multiprocessing.Pipe()
         package_root = str(Path(__file__).resolve().parents[2])
         paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+        library = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+        environment = os.environ | library | {"PYTHONPATH": os.pathsep.join(paths)}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"{START}main({theirs.fileno()})"],
@@ -213,8 +214,12 @@ class _Worker:
         except (EOFError, OSError):
             code = self.process.wait()
             if code == -signal.SIGABRT:  # how the library ends a process that gets no memory
-                raise UserError(f"{self.work} took more than {sized(CHUNK_MEMORY)} of memory for a chunk") from None
+                raise UserError(_too_much(self.work)) from None
             raise RuntimeError(f"a tokenizing process died (exit code {code}); is there enough memory?") from None
+
+
+def _too_much(work: str) -> str:
+    return f"{work} took more than {sized(CHUNK_MEMORY)} of memory for a chunk"
 
 
 def main(descriptor: int) -> None:
@@ -230,7 +235,7 @@ def main(descriptor: int) -> None:
             except UserError as error:
                 answer = UserError(*error.args)
             except MemoryError:
-                answer = UserError(f"tokenizing with {encoder.tokenizer.name!r} took more than {sized(CHUNK_MEMORY)}")
+                answer = UserError(_too_much(f"tokenizing with {encoder.tokenizer.name!r}"))
             except Exception as error:
                 answer = RuntimeError(f"{type(error).__name__}: {error}")
             pipe.send(answer)

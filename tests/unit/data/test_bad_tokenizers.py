@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from shardline.cli.main import main
 from shardline.data import tokenize_workers
 from shardline.data.chunks import chunks_of_texts
 from shardline.data.formats import template
@@ -137,14 +138,25 @@ def test_any_value_in_the_files_beside_a_tokenizer(folder: Path) -> None:
             load_tokenizer(folder)
 
 
-def test_a_tokenizer_that_explodes_ends_its_process_and_not_the_machine(folder: Path) -> None:
+@pytest.fixture
+def exploding(folder: Path) -> Path:
     more = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 1000}
     change(folder, normalizer={"type": "Sequence", "normalizers": [more] * 4})
+    return folder
+
+
+def test_a_tokenizer_that_explodes_ends_its_process_and_not_the_machine(exploding: Path) -> None:
     source = Source("mine", "mine 1", None, lambda: chunks_of_texts(["one two three"]))
     with pytest.raises(
-        UserError, match=rf"tokenizing with '{folder}' took more than 2.00 GiB of memory|cannot tokenize"
+        UserError, match=rf"tokenizing with '{exploding}' took more than 2.00 GiB of memory|cannot tokenize"
     ):
-        prepare(source, load_tokenizer(folder), folder / "out", workers=1)
+        prepare(source, load_tokenizer(exploding), exploding / "out", workers=1)
+
+
+def test_showing_data_with_a_tokenizer_that_explodes(exploding: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (exploding / "mine.jsonl").write_text('{"text": "one two three"}')
+    assert main(["data", "show", str(exploding / "mine.jsonl"), f"--model.tokenizer_path={exploding}"]) == 2
+    assert f"tokenizing with '{exploding}' took more than 2.00 GiB of memory" in capfd.readouterr().err
 
 
 def test_a_chunk_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
