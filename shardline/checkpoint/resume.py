@@ -38,6 +38,8 @@ from shardline.models.huggingface.config import architecture_from_hf
 from shardline.models.huggingface.files import read_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
+from shardline.optim.lr_schedule import check_resumed
+from shardline.optim.optimizer import scaled_lr
 from shardline.storage.blocks import Damaged
 from shardline.storage.location import is_url, locate
 from shardline.storage.safetensors import LazyTensors
@@ -58,6 +60,8 @@ class RunPosition:
     worse_validations: int = 0  # since then
     loss_scale: tuple[float, int] = (0.0, 0)  # of float16: factor, good steps
     excluded: tuple[str, ...] = ()  # checkpoint.exclude_from_loading when this run was started
+    lr: float = 0.0  # learning rate of the last step
+    last_step: int = 0  # at which the run was to end
 
 
 @dataclass(frozen=True)
@@ -185,12 +189,15 @@ class Start:
                     return _Choice(saved.path.name, saved.step, True)
                 log.info("%s holds weights only and cannot be resumed", saved.path)
                 continue
-            for problem in saved.check_sizes()[:1]:
-                self._give_up(saved.step, str(problem))
+            for problem in [*map(str, saved.check_sizes()), *_missing(saved)][:1]:
+                self._give_up(saved.step, problem)
                 return self._choose()
             check_model(saved, self.model.arch)
             self._check_identity(saved)
             self._check_optimizer(saved)
+            end = _end_of(saved, self.config, self.total_steps)
+            peak = scaled_lr(self.config, self.identity.global_batch_size)
+            check_resumed(saved.trainer, self.config, peak, end, saved.path)
             return _Choice(saved.path.name, saved.step, False)
         why = f" ({'; '.join(self._damages)})" if self._damages else ""
         raise UserError(
@@ -376,9 +383,8 @@ class Start:
             load_model(saved, self.model)
         if model_only:
             return
-        missing = [name for name in _NEEDED if name not in saved.trainer]
-        if missing:
-            raise Damaged(f"{saved.path / files.MANIFEST}: trainer.{missing[0]} is missing")
+        for problem in _missing(saved):
+            raise Damaged(problem)
         if "optimizer" not in excluded:
             self._check_optimizer(saved)
             load_optimizer(saved, self.model, self.optimizer)
@@ -390,6 +396,7 @@ class Start:
             position.best_validation = trainer.get("best_validation")
             position.worse_validations = trainer.get("worse_validations", 0)
             position.loss_scale = tuple(trainer.get("loss_scale", position.loss_scale))
+            position.lr, position.last_step = trainer.get("lr", 0.0), trainer.get("last_step", 0)
             with _damaged_state(saved):
                 set_rng_state(self._rng(saved))
         scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]
@@ -514,6 +521,12 @@ def _computed(arch: Architecture) -> dict[str, Any]:
 
 
 # ---- random states ---------------------------------------------------------------------------------------------------
+
+
+def _missing(saved: Saved) -> list[str]:
+    """What a resume needs of the trainer and the manifest does not have."""
+    names = (name for name in _NEEDED if name not in saved.trainer)
+    return [f"{saved.path / files.MANIFEST}: trainer.{name} is missing" for name in names]
 
 
 @contextlib.contextmanager

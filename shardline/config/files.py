@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -80,6 +82,8 @@ def read_file(path: str | Path) -> ConfigFile:
 
 def _read_text(path: str) -> str:
     try:
+        if not path.startswith("/dev/") and stat.S_ISFIFO(os.stat(path).st_mode):  # `<(...)` of a shell is in /dev
+            raise ConfigError(f"{path}: is a FIFO, expected a TOML or YAML file")
         content = Path(path).read_bytes()
         if len(content) > MOST_BYTES:
             raise ConfigError(f"{path}: has {sized(len(content))}; a config has at most {sized(MOST_BYTES)}")

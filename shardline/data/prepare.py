@@ -40,7 +40,7 @@ from shardline.data.tokenize_workers import Encoded, Encoder, RecordEncoder, Tex
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.errors import UserError, blame
 from shardline.json_text import parse_json
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import plain_file, read_plain, write_atomically
 from shardline.storage.blocks import BlockWriter, find_damage
 from shardline.storage.location import locate
 from shardline.storage.progress import Progress, say
@@ -274,7 +274,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 def _read_note(file: Path) -> dict[str, Any] | None:
     """A table of `_write_json`, without its checksum; None if it is not what was written."""
     try:
-        value = parse_json(file.read_bytes())
+        value = parse_json(read_plain(file))
     except ValueError:
         return None
     if not isinstance(value, dict) or value.pop("checksum", None) != manifest_checksum(value):
@@ -417,7 +417,7 @@ def _remove_ours(out: Path, keep: Collection[str]) -> None:
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
     """Let one process at a time prepare a folder; the system frees the lock however the process ends."""
-    with (out / ".lock").open("w") as stream:
+    with open(out / ".lock", "w", opener=plain_file) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

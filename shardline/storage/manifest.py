@@ -63,6 +63,8 @@ class TrainerRecord(Section):
     samples: Count = 0
     tokens: Count = 0
     schedule_start: Whole = 0
+    lr: float = Field(default=0.0, ge=0, allow_inf_nan=False)  # of the last step
+    last_step: Count = 0  # at which the run was to end
     validated: Count = 0
     best_validation: float | None = None
     worse_validations: Count = 0
@@ -82,6 +84,8 @@ class TrainerRecord(Section):
         batch = self.data.global_batch_size
         if 0 < self.samples < batch:
             raise ValueError(f"{self.samples} samples were read, less than one batch of {batch}")
+        if "lr" in self.model_fields_set and "last_step" not in self.model_fields_set:
+            raise ValueError("last_step is missing")
         return self
 
 

@@ -182,7 +182,7 @@ def _compiled(text: str) -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **rest: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **rest)
 
-    class Bounded(ImmutableSandboxedEnvironment):
+    class BoundedTemplates(ImmutableSandboxedEnvironment):
         """A sandbox without powers that take minutes, which no signal can interrupt."""
 
         intercepted_binops = frozenset({"**"})
@@ -192,7 +192,7 @@ def _compiled(text: str) -> Any:
                 raise JinjaError(f"{left} {operator} {right} is too large")
             return super().call_binop(context, operator, left, right)
 
-    environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = BoundedTemplates(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

@@ -170,6 +170,8 @@ def test_boxes_that_tile_a_shape(case, number, damage, data):
         (("tensors", "model/norm.weight", "shape"), [32]),
         (("trainer", "rng", 0, "torch"), "00"),
         (("trainer", "schedule_start"), mutations.GONE),
+        (("trainer", "last_step"), mutations.GONE),
+        (("trainer", "lr"), "high"),
         (("trainer", "data", "global_batch_size"), 10**15),
         (("architecture", "n_layers"), 10**9),
     ],

@@ -103,6 +103,14 @@ def test_unnamed_folder_takes_the_models_name_and_the_time(tmp_path, monkeypatch
     run.close()
 
 
+def test_a_model_of_a_folder_names_its_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Smol LM").mkdir()
+    run = start(None, model={"name": "auto", "hf_assets_path": "Smol LM"})
+    assert re.fullmatch(r"Smol-LM-\d{8}-\d{6}", run.path.name)
+    run.close()
+
+
 def test_unnamed_folder_takes_the_config_files_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = start(None, job={"config_file": "configs/my run.toml"})
@@ -291,6 +299,28 @@ def test_a_run_that_was_killed_while_it_was_moved_is_whole_again(tmp_path, monke
     assert contents(tmp_path) != before
     start(tmp_path, good=5, checkpoint=SAVING).close()
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["{", "5", "[5]", '["../mine"]', '["/tmp"]', '["a/../../mine"]', "[" * 100_000])
+def test_a_damaged_list_of_what_was_moved_moves_nothing(tmp_path, text):
+    folder = tmp_path / "run"
+    earlier_run(folder)
+    (tmp_path / "mine").mkdir()
+    start(folder, overwrite=True, checkpoint=SAVING).lock.release()
+    (aside,) = folder.glob("replaced-*")
+    (aside / ".pending").write_text(text)
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=rf"the run in {aside} cannot be moved back: .+; move it yourself"):
+        start(folder, checkpoint=SAVING)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["checkpoint = 5", '[checkpoint]\nfolder = "\\u0000"', "a = " + "[" * 100_000])
+def test_a_damaged_config_of_the_run_before_is_no_obstacle(tmp_path, text):
+    earlier_run(tmp_path)
+    header = (tmp_path / "config.toml").read_text().splitlines()[0]
+    (tmp_path / "config.toml").write_text(f"{header}\n{text}\n")
+    start(tmp_path, good=5, overwrite=True, checkpoint=SAVING).close()
 
 
 def test_a_run_that_made_a_step_keeps_the_folder(tmp_path):
