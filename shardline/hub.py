@@ -81,6 +81,12 @@ def local_path(text: str) -> str:
     return text if name is None or folder is None else str(folder / name.path)
 
 
+def repo_of_snapshot(folder: Path) -> str:
+    """`owner/name` of a model's folder in a cache of the Hub (models--owner--name/snapshots/COMMIT); "" for others."""
+    kind, _, repo = folder.parent.parent.name.partition("--")
+    return repo.replace("--", "/") if kind == "models" and folder.parent.name == "snapshots" else ""
+
+
 def place_on_hub(file: Path) -> str | None:
     """The place of a file of the cache, the same on every machine: `datasets--owner--name/snapshots/COMMIT/file`."""
     cache = cache_folder() if "snapshots" in file.parts else None

@@ -24,9 +24,11 @@ from torch import Tensor
 
 from shardline.adapters.lora import Adaptation, adaptation
 from shardline.adapters.targets import EXPERTS, adaptable, fitting, layer_of, named_modules, spellings, tied_names
-from shardline.config.architecture import Architecture
+from shardline.config.architecture import WIDTH, Architecture
 from shardline.config.schema import Config
+from shardline.config.types import show
 from shardline.errors import UserError, blame
+from shardline.json_text import parse_json
 from shardline.models.fused_weights import embedding_name, is_transposed, logical_shapes
 from shardline.models.huggingface.files import map_file
 from shardline.models.huggingface.stored import Stored, stored_as
@@ -210,20 +212,20 @@ def is_adapter(folder: Path) -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        content = parse_json((folder / CONFIG).read_bytes())
     except FileNotFoundError:
         raise UserError(f"{folder} is no adapter: there is no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read ({error})") from None
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         kind = content.get("peft_type") if isinstance(content, dict) else content
-        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only 'LORA' is read")
+        raise UserError(f"{folder / CONFIG}: peft_type is {show(kind)}; only 'LORA' is read")
     for name, nothing in _OTHER.items():
         value = content.get(name, nothing)
         if value != nothing and value not in (None, False):
-            raise UserError(f"{folder / CONFIG}: {name} = {value!r} is not supported; only {nothing!r} is")
+            raise UserError(f"{folder / CONFIG}: {name} = {show(value)} is not supported; only {nothing!r} is")
     if content.get("bias") not in (None, "none", "all", "lora_only"):
-        raise UserError(f"{folder / CONFIG}: bias is {content['bias']!r}; 'none', 'all' and 'lora_only' are read")
+        raise UserError(f"{folder / CONFIG}: bias is {show(content['bias'])}; 'none', 'all' and 'lora_only' are read")
     return content
 
 
@@ -237,19 +239,10 @@ def open_peft(folder: Path, arch: Architecture) -> tuple[Adaptation, dict[str, T
         frozen = [".base_layer.weight", *([".base_layer.bias"] if bias == "none" else [])]  # which peft may add
         stored = {name: one for name, one in map_file(path).items() if not name.endswith(tuple(frozen))}
         stored = {name: one for name, one in stored.items() if ".original_module." not in name}
-        how = Adaptation(
-            rank=int(content["r"]),
-            alpha=float(content["lora_alpha"]),
-            dropout=float(content.get("lora_dropout") or 0.0),
-            use_rslora=bool(content.get("use_rslora")),
-            use_dora=bool(content.get("use_dora")),
-            targets=(),
-            saved=(),
-            bias=bias,
-        )
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except OSError as error:
         raise UserError(f"{folder}: the adapter cannot be read ({error})") from None
-    how = _with_modules(how, arch, set(stored), content.get("target_parameters") or ())
+    described = replace(_described(content, folder / CONFIG), bias=bias)
+    how = _with_modules(described, arch, set(stored), content.get("target_parameters") or [])
     how = _with_patterns(how, arch, content, folder)
     wanted = {one.name: one for one in tensors_of(how, arch)}
     problems = [f"unexpected: {name}" for name in stored if name not in wanted]
@@ -275,6 +268,39 @@ def _with_patterns(how: Adaptation, arch: Architecture, content: dict[str, Any],
     ranks = {module: rank for module, rank in found["rank_pattern"].items() if rank != how.rank}
     alphas = {module: alpha for module, alpha in found["alpha_pattern"].items() if alpha != how.alpha}
     return replace(how, ranks=ranks, alphas=alphas)
+
+
+def _described(content: Mapping[str, Any], file: Path) -> Adaptation:
+    """The numbers and switches of an adapter's config."""
+    for name, (kinds, low, high) in _NUMBERS.items():
+        value = content.get(name)
+        if value is None and low == 0:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+            words = "a whole number" if kinds is int else "a number"
+            raise UserError(f"{file}: {name} = {show(value)}: expected {words} from {low} to {high}")
+    for name in ("use_rslora", "use_dora"):
+        if content.get(name) not in (None, False, True):
+            raise UserError(f"{file}: {name} = {show(content[name])}: expected true or false")
+    named = content.get("target_parameters") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"{file}: target_parameters = {show(named)}: expected a list of names")
+    return Adaptation(
+        rank=content["r"],
+        alpha=float(content["lora_alpha"]),
+        dropout=float(content.get("lora_dropout") or 0.0),
+        use_rslora=bool(content.get("use_rslora")),
+        use_dora=bool(content.get("use_dora")),
+        targets=(),
+        saved=(),
+    )
+
+
+_NUMBERS: dict[str, tuple[Any, float, float]] = {  # types, the least and the largest
+    "r": (int, 1, WIDTH),
+    "lora_alpha": (int | float, -1e30, 1e30),
+    "lora_dropout": (int | float, 0, 1),
+}
 
 
 def adaptation_of(config: Config, arch: Architecture) -> Adaptation | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from shardline.adapters.lora import trained_parameters
 from shardline.adapters.peft_files import open_peft
-from shardline.checkpoint.format import Saved
+from shardline.checkpoint.format import MANIFEST, Saved
 from shardline.checkpoint.lora.base import changed, recorded, recorded_base
 from shardline.checkpoint.reader import ShardFiles
 from shardline.checkpoint.shards import Place, TensorPiece, cut, place_of, put, state_pieces, whole_place
@@ -19,6 +22,7 @@ from shardline.models.state import Parameters, check_names, check_shapes, load_l
 from shardline.optim.adafactor import COLUMNS, ROWS
 from shardline.optim.int8_moments import SCALES, decode, spread, stored_block
 from shardline.optim.state import SavedState, prepare_state
+from shardline.storage.blocks import Damaged
 
 
 def load_model(saved: Saved, model: Decoder) -> None:
@@ -34,7 +38,8 @@ def load_model(saved: Saved, model: Decoder) -> None:
         _, tensors = open_peft(saved.path, model.arch)
         load_logical_state(trained_parameters(model), tensors, strict=False)
         return
-    check_shapes(how.shapes(model.arch), set(saved.tensors("model/")))
+    with _damaged(saved):
+        check_shapes(how.shapes(model.arch), set(saved.tensors("model/")))
     for name, parameter in trained_parameters(model).named_parameters():
         _fill(saved.shards, "model/", _pieces(model.arch, name, parameter), parameter)
 
@@ -46,9 +51,19 @@ def load_weights(saved: Saved, model: Parameters) -> None:
     if saved.is_hf:
         load_logical_state(model, saved.weights())
         return
-    check_names(model.arch, set(saved.tensors("model/")))
+    with _damaged(saved):
+        check_names(model.arch, set(saved.tensors("model/")))
     for name, parameter in model.named_parameters():
         _fill(saved.shards, "model/", _pieces(model.arch, name, parameter), parameter)
+
+
+@contextlib.contextmanager
+def _damaged(saved: Saved) -> Iterator[None]:
+    """Blame the manifest, whose architecture was compared with the model's, for tensors that do not fit it."""
+    try:
+        yield
+    except UserError as error:
+        raise Damaged(f"{saved.path / MANIFEST}: {error}") from error
 
 
 def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
@@ -102,7 +117,8 @@ def _fill(shards: ShardFiles, prefix: str, pieces: list[TensorPiece], tensor: Te
     for piece in pieces:
         stored = shards.stored(prefix + piece.name)
         if stored.shape != piece.shape:
-            raise UserError(f"{piece.name} has shape {stored.shape}, the model wants {piece.shape}")
+            where = shards.folder / MANIFEST
+            raise Damaged(f"{where}: {piece.name} has shape {stored.shape}, the model wants {piece.shape}")
         scales = _scales(shards, f"{prefix.removesuffix('/')}{SCALES}/{piece.name}", piece)
         for place, block in shards.blocks(prefix + piece.name, piece.place):
             values = block if scales is None else decode(block, scales[place.within(piece.place).slices])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import random
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +74,9 @@ class DataIdentity:
     seq_len: int
     global_batch_size: int
     tokenizer: str
+
+
+_NEEDED = ("step", "samples", "tokens", "schedule_start", "rng")  # of the trainer in a manifest
 
 
 class _Choice(NamedTuple):
@@ -186,8 +190,8 @@ class Start:
                     return _Choice(saved.path.name, saved.step, True)
                 log.info("%s holds weights only and cannot be resumed", saved.path)
                 continue
-            for problem in saved.check_sizes()[:1]:
-                self._give_up(saved.step, str(problem))
+            for problem in [*map(str, saved.check_sizes()), *_missing(saved)][:1]:
+                self._give_up(saved.step, problem)
                 return self._choose()
             check_model(saved, self.model.arch)
             self._check_identity(saved)
@@ -240,7 +244,14 @@ class Start:
                 f" another job.dump_folder with checkpoint.initial_load_path = {str(saved.path)!r} and"
                 " checkpoint.initial_load_model_only = false"
             )
-        self._load(saved, position, seed, left_out, model_only=False)
+        try:
+            self._load(saved, position, seed, left_out, model_only=False)
+        except Damaged:
+            raise
+        except UserError as error:  # it may be the manifest that is wrong
+            for problem in saved.compare_headers():
+                raise Damaged(str(problem)) from error
+            raise UserError(f"{saved.path}: {error}") from error
 
     def _left_out(self, saved: Saved) -> set[str]:
         """Names what is not loaded of a checkpoint of this run.
@@ -373,6 +384,8 @@ class Start:
             load_model(saved, self.model)
         if model_only:
             return
+        for problem in _missing(saved):
+            raise Damaged(problem)
         if "optimizer" not in excluded:
             self._check_optimizer(saved)
             load_optimizer(saved, self.model, self.optimizer)
@@ -385,7 +398,8 @@ class Start:
             position.worse_validations = trainer.get("worse_validations", 0)
             position.loss_scale = tuple(trainer.get("loss_scale", position.loss_scale))
             position.lr, position.last_step = trainer.get("lr", 0.0), trainer.get("last_step", 0)
-            set_rng_state(self._rng(saved))
+            with _damaged_state(saved):
+                set_rng_state(self._rng(saved))
         scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]
         position.schedule_start = position.step - scheduled
         if "dataloader" not in excluded:
@@ -479,10 +493,10 @@ def _last_step(config: Config, total_steps: int, trainer: Mapping[str, Any], dat
     """
     patience = config.validation.patience
     if config.validation.enable and patience is not None and trainer.get("worse_validations", 0) >= patience:
-        return int(trainer["step"])
+        return int(trainer.get("step", 0))
     if config.training.epochs is None or "global_batch_size" not in data:
         return total_steps
-    return int(total_steps + trainer["step"] - trainer["samples"] // data["global_batch_size"])
+    return int(total_steps + trainer.get("step", 0) - trainer.get("samples", 0) // data["global_batch_size"])
 
 
 def check_model(saved: Saved, arch: Architecture) -> None:
@@ -523,6 +537,22 @@ def _computed(arch: Architecture) -> dict[str, Any]:
 
 
 # ---- random states ---------------------------------------------------------------------------------------------------
+
+
+def _missing(saved: Saved) -> list[str]:
+    """What a resume needs of the trainer and the manifest does not have."""
+    names = (name for name in _NEEDED if name not in saved.trainer)
+    return [f"{saved.path / files.MANIFEST}: trainer.{name} is missing" for name in names]
+
+
+@contextlib.contextmanager
+def _damaged_state(saved: Saved) -> Iterator[None]:
+    """Blame the manifest for a random state that no generator takes."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise Damaged(f"{saved.path / files.MANIFEST}: trainer.rng cannot be restored ({reason})") from error
 
 
 def rng_state() -> dict[str, Any]:

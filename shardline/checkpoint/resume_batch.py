@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,10 +82,10 @@ def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Co
         return config.replace({"training.global_batch_size": size, "training.gradient_accumulation_steps": None})
     remedies = []
     each = size // ranks if size % ranks == 0 else 0  # samples per rank and step
-    sizes = [number for number in range(1, each + 1) if each % number == 0 and _can_run(config, number, plan)]
+    sizes = [number for number in _divisors(each) if _can_run(config, number, plan)]
     if sizes:
         remedies.append(f"set training.local_batch_size to {_either(sizes)}")
-    counts = [number for number in range(1, size + 1) if size % (local * number) == 0]
+    counts = _divisors(size // local) if size % local == 0 else []
     if counts:
         remedies.append(f"use {_either(counts)} data-parallel ranks")
     remedies.append(
@@ -110,6 +111,11 @@ def _can_run(config: Config, local: int, plan: Callable[[Config], Any]) -> bool:
     except UserError:
         return False
     return True
+
+
+def _divisors(number: int) -> list[int]:
+    small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
+    return sorted({*small, *(number // low for low in small)})
 
 
 def _either(numbers: list[int]) -> str:

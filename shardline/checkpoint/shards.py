@@ -12,7 +12,9 @@ So what a rank holds is a list of pieces of logical tensors, and no file knows o
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -107,6 +109,23 @@ def place_key(name: str, shape: Sequence[int], place: Place) -> str:
 
 def whole_place(shape: Sequence[int]) -> Place:
     return Place((0,) * len(shape), tuple(shape))
+
+
+def tile(shape: Sequence[int], places: Sequence[Place]) -> bool:
+    """Whether places cover a shape, and no element twice.
+
+    Corners of a box, counted with the sign of how many of their coordinates are at its end, determine the box: those of
+    all places add up to the corners of the whole, whatever the order and the cut.
+    """
+    whole = whole_place(shape)
+    if len(places) == 1 or not whole.elements:
+        return all(place == whole for place in places if place.elements or whole.elements)
+    left: Counter[tuple[int, ...]] = Counter()
+    for place, sign in ((whole, -1), *((place, 1) for place in places)):
+        ends = [((first, 1), (first + size, -1)) for first, size in zip(place.start, place.size, strict=True)]
+        for corner in itertools.product(*ends):
+            left[tuple(at for at, _ in corner)] += sign * math.prod(way for _, way in corner)
+    return not any(left.values())
 
 
 def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> list[TensorPiece]:

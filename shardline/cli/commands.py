@@ -314,6 +314,15 @@ SHOW = Command(
         "shardline data show chat.jsonl --model.tokenizer_path ./llama --data.chat_template llama3",
     ),
 )
+VERIFY_DATA = Command(
+    "data verify",
+    "Read a whole token store and compare it with its checksums; exit code 2 names files and bytes.",
+    ("FOLDER",),
+    (),
+    "shardline.tools.data_verify:verify",
+    details="A run verifies what it reads, when it first reads it (training.verify_data); this reads everything.",
+    examples=("shardline data verify store",),
+)
 IMPORT = Command(
     "import",
     "Convert a Hugging Face folder or a TorchTitan checkpoint to a Shardline checkpoint.",
@@ -612,7 +621,8 @@ it says; a schedule of --csv must have as many ranks and micro-batches.""",
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
-        *(TRAIN, CONFIG, PREPARE, SHOW, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
+        *(TRAIN, CONFIG, PREPARE, SHOW, VERIFY_DATA, IMPORT, EXPORT),
+        *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG, SCHEDULE),
     )
 }

@@ -33,6 +33,7 @@ Where = Callable[[str], str]  # key -> where it was given
 
 HANDED_OVER = "SHARDLINE_CONFIG"  # variable: the launcher's config as JSON
 LONGEST_VARIABLE = 100_000  # Linux takes 128 KiB
+MOST_PROBLEMS = 30  # that are collected: each wrong name is compared with all that there are
 RESET = object()  # an empty value in a file: the default is used
 MODEL_NAMES = {"model.name", "model.flavor"}
 
@@ -192,6 +193,8 @@ def _layer(tables: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> La
         else:
             inside = _places(name, value, where) if name in SOURCE_LISTS else {}
             _add(layer, name, Given(name, where(name), _with_new_names(layer, name, value, where(name)), inside))
+    if len(layer.problems) >= MOST_PROBLEMS:
+        layer.problems.append("there may be more: these come first")
     return layer
 
 
@@ -207,6 +210,8 @@ def _places(key: str, value: Any, where: Where) -> dict[str, str]:
 def _flatten(table: Mapping[Any, Any], prefix: str, where: Where, problems: list[str]) -> Iterator[tuple[str, Any]]:
     """The (dotted key, value) pairs of nested tables; unknown names become problems."""
     for name, value in table.items():
+        if len(problems) >= MOST_PROBLEMS:
+            return
         key = f"{prefix}{name}"
         is_table = key in tables() or key in OLD_TABLES or key in (OVERRIDES, *OVERRIDE_TABLES)
         if is_table and isinstance(value, Mapping):

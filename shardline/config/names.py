@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardline import registry
 from shardline.hub import local_path
+from shardline.json_text import parse_json
 from shardline.registry import nearest
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def is_foreign(config: Config) -> bool:
     if section.name != "auto" or section.implementation != "auto":
         return section.implementation == "transformers"
     try:
-        content = json.loads(Path(local_path(section.hf_assets_path), "config.json").read_text(encoding="utf-8"))
+        content = parse_json(Path(local_path(section.hf_assets_path), "config.json").read_bytes())
         return "model_type" in content and not is_built(content["model_type"])
     except (OSError, ValueError, TypeError):
         return False  # what is wrong with the file is said where it is read
@@ -166,7 +166,8 @@ def is_built(model_type: Any) -> bool:
     """Whether the decoder computes models of this type itself."""
     from shardline.config.architecture import NATIVE
 
-    return model_type in NATIVE or model_type in ("llama4", "gemma3")  # of which the text model is read
+    # of llama4 and gemma3 the text model is read
+    return isinstance(model_type, str) and (model_type in NATIVE or model_type in ("llama4", "gemma3"))
 
 
 def scaling_type(config: Config) -> str | None:

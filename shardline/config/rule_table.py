@@ -390,8 +390,19 @@ def _dpo_rules() -> list[Rule]:
 
 def _prepares(config: Config) -> bool:
     """Whether raw data may be prepared into the cache."""
-    sections = [config.training, config.validation] if config.validation.enable else [config.training]
-    return bool(config.data.sources) or not all(is_demo(section) or is_store(section) for section in sections)
+    return bool(config.data.sources) or not all(
+        is_demo(section) or is_store(section) for section in _read_sections(config)
+    )
+
+
+def _reads_files(config: Config) -> bool:
+    """Whether a token store on disk is read; the demo is in memory."""
+    return bool(config.data.sources) or not all(is_demo(section) for section in _read_sections(config))
+
+
+def _read_sections(config: Config) -> list[Any]:
+    """The sections whose data is read."""
+    return [config.training, config.validation] if config.validation.enable else [config.training]
 
 
 def _uses_assets(config: Config) -> bool:
@@ -792,6 +803,7 @@ RULES: list[Rule] = [
     *_source_rules("training"),
     *_source_rules("validation"),
     _idle("no raw data is prepared", lambda c: not _prepares(c), "training.cache_folder"),
+    _idle("no prepared data is read", lambda c: not _reads_files(c), "training.verify_data"),
     _idle("training.gc_debug collects every step", lambda c: c.training.gc_debug, "training.gc_freq"),
     _idle("compile.components is empty", lambda c: not c.compile.components, "compile.enable"),
     _idle(

@@ -219,6 +219,9 @@ class Training(Section):
     dataset_text_field: Name = key("text", "Field of each record that holds the text.")
     dataset_split: Name = key("train", "Split of a Hugging Face dataset.")
     cache_folder: Name | None = key(None, "Folder of prepared data; unset: $SHARDLINE_CACHE or ~/.cache/shardline.")
+    verify_data: bool = key(
+        True, "Compare prepared data, for validation too, with its checksums when it is first read."
+    )
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "After a NaN or infinite loss or gradient: stop the run, or skip the step."
     )
@@ -559,6 +562,7 @@ class Config(Section):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _alias_notes: tuple[str, ...] = PrivateAttr(default=())
+    _set: set[str] | None = PrivateAttr(default=None)  # the keys in _origins, and the tables that hold them
     _checked_for: int | None = PrivateAttr(default=None)  # ranks, see rules.checked_layout
 
     @property
@@ -568,7 +572,10 @@ class Config(Section):
 
     def is_set(self, key: str) -> bool:
         """Whether a file, a flag or `replace` gave this key, or any key below it."""
-        return key in self._origins or any(given.startswith(key + ".") for given in self._origins)
+        if self._set is None:
+            paths = [given.split(".") for given in self._origins]
+            self._set = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
+        return key in self._set
 
     def origin(self, key: str) -> str:
         """Where the key was given (`file:line`, `command line`); empty for a default."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from shardline.data.files import SPLITS, file_kind, file_mark, find_files, leave
 from shardline.data.sources import Source, fingerprint_of, load_datasets
 from shardline.errors import UserError
 from shardline.hub import local_path
+from shardline.json_text import parse_json, parse_one
 
 DEMO = "demo"  # a path: generated conversations
 Place = tuple[str, dict[str, Any]]  # where a record is, and the record
@@ -153,7 +153,7 @@ def _parsed(file: str, lines: list[tuple[int, bytes]]) -> list[Place]:
     found = []
     for number, line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise UserError(f"{file}:{number}: not JSON: {error}") from error
         found.append(_checked(row, f"{file}:{number}"))
@@ -171,7 +171,7 @@ def _json_list(file: Path) -> Batches:
     with reading(file) as (stream, taken):
         text = stream.read().decode("utf-8-sig", errors="replace")
         size = taken()
-    decoder, at, line, counted_to = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    at, line, counted_to = text.index("[") + 1, 1, 0
     found: list[Place] = []
     while True:
         at = _skip(text, at)
@@ -179,7 +179,7 @@ def _json_list(file: Path) -> Batches:
             break
         line, counted_to = line + text.count("\n", counted_to, at), at
         try:
-            row, at = decoder.raw_decode(text, at)
+            row, at = parse_one(text, at)
         except ValueError as error:
             raise UserError(f"{file}:{line}: not JSON: {error}") from error
         found.append(_checked(row, f"{file}:{line}"))

@@ -12,7 +12,7 @@ from shardline.config.architecture import Architecture, MixtureOfExperts, RopeSc
 from shardline.config.names import NOT_BUILT, is_built
 from shardline.config.schema import Config, Model
 from shardline.errors import ConfigError
-from shardline.hub import local_path, model_name
+from shardline.hub import local_path, model_name, repo_of_snapshot
 from shardline.models.fused_weights import logical_shapes
 from shardline.models.huggingface.config import architecture_from_hf, read_config
 from shardline.words import listed
@@ -437,7 +437,8 @@ def model_label(model: Model) -> str:
     if model.name != "auto":
         return f"{model.name} {model.flavor}"
     name, path = model_name(model.hf_assets_path), Path(model.hf_assets_path)
-    return name.repo if name else path.resolve().name if path.exists() else model.hf_assets_path
+    repo = name.repo if name else repo_of_snapshot(path)
+    return repo or (path.resolve().name if path.exists() else model.hf_assets_path)
 
 
 def _architecture(name: str, flavor: str, given: Any) -> Architecture:

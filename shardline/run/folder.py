@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
+from shardline.json_text import parse_json
 from shardline.models.flavors import model_label
 from shardline.run.attempt import this_attempt
 from shardline.run.lock import Lock, take
@@ -230,7 +231,7 @@ def _last_logged_step(metrics: Path) -> int:
     steps = [0]
     for line in read_plain(metrics).splitlines():
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # the last line may be torn
-            steps.append(int(json.loads(line).get("step", 0)))
+            steps.append(int(parse_json(line).get("step", 0)))
     return max(steps)
 
 

@@ -21,6 +21,7 @@ import torch
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.json_text import parse_json
 from shardline.run.device import flops_per_token, peak_flops
 from shardline.run.folder import RunFolder
 from shardline.storage.atomic import plain_file, read_plain, write_atomically
@@ -202,7 +203,7 @@ def read_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(line, row) of each complete line; an incomplete one, as a crash leaves it at the end, is logged and skipped."""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row["step"], int):
                 raise TypeError
         except (ValueError, KeyError, TypeError):

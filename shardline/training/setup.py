@@ -72,7 +72,7 @@ from shardline.parallel.tensor import async_tp
 from shardline.precision.convert import check_device
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.run import attempt
-from shardline.run.device import choose_device, device_identity, flops_per_token, supports_bf16
+from shardline.run.device import check_memory, choose_device, device_identity, flops_per_token, supports_bf16
 from shardline.run.downloads import downloaded
 from shardline.run.folder import RunFolder, open_run_folder
 from shardline.run.numa import prepare_rank
@@ -463,5 +463,7 @@ def build_model(
 def give_memory(model: Decoder, device: torch.device, config: Config | None) -> None:
     """Give the parameters memory, without values, where they are kept."""
     offloaded = config is not None and config.training.enable_cpu_offload
-    model.to_empty(device=torch.device("cpu") if offloaded else device)
+    place = torch.device("cpu") if offloaded else device
+    check_memory([*model.parameters(), *model.buffers()], place)
+    model.to_empty(device=place)
     model.train()

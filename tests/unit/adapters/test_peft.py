@@ -1,5 +1,7 @@
 """Adapters are `peft`'s, both ways: its folders give the logits that it gives, and it reads what a run has trained."""
 
+import contextlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from shardline.checkpoint.convert import export
 from shardline.checkpoint.lora.adapter import Adapter, find_adapter
 from shardline.errors import UserError
 from shardline.tools.generate import _adapted, _build
+from tests import bad_values
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -181,6 +184,20 @@ def test_a_folder_that_is_no_adapter_of_the_model_is_refused(tmp_path: Path) -> 
     config.write_text(json.dumps(content | {"peft_type": "IA3"}))
     with pytest.raises(UserError, match="IA3"):
         find_adapter(tmp_path / "adapter", str(base))
+    for name, value in itertools.product(content, bad_values.VALUES.values()):
+        config.write_text(bad_values.text_of(bad_values.changed(content, (name,), value)))
+        with contextlib.suppress(UserError):
+            find_adapter(tmp_path / "adapter", str(base))
+    for name, value in (
+        ("r", 0),
+        ("r", 2.5),
+        ("lora_alpha", float("nan")),
+        ("use_dora", "yes"),
+        ("r", bad_values.DEEP),
+    ):
+        config.write_text(bad_values.text_of(content | {name: value}))
+        with pytest.raises(UserError, match=rf"adapter_config\.json(: {name} = | cannot be read)"):
+            find_adapter(tmp_path / "adapter", str(base))
     config.write_text(json.dumps(content))
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(UserError, match=r"no adapter_model.safetensors"):

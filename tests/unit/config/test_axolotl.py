@@ -1,5 +1,7 @@
 """Axolotl configs: what each key becomes, where errors point, and the files that come with the project."""
 
+import contextlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -19,6 +21,7 @@ from shardline.config.schema import leaves
 from shardline.config.write import to_toml
 from shardline.data.formats.template import template_names
 from shardline.errors import ConfigError
+from tests import bad_values
 from tests.unit.config.axolotl_corpus import COMMON, EXAMPLES, FULL, SEEDS, WRONG, Example
 
 LATER = {"training.objective", "lora.base_dtype", "lora.double_quantization"} - set(leaves())
@@ -218,6 +221,25 @@ def test_a_file_of_zero_settings_beside_the_config_is_read(tmp_path):
     config = load_config("folder/a.yml")
     assert config.parallelism.fsdp_reshard_after_forward == "always"
     assert config.training.enable_cpu_offload
+
+
+def test_a_file_of_zero_settings_with_any_value_in_any_place(tmp_path):
+    good = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "overlap_comm": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "bf16": {"enabled": True},
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    (tmp_path / "a.yml").write_text(FULL + "deepspeed: mine.json\n")
+    for place, value in itertools.product(list(bad_values.places(good)), bad_values.VALUES.values()):
+        (tmp_path / "mine.json").write_text(bad_values.text_of(bad_values.changed(good, place, value)))
+        with contextlib.suppress(ConfigError):
+            load_config(tmp_path / "a.yml")
+    (tmp_path / "mine.json").write_text("[" * 50_000)
+    with pytest.raises(ConfigError, match=r"mine\.json: not a JSON file: nested more than 100 deep"):
+        load_config(tmp_path / "a.yml")
 
 
 def test_where_a_native_key_comes_from():

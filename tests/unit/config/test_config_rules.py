@@ -352,6 +352,7 @@ def test_not_pending(keys):
         ),
         ({"training__dataset_split": "x"}, "training.dataset_split has no effect: training.dataset is 'demo'"),
         ({"training__cache_folder": "x"}, "training.cache_folder has no effect: no raw data is prepared"),
+        ({"training__verify_data": False}, "training.verify_data has no effect: no prepared data is read"),
         (
             {"training__gc_debug": True, "training__gc_freq": 5},
             "training.gc_freq has no effect: training.gc_debug collects every step",

@@ -122,6 +122,7 @@ OWN_KEYS = {
     "profiling.top_ops",
     "profiling.with_stack",
     "training.cache_folder",
+    "training.verify_data",
     "training.dataset_split",
     "training.dataset_text_field",
     "training.epochs",

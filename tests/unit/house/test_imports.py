@@ -31,6 +31,7 @@ LEVELS = {
     "report": 2,
     "hub": 1,
     "registry": 1,
+    "json_text": 0,
     "words": 0,
     "errors": 0,
 }
