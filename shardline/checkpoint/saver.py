@@ -100,8 +100,11 @@ class Saver:
         return Staging(self.optimizer, pinned)
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        first = self.section.enable_first_step_checkpoint and step == 1
-        return self._saves and (first or step == total_steps or step % self.section.every(total_steps) == 0)
+        """Whether a step is saved by its number."""
+        section = self.section
+        first = section.enable_first_step_checkpoint and step == 1
+        regular = section.interval_type == "steps" and step % section.every(total_steps) == 0
+        return self._saves and (first or regular or step == total_steps)
 
     def save_if_due(
         self,
@@ -114,14 +117,14 @@ class Saver:
 
         The run waits for a save that was requested.
         """
-        due = self.is_due(progress.step, last_step)
-        if any(request) and not self._saves:
+        due = self.is_due(progress.step, last_step) or (self._saves and request.due)
+        if request.waits and not self._saves:
             log.info("nothing is saved at %s: %s", request.stop or "SIGUSR1", why_not_saved(self.config))
-        elif due or any(request):
+        elif due or request.waits:
             with saving():
                 if due:
                     self.save(progress, last=progress.step == last_step)
-                if any(request):
+                if request.waits:
                     if self.saved_step != progress.step:
                         self.save(progress, wait=True)
                     self.finish()

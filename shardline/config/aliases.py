@@ -67,7 +67,6 @@ NO_EFFECT: dict[str, Any] = {
     "experimental.enable_compiled_autograd": bool,
     "experimental.pipeline_parallel_split_points": list[str],
     "experimental.pipeline_parallel_microbatches": int,
-    "checkpoint.interval_type": str,
     "float8.force_recompute_fp8_weight_in_bwd": bool,
     "fault_tolerance.sync_steps": int,
     "fault_tolerance.should_quantize": bool,

@@ -492,6 +492,7 @@ def _sends_by_deepep(config: Config) -> bool:
     return _splits_experts(config) and config.parallelism.expert_parallel_comm_backend == "deepep"
 
 
+BALANCERS = ("headtail", "ptrr")  # of which the second one is not built yet
 EXPERTS_WAIT = "tokens travel to their experts and back inside their own micro-batch"
 # A 1 that was given is a request too: TorchTitan counts layers with it.
 LESS_LAYERS = _below(
@@ -617,7 +618,7 @@ RULES: list[Rule] = [
     ),
     _refuse(
         "parallelism.context_parallel_load_balancer",
-        lambda c: is_context_parallel(c) and c.parallelism.context_parallel_load_balancer not in (None, "headtail"),
+        lambda c: is_context_parallel(c) and c.parallelism.context_parallel_load_balancer not in (None, *BALANCERS),
         lambda c: f"expected 'headtail' or 'none', got {c.parallelism.context_parallel_load_balancer!r}",
         remedy="'headtail' balances causal masks",
     ),
@@ -669,11 +670,22 @@ RULES: list[Rule] = [
         "no module is named, so nothing would be converted",
         remedy="set it to ['experts']",
     ),
+    _refuse(
+        "checkpoint.interval_ratio",
+        lambda c: c.checkpoint.interval_type == "seconds" and c.checkpoint.interval_ratio is not None,
+        "is a fraction of the steps, and checkpoint.interval_type is 'seconds'",
+        "give checkpoint.interval",
+    ),
     # Pending: features that are not built yet.
     _not_built(_model_feature, "model.name", when=lambda c: bool(_flavors_not_built(c))),
     _not_built("MX formats", "model.converters", when=lambda c: bool(set(MX_CONVERTERS) & set(c.model.converters))),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
     _not_built("simulated communication", "comm.mode"),
+    _not_built(
+        "load balancing by ptrr",
+        "parallelism.context_parallel_load_balancer",
+        when=lambda c: is_context_parallel(c) and c.parallelism.context_parallel_load_balancer == "ptrr",
+    ),
     _not_built("memory estimation", "memory_estimation.enable"),
     _not_built("replica groups", "fault_tolerance.enable"),
     _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
@@ -729,7 +741,8 @@ RULES: list[Rule] = [
     _idle_if(
         "checkpoint.load_only",
         [True],
-        *_below("checkpoint", "interval interval_ratio keep_latest_k async_mode save_timeout_seconds save_before"),
+        *_below("checkpoint", "interval interval_ratio interval_type keep_latest_k async_mode"),
+        *_below("checkpoint", "save_timeout_seconds save_before"),
         *_below(
             "checkpoint",
             "last_save_model_only last_save_in_hf enable_first_step_checkpoint preempted_exit_code save_before",

@@ -42,21 +42,27 @@ class Request(NamedTuple):
     """What some rank was asked for and all ranks do after this step."""
 
     stop: str | None = None  # why: one of STOPS
-    save: bool = False
+    save: bool = False  # now, before the next step
+    due: bool = False  # the time between two checkpoints is over
+
+    @property
+    def waits(self) -> bool:
+        """Whether the run waits for the save."""
+        return self.stop is not None or self.save
 
     def and_then(self, later: Request) -> Request:
-        return Request(self.stop or later.stop, self.save or later.save)
+        return Request(self.stop or later.stop, self.save or later.save, self.due or later.due)
 
 
 def no_requests() -> tuple[float, ...]:
     """The numbers of a rank that was asked for nothing."""
-    return (0.0,) * (len(STOPS) + 1)
+    return (0.0,) * (len(STOPS) + 2)
 
 
 def request_of(sums: Sequence[float]) -> Request:
     """What the numbers of all ranks, summed, ask for."""
-    *stops, save = (total > 0 for total in sums)
-    return Request(next((name for name, asked in zip(STOPS, stops, strict=True) if asked), None), save)
+    *stops, save, due = (total > 0 for total in sums)
+    return Request(next((name for name, asked in zip(STOPS, stops, strict=True) if asked), None), save, due)
 
 
 def why_not_saved(config: Config) -> str | None:
@@ -206,8 +212,15 @@ def _span(seconds: float) -> str:
 class Requests:
     """What this rank was asked for: by signals, and by the clock where it watches one."""
 
-    def __init__(self, limit: TimeLimit | None = None) -> None:
-        self.limit = limit
+    def __init__(
+        self,
+        limit: TimeLimit | None = None,
+        save_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`save_seconds`: the time between two checkpoints, where it is this rank that watches it."""
+        self.limit, self.save_seconds, self.clock = limit, save_seconds, clock
+        self._last_due = clock()
         self.stop: str | None = None
         self.final_code: int | None = None  # the exit code, once everything is done that a signal could prevent
         self.saves = self._saves_passed_on = 0  # two counts, so that a signal between two lines is not lost
@@ -220,7 +233,10 @@ class Requests:
     @classmethod
     def of_rank(cls, config: Config, rank: int) -> Requests:
         """The requests of one rank; rank 0 watches the clock for all."""
-        return cls(find_limit(config, os.environ) if rank == 0 else None)
+        if rank != 0:
+            return cls()
+        section = config.checkpoint
+        return cls(find_limit(config, os.environ), section.interval if section.interval_type == "seconds" else None)
 
     def numbers(self, another_save: bool = False, between_steps: bool = False) -> tuple[float, ...]:
         """The requests as numbers to be summed over ranks; called once in a step, and at will between two.
@@ -234,7 +250,16 @@ class Requests:
             if ends and self.stop is None:
                 self.stop = TIME_LIMIT
                 log.info("%s", self.limit.stop_line())
-        return (*(float(self.stop == name) for name in STOPS), float(saves > before))
+        due = not between_steps and self._is_due()
+        return (*(float(self.stop == name) for name in STOPS), float(saves > before), float(due))
+
+    def _is_due(self) -> bool:
+        """Whether a checkpoint is due by the clock; asked once in a step, and true once in `save_seconds`."""
+        now = self.clock()
+        if self.save_seconds is None or now - self._last_due < self.save_seconds:
+            return False
+        self._last_due = now
+        return True
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

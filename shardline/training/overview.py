@@ -188,6 +188,8 @@ def _checkpoints(run: Setup) -> str:
         return f"none, nothing will be saved: {reason}"
     every, kept = section.every(run.total_steps), section.keep_latest_k
     when = "at the end" if every >= run.total_steps else f"every {counted(every, 'step')} and at the end"
+    if section.interval_type == "seconds":
+        when = f"every {counted(section.interval, 'second')} and at the end"
     of_them = "all kept" if kept == 0 else f"the newest {kept} kept"
     size = roughly(save_bytes(run.model, run.config, run.precision))
     last = ", the last one weights only" if section.last_save_model_only or section.last_save_in_hf else ""

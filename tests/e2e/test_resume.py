@@ -1,5 +1,6 @@
 """Checkpoints: an interrupted run goes on as if nothing had happened; what is broken or foreign is refused."""
 
+import itertools
 import json
 import re
 import shutil
@@ -118,6 +119,18 @@ def test_a_finished_run_is_trained_longer(tmp_path):
     longer = run(tmp_path / "run", training__steps=6, **settings)
     assert numbers(longer) == numbers(straight)
     assert files.find_checkpoint(tmp_path / "run", 6).kind == "full"
+
+
+def test_checkpoints_by_the_clock(tmp_path):
+    """Five seconds a step: a save is due after the steps at 12 seconds or more since the last one."""
+    settings = SAVING | {"checkpoint__interval": 12, "checkpoint__interval_type": "seconds"}
+    trainer = Trainer(tiny_config(tmp_path / "run", training__steps=8, **settings))
+    seconds = itertools.count(5, 5)
+    trainer.requests.clock, trainer.requests._last_due = lambda: next(seconds), 0
+    trainer.train()
+    saved = [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()]
+    assert sorted(saved) == ["step-3", "step-6", "step-8"]
+    assert "every 12 seconds and at the end" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_copy_it_replaced(tmp_path):

@@ -25,6 +25,7 @@ OWN_KEYS = {
     "parallelism.async_tensor_parallel_compare_freq",
     "activation_checkpoint.offload_every",
     "checkpoint.interval_ratio",
+    "checkpoint.interval_type",
     "lr_scheduler.bend_on_resume",
     "lr_scheduler.cycles",
     "lr_scheduler.decay_end_ratio",

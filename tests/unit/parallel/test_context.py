@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardline.config.load import load_config
-from shardline.config.rules import check, notes
+from shardline.config.rules import check, notes, refuse_pending
 from shardline.data.batch import Batch
 from shardline.errors import ConfigError
 from shardline.models import partial_attention as attention_parts
@@ -438,9 +438,11 @@ def test_kernels_that_cannot_work_in_parts(backend):
 
 def test_other_load_balancers_are_refused_with_what_to_use():
     with pytest.raises(
-        ConfigError, match=r"expected 'headtail' or 'none', got 'ptrr'; 'headtail' balances causal masks$"
+        ConfigError, match=r"expected 'headtail' or 'none', got 'tail'; 'headtail' balances causal masks$"
     ):
-        check(config_of(context_parallel_load_balancer="ptrr"))
+        check(config_of(context_parallel_load_balancer="tail"))
+    with pytest.raises(ConfigError, match=r"context_parallel_load_balancer.*load balancing by ptrr is not built yet"):
+        refuse_pending(config_of(context_parallel_load_balancer="ptrr"))
     check(config_of(context_parallel_load_balancer=None))
     check(config_of(cp=1, context_parallel_load_balancer="ptrr"))
 

@@ -231,6 +231,29 @@ def test_ranks_agree_on_the_first_reason_and_on_saving():
     assert summed().stop == "SIGINT"
 
 
+def test_checkpoints_by_the_clock_are_due_once_in_each_interval():
+    clock = Clock()
+    clock.now = 5.0
+    requests = [Requests(save_seconds=60.0, clock=clock), Requests(clock=clock)]
+    found = []
+    for clock.now in range(10, 200, 10):
+        assert not request_of(requests[0].numbers(between_steps=True)).due
+        numbers = [sum(pair) for pair in zip(*(rank.numbers() for rank in requests), strict=True)]
+        request = request_of(numbers)
+        assert request == Request(due=request.due)
+        assert not request.waits
+        found += [clock.now] * request.due
+    assert found == [70, 130, 190]
+    assert Request(due=True).and_then(Request("SIGTERM")) == Request("SIGTERM", due=True)
+
+
+def test_only_rank_0_watches_the_clock_of_checkpoints():
+    config = load_config(overrides={"checkpoint.interval": 90, "checkpoint.interval_type": "seconds"})
+    assert [Requests.of_rank(config, rank).save_seconds for rank in range(2)] == [90, None]
+    steps = load_config(overrides={"checkpoint.interval": 90})
+    assert Requests.of_rank(steps, 0).save_seconds is None
+
+
 def test_a_limit_is_a_request_of_its_own():
     clock = Clock()
     requests = Requests(TimeLimit(100.0, 0.0, "a limit", clock))
