@@ -26,14 +26,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from planner_rows import FITTED, TRAINERS, Measured, impossible, read_failed, read_rows, traits_of  # noqa: E402
+from planner_rows import FITTED, TRAINERS, USABLE, Measured, impossible, read_failed, read_rows, traits_of  # noqa: E402
 
 from shardline.plan.memory import peak_memory  # noqa: E402
 from shardline.plan.simulate import step_time  # noqa: E402
 from shardline.plan.traits import Traits  # noqa: E402
 
 GIB = 2**30
-USABLE = 0.95  # of the card's memory: NCCL and the context need the rest
+SINGLE_GROUPS = ("torchao", "simumax-b200")
 FIT_OF = 10, 6  # of ten groups, six are fitted to
 
 
@@ -49,7 +49,9 @@ def gib(row: Measured, traits: Traits) -> float:
 
 
 def is_fitted_to(row: Measured) -> bool:
-    """Whole groups go to one side, by a hash of their name."""
+    """Whole groups go to one side, by a hash of their name; a source with a single group is fitted to."""
+    if row.dataset in SINGLE_GROUPS:
+        return True
     name = f"{row.dataset}/{row.group[0]}/{row.group[1]}"
     total, fit = FIT_OF
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % total < fit
@@ -155,7 +157,8 @@ def refuses(row: Measured) -> str:
     """`layout` where it cannot run at all, `memory` where the fullest rank has too little, else nothing."""
     if impossible(row):
         return "layout"
-    traits = replace(traits_of(row.trainer), reports_first=False)
+    trainer = "nanotron" if row.trainer.startswith("nanotron") else row.trainer
+    traits = replace(traits_of(trainer), reports_first=False)
     return "memory" if gib(row, traits) * GIB > USABLE * row.hardware.memory else ""
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from shardline.config.architecture import Architecture, build
 from shardline.config.layout import Layout
 from shardline.errors import UserError
 from shardline.plan.hardware import Hardware, find_profile
+from shardline.plan.memory import peak_memory
 from shardline.plan.simulate import by_costs
 from shardline.plan.traits import Traits
 from shardline.plan.work import Workload
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 MODELS = tomllib.loads((HERE / "planner_models.toml").read_text())
 TRAINERS = tomllib.loads((HERE / "planner_traits.toml").read_text())
 FITTED = HERE / "planner_fitted.toml"
-DOUBTFUL = ("INCONSISTENT",)
+USABLE = 0.95  # of a card's memory: NCCL and the context need the rest
 
 
 @dataclass
@@ -53,8 +54,14 @@ class Measured:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the collection itself says that the row is not to be trusted."""
-        return "INCONSISTENT" in str(self.row.get("notes", ""))
+        """Whether the collection says that the row is not to be trusted, or its numbers contradict each other."""
+        row, layout = self.row, self.workload.layout
+        if "INCONSISTENT" in str(row.get("notes", "")):
+            return True
+        parts = [row.get("grad_accum"), row.get("micro_batch"), row.get("global_batch")]
+        if any(part is None for part in parts):
+            return False
+        return bool(parts[0] * parts[1] * layout.data_ranks != parts[2])
 
     @property
     def stalled(self) -> bool:
@@ -153,6 +160,10 @@ def measured(row: dict[str, Any]) -> Measured:
         ring=layout.cp > 1,
         lora_rank=16 if "lora" in str(row.get("model", "")).lower() else 0,
     )
+    if trainer in ("nanotron", "nanotron_lean") and layout.pp > 1 and layout.world_size > hardware.per_node:
+        held = peak_memory(workload, replace(traits_of("nanotron"), reports_first=True)).total
+        if held > USABLE * hardware.memory:  # when it was repeated, it ran out of memory
+            trainer = "nanotron_first"
     return Measured(row, workload, hardware, trainer, None if speed is None else float(speed), row.get("mem_gib"))
 
 

@@ -218,9 +218,8 @@ def _layer_costs(
     ahead, sent, back, sent_back = _with_gathers(
         workload, with_experts, ahead, sent, back, sent_back, hardware, traits
     )
-    host = traits.host_layer + (traits.host_tp if workload.layout.tp > 1 else 0.0) + _beside_pipeline(
-        workload, hardware, traits
-    )
+    host = traits.host_layer + (traits.host_tp if workload.layout.tp > 1 else 0.0)
+    host += (traits.host_experts if with_experts else 0.0) + _beside_pipeline(workload, hardware, traits)
     share = 0.5 if workload.recompute == "full" else 2 / 3
     host = host * (4 / 3 if workload.recompute == "full" else 1.0)
     return Costs(ahead, sent, host * (1 - share) / 1, ), Costs(back, sent_back, host * share), weights
@@ -278,9 +277,18 @@ def _exposed(
     found: dict[str, float] = {}
     for axis, kind, size in sent:
         group = collectives.axis_group(workload.layout, axis, hardware.per_node)
+        if axis == "ep" and traits.ep_once:
+            size *= _distinct(workload, group)
         seconds = collectives.seconds(hardware, group, kind, size, traits.network, traits.delay)
         found[axis] = found.get(axis, 0.0) + seconds * (1 - hidden[axis])
     return tuple(found.items())
+
+
+def _distinct(workload: Workload, group: collectives.Group) -> float:
+    """The share of a token's rows that is left if it travels once to each node (or rank) that it goes to."""
+    assert workload.arch.moe is not None
+    chosen, places = workload.arch.moe.top_k, group.nodes if group.nodes > 1 else group.ranks
+    return min(1.0, places * (1 - (1 - 1 / places) ** chosen) / chosen)
 
 
 def _head_costs(workload: Workload, hardware: Hardware, traits: Traits) -> tuple[Costs, Costs, float]:
@@ -411,7 +419,8 @@ def _gradient_seconds(
     seconds = 0.0
     for axis, kind, count, width in parts:
         group = collectives.axis_group(layout, axis, hardware.per_node)
-        seconds += collectives.seconds(hardware, group, kind, count * width, traits.network, traits.delay)
+        reached = traits.network * (traits.scattered if workload.zero in (1, 2) else 1.0)
+        seconds += collectives.seconds(hardware, group, kind, count * width, reached, traits.delay)
     if workload.zero not in traits.dp_hidden:
         return seconds
     layers = max(1, stage.dense + stage.experts)

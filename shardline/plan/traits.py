@@ -29,17 +29,20 @@ class Traits:
     # Host
     host_layer: float = 0.0  # seconds that the host needs for one layer, forward and backward
     host_tp: float = 0.0  # more of them for each layer where tensor parallelism adds calls
+    host_experts: float = 0.0  # more of them for each layer with experts
     host_pass: float = 0.0  # seconds for each micro-batch, beside the layers
     step: float = 0.0  # seconds of a step in which nothing is computed
     step_rank: float = 0.0  # more of them for each doubling of the nodes
 
     # Communication
     network: float = 1.0  # share of the network's bandwidth that collectives reach
+    scattered: float = 1.0  # share of that share for sums that a sharded optimizer waits for
     delay: float = 1.0  # latency of a hop between nodes, relative to the hardware's
     tp_hidden: float = 0.0  # share of tensor-parallel communication that products hide
     tp_again: bool = False  # backward gathers the inputs of products again
     cp_hidden: float = 0.8
     ep_hidden: float = 0.0
+    ep_once: bool = False  # a token travels once to each node that has experts of its choice, not once for each
     dp_hidden: tuple[int, ...] = (0, 1, 2, 3)  # stages of ZeRO whose sums of gradients run beside backward
     gather_hidden: bool = True  # FSDP gathers weights ahead
     gather_bytes: float = 2.0  # of a weight that is gathered
