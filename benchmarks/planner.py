@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from planner_rows import FITTED, TRAINERS, USABLE, Measured, impossible, read_failed, read_rows, traits_of  # noqa: E402
 
-from shardline.plan.memory import peak_memory  # noqa: E402
+from planner_memory import peak_memory  # noqa: E402
 from shardline.plan.simulate import step_time  # noqa: E402
 from shardline.plan.traits import Traits  # noqa: E402
 

@@ -19,7 +19,7 @@ from shardline.config.architecture import Architecture, build
 from shardline.config.layout import Layout
 from shardline.errors import UserError
 from shardline.plan.hardware import Hardware, find_profile
-from shardline.plan.memory import peak_memory
+from planner_memory import peak_memory
 from shardline.plan.simulate import by_costs
 from shardline.plan.traits import Traits
 from shardline.plan.work import Workload

@@ -54,6 +54,9 @@ class Workload:
     compute: str = "bfloat16"
     experts_compute: str = "bfloat16"
     storage: str = "float32"  # of weights
+    activations: str = "bfloat16"  # the type of the stream between products
+    keeps_narrow: bool = False  # a rank alone keeps weights in the compute type, too
+    offload_every: int = 1
     sequence_parallel: bool = True
     async_tp: bool = False
     compiled: bool = True
@@ -68,6 +71,11 @@ class Workload:
     causal: bool = True
     layers_of_stages: tuple[int, ...] = ()  # where another trainer cuts stages by a rule of its own
     model_flops: float = field(default=0.0, compare=False)
+
+    @property
+    def compute_storage(self) -> str:
+        """The type that activations have where products compute in a narrower one."""
+        return self.activations
 
     @property
     def tokens(self) -> float:
@@ -134,6 +142,13 @@ def feed_forward_shapes(arch: Architecture, with_experts: bool) -> Iterator[tupl
     if width:
         yield width * (2 if arch.gated else 1), arch.dim
         yield arch.dim, width
+
+
+def adapter_parameters(arch: Architecture, rank: int) -> float:
+    """Parameters of low rank beside the linear layers of one layer."""
+    shapes = [*attention_shapes(arch), *feed_forward_shapes(arch, False)]
+    extra = 2 * 1 + (1 if arch.gated else 0)  # fused products have matrices for each of their parts
+    return float(rank * (sum(columns + inner for columns, inner in shapes) + extra * arch.dim))
 
 
 def expert_layers(arch: Architecture) -> int:

@@ -9,9 +9,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[3] / "shardline"
 LEVELS = {
-    "train": 21,
-    "__main__": 21,
-    "cli": 20,
+    "train": 22,
+    "__main__": 22,
+    "cli": 21,
+    "plan": 20,
     "tools": 19,
     "launch": 18,
     "training": 17,
