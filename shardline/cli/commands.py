@@ -411,6 +411,13 @@ def _bench_experts(parsed: Parsed) -> int:
     return run(config, _start_options(parsed), **options)
 
 
+def _bench_device(parsed: Parsed) -> int:
+    config = load(None, [])
+    from shardline.tools.bench.device import run
+
+    return run(config, _start_options(parsed), **parsed.named("write", "json"))
+
+
 def _start_options(parsed: Parsed) -> TrainOptions:
     """How the ranks of a benchmark start; nproc 0 leaves their number to the layout."""
     from shardline.run.options import TrainOptions
@@ -516,6 +523,23 @@ BENCH_EXPERTS = Command(
         "shardline bench experts --flavor debugmodel --ep 2 --json",
     ),
 )
+BENCH_DEVICE = Command(
+    "bench device",
+    "Measure this machine: products by shape and type, attention, copies, and with --nproc collectives.",
+    (),
+    (
+        Option("write", "Also write a profile, which `shardline plan --gpu FILE` reads.", str, "FILE"),
+        _JSON,
+        _processes("; unset: one, without collectives"),
+        *_RENDEZVOUS,
+    ),
+    _bench_device,
+    examples=(
+        "shardline bench device",
+        "shardline bench device --write mine.toml --nproc 8",
+        "shardline plan run.toml --gpus 64 --gpu mine.toml",
+    ),
+)
 TRACE_OVERLAP = Command(
     "trace overlap",
     "Report how much communication profiler traces contain, and how much of it computation hides.",
@@ -577,6 +601,6 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, SHOW, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
-        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, TRACE_KERNELS, SCHEDULE),
+        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, SCHEDULE),
     )
 }
