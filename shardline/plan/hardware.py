@@ -19,6 +19,8 @@ from shardline.registry import nearest
 
 PROFILES = Path(__file__).parent / "profiles"
 GIB = 2**30
+NARROW_HEADS = 0.35  # by which power a head of 64 or 96 is slower than one of 128
+HALF_RATE_LENGTH = 800  # tokens at which attention reaches half of its rate
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
 
 
@@ -77,10 +79,11 @@ class Hardware:
         moved = BYTES.get(dtype, 2) * count * (rows * inner + inner * columns) + 2.0 * count * rows * columns
         return max(flops / (found.achieved * self.sustained * max(fill, 1e-3)), moved / self.copy) + self.kernel
 
-    def attention_seconds(self, flops: float, backward: bool, kernel: str, head_dim: int) -> float:
+    def attention_seconds(self, flops: float, backward: bool, kernel: str, head_dim: int, length: int) -> float:
+        """`flops` are those of the half below the diagonal. A softmax costs the same however wide a head is."""
         rates = self.attention.get(kernel) or next(iter(self.attention.values()))
-        narrow = min(1.0, (head_dim / 128) ** 0.5)  # a softmax costs the same for each score, however wide a head is
-        return flops / (rates[backward] * self.sustained * narrow) + self.kernel
+        fill = min(1.0, (head_dim / 128) ** NARROW_HEADS) * length / (length + HALF_RATE_LENGTH)
+        return flops / (rates[backward] * self.sustained * fill) + self.kernel
 
     def copy_seconds(self, size: float) -> float:
         return size / self.copy

@@ -206,6 +206,8 @@ class _Rank:
         if not ways:
             return 0.0
         whole = ways[self._way()].bytes(tokens)
+        if self.workload.compute == "float8" and not with_experts:  # SwiGLU's result, which bfloat16 makes again
+            whole += tokens * self.workload.arch.ffn_dim / self.workload.layout.tp
         if mode == "offload":
             layers = sum(stage.dense + stage.experts for stage in self.stages)
             return whole * min(1.0, 2 / layers + 1 - 1 / self.workload.offload_every)

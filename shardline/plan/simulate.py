@@ -201,13 +201,15 @@ def _layer_costs(
     scores = work.attention / (2.0 * (arch.head_dim + arch.v_dim)) * 2  # those that are computed
     spread = hardware.copy_seconds(scores * traits.score_bytes)
     kernel, rate = traits.attention, traits.attention_rate
-    attention = hardware.attention_seconds(work.attention, False, kernel, arch.head_dim) / rate + spread / 3
-    attention_back = hardware.attention_seconds(2.5 * work.attention, True, kernel, arch.head_dim) / rate
-    attention_back += spread * 2 / 3
-    moved = hardware.copy_seconds(work.moved * traits.moved)
+    sizes = kernel, arch.head_dim, workload.seq_len
+    attention = hardware.attention_seconds(work.attention, False, *sizes) / rate + spread / 3
+    attention_back = hardware.attention_seconds(2.5 * work.attention, True, *sizes) / rate + spread * 2 / 3
+    narrow = workload.compute in ("float8", "float4")
+    moved = hardware.copy_seconds(work.moved * (traits.moved + (traits.rounding if narrow else 0.0)))
     ahead = products + attention + moved
     back = gradients + weights + attention_back + 2 * moved
-    back += _recomputed(workload, products, attention, moved)
+    out_of_heads = _product(workload, work.products[work.out_of_heads], hardware, traits)
+    back += _recomputed(workload, products, out_of_heads, attention, moved)
     sent = _exposed(work.sent, products, workload, hardware, traits)
     sent_back = _exposed(work.sent_backward, gradients + weights, workload, hardware, traits)
     if traits.tp_again and workload.layout.tp > 1:
@@ -250,13 +252,19 @@ def _weight_gradient(product: Product) -> Product:
     return product._replace(rows=product.columns, columns=product.inner, inner=product.rows)
 
 
-def _recomputed(workload: Workload, products: float, attention: float, moved: float) -> float:
-    """What backward computes again."""
+def _recomputed(
+    workload: Workload, products: float, out_of_heads: float, attention: float, moved: float
+) -> float:
+    """What backward computes again.
+
+    By operation, the second product of each part is not kept; that of the feed-forward part ends the block, and
+    nothing needs it.
+    """
     mode = workload.recompute
     if mode == "full":
         return products + attention + moved
     if mode == "op":
-        return products / 2 + moved
+        return out_of_heads + moved
     if mode.isdecimal():
         return (products + attention + moved) / int(mode)
     return attention if mode == "attention" else 0.0

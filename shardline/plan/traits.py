@@ -22,9 +22,10 @@ class Traits:
     attention: str = "cudnn"
     attention_rate: float = 1.0
     moved: float = 1.0  # bytes of kernels between products, relative to full fusion
+    rounding: float = 0.0  # more of them where products compute in float8
     logit_bytes: float = 6.0  # bytes that the loss reads and writes for each logit, forward and backward
     score_bytes: float = 0.0  # the same for each attention score, where attention is not one kernel
-    optimizer_bytes: float = 28.0  # bytes that the update reads and writes for each parameter
+    optimizer_bytes: float = 42.0  # bytes that the update reads and writes for each parameter
 
     # Host
     host_layer: float = 0.0  # seconds that the host needs for one layer, forward and backward
@@ -70,4 +71,4 @@ class Traits:
         return replace(self, **{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
-SHARDLINE = Traits()
+SHARDLINE = Traits(rounding=0.9)

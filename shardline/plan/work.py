@@ -166,20 +166,25 @@ class LayerWork(NamedTuple):
     moved: float  # bytes that kernels between the products read and write, if each is fused as far as it can be
     sent: tuple[Sent, ...]
     sent_backward: tuple[Sent, ...]
+    out_of_heads: int  # which product goes from attention back to the stream
 
 
 def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
     arch, layout, tokens = workload.arch, workload.layout, workload.tokens
     tp, dim = layout.tp, arch.dim
     stream = tokens * dim * NUMBER
-    products = [Product(*shape) for shape in _cut_products(attention_shapes(arch), tokens, tp, dim)] + [
-        Product(*shape) for shape in _cut_products(feed_forward_shapes(arch, with_experts), tokens, tp, dim)
-    ]
+    products = [Product(*shape) for shape in _cut_products(attention_shapes(arch), tokens, tp, dim)]
+    out_of_heads = len(products) - 1
+    products += [Product(*shape) for shape in _cut_products(feed_forward_shapes(arch, with_experts), tokens, tp, dim)]
     flops = 2.0 * tokens * _seen(workload) * arch.n_heads * (arch.head_dim + arch.v_dim) / tp
     heads = (arch.n_heads + arch.n_kv_heads) * arch.head_dim
     width = arch.ffn_dim if not with_experts or arch.moe is None else arch.moe.shared_dim
     moved = 10.0 * stream / workload.stream_share  # two norms, two sums
     moved += tokens * NUMBER / tp * (2.0 * heads + (3.0 if arch.gated else 2.0) * width)
+    if workload.lora_rank:  # matrices of low rank read each product's input and change its result
+        moved += NUMBER * sum(one.rows * (one.inner + one.columns) for one in products)
+    if workload.base_bytes < NUMBER:  # codes are read, and weights written and read, in both passes
+        moved += 2 / 3 * sum(one.columns * one.inner for one in products) * (workload.base_bytes + 2 * NUMBER)
     sent, back = _tensor_parallel(workload, stream)
     extra_sent, extra_back = _context_parallel(workload)
     sent, back = sent + extra_sent, back + extra_back
@@ -194,7 +199,7 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
         if layout.ep > 1:
             travel = Sent("ep", "all_to_all", rows * dim * NUMBER)
             sent, back = (*sent, travel, travel), (*back, travel, travel)
-    return LayerWork(tuple(products), flops, moved, sent, back)
+    return LayerWork(tuple(products), flops, moved, sent, back, out_of_heads)
 
 
 def _cut_products(
