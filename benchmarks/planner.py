@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -26,11 +25,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from planner_rows import FITTED, TRAINERS, USABLE, Measured, impossible, read_failed, read_rows, traits_of  # noqa: E402
+from planner_memory import peak_memory
+from planner_rows import FITTED, TRAINERS, USABLE, Measured, impossible, read_failed, read_rows, traits_of
 
-from planner_memory import peak_memory  # noqa: E402
-from shardline.plan.simulate import step_time  # noqa: E402
-from shardline.plan.traits import Traits  # noqa: E402
+from shardline.plan.simulate import step_time
+from shardline.plan.traits import Traits
 
 GIB = 2**30
 SINGLE_GROUPS = ("torchao", "simumax-b200")
@@ -202,8 +201,7 @@ def _fitted(
     wanted = np.log([getattr(row, target) for row in rows])
     known = {name: traits_of(name) for name in {row.trainer for row in rows}}
     x = np.log([max(_value(traits_of(trainer), name), 1e-6) for name in names])
-    least = np.log([LEAST.get(name.split(".")[0], 1e-7) for name in names])
-    most = np.log([MOST.get(name.split(".")[0], 1e7) for name in names])
+    least, most = np.log([BOUNDS.get(name.split(".")[0], ANY) for name in names]).T
 
     def residuals(x: np.ndarray) -> np.ndarray:
         values = dict(zip(names, np.exp(x), strict=True))
@@ -236,8 +234,21 @@ def _fitted(
 
 
 # What a constant can be: shares are below 1, and nothing is faster than the hardware by much.
-LEAST = {"products": 0.3, "tp_hidden": 0.01, "ep_hidden": 0.01, "network": 0.05, "delay": 0.3, "optimizer_bytes": 10, "moved": 0.5}
-MOST = {"products": 1.25, "tp_hidden": 0.98, "ep_hidden": 0.98, "network": 1.2, "delay": 20, "optimizer_bytes": 200, "attention_rate": 2.0, "moved": 8.0, "products_float8": 1.2, "products_experts": 1.2, "logit_bytes": 200}  # fmt: skip
+BOUNDS = {
+    "products": (0.3, 1.25),
+    "products_float8": (0.3, 1.2),
+    "products_experts": (0.3, 1.2),
+    "attention_rate": (0.2, 2.0),
+    "moved": (0.5, 8.0),
+    "logit_bytes": (4.0, 200.0),
+    "optimizer_bytes": (10.0, 200.0),
+    "tp_hidden": (0.01, 0.98),
+    "ep_hidden": (0.01, 0.98),
+    "network": (0.05, 1.2),
+    "scattered": (0.1, 1.0),
+    "delay": (0.3, 20.0),
+}
+ANY = (1e-7, 1e7)
 
 
 def _huber(errors: np.ndarray, delta: float) -> float:
@@ -324,7 +335,8 @@ def _without_groups(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    head = f"{'':<24} {'rows':>5} {'MAPE':>7} {'median':>7} {'bias':>7} {'steady':>7} {'Spearm.':>7} {'regret':>7} {'mem':>7}"
+    names = ("MAPE", "median", "bias", "steady", "Spearm.", "regret", "memory")
+    head = f"{'':<24} {'rows':>5} {' '.join(f'{name:>7}' for name in names)}"
     lines = [head]
     parts = [("overall", found["overall"]), ("fit", found["fit"]), ("check", found["check"])]
     parts += [(f"  {name}", own) for name, own in found["by_dataset"].items()]

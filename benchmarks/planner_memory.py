@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardline.plan.hardware import GIB
 from shardline.plan.pipeline import held_microbatches
-from shardline.plan.simulate import StageLayers, cut, stage_parameters
+from shardline.plan.stages import StageLayers, cut, stage_parameters
 from shardline.plan.traits import Traits
 from shardline.plan.work import NUMBER, Workload
 
@@ -65,7 +65,9 @@ def _rank_memory(workload: Workload, traits: Traits, stages: list[StageLayers], 
         activations += workload.tokens * workload.arch.vocab_size / layout.tp * traits.logit_kept
     activations += workload.tokens * workload.arch.dim / layout.tp * traits.working
     inner = weights + gradients + optimizer + activations + buffers
-    return TrainerMemory(weights, gradients, optimizer, activations, buffers, inner * (traits.reserved - 1) + traits.base_gib * GIB)
+    return TrainerMemory(
+        weights, gradients, optimizer, activations, buffers, inner * (traits.reserved - 1) + traits.base_gib * GIB
+    )
 
 
 def layer_bytes(workload: Workload, traits: Traits) -> float:
@@ -74,7 +76,9 @@ def layer_bytes(workload: Workload, traits: Traits) -> float:
     if workload.recompute == "full":
         return workload.tokens * NUMBER * arch.dim / workload.stream_share
     stream, gathered, heads, width = traits.kept
-    numbers = stream * arch.dim / workload.stream_share + (gathered * arch.dim if tp > 1 and traits.keeps_gathered else 0.0)
+    numbers = stream * arch.dim / workload.stream_share + (
+        gathered * arch.dim if tp > 1 and traits.keeps_gathered else 0.0
+    )
     attention = arch.n_heads * arch.head_dim + arch.n_kv_heads * arch.head_dim
     numbers += heads * attention / tp + width * arch.ffn_dim / tp
     return workload.tokens * NUMBER * numbers

@@ -15,12 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from planner_memory import peak_memory
+
 from shardline.config.architecture import Architecture, build
 from shardline.config.layout import Layout
 from shardline.errors import UserError
 from shardline.plan.hardware import Hardware, find_profile
-from planner_memory import peak_memory
-from shardline.plan.simulate import by_costs
+from shardline.plan.stages import by_costs
 from shardline.plan.traits import Traits
 from shardline.plan.work import Workload
 
@@ -178,12 +179,12 @@ def sweep_edition(layout: Layout, micro: int, zero: int) -> str:
     if layout.pp == 1 or gpus < 16:
         return "nanotron_lean" if layout.pp == 2 and micro < 2 * layout.tp else "nanotron"
     if gpus >= 256:
-        repeated = gpus < 512 and micro == 1 and dp <= 16 or dp == 1 and micro == 1 or zero == 0 and dp >= 32
+        repeated = (micro == 1 and (dp == 1 or (gpus < 512 and dp <= 16))) or (zero == 0 and dp >= 32)
     else:
         repeated = dp == 1 or zero == 1 or micro > 1 or dp >= 32 or gpus < 32
     if not repeated:
         return "nanotron_first"
-    lean = layout.pp == 2 and micro < 2 * layout.tp or layout.tp >= 32
+    lean = (layout.pp == 2 and micro < 2 * layout.tp) or layout.tp >= 32
     return "nanotron_lean" if lean else "nanotron"
 
 
@@ -200,7 +201,9 @@ def impossible(row: Measured) -> bool:
 
 def trainer_of(row: dict[str, Any]) -> str:
     name = f"{row.get('dataset', '')} {row.get('source', '')}".lower()
-    return next((key for key, table in TRAINERS.items() if any(word in name for word in table.get("match", ()))), "default")
+    return next(
+        (key for key, table in TRAINERS.items() if any(word in name for word in table.get("match", ()))), "default"
+    )
 
 
 @cache
@@ -218,7 +221,21 @@ def fitted() -> dict[str, Any]:
 
 def gpu_name(text: str) -> str:
     plain = text.lower()
-    for name in ("gb300", "gb200", "b300", "b200", "gh200", "h200", "h100", "h800", "a100", "a800", "mi300x", "mi250", "4090"):
+    for name in (
+        "gb300",
+        "gb200",
+        "b300",
+        "b200",
+        "gh200",
+        "h200",
+        "h100",
+        "h800",
+        "a100",
+        "a800",
+        "mi300x",
+        "mi250",
+        "4090",
+    ):
         if name in plain:
             return {"gh200": "h200", "h800": "h100", "a800": "a100", "4090": "rtx4090"}.get(name, name)
     raise ValueError(f"unknown GPU {text!r}")
@@ -290,9 +307,7 @@ def stages_per_rank(row: dict[str, Any], arch: Architecture, layout: Layout) -> 
 def architecture(row: dict[str, Any]) -> Architecture:
     known = known_model(str(row.get("model", "")))
     fields: dict[str, Any] = dict(known)
-    for key, name in (
-        ("hidden", "dim"), ("layers", "n_layers"), ("heads", "n_heads"), ("kv_heads", "n_kv_heads"), ("ffn", "ffn_dim"), ("vocab", "vocab_size"),
-    ):  # fmt: skip
+    for key, name in FIELDS.items():
         if row.get(key) is not None:
             fields[name] = int(row[key])
     if "dim" not in fields or "n_layers" not in fields:
@@ -306,12 +321,24 @@ def architecture(row: dict[str, Any]) -> Architecture:
         fields["gated"] = True
     if "gated" not in fields:
         name = str(row.get("model", "")).lower()
-        fields["gated"] = not ("gpt" in name or "mpt" in name) and fields["ffn_dim"] != 4 * fields["dim"] or "llama" in name
+        fields["gated"] = (
+            not ("gpt" in name or "mpt" in name) and fields["ffn_dim"] != 4 * fields["dim"]
+        ) or "llama" in name
     if not fields["gated"]:
         fields.setdefault("activation", "gelu_tanh")
     if "nanotron" in trainer_of(row):
         fields["tie_word_embeddings"] = fields["ffn_dim"] < 10_000
     return build(fields)
+
+
+FIELDS = {
+    "hidden": "dim",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "ffn": "ffn_dim",
+    "vocab": "vocab_size",
+}
 
 
 def known_model(name: str) -> dict[str, Any]:

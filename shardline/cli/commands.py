@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardline.cli.parser import Command, Option, Parsed
 from shardline.config.files import preset_names
@@ -121,6 +121,7 @@ def _train(parsed: Parsed) -> int:
             refuse_pending(config)
             from shardline.launch.launch import train
 
+            _say_if_too_large(config, options)
             return train(config, options)
         from shardline.tools.dry_run.dry_run import describe
 
@@ -129,6 +130,23 @@ def _train(parsed: Parsed) -> int:
         known = options.world_size or (ranks if ranks > 1 else None)
         print(describe(config, known, options.nproc if nodes > 1 else None))
         return 0
+
+
+def _say_if_too_large(config: Config, options: TrainOptions) -> None:
+    """Warn of a run whose memory will not suffice, before it starts; an estimate never refuses one."""
+    from shardline.config.names import LAUNCHER_VARIABLE
+    from shardline.launch.launch import started_ranks
+    from shardline.plan.hardware import local_gpu
+    from shardline.run.options import node_range
+
+    first = os.environ.get("RANK", "0") == "0" and LAUNCHER_VARIABLE not in os.environ
+    if not first or local_gpu() is None:
+        return
+    from shardline.plan.check import start_line
+
+    line = start_line(config, started_ranks() or node_range(options.nnodes)[1] * options.nproc)
+    if line is not None:
+        print(f"warning: {line}", file=sys.stderr)
 
 
 def _config(parsed: Parsed) -> int:
@@ -426,6 +444,30 @@ def _start_options(parsed: Parsed) -> TrainOptions:
     return TrainOptions(nproc=parsed.options["nproc"] or 0, words=parsed.words, **named)
 
 
+def _plan(parsed: Parsed) -> int:
+    named = parsed.named()
+    keys = {"model": "model.name", "flavor": "model.flavor", "seq": "training.seq_len"}
+    given = {key: named.pop(name) for name, key in keys.items()}
+    fixed = _fixed(parsed.flags)
+    parsed.flags += [f"--{key}={value}" for key, value in given.items() if value is not None]
+    if not parsed.file and not parsed.flags:
+        raise UserError("shardline plan: name a config FILE, a --preset, or --model NAME --flavor SIZE")
+    config = load(parsed.file, parsed.flags, check_model=True)
+    if not parsed.file and not config.is_set("compile.enable"):
+        config = config.replace({"compile.enable": True})
+    with _placing(config):
+        from shardline.plan.command import command
+
+        return command(config, fixed, **named)
+
+
+def _fixed(flags: Sequence[str]) -> dict[str, Any]:
+    """Keys that the command line sets: the search leaves them as they are."""
+    from shardline.config.flags import parse_flags
+
+    return dict(parse_flags(flags).values)
+
+
 def _schedule(parsed: Parsed) -> int:
     from shardline.tools.schedule import command
 
@@ -566,6 +608,38 @@ TRACE_KERNELS = Command(
         "shardline trace kernels outputs/run/profile_traces/iteration_10/rank0_trace.json --top 30",
     ),
 )
+PLAN = Command(
+    "plan",
+    "Say which layouts of a number of GPUs fit, and how fast each will be, without running anything.",
+    ("[FILE]",),
+    (
+        Option("gpus", "Number of GPUs.", int, "N", low=1),
+        Option("nodes", "Number of machines, instead of --gpus.", int, "N", low=1),
+        Option("gpu", "Their kind, or a profile (FILE.toml); unset: this machine's.", str, "NAME"),
+        Option("gpus-per-node", "GPUs of one machine; unset: as the profile says.", int, "N", low=1),
+        Option("model", "Model family, where there is no FILE.", str, "NAME"),
+        Option("flavor", "Size of the model.", str, "NAME"),
+        Option("seq", "Tokens per sequence.", int, "N", low=1),
+        Option("global-batch", "Sequences per step; unset: the config's.", int, "N", low=1),
+        Option("top", "Layouts to show.", int, "N", default=10, low=1),
+        Option("goal", "What is best: speed, memory or cost.", str, "NAME", (), ("speed", "memory", "cost"), "speed"),
+        Option("price", "Price of a GPU hour, for --tokens.", float, "X", low=0),
+        Option("tokens", "Also say how long so many tokens take.", float, "N", low=1),
+        Option("write", "Write the best layout as a config.", str, "FILE"),
+        Option("check", "Only say whether FILE fits as it is; exit code 1 if not.", bool),
+        _JSON,
+    ),
+    _plan,
+    config_flags=True,
+    details="Flags --section.key=value fix keys: the search leaves them as they are. Profiles: `shardline bench device`"
+    "\nmeasures one; docs/planner.md says what is assumed, and how far predictions are off.",
+    examples=(
+        "shardline plan run.toml --gpus 256 --gpu h100",
+        "shardline plan --model llama3 --flavor 70B --seq 8192 --global-batch 1024 --gpus 512 --gpu h100 --write x.toml",
+        "shardline plan run.toml --gpus 64 --gpu h200 --parallelism.tensor_parallel_degree=8",
+        "shardline plan --check run.toml --gpus 8 --gpu a100",
+    ),
+)
 SCHEDULE = Command(
     "schedule",
     "Draw a pipeline schedule and report its cost, without running anything.",
@@ -601,6 +675,6 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, SHOW, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
-        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, SCHEDULE),
+        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, SCHEDULE, PLAN),
     )
 }

@@ -7,6 +7,7 @@ number of a profile that ships is named in its `[sources]`.
 from __future__ import annotations
 
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -126,7 +127,7 @@ def _hardware(given: Mapping[str, Any], path: Path) -> Hardware:
         device, memory, links = given["device"], given["memory"], given["links"]
         return Hardware(
             name=given["name"],
-            memory=memory["capacity_gib"] * GIB,
+            memory=memory["capacity_gib"] * GIB or _memory_here(),
             multiprocessors=device["multiprocessors"],
             tile=tuple(device["tile"]),
             inner=device["half_rate_inner"],
@@ -149,6 +150,10 @@ def _hardware(given: Mapping[str, Any], path: Path) -> Hardware:
         raise UserError(
             f"{path}: is no profile of a device: {what}; `shardline bench device --write mine.toml` makes one"
         ) from error
+
+
+def _memory_here() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 @cache
@@ -181,3 +186,17 @@ def profile_for(name: str) -> Hardware | None:
 
 def on_nodes(hardware: Hardware, per_node: int | None) -> Hardware:
     return hardware if per_node is None else replace(hardware, per_node=per_node)
+
+
+NVIDIA = Path("/proc/driver/nvidia/gpus")  # read without waking a GPU
+
+
+def local_gpu() -> str | None:
+    """The name of this machine's first GPU, without starting anything on it; None where none is known or visible."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "" or not NVIDIA.is_dir():
+        return None
+    for card in sorted(NVIDIA.glob("*/information")):
+        for line in card.read_text().splitlines():
+            if line.startswith("Model:"):
+                return line.partition(":")[2].strip()
+    return None

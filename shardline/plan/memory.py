@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardline.plan.hardware import BYTES
-from shardline.plan.pipeline import held_microbatches
-from shardline.plan.simulate import StageLayers, cut
+from shardline.plan.pipeline import held_microbatches, stages_of_ranks
+from shardline.plan.stages import StageLayers, cut
 from shardline.plan.trace import Kept
 from shardline.plan.traits import SHARDLINE
 from shardline.plan.work import Workload, adapter_parameters, layer_parameters
@@ -46,16 +46,18 @@ class Memory:
 
     @property
     def total(self) -> float:
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.fragments
-        )
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.fragments
 
 
 def peak_memory(workload: Workload, kept: KeptOf, device: str = "cuda", capacity: float | None = None) -> Memory:
     """The memory of the fullest rank of the pipeline."""
     stages, ranks = cut(workload, SHARDLINE), workload.layout.pp
     places = range(ranks) if ranks <= 4 else (0, 1, ranks // 2, ranks - 1)
-    held = (_Rank(workload, kept, device, capacity, stages[place::ranks], place).peak() for place in places)
+    placed = stages_of_ranks(workload.schedule, ranks, workload.stages_per_rank)
+    held = (
+        _Rank(workload, kept, device, capacity, [stages[index] for index in placed[place]], place).peak()
+        for place in places
+    )
     return max(held, key=lambda memory: memory.total)
 
 
@@ -75,7 +77,7 @@ class _Rank:
         self.capacity = capacity
         self.table = kept(workload.layout.tp)
         layout, arch = workload.layout, workload.arch
-        self.compute, self.storage = BYTES[workload.compute_storage], BYTES[workload.storage]
+        self.compute, self.storage = BYTES[workload.activations], BYTES[workload.storage]
         self.shards, self.expert_shards = layout.dp_shard * layout.cp, layout.expert_shard
         self.sharded = self.shards > 1
         self.dense = layer_parameters(arch, False, layout).dense
@@ -194,9 +196,7 @@ class _Rank:
         held = held_microbatches(
             workload.schedule, workload.layout.pp, workload.micro_batches, workload.stages_per_rank, self.place
         )
-        of_stages = sum(
-            stage.dense * self._layer(False) + stage.experts * self._layer(True) for stage in self.stages
-        )
+        of_stages = sum(stage.dense * self._layer(False) + stage.experts * self._layer(True) for stage in self.stages)
         ends = workload.tokens * workload.arch.dim * self.compute / workload.stream_share * (self.first + self.last)
         return held / len(self.stages) * of_stages + ends
 
@@ -229,11 +229,17 @@ class _Rank:
         numbers = (4.0 if arch.gated else 3.0) * width / tp + 3.0 * arch.dim / workload.stream_share
         again = 0.0
         if workload.recompute in ("full", "op") or workload.recompute.isdecimal():
-            kinds = [kind for kind in self.table if any((stage.experts if kind else stage.dense) for stage in self.stages)]
-            again = max(
-                self.table[kind][self._way()].bytes(workload.tokens) - self._layer(kind) for kind in kinds
-            )
+            kinds = [
+                kind for kind in self.table if any((stage.experts if kind else stage.dense) for stage in self.stages)
+            ]
+            again = max(self.table[kind][self._way()].bytes(workload.tokens) - self._layer(kind) for kind in kinds)
         return workload.tokens * self.compute * numbers + max(0.0, again)
+
+    def _layer_again(self, with_experts: bool) -> float:
+        """What a layer that is computed again keeps for its own backward, beyond what it has kept until then."""
+        if not any(stage.experts if with_experts else stage.dense for stage in self.stages):
+            return 0.0
+        return self.table[with_experts][self._way()].bytes(self.workload.tokens) - self._layer(with_experts)
 
     def _head_gradient(self) -> float:
         trained = self.last and not self.workload.lora_rank
@@ -249,6 +255,9 @@ class _Rank:
         chunks = max(1, math.ceil(workload.tokens / most))
         chunk = min(workload.tokens, math.ceil(workload.tokens / chunks / 128) * 128)
         logits = chunk * rows * self.compute
-        copy = 0.0 if self.sharded or self.storage == self.compute or workload.lora_rank else self.table_size * self.compute
+        copy = (
+            0.0
+            if self.sharded or self.storage == self.compute or workload.lora_rank
+            else self.table_size * self.compute
+        )
         return logits + copy + 2 * workload.tokens * arch.dim * self.compute
-

@@ -158,5 +158,3 @@ def _plain(config: Config, tp: int) -> Config:
         "model.converters": [],
     }
     return config.replace({key: value for key, value in degrees.items() if config.value(key) != value})
-
-

@@ -52,7 +52,22 @@ def pipeline_seconds(
     few += microbatches % ranks
     long = _run(planned(schedule, ranks, few, stages_per_rank), passes, transfer, blocks)
     short = _run(planned(schedule, ranks, few - ranks, stages_per_rank), passes, transfer, blocks)
-    return long + (microbatches - few) / ranks * (long - short)
+    waits = 4 * transfer * blocks if ranks > 2 else 2 * transfer * blocks
+    busy = (sum(_seconds(passes[stage]) for stage in own) for own in stages_of_ranks(schedule, ranks, stages_per_rank))
+    return long + (microbatches - few) * max((long - short) / ranks, max(busy) + waits)
+
+
+def _seconds(one: Passes) -> float:
+    return one.forward + one.backward
+
+
+@lru_cache(maxsize=512)
+def stages_of_ranks(schedule: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank: in loops, or in a V."""
+    if ranks == 1:
+        return (tuple(range(stages_per_rank)),)
+    placement = KINDS[schedule].placement(ranks, stages_per_rank)
+    return tuple(tuple(s for s, place in enumerate(placement) if place == rank) for rank in range(ranks))
 
 
 def held_microbatches(schedule: str, ranks: int, microbatches: int, stages_per_rank: int, rank: int) -> float:
@@ -77,7 +92,8 @@ def planned(schedule: str, ranks: int, microbatches: int, stages_per_rank: int) 
     listed: list[Action] = []
     inputs: list[tuple[tuple[int, bool], ...]] = []
     sends: list[bool] = []
-    next_of, waiting, ready = [0] * ranks, {}, list(range(ranks))
+    next_of, ready = [0] * ranks, list(range(ranks))
+    waiting: dict[Action, list[int]] = {}
     while ready:
         rank = ready.pop()
         order = orders[rank]

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward: the real block runs on tensors without memory, and what autograd saves is counted.
+"""What a layer keeps for its backward: the real block runs on tensors without memory, and what autograd saves counts.
 
 Every tensor is known by the operation that made it, so that one trace answers for three ways to run a block:
 
@@ -57,9 +57,7 @@ def trace_layers(arch: Architecture, config: Config, tp: int, precision: Precisi
     kinds, layout = _one_layer_of_each(arch), Layout(tp=tp)
     config = config.replace({"activation_checkpoint.mode": "none", "compile.enable": False})
     short, long = (_trace(arch, config, layout, precision, kinds, tokens) for tokens in (TOKENS, 2 * TOKENS))
-    return {
-        kind: {way: _line(short[kind][way], long[kind][way]) for way in WAYS} for kind in kinds
-    }
+    return {kind: {way: _line(short[kind][way], long[kind][way]) for way in WAYS} for kind in kinds}
 
 
 def _line(short: float, long: float) -> Kept:

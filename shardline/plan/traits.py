@@ -68,7 +68,8 @@ class Traits:
     cut: str = "balanced"  # how pipeline stages are cut: balanced, even, or costs
 
     def with_values(self, values: Mapping[str, Any]) -> Traits:
-        return replace(self, **{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+        changes: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+        return replace(self, **changes)
 
 
 SHARDLINE = Traits(rounding=0.9)

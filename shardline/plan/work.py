@@ -1,13 +1,13 @@
 """What one rank computes and sends for one micro-batch: products with their real shapes, attention, bytes, collectives.
 
-Everything is arithmetic on an `Architecture` and a `Layout`. Shapes are those of fused weights (QKV in one product, gate
-and up in one) after tensor, context and expert parallelism have cut them.
+Everything is arithmetic on an `Architecture` and a `Layout`. Shapes are those of fused weights (QKV in one product,
+gate and up in one) after tensor, context and expert parallelism have cut them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardline.config.architecture import Architecture, LatentAttention
@@ -17,17 +17,17 @@ NUMBER = 2  # bytes of an activation in bfloat16
 
 
 class Product(NamedTuple):
-    """`count` products (rows, inner) x (inner, columns)."""
+    """`repeat` products (rows, inner) x (inner, columns)."""
 
     rows: float
     columns: float
     inner: float
-    count: float = 1
+    repeat: float = 1
     experts: bool = False
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.rows * self.columns * self.inner * self.count
+        return 2.0 * self.rows * self.columns * self.inner * self.repeat
 
 
 class Sent(NamedTuple):
@@ -70,12 +70,6 @@ class Workload:
     base_bytes: float = 2  # of a frozen weight
     causal: bool = True
     layers_of_stages: tuple[int, ...] = ()  # where another trainer cuts stages by a rule of its own
-    model_flops: float = field(default=0.0, compare=False)
-
-    @property
-    def compute_storage(self) -> str:
-        """The type that activations have where products compute in a narrower one."""
-        return self.activations
 
     @property
     def tokens(self) -> float:
@@ -202,6 +196,13 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
     return LayerWork(tuple(products), flops, moved, sent, back, out_of_heads)
 
 
+def kept_numbers(workload: Workload, work: LayerWork) -> float:
+    """Numbers that a layer keeps, about: the stream twice, and the results of its first products and attention."""
+    arch, tokens, tp = workload.arch, workload.tokens, workload.layout.tp
+    wide = sum(one.rows * one.columns * one.repeat for one in work.products if one.columns != arch.dim)
+    return wide + tokens * (2 * arch.dim / workload.stream_share + arch.n_heads * arch.v_dim / tp)
+
+
 def _cut_products(
     shapes: Iterator[tuple[int, int]], tokens: float, tp: int, dim: int
 ) -> Iterator[tuple[float, float, float]]:
@@ -243,6 +244,6 @@ def _context_parallel(workload: Workload) -> tuple[tuple[Sent, ...], tuple[Sent,
     return (Sent("cp", "all_gather", whole),), (Sent("cp", "all_gather", whole), Sent("cp", "reduce_scatter", whole))
 
 
-def head_products(workload: Workload) -> tuple[Product, ...]:
+def head_product(workload: Workload) -> Product:
     arch, tp = workload.arch, workload.layout.tp
-    return (Product(workload.tokens, arch.vocab_size / tp, arch.dim),)
+    return Product(workload.tokens, arch.vocab_size / tp, arch.dim)

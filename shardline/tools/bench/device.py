@@ -130,7 +130,10 @@ def _product(device: torch.device, dtype: str, rows: int, columns: int, inner: i
         one = torch.ones((), device=device)
         return lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     kind = getattr(torch, dtype)
-    x, weight = torch.randn(rows, inner, device=device, dtype=kind), torch.randn(columns, inner, device=device, dtype=kind)
+    x, weight = (
+        torch.randn(rows, inner, device=device, dtype=kind),
+        torch.randn(columns, inner, device=device, dtype=kind),
+    )
     return lambda: F.linear(x, weight)
 
 
@@ -162,6 +165,7 @@ def measure_attention(device: torch.device) -> dict[str, dict[str, float]]:
         flops = 2.0 * heads * length * length * 128
         try:
             with sdpa_kernel(backend):
+
                 def call(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
                     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
@@ -317,12 +321,12 @@ def profile_text(found: Times) -> str:
         "links.network": NETWORK,
     }
     lines = [f"name = {json_lines.dumps(found['name'])}"]
+    elsewhere = {"links.node": fallback, "links.network": "8 x 400 Gb/s a node, as the profile h100"}
     sources = {}
     for table, values in tables.items():
         lines += ["", f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
         for key in values:
-            guess = {"links.node": fallback, "links.network": "8 x 400 Gb/s a node, as the profile h100"}.get(table, here)
-            sources[f"{table}.{key}"] = guess
+            sources[f"{table}.{key}"] = elsewhere.get(table, here)
     lines += ["", "[sources]", *(f'"{key}" = {json_lines.dumps(text)}' for key, text in sources.items())]
     return "\n".join(lines) + "\n"
 

@@ -1,0 +1,82 @@
+"""Which layers each pipeline stage has, and how many parameters: by our own rule, evenly, or by another trainer's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardline.config.layout import Layout
+from shardline.plan.traits import Traits
+from shardline.plan.work import Workload, expert_layers, layer_parameters
+
+
+class StageLayers(NamedTuple):
+    """What one pipeline stage has."""
+
+    dense: int
+    experts: int
+    first: bool
+    last: bool
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.experts
+
+
+def cut(workload: Workload, traits: Traits) -> list[StageLayers]:
+    """The layers of each stage, those with experts spread evenly."""
+    arch = workload.arch
+    counts = workload.layers_of_stages or CUTS[traits.cut](workload)
+    experts, done, found = expert_layers(arch), 0, []
+    for index, count in enumerate(counts):
+        before = round(experts * done / arch.n_layers)
+        done += count
+        with_experts = round(experts * done / arch.n_layers) - before
+        found.append(StageLayers(count - with_experts, with_experts, index == 0, index == len(counts) - 1))
+    return found
+
+
+def even(workload: Workload) -> tuple[int, ...]:
+    count, layers = workload.layout.pp * workload.stages_per_rank, workload.arch.n_layers
+    return tuple(layers // count + (index < layers % count) for index in range(count))
+
+
+def balanced(workload: Workload) -> tuple[int, ...]:
+    """Our own cut by weight; an architecture's hash would cost more than its cut."""
+    count, found = workload.layout.pp * workload.stages_per_rank, _cuts.setdefault(id(workload.arch), {})
+    key = (workload.seq_len, count)
+    if key not in found:
+        from shardline.parallel.pipeline.stages import balanced_layers  # needs torch
+
+        found[key] = tuple(len(own) for own in balanced_layers(workload.arch, workload.seq_len, count))
+    return found[key]
+
+
+_cuts: dict[int, dict[tuple[int, int], tuple[int, ...]]] = {}
+
+
+def by_costs(workload: Workload) -> tuple[int, ...]:
+    """A stage ends with the block that brings the sum of costs above its share; the output layer is a block, too."""
+    arch, ranks = workload.arch, workload.layout.pp
+    layer = sum(layer_parameters(arch, False, Layout()))
+    costs = [layer] * arch.n_layers + [float(arch.vocab_size * arch.dim)]
+    counts, stage, sum_of_costs = [0] * ranks, 0, 0.0
+    for index, cost in enumerate(costs):
+        counts[stage] += index < arch.n_layers
+        sum_of_costs += cost
+        if sum_of_costs > sum(costs) * (stage + 1) / ranks:
+            stage = min(stage + 1, ranks - 1)
+    return tuple(counts)
+
+
+CUTS = {"even": even, "balanced": balanced, "costs": by_costs}
+
+
+def stage_parameters(workload: Workload, stage: StageLayers) -> tuple[float, float]:
+    """(dense, expert) parameters of a stage on a rank, before data parallelism shards them."""
+    arch, layout = workload.arch, workload.layout
+    dense, mixed = (layer_parameters(arch, with_experts, layout) for with_experts in (False, True))
+    tables = stage.first + stage.last
+    if tables == 2 and arch.tie_word_embeddings:
+        tables = 1
+    ends = tables * arch.vocab_size * arch.dim / layout.tp
+    return stage.dense * dense.dense + stage.experts * mixed.dense + ends, stage.experts * mixed.experts
