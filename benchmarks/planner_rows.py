@@ -87,19 +87,20 @@ def read_rows(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], 
 def mark_stalled(rows: list[Measured]) -> None:
     """Mark rows that are slower than a sibling by a factor that no layout explains. Only measurements are compared.
 
-    Siblings have the same model, GPUs, tensor and pipeline degree. A step's time per micro-batch and sequence may grow
-    where micro-batches are smaller, but a micro-batch never takes 3 times as long as one that is at least as large.
+    Siblings have the same model, GPUs, tensor and pipeline degree. A micro-batch never takes 3 times as long as one that
+    is at least as large, nor 4 times as long for each sequence as a smaller one.
     """
     groups: dict[tuple[Any, ...], list[Measured]] = {}
     for row in rows:
         layout = row.workload.layout
-        groups.setdefault((row.dataset, *row.group, row.hardware.name, layout.tp, layout.pp), []).append(row)
+        key = (row.dataset, *row.group, row.hardware.name, row.workload.seq_len, layout.tp, layout.pp)
+        groups.setdefault(key, []).append(row)
     for own in groups.values():
-        timed = [(row, pass_seconds(row)) for row in own if row.speed]
-        for row, seconds in timed:
-            size = row.workload.micro_batch
-            others = [other for sibling, other in timed if sibling.workload.micro_batch >= size]
-            row.row["stalled"] = seconds > 3 * min(others)
+        timed = [(row.workload.micro_batch, pass_seconds(row), row) for row in own if row.speed]
+        for size, seconds, row in timed:
+            larger = (3 * other for other_size, other, _ in timed if other_size >= size)
+            smaller = (4 * other * size / other_size for other_size, other, _ in timed if other_size < size)
+            row.row["stalled"] = seconds > min((*larger, *smaller))
 
 
 def pass_seconds(row: Measured) -> float:

@@ -635,7 +635,7 @@ PLAN = Command(
     "\nmeasures one; docs/planner.md says what is assumed, and how far predictions are off.",
     examples=(
         "shardline plan run.toml --gpus 256 --gpu h100",
-        "shardline plan --model llama3 --flavor 70B --seq 8192 --global-batch 1024 --gpus 512 --gpu h100 --write x.toml",
+        "shardline plan --model llama3 --flavor 70B --seq 8192 --global-batch 1024 --gpus 512 --gpu h100 --top 3",
         "shardline plan run.toml --gpus 64 --gpu h200 --parallelism.tensor_parallel_degree=8",
         "shardline plan --check run.toml --gpus 8 --gpu a100",
     ),

@@ -108,9 +108,10 @@ class PassModel:
             sent_back = joined(sent_back, (("host_link", max(0.0, away - back)),))
         ahead, back, gathers_ahead, gathers_back = self._beside_gathers(with_experts, ahead, back)
         host = self._host(with_experts)
+        again = 1.0 if workload.recompute == "full" else 1.0 - self.traits.host_forward
         return PartCosts(
-            Costs(ahead, joined(sent, gathers_ahead), host / 3),
-            Costs(back, joined(sent_back, gathers_back), host * (1 if workload.recompute == "full" else 2 / 3)),
+            Costs(ahead, joined(sent, gathers_ahead), host * self.traits.host_forward),
+            Costs(back, joined(sent_back, gathers_back), host * again),
             weights,
         )
 
@@ -248,7 +249,9 @@ class PassModel:
             sent = self._visible([Sent("tp", kind, workload.tokens * workload.arch.dim * NUMBER)])
         host = traits.host_layer
         return PartCosts(
-            Costs(ahead + logits / 3, sent, host / 3), Costs(back + logits * 2 / 3, sent, host * 2 / 3), weights
+            Costs(ahead + logits / 3, sent, host * self.traits.host_forward),
+            Costs(back + logits * 2 / 3, sent, host * (1 - self.traits.host_forward)),
+            weights,
         )
 
     def embedding(self) -> PartCosts:

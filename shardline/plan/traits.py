@@ -29,6 +29,7 @@ class Traits:
 
     # Host
     host_layer: float = 0.0  # seconds that the host needs for one layer, forward and backward
+    host_forward: float = 1 / 3  # share of that time in forward
     host_tp: float = 0.0  # more of them for each layer where tensor parallelism adds calls
     host_experts: float = 0.0  # more of them for each layer with experts
     host_pass: float = 0.0  # seconds for each micro-batch, beside the layers
