@@ -1,10 +1,11 @@
 """What the fullest rank holds at its peak: weights, gradients, optimizer state, activations, buffers.
 
-A step has three moments that can be the fullest, and the largest counts:
+A step has four moments that can be the fullest, and the largest counts:
 
     loss        all layers' activations, the logits of one chunk, the head's weight and its gradient
     backward    all layers' activations, what the last layer's backward works with, the head's gradient
-    the end     every gradient, and what the first layer's backward works with
+    the end     every other layer's gradients, and what the first layer's backward works with
+    the update  every gradient
 
 What layers keep comes from a trace of the real block (`trace.py`). A pipeline rank holds as many micro-batches as its
 schedule has in flight; FSDP holds the gathered weights of three layers, and sums of gradients of two.
@@ -26,6 +27,12 @@ from shardline.plan.work import Workload, adapter_parameters, layer_parameters
 GATHERED_LAYERS = 3  # the one that computes, the next one, and the buffer that the next one is copied from
 SUMMED_LAYERS = 2  # gradients that are being summed while the next ones are computed
 CHUNK_BYTES = {"cuda": 2**31, "cpu": 32 * 2**20}  # of logits: training/loss.py
+WORKING = {
+    "cuda": (4.0, 3.0),
+    "cpu": (1.0, 2.0),
+}  # numbers of a token in widths of the feed-forward part, of the stream
+ENDS = {"cuda": 1.0, "cpu": 4.0}  # streams that the last norm and the loss keep
+SLICES = {"cuda": 0, "cpu": 3 * 4 * 2**20}  # of the softmax in float32; on a GPU a kernel computes it in place
 FRAGMENTS = {"cuda": 0.02, "cpu": 0.0}  # of what the allocator reserves, beside what is in use
 
 Table = dict[bool, dict[str, Kept]]  # whether a layer has experts -> how a block runs, or a policy -> what it keeps
@@ -92,7 +99,8 @@ class _Rank:
         before, after = self._gradients()
         moments = {
             "backward": (before + self._head_gradient(), activations + working, gathered + summed),
-            "the end": (after, working, gathered + summed),
+            "the end": (max(after - self._last_gradients(), before), working, gathered + summed),
+            "the update": (after, 0.0, 0.0),
         }
         if self.last:
             moments["the loss"] = (before + self._head_gradient(), activations, gathered + self._loss_buffers())
@@ -141,14 +149,14 @@ class _Rank:
 
     def _copies(self) -> float:
         """The blocks' matrices in the compute type, which a rank alone keeps beside them."""
-        return self._blocks()[0] * self.compute if self.workload.keeps_narrow else 0.0
+        return sum(self._blocks()) * self.compute if self.workload.keeps_narrow else 0.0
 
     def _gradients(self) -> tuple[float, float]:
         """Bytes of gradients before a backward pass, of earlier micro-batches, and after it."""
         workload = self.workload
         dense, experts = self._blocks()
         if workload.keeps_narrow:
-            return 0.0, dense * self.compute + self._ends() * self.storage + experts * self.storage
+            return 0.0, (dense + experts) * self.compute + self._ends() * self.storage
         whole = self._trained() * self.storage
         if workload.early_step:
             return 0.0, 0.1 * whole
@@ -158,6 +166,12 @@ class _Rank:
             unsharded = (dense + experts + self._ends()) * 4.0
             return unsharded, unsharded
         return whole, whole
+
+    def _last_gradients(self) -> float:
+        """Gradients that come after the first layer's backward has worked: its own, and the embedding's."""
+        width = self.compute if self.workload.keeps_narrow else self.storage
+        own = sum(self._largest_layer()) * width + self.first * self.table_size * self.storage
+        return 0.0 if self.workload.lora_rank else own / self.shards
 
     # ---- what comes and goes -----------------------------------------------------------------------------------------
 
@@ -197,8 +211,9 @@ class _Rank:
             workload.schedule, workload.layout.pp, workload.micro_batches, workload.stages_per_rank, self.place
         )
         of_stages = sum(stage.dense * self._layer(False) + stage.experts * self._layer(True) for stage in self.stages)
-        ends = workload.tokens * workload.arch.dim * self.compute / workload.stream_share * (self.first + self.last)
-        return held / len(self.stages) * of_stages + ends
+        ends = self.first + self.last * ENDS[self.device]
+        rows = workload.tokens * workload.arch.dim * self.compute / workload.stream_share
+        return held / len(self.stages) * of_stages + ends * rows
 
     def _layer(self, with_experts: bool) -> float:
         """What one layer keeps of one micro-batch under this run's policy."""
@@ -221,12 +236,16 @@ class _Rank:
         return "compiled" if self.workload.compiled else "eager"
 
     def _working(self) -> float:
-        """Gradients of the widest product's results, and what is computed again before them."""
+        """What the backward of a layer works with: gradients around the widest product, and what is computed again.
+
+        A compiled block holds all of it until it ends; on a CPU each gradient takes the place of what it is of.
+        """
         workload, arch, tp = self.workload, self.workload.arch, self.workload.layout.tp
         width = arch.ffn_dim if any(stage.dense for stage in self.stages) else 0
         if arch.moe is not None:
             width = max(width, arch.moe.shared_dim + arch.moe.top_k * arch.moe.expert_dim * tp // workload.layout.etp)
-        numbers = (4.0 if arch.gated else 3.0) * width / tp + 3.0 * arch.dim / workload.stream_share
+        inside, outside = WORKING[self.device]
+        numbers = inside * width / tp + outside * arch.dim / workload.stream_share
         again = 0.0
         if workload.recompute in ("full", "op") or workload.recompute.isdecimal():
             kinds = [
