@@ -27,10 +27,8 @@ from shardline.plan.work import Workload, adapter_parameters, layer_parameters
 GATHERED_LAYERS = 3  # the one that computes, the next one, and the buffer that the next one is copied from
 SUMMED_LAYERS = 2  # gradients that are being summed while the next ones are computed
 CHUNK_BYTES = {"cuda": 2**31, "cpu": 32 * 2**20}  # of logits: training/loss.py
-WORKING = {
-    "cuda": (4.0, 3.0),
-    "cpu": (1.0, 2.0),
-}  # numbers of a token in widths of the feed-forward part, of the stream
+# Numbers of a token, in widths of the feed-forward part and of the stream, that a layer's backward works with.
+WORKING = {"cuda": (4.0, 3.0), "cpu": (1.5, 3.0)}
 ENDS = {"cuda": 1.0, "cpu": 4.0}  # streams that the last norm and the loss keep
 SLICES = {"cuda": 0, "cpu": 3 * 4 * 2**20}  # of the softmax in float32; on a GPU a kernel computes it in place
 FRAGMENTS = {"cuda": 0.02, "cpu": 0.0}  # of what the allocator reserves, beside what is in use
@@ -248,10 +246,7 @@ class _Rank:
         numbers = inside * width / tp + outside * arch.dim / workload.stream_share
         again = 0.0
         if workload.recompute in ("full", "op") or workload.recompute.isdecimal():
-            kinds = [
-                kind for kind in self.table if any((stage.experts if kind else stage.dense) for stage in self.stages)
-            ]
-            again = max(self.table[kind][self._way()].bytes(workload.tokens) - self._layer(kind) for kind in kinds)
+            again = max(self._layer_again(kind) for kind in self.table)
         return workload.tokens * self.compute * numbers + max(0.0, again)
 
     def _layer_again(self, with_experts: bool) -> float:
@@ -274,9 +269,6 @@ class _Rank:
         chunks = max(1, math.ceil(workload.tokens / most))
         chunk = min(workload.tokens, math.ceil(workload.tokens / chunks / 128) * 128)
         logits = chunk * rows * self.compute
-        copy = (
-            0.0
-            if self.sharded or self.storage == self.compute or workload.lora_rank
-            else self.table_size * self.compute
-        )
-        return logits + copy + 2 * workload.tokens * arch.dim * self.compute
+        casts = not self.sharded and self.storage != self.compute and not workload.lora_rank
+        copy = self.table_size * self.compute if casts else 0.0
+        return SLICES[self.device] + logits + copy + 2 * workload.tokens * arch.dim * self.compute
