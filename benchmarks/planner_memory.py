@@ -8,7 +8,7 @@ from shardline.plan.hardware import GIB
 from shardline.plan.pipeline import held_microbatches
 from shardline.plan.stages import StageLayers, cut, stage_parameters
 from shardline.plan.traits import Traits
-from shardline.plan.work import NUMBER, Workload
+from shardline.plan.work import NUMBER, Workload, expert_shards
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def _rank_memory(workload: Workload, traits: Traits, stages: list[StageLayers], 
     layout = workload.layout
     sizes = [stage_parameters(workload, stage) for stage in stages]
     dense, experts = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
-    shared, expert_shared = layout.dp_shard * layout.cp, layout.expert_shard
+    shared, expert_shared = layout.dp_shard * layout.cp, expert_shards(layout)
 
     def share(stage_of_zero: int) -> float:
         """Parameters of which this rank keeps something that is shared from this stage of ZeRO on."""

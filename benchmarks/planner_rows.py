@@ -21,7 +21,7 @@ from shardline.config.architecture import Architecture, build
 from shardline.config.layout import Layout
 from shardline.errors import UserError
 from shardline.plan.hardware import Hardware, find_profile
-from shardline.plan.stages import by_costs
+from shardline.plan.stages import blocks_by_costs
 from shardline.plan.traits import Traits
 from shardline.plan.work import Workload
 
@@ -87,8 +87,8 @@ def read_rows(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], 
 def mark_stalled(rows: list[Measured]) -> None:
     """Mark rows that are slower than a sibling by a factor that no layout explains. Only measurements are compared.
 
-    Siblings have the same model, GPUs, tensor and pipeline degree. A micro-batch never takes 3 times as long as one that
-    is at least as large, nor 4 times as long for each sequence as a smaller one.
+    Siblings have the same model, GPUs, tensor and pipeline degree. A micro-batch never takes 3 times as long as one
+    that is at least as large, nor 4 times as long for each sequence as a smaller one.
     """
     groups: dict[tuple[Any, ...], list[Measured]] = {}
     for row in rows:
@@ -196,8 +196,7 @@ def impossible(row: Measured) -> bool:
     workload = row.workload
     if workload.micro_batches < workload.layout.pp - 1:
         return True
-    counts = by_costs(workload)
-    return any(count == 0 for count in counts[:-1]) or len(counts) > workload.arch.n_layers
+    return not all(blocks_by_costs(workload))
 
 
 def trainer_of(row: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from shardline.config.layout import Layout
 from shardline.plan.hardware import Hardware
+from shardline.plan.work import expert_cut, expert_shards
 
 START = 8e-6  # seconds until the first byte of any collective moves
 
@@ -49,8 +50,8 @@ def _extent(layout: Layout, axis: str) -> tuple[int, int]:
         "dp": (copies * shard * cp, tp),
         "pp": (layout.pp, tp * cp * shard * copies),
         "ep": (layout.ep, layout.etp),
-        "expert_shard": (layout.expert_shard, layout.ep * layout.etp),
-        "expert_dp": (layout.expert_shard * copies, layout.ep * layout.etp),
+        "expert_shard": (expert_shards(layout), expert_cut(layout)),
+        "expert_dp": (expert_shards(layout) * copies, expert_cut(layout)),
     }[axis]
 
 

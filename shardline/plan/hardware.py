@@ -6,6 +6,7 @@ number of a profile that ships is named in its `[sources]`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import tomllib
@@ -179,7 +180,8 @@ def find_profile(name: str) -> Hardware:
 def profile_for(name: str) -> Hardware | None:
     """The profile whose name is a word of the device's name, the longest such word first; None if there is none."""
     plain = name.lower().replace("-", " ").replace("_", " ")
-    words = {plain.replace(" ", ""), *plain.split()}
+    parts = plain.split()
+    words = {"".join(parts), *parts, *map("".join, itertools.pairwise(parts))}  # "RTX 4090" is rtx4090
     found = [known for known in profile_names() if set(known.split("_")) <= words]
     return read_profile(PROFILES / f"{max(found, key=len)}.toml") if found else None
 

@@ -4,7 +4,7 @@ A step has four moments that can be the fullest, and the largest counts:
 
     loss        all layers' activations, the logits of one chunk, the head's weight and its gradient
     backward    all layers' activations, what the last layer's backward works with, the head's gradient
-    the end     every other layer's gradients, and what the first layer's backward works with
+    the end     the gradients of all layers, and what the first layer's backward works with
     the update  every gradient
 
 What layers keep comes from a trace of the real block (`trace.py`). A pipeline rank holds as many micro-batches as its
@@ -22,7 +22,7 @@ from shardline.plan.pipeline import held_microbatches, stages_of_ranks
 from shardline.plan.stages import StageLayers, cut
 from shardline.plan.trace import Kept
 from shardline.plan.traits import SHARDLINE
-from shardline.plan.work import Workload, adapter_parameters, layer_parameters
+from shardline.plan.work import Workload, adapter_parameters, expert_shards, layer_parameters
 
 GATHERED_LAYERS = 3  # the one that computes, the next one, and the buffer that the next one is copied from
 SUMMED_LAYERS = 2  # gradients that are being summed while the next ones are computed
@@ -30,7 +30,7 @@ CHUNK_BYTES = {"cuda": 2**31, "cpu": 32 * 2**20}  # of logits: training/loss.py
 # Numbers of a token, in widths of the feed-forward part and of the stream, that a layer's backward works with.
 WORKING = {"cuda": (4.0, 3.0), "cpu": (1.5, 3.0)}
 ENDS = {"cuda": 1.0, "cpu": 4.0}  # streams that the last norm and the loss keep
-SLICES = {"cuda": 0, "cpu": 3 * 4 * 2**20}  # of the softmax in float32; on a GPU a kernel computes it in place
+SLICES = {"cuda": 0, "cpu": 3 * 4 * 2**20}  # of the softmax in float32; a GPU's kernel computes it in place
 FRAGMENTS = {"cuda": 0.02, "cpu": 0.0}  # of what the allocator reserves, beside what is in use
 
 Table = dict[bool, dict[str, Kept]]  # whether a layer has experts -> how a block runs, or a policy -> what it keeps
@@ -83,7 +83,7 @@ class _Rank:
         self.table = kept(workload.layout.tp)
         layout, arch = workload.layout, workload.arch
         self.compute, self.storage = BYTES[workload.activations], BYTES[workload.storage]
-        self.shards, self.expert_shards = layout.dp_shard * layout.cp, layout.expert_shard
+        self.shards, self.expert_shards = layout.dp_shard * layout.cp, expert_shards(layout)
         self.sharded = self.shards > 1
         self.dense = layer_parameters(arch, False, layout).dense
         self.mixed = layer_parameters(arch, True, layout)
@@ -166,10 +166,8 @@ class _Rank:
         return whole, whole
 
     def _last_gradients(self) -> float:
-        """Gradients that come after the first layer's backward has worked: its own, and the embedding's."""
-        width = self.compute if self.workload.keeps_narrow else self.storage
-        own = sum(self._largest_layer()) * width + self.first * self.table_size * self.storage
-        return 0.0 if self.workload.lora_rank else own / self.shards
+        """Gradients that come after the first layer's backward has worked: the embedding's."""
+        return 0.0 if self.workload.lora_rank else self.first * self.table_size * self.storage / self.shards
 
     # ---- what comes and goes -----------------------------------------------------------------------------------------
 
@@ -241,7 +239,7 @@ class _Rank:
         workload, arch, tp = self.workload, self.workload.arch, self.workload.layout.tp
         width = arch.ffn_dim if any(stage.dense for stage in self.stages) else 0
         if arch.moe is not None:
-            width = max(width, arch.moe.shared_dim + arch.moe.top_k * arch.moe.expert_dim * tp // workload.layout.etp)
+            width = max(width, arch.moe.shared_dim + arch.moe.top_k * arch.moe.expert_dim)
         inside, outside = WORKING[self.device]
         numbers = inside * width / tp + outside * arch.dim / workload.stream_share
         again = 0.0
@@ -271,4 +269,4 @@ class _Rank:
         logits = chunk * rows * self.compute
         casts = not self.sharded and self.storage != self.compute and not workload.lora_rank
         copy = self.table_size * self.compute if casts else 0.0
-        return SLICES[self.device] + logits + copy + 2 * workload.tokens * arch.dim * self.compute
+        return min(SLICES[self.device], logits) + logits + copy + 2 * workload.tokens * arch.dim * self.compute

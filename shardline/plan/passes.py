@@ -20,6 +20,7 @@ from shardline.plan.work import (
     Product,
     Sent,
     Workload,
+    expert_shards,
     head_product,
     kept_numbers,
     layer_parameters,
@@ -219,7 +220,7 @@ class PassModel:
         gather = reduce = 0.0
         for axis, ranks, count in (
             ("dp_shard", layout.dp_shard * layout.cp, sizes.dense),
-            ("expert_shard", layout.expert_shard, sizes.experts),
+            ("expert_shard", expert_shards(layout), sizes.experts),
         ):
             summed = count * traits.reduce_bytes * (ADAPTED if workload.lora_rank else 1.0)
             gather += self.seconds(axis, "all_gather", count * traits.gather_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -114,8 +115,10 @@ def _memory_lines(memory: Memory, room: float) -> Iterator[str]:
 
 
 def memory_words(memory: Memory) -> str:
-    names = ("weights", "gradients", "optimizer", "activations", "buffers", "fragments")
-    return ", ".join(f"{name} {getattr(memory, name) / GIB:.1f}" for name in names)
+    """The parts, in GiB, those below a tenth left out."""
+    sizes = {name: getattr(memory, name) / GIB for name in MEMORY_NAMES}
+    lines = textwrap.wrap(", ".join(f"{name} {size:.1f}" for name, size in sizes.items() if size >= 0.05), 76)
+    return "\n  ".join(lines)
 
 
 def _cost_lines(best: Candidate, options: dict[str, Any]) -> Iterator[str]:
@@ -142,7 +145,7 @@ def why(best: Candidate, other: Candidate) -> str:
         return f"{name}: as fast, with {other.memory.total / GIB:.1f} GiB instead of {best.memory.total / GIB:.1f}"
     share = 100 * worse[part] / sum(here.values())
     words = _computation(best.workload, other.workload) if part == "compute" else PARTS[part]
-    return f"{name}: {100 * slower:.1f} % slower; {words}: {share:+.1f} % of a step"
+    return f"{name}: {100 * slower:.1f} % slower, {words}: {share:+.1f} % of a step"
 
 
 def _computation(best: Workload, other: Workload) -> str:

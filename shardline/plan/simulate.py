@@ -15,7 +15,7 @@ from shardline.plan.passes import ADAPTED, Costs, stage_passes
 from shardline.plan.pipeline import Passes, pipeline_seconds, stages_of_ranks
 from shardline.plan.stages import StageLayers, cut, stage_parameters
 from shardline.plan.traits import Traits
-from shardline.plan.work import NUMBER, Workload
+from shardline.plan.work import NUMBER, Workload, expert_shards
 
 SHARP = 8.0  # how sharply the slower of device and host decides: the norm in which their times are combined
 
@@ -125,7 +125,7 @@ def _update_seconds(workload: Workload, stage: StageLayers, hardware: Hardware, 
     layout, (dense, experts) = workload.layout, stage_parameters(workload, stage)
     own = dense + experts
     if workload.zero:
-        own = dense / (layout.dp_shard * layout.cp) + experts / layout.expert_shard
+        own = dense / (layout.dp_shard * layout.cp) + experts / expert_shards(layout)
     own *= ADAPTED if workload.lora_rank else 1.0
     if workload.cpu_offload:
         return 12.0 * own / hardware.host_link  # gradients to the host, weights back, and the update there

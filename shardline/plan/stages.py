@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shardline.config.layout import Layout
 from shardline.plan.traits import Traits
-from shardline.plan.work import Workload, expert_layers, layer_parameters
+from shardline.plan.work import Workload, attention_shapes, expert_layers, feed_forward_shapes, layer_parameters
 
 
 class StageLayers(NamedTuple):
@@ -55,17 +54,24 @@ _cuts: dict[int, dict[tuple[int, int], tuple[int, ...]]] = {}
 
 
 def by_costs(workload: Workload) -> tuple[int, ...]:
-    """A stage ends with the block that brings the sum of costs above its share; the output layer is a block, too."""
+    """A stage ends with the block that brings the sum of costs above its share of them."""
+    layers = range(1, 1 + workload.arch.n_layers)
+    return tuple(sum(block in layers for block in held) for held in blocks_by_costs(workload))
+
+
+def blocks_by_costs(workload: Workload) -> list[list[int]]:
+    """The blocks of each stage: embedding, layers, norm, output layer, cast and loss, of which some cost nothing."""
     arch, ranks = workload.arch, workload.layout.pp
-    layer = sum(layer_parameters(arch, False, Layout()))
-    costs = [layer] * arch.n_layers + [float(arch.vocab_size * arch.dim)]
-    counts, stage, sum_of_costs = [0] * ranks, 0, 0.0
-    for index, cost in enumerate(costs):
-        counts[stage] += index < arch.n_layers
-        sum_of_costs += cost
-        if sum_of_costs > sum(costs) * (stage + 1) / ranks:
+    layer = sum(columns * inner for columns, inner in (*attention_shapes(arch), *feed_forward_shapes(arch, False)))
+    costs = [0, *[layer] * arch.n_layers, 0, arch.vocab_size * arch.dim, 0, 0]
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    stage, so_far = 0, 0
+    for block, cost in enumerate(costs):
+        held[stage].append(block)
+        so_far += cost
+        if so_far > sum(costs) * (stage + 1) / ranks:
             stage = min(stage + 1, ranks - 1)
-    return tuple(counts)
+    return held
 
 
 CUTS = {"even": even, "balanced": balanced, "costs": by_costs}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardline.config.architecture import Architecture, LatentAttention
-from shardline.config.layout import Layout
+from shardline.config.layout import Layout, routes_together
 
 NUMBER = 2  # bytes of an activation in bfloat16
 
@@ -104,8 +104,18 @@ def layer_parameters(arch: Architecture, with_experts: bool, layout: Layout) -> 
     if not with_experts or arch.moe is None:
         return Sizes(dense, 0.0)
     moe = arch.moe
-    experts = 3.0 * moe.n_experts * moe.expert_dim * arch.dim / (layout.ep * layout.etp)
+    experts = 3.0 * moe.n_experts * moe.expert_dim * arch.dim / expert_cut(layout)
     return Sizes(dense + moe.n_experts * arch.dim, experts)
+
+
+def expert_cut(layout: Layout) -> int:
+    """Among how many ranks the experts' matrices are cut, before data parallelism shards them."""
+    return layout.ep * (layout.tp if routes_together(layout) else 1)
+
+
+def expert_shards(layout: Layout) -> int:
+    """Among how many ranks data parallelism shards them."""
+    return layout.dp_shard * layout.cp * layout.tp // expert_cut(layout)
 
 
 def attention_shapes(arch: Architecture) -> Iterator[tuple[int, int]]:
@@ -183,9 +193,9 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
     extra_sent, extra_back = _context_parallel(workload)
     sent, back = sent + extra_sent, back + extra_back
     if with_experts and arch.moe is not None:
-        moe, rows = arch.moe, tokens / (tp if layout.etp == 1 else 1) * arch.moe.top_k
-        own = moe.n_experts / layout.ep
-        width_here = moe.expert_dim / layout.etp
+        moe, together = arch.moe, routes_together(layout)
+        rows, own = tokens * moe.top_k / (1 if together else tp), moe.n_experts / layout.ep
+        width_here = moe.expert_dim / (tp if together else 1)
         products.append(Product(tokens / workload.stream_share, moe.n_experts, dim))
         products.append(Product(rows / own, 2.0 * width_here, dim, own, True))
         products.append(Product(rows / own, dim, width_here, own, True))
