@@ -26,7 +26,6 @@ help:  ## show these lines
 
 demo: .venv/.core  ## train a small Llama on generated text, on the GPU if there is one
 	@$(BIN)/shardline train --preset demo
-	@echo 'Next: $(BIN)/shardline generate "$$(ls -td outputs/demo-* | head -1)" --prompt "Once there was a"'
 
 test: .venv/.dev .venv/triton style  ## lint, types and tests
 	$(WITH_TYPES) $(PYTEST) -m "not slow"

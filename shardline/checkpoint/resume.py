@@ -37,6 +37,8 @@ from shardline.models.huggingface.config import architecture_from_hf
 from shardline.models.huggingface.files import read_hf
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
+from shardline.optim.lr_schedule import check_resumed
+from shardline.optim.optimizer import scaled_lr
 from shardline.storage.blocks import Damaged
 from shardline.storage.location import is_url, locate
 from shardline.storage.safetensors import LazyTensors
@@ -57,6 +59,8 @@ class RunPosition:
     worse_validations: int = 0  # since then
     loss_scale: tuple[float, int] = (0.0, 0)  # of float16: factor, good steps
     excluded: tuple[str, ...] = ()  # checkpoint.exclude_from_loading when this run was started
+    lr: float = 0.0  # learning rate of the last step
+    last_step: int = 0  # at which the run was to end
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,9 @@ class Start:
             check_model(saved, self.model.arch)
             self._check_identity(saved)
             self._check_optimizer(saved)
+            end = _end_of(saved, self.config, self.total_steps)
+            peak = scaled_lr(self.config, self.identity.global_batch_size)
+            check_resumed(saved.trainer, self.config, peak, end, saved.path)
             return _Choice(saved.path.name, saved.step, False)
         why = f" ({'; '.join(self._damages)})" if self._damages else ""
         raise UserError(
@@ -376,6 +383,7 @@ class Start:
             position.best_validation = trainer.get("best_validation")
             position.worse_validations = trainer.get("worse_validations", 0)
             position.loss_scale = tuple(trainer.get("loss_scale", position.loss_scale))
+            position.lr, position.last_step = trainer.get("lr", 0.0), trainer.get("last_step", 0)
             set_rng_state(self._rng(saved))
         scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]
         position.schedule_start = position.step - scheduled

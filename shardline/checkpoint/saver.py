@@ -22,7 +22,7 @@ import torch
 from shardline.checkpoint import format as files
 from shardline.checkpoint.assets import tokenizer_of_run
 from shardline.checkpoint.background import Background
-from shardline.checkpoint.commit import CheckpointWriter, Owners, Save
+from shardline.checkpoint.commit import CheckpointWriter, LastSave, Owners, Save
 from shardline.checkpoint.lora.base import Base, recorded
 from shardline.checkpoint.mirror import Mirror
 from shardline.checkpoint.resume import DataIdentity, RunPosition, rng_state
@@ -38,6 +38,7 @@ from shardline.models.huggingface.config import export_family
 from shardline.precision.mixed import DTYPES
 from shardline.run.stop import Request, why_not_saved
 from shardline.storage.crash_points import reach
+from shardline.words import counted, sized
 
 log = logging.getLogger("shardline")
 LAST_WAIT_SECONDS = 30.0  # for a save in the background of a run that has failed
@@ -145,6 +146,27 @@ class Saver:
         if not save.staged:
             self.finish()
         return final
+
+    def resumed(self, step: int) -> None:
+        """The run goes on from the save of this step; 0: from none."""
+        self.saved_step = step
+        self._writer.last = LastSave(step, "full") if step else None
+
+    @property
+    def last_save(self) -> LastSave | None:
+        return self._writer.last
+
+    def last_words(self, step: int) -> str:
+        """What a run that has come to `step` has saved, for the closing table."""
+        reason, last = why_not_saved(self.config), self._writer.last
+        if reason is not None or last is None:
+            return f"none: {reason or 'nothing of the run is saved'}"
+        size = f", {sized(last.size)}" if last.size else ""
+        since = step - last.step
+        held = "all of the run is in it" if since == 0 else f"{counted(since, 'step')} since then are not in it"
+        held = "the weights alone" if last.kind == "model" else held
+        writing = f"; step {self.saved_step} was being written" if self.busy else ""
+        return f"step {last.step}{size}: {held}{writing}"
 
     @property
     def busy(self) -> bool:

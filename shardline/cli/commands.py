@@ -28,6 +28,7 @@ _RENDEZVOUS = (
     Option("rdzv-id", "Name of the job under which machines meet.", str, "ID", default="none"),
     Option("rdzv-backend", "How machines meet: static or c10d.", str, "NAME", default="static"),
     Option("rdzv-endpoint", "Address at which machines meet.", str, "HOST:PORT", default=""),
+    Option("rdzv-secret-file", "File (mode 0600) with the secret that all machines share.", str, "FILE", default=""),
 )
 
 
@@ -440,7 +441,8 @@ def _start_options(parsed: Parsed) -> TrainOptions:
     """How the ranks of a benchmark start; nproc 0 leaves their number to the layout."""
     from shardline.run.options import TrainOptions
 
-    named = parsed.named("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "debug")
+    meeting = ("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_secret_file")
+    named = parsed.named(*meeting, "debug")
     return TrainOptions(nproc=parsed.options["nproc"] or 0, words=parsed.words, **named)
 
 
@@ -640,6 +642,15 @@ PLAN = Command(
         "shardline plan --check run.toml --gpus 8 --gpu a100",
     ),
 )
+TRACE_HANG = Command(
+    "trace hang",
+    "Compare the flight recorders of a job's ranks: which collective did not end, and who is missing.",
+    ("RUN",),
+    (_JSON,),
+    "shardline.tools.trace_hang:command",
+    details="RUN: the folder of a run, or that of the files. A hang writes them, and so does SIGUSR2 to the launcher.",
+    examples=("shardline trace hang outputs/run",),
+)
 SCHEDULE = Command(
     "schedule",
     "Draw a pipeline schedule and report its cost, without running anything.",
@@ -675,6 +686,7 @@ COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, SHOW, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
-        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, SCHEDULE, PLAN),
+        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG),
+        *(SCHEDULE, PLAN),
     )
 }

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardline.cli.commands import COMMANDS
 from shardline.cli.parser import help_text, parse
+from shardline.config.names import PROGRAM_VARIABLE
 from shardline.errors import UserError
 from shardline.registry import nearest
+from shardline.words import for_stream, masked, printable
 
 
 def program(words: Sequence[str] | None = None) -> int:
@@ -20,6 +25,7 @@ def program(words: Sequence[str] | None = None) -> int:
     from shardline.run.signals import claim_process
 
     claim_process()
+    os.environ.setdefault(PROGRAM_VARIABLE, called_as(sys.argv[0]))
     code = main(sys.argv[1:] if words is None else words)
     is_rank = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     # Such a thread waits for a machine that is gone; if it woke while the interpreter ends, it would abort the process
@@ -29,6 +35,20 @@ def program(words: Sequence[str] | None = None) -> int:
 
         leave(code)
     return code
+
+
+def called_as(first_word: str) -> str:
+    """How the user calls this program, for commands that messages show: the shortest way that finds the same file."""
+    path = Path(first_word)
+    if path.name == "__main__.py":
+        return f"{called_as(sys.executable)} -m shardline"
+    if path.name == "train.py":  # a module that torchrun runs
+        return "shardline"
+    found = shutil.which(path.name)
+    if found is not None and os.path.abspath(found) == os.path.abspath(path):
+        return path.name
+    inside = path.is_absolute() and path.is_relative_to(Path.cwd())
+    return shlex.quote(str(path.relative_to(Path.cwd()) if inside else path))
 
 
 def main(given: Sequence[str]) -> int:
@@ -41,8 +61,9 @@ def main(given: Sequence[str]) -> int:
     except UserError as error:
         if "--debug" in given:
             traceback.print_exc()
-        first, *more = str(error).splitlines() or [""]
-        print("\n".join([f"error: {first}", *(f"       {line}" for line in more)]), file=sys.stderr)
+        first, *more = masked(printable(str(error))).splitlines() or [""]
+        text = "\n".join([f"error: {first}", *(f"       {line}" for line in more)])
+        print(for_stream(text, sys.stderr), file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:  # holds the number of the signal that ended a run
         print("interrupted", file=sys.stderr)

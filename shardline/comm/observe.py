@@ -50,10 +50,11 @@ class Observed:
             job.traffic.add(axis, sent)
         dog = job.watchdog
         self.sequence = 0 if dog is None else (dog.post if channel else dog.issue)(tag, self.counted_as)
+        self.flight = None if dog is None else dog.record(self.counted_as, self.sequence, tag, sent)
 
     def __enter__(self) -> None:
         if job.watchdog is not None:
-            job.watchdog.wait(self.sequence, self.tag, self.counted_as)
+            job.watchdog.wait(self.sequence, self.tag, self.counted_as, self.flight)
         if job.spans.enabled and self.on_host:
             self.start = self.began()
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures._base
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -26,14 +25,16 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from shardline.comm.flight_recorder import Flight, FlightRecorder
 from shardline.comm.hang import Status, View, Wait, decode_status
 from shardline.comm.job import job
-from shardline.comm.store import backend_timeout, set_group_timeouts
+from shardline.comm.store import SignedStore, backend_timeout, rank_key, set_group_timeouts
 from shardline.report import HANG_CODE, this_report, write_report
 
 log = logging.getLogger("shardline")
@@ -43,6 +44,7 @@ SILENT_PERIODS = 4  # a rank that publishes nothing for so long while others wai
 MANY_RANKS = 64  # above this, one rank at a time looks at all others
 TURN_SECONDS = 30.0
 A_DAY = 86400.0
+WRITE_SECONDS = 5.0  # for the flight recorder's file, before a rank ends
 
 # Files whose frames are not where a rank is: it is at the line that called them. torch's are left out as a whole.
 _passed_over = {__file__, threading.__file__, concurrent.futures._base.__file__}
@@ -60,6 +62,7 @@ class Entered(NamedTuple):
     sequence: int
     tag: object
     since: float
+    flight: Flight | None = None
 
 
 class Watchdog:
@@ -68,7 +71,7 @@ class Watchdog:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float, period: float = PERIOD
     ) -> None:
-        self.store = dist.PrefixStore("watchdog", store)
+        self.store = SignedStore(store, "watchdog", rank_key())
         self.rank, self.world_size, self.timeout_seconds, self.period = rank, world_size, timeout_seconds, period
         self.host, self.pid = socket.gethostname(), os.getpid()
         self.step_number, self.busy_with = 0, ""
@@ -83,6 +86,8 @@ class Watchdog:
         self._looking_since: float | None = None
         self._turn = ""
         self._main = threading.main_thread().ident
+        self.recorder: FlightRecorder | None = None
+        self._dumped = 0.0  # when the recorder's file was asked for last
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -99,6 +104,8 @@ class Watchdog:
         self._closed.set()
         if job.watchdog is self:
             job.watchdog = None
+        if self.recorder is not None:
+            self.recorder.close()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * self.period)
@@ -121,10 +128,17 @@ class Watchdog:
         self._moved()
         return sequence
 
-    def wait(self, sequence: int, tag: object, axis: str = "world") -> None:
+    def record(self, axis: str, sequence: int, tag: str, size: float | None) -> Flight | None:
+        """Note a collective in the flight recorder, where there is one."""
+        recorder = self.recorder
+        return None if recorder is None else recorder.issue(axis, sequence, tag, size, self.step_number)
+
+    def wait(self, sequence: int, tag: object, axis: str = "world", flight: Flight | None = None) -> None:
         """The rank waits, from here to `leave`, for a collective that it has issued."""
         self._moved()
-        self._waits.append(Entered(axis, sequence, tag, self._changed))
+        if flight is not None:
+            flight.waited = flight.waited or time.time()
+        self._waits.append(Entered(axis, sequence, tag, self._changed, flight))
 
     def enter(self, tag: object, axis: str = "world") -> int:
         """`issue` and `wait` in one, for a collective that returns when it is done."""
@@ -142,6 +156,8 @@ class Watchdog:
             event = torch.cuda.Event()
             event.record()
             self._launched.append((call._replace(since=self._changed), event))
+        elif call.flight is not None:
+            call.flight.done = time.time()
 
     def step(self, number: int) -> None:
         """Step `number` begins."""
@@ -173,7 +189,7 @@ class Watchdog:
         wait, call = None, self._waits_in(running)
         known = call or self._issued
         if known is not None:
-            axis, sequence, tag, since = known
+            axis, sequence, tag, since, _ = known
             long = now - since > self.timeout_seconds / 2  # the members of a large axis are many: published when needed
             members = job.members.get(axis) if long else ()
             wait = Wait(axis, sequence, str(tag), now - since, members, presumed=call is None)
@@ -194,7 +210,9 @@ class Watchdog:
         while not self._closed.wait(self.period / 4):
             self._asking_since = time.monotonic()
             while self._launched and self._launched[0][1].query():
-                self._launched.popleft()
+                call, _ = self._launched.popleft()
+                if call.flight is not None:
+                    call.flight.done = time.time()
                 self._first_since = time.monotonic()
             self._asking_since = None
 
@@ -206,14 +224,19 @@ class Watchdog:
 
     def _publish(self) -> None:
         self._beat += 1
-        self.store.set(f"status/{self.rank}", json.dumps(asdict(self.status())))
+        self.store.write(f"status/{self.rank}", asdict(self.status()))
 
     def _watch(self) -> None:
         while not self._closed.wait(self.period):
             try:
                 self._publish()
-                if self.store.check(["hang"]):
-                    self._end(self.store.get("hang").decode())
+                hang = self.store.read("hang", str)
+                if hang is not None:
+                    self._end(hang)
+                asked = None if self.recorder is None else self.store.read("dumps", float)
+                if asked is not None and asked != self._dumped:
+                    self._dumped = asked
+                    self._write_flights("on request")
                 self._look()
                 self._reached = time.monotonic()
             except (RuntimeError, ValueError):  # the store is gone or slow: `_guard` limits how long that may last
@@ -234,8 +257,8 @@ class Watchdog:
         silent = {rank: now - since for rank, (_, since) in self._seen.items()}
         found = View(statuses, silent, self.world_size, self.timeout_seconds, silence).hang()
         if found is not None:
-            first = self.store.compare_set("hang", "", found).decode()
-            self._end(first, shown=first == found)
+            first = self.store.offer("hang", found, str)
+            self._end(first or found, shown=first is None)
 
     def _guard(self) -> None:
         """End this rank if it waits while the store is out of reach: then it cannot read what others published."""
@@ -264,26 +287,25 @@ class Watchdog:
         waits = list(self._waits)
         where = f"{waits[0].axis}/{waits[0].sequence}" if waits else "outside"
         turn = f"turn/{where}/{int((stuck - self.timeout_seconds) // TURN_SECONDS)}"
-        if turn != self._turn and self.store.add(turn, 1) == 1:
+        if turn != self._turn and self.store.offer(turn, self.rank, int) is None:
             self._turn = turn
         return turn == self._turn
 
     def _statuses(self) -> dict[int, Status]:
-        keys = [f"status/{rank}" for rank in range(self.world_size)]
-        if not self.store.check(keys):
-            keys = [key for key in keys if self.store.check([key])]
-        found = [decode_status(text) for text in self.store.multi_get(keys)]
         now = time.monotonic()
-        for status in found:
-            beat, since = self._seen.get(status.rank, (-1, now))
-            self._seen[status.rank] = (status.beat, since if beat == status.beat else now)
-        return {status.rank: status for status in found}
+        read = {rank: self.store.read(f"status/{rank}", decode_status) for rank in range(self.world_size)}
+        found = {rank: status for rank, status in read.items() if status is not None and status.rank == rank}
+        for rank, status in found.items():
+            beat, since = self._seen.get(rank, (-1, now))
+            self._seen[rank] = (status.beat, since if beat == status.beat else now)
+        return found
 
     def _end(self, message: str, shown: bool = False) -> None:
         """End this process, whatever its main thread is stuck in; the launcher shows the message."""
         if self._closed.is_set():
             return
         reported = write_report(this_report("hang", message))
+        self._write_flights(message)
         if log.handlers:  # in a thread: the main thread may be stuck with the lock of a handler
             options = {"extra": {"file_only": True}}
             writer = threading.Thread(target=log.critical, args=("%s", message), kwargs=options, daemon=True)
@@ -292,6 +314,22 @@ class Watchdog:
         if shown and not reported:
             os.write(2, f"error: {message}\n".encode())
         os._exit(HANG_CODE)
+
+    def _write_flights(self, reason: str) -> None:
+        """Write the recorder's file, for as long as a file system may take that does not hang."""
+        if self.recorder is None:
+            return
+        writer = threading.Thread(target=self.recorder.write, args=(reason, dict(job.members)), daemon=True)
+        writer.start()
+        writer.join(WRITE_SECONDS)
+
+
+def keep_flights(size: int, folder: Path, prefix: str) -> None:
+    """Keep the last `size` collectives; a hang of the job, or SIGUSR2 to one rank, writes those of every rank."""
+    dog = job.watchdog
+    if dog is not None:
+        dog.recorder = FlightRecorder(dog.rank, size, folder, prefix)
+        dog.recorder.listen(lambda: dog.store.write("dumps", time.time()))
 
 
 def set_timeouts(seconds: float) -> None:

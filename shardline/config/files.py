@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -71,6 +73,8 @@ def read_file(path: str | Path) -> ConfigFile:
 
 def _read_text(path: str) -> str:
     try:
+        if not path.startswith("/dev/") and stat.S_ISFIFO(os.stat(path).st_mode):  # `<(...)` of a shell is in /dev
+            raise ConfigError(f"{path}: is a FIFO, expected a TOML or YAML file")
         return Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a UTF-8 text file (byte {error.start})") from None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardline.config.schema import Config
 
 LAUNCHER_VARIABLE = "SHARDLINE_LAUNCHER"  # in the environment of a rank: pid of the launcher that started it
+PROGRAM_VARIABLE = "SHARDLINE_PROGRAM"  # how the user calls this program, for commands that messages show
 
 # Two ways to say the same thing: of a key and its alternative, which has no default, only one is given.
 ALTERNATIVES = {

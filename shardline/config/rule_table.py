@@ -194,8 +194,13 @@ def _has_copies(config: Config) -> bool:
 def lr_notes(section: LRScheduler, total: int) -> dict[str, str]:
     """The parts of a schedule of `total` steps that do not fit: key -> sentence."""
     found, warmup = {}, section.warmup(total)
+    rises = "the learning rate rises to the last step"
     if section.warmup_ratio is None and section.warmup_steps > total:
-        found["lr_scheduler.warmup_steps"] = f"= {section.warmup_steps} is longer than the schedule: cut to {total}"
+        given = section.warmup_steps
+        found["lr_scheduler.warmup_steps"] = f"= {given} is longer than the schedule: cut to {total}, {rises}"
+    elif warmup == total > 1:
+        key = "warmup_steps" if section.warmup_ratio is None else "warmup_ratio"
+        found[f"lr_scheduler.{key}"] = f"= {getattr(section, key):g} lasts for the whole schedule: {rises}"
     decay = round(total * (section.decay_ratio or 0))
     if decay > total - warmup:
         found["lr_scheduler.decay_ratio"] = (
@@ -608,7 +613,6 @@ RULES: list[Rule] = [
     _not_built("MX formats", "model.converters", when=lambda c: bool(set(MX_CONVERTERS) & set(c.model.converters))),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
     _not_built("simulated communication", "comm.mode"),
-    _not_built("flight recorder", *_below("comm", "trace_buf_size save_traces_folder save_traces_file_prefix")),
     _not_built("memory estimation", "memory_estimation.enable"),
     _not_built("replica groups", "fault_tolerance.enable"),
     _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
@@ -616,6 +620,11 @@ RULES: list[Rule] = [
     _missing("deep_ep", EXPERT_BACKEND, _sends_by_deepep, instead="'standard' sends tokens without it"),
     # Idle: keys that are given and have no effect. Of several reasons the first is reported.
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),
+    _idle(
+        "comm.trace_buf_size = 0: there is no flight recorder",
+        lambda c: c.comm.trace_buf_size == 0,
+        *_below("comm", "save_traces_folder save_traces_file_prefix"),
+    ),
     _idle(EXPERTS_WAIT, _splits_experts, "parallelism.pipeline_parallel_expert_parallel_overlap"),
     _idle_without(
         "parallelism.pipeline_parallel_degree",
@@ -766,7 +775,10 @@ RULES: list[Rule] = [
         lambda c: c.parallelism.accumulation_sync == "scatter" and not (has_replicas(c) and _shards(c)),
         "parallelism.accumulation_sync",
     ),
-    _idle_without("parallelism.enable_async_tensor_parallel", "parallelism.async_tensor_parallel_backend"),
+    _idle_without(
+        "parallelism.enable_async_tensor_parallel",
+        *_below("parallelism", "async_tensor_parallel_backend async_tensor_parallel_compare_freq"),
+    ),
     _idle_unless("parallelism.gradient_compression", ["powersgd"], "parallelism.powersgd_rank"),
     _idle(
         "only plain replicas (DDP) sum gradients in buckets",
@@ -802,6 +814,7 @@ RULES: list[Rule] = [
         f"has no effect: {EXPERTS_WAIT}",
     ),
     _lr_rule("lr_scheduler.warmup_steps"),
+    _lr_rule("lr_scheduler.warmup_ratio"),
     Rule("note", ("lr_scheduler.total_steps",), _schedule_too_short, _too_short_words),
     _lr_rule("lr_scheduler.decay_ratio"),
 ]

@@ -136,6 +136,9 @@ class LRScheduler(Section):
         "linear", "Shape of the decay; rex stays high for long and falls at the end, constant: none."
     )
     min_lr_factor: Fraction = key(0.0, "The decay ends at this fraction of the peak learning rate.")
+    bend_on_resume: bool = key(
+        False, "Resume although this schedule would have given the last step another learning rate."
+    )
 
     def warmup(self, total: int) -> int:
         """The steps of warmup in a schedule of `total` steps."""
@@ -256,6 +259,9 @@ class Parallelism(Section):
     enable_async_tensor_parallel: bool = key(False, "Overlap tensor-parallel collectives with their matrix products.")
     async_tensor_parallel_backend: Literal["auto", "serial", "ring", "symmetric", "fused"] = key(
         "auto", "How they overlap: auto measures each product at the start, other names force a backend."
+    )
+    async_tensor_parallel_compare_freq: NonNegative = key(
+        10, "Every n-th logged step runs serially, to measure what async TP gains; 0: none does."
     )
     pipeline_parallel_degree: Positive = key(1, "Pipeline-parallel ranks.")
     module_fqns_per_model_part: list[list[Text]] | None = key(
@@ -425,7 +431,7 @@ class Comm(Section):
     save_traces_file_prefix: Name = key("rank_", "Prefix of those file names.")
     mode: Literal["default", "fake_backend", "local_tensor"] = key("default", "Real or simulated communication.")
     stop_timeout_seconds: Positive = key(
-        30, "Longest time for ranks to save and stop after Ctrl-C or SIGTERM; then they are killed."
+        30, "Longest time to stop after Ctrl-C or SIGTERM; then ranks are killed, and a single process ends."
     )
     lost_machine_seconds: Positive = key(10, "Silence after which a machine is lost (--max-restarts, --nnodes 1:4).")
     bind_cpus: bool = key(False, "Bind ranks to their share of the cores, on the NUMA node of their GPU if known.")

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from shardline.words import masked
+
 _PLURALS: dict[Any, str] = {int: "whole numbers", Literal["model", "loss"]: "'model' and 'loss'"}
 LARGEST = 2**63 - 1  # the largest integer a TOML file can hold
 
@@ -145,7 +147,8 @@ def words(annotation: Any, metadata: Any = ()) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as an error shows it, shortened."""
+    """A value as an error shows it, shortened and without passwords."""
+    value = without_passwords(value)
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     if isinstance(value, bool):
@@ -154,6 +157,17 @@ def show(value: Any) -> str:
         return short.repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
         return "a number with thousands of digits"
+
+
+def without_passwords(value: Any) -> Any:
+    """A value of a config whose URLs hold no passwords."""
+    if isinstance(value, str):
+        return masked(value)
+    if isinstance(value, list):
+        return [without_passwords(one) for one in value]
+    if isinstance(value, dict):
+        return {key: without_passwords(one) for key, one in value.items()}
+    return value
 
 
 def short_type(annotation: Any) -> str:

@@ -30,7 +30,7 @@ from shardline.data.token_store import END_TYPE, StorePart, TokenStore, is_store
 from shardline.data.tokenize_workers import Encoder, RecordEncoder, TextEncoder, encode_all
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.errors import UserError, blame
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import plain_file, write_atomically
 from shardline.storage.blocks import BlockWriter
 from shardline.storage.progress import Progress, say
 from shardline.words import counted
@@ -361,7 +361,7 @@ def _remove_ours(out: Path, keep: Collection[str]) -> None:
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
     """Let one process at a time prepare a folder; the system frees the lock however the process ends."""
-    with (out / ".lock").open("w") as stream:
+    with open(out / ".lock", "w", opener=plain_file) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

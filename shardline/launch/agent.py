@@ -14,11 +14,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,19 +25,24 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardline.comm.store import KEY_VARIABLE
 from shardline.config.names import LAUNCHER_VARIABLE
-from shardline.launch.endpoint import Endpoint, interface_towards, print_line
+from shardline.launch import secret
+from shardline.launch.endpoint import LOOPBACK, Endpoint, gloo_interface, print_line
 from shardline.launch.failures import choose_cause, in_a_line, show
 from shardline.launch.ranks import RankProcess, kill_ranks, remove_empty_outputs, start_rank
 from shardline.launch.recovery import MARKS, Recovery
 from shardline.launch.rendezvous import Rendezvous
 from shardline.launch.rounds import End, Round, Terms
+from shardline.launch.scratch import scratch_folder
 from shardline.report import Report, this_report
 from shardline.run import attempt, signals
 from shardline.run.options import TrainOptions, node_range
-from shardline.words import numbered
+from shardline.storage.atomic import forbid_others_to_write
+from shardline.words import for_stream, numbered
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
+FORWARDED = {signal.SIGUSR1, signal.SIGUSR2}  # requests to save and to write the flight recorder's files, not to end
 MEETING_SECONDS = 900  # that machines wait for each other
 WATCH_SECONDS = 0.1
 SURE_GRACE = 0.5  # seconds from a failure with a cause of its own for an earlier one to show, before a restart
@@ -55,12 +58,14 @@ class Launch:
     entry: str
     words: tuple[str, ...]
     options: TrainOptions
+    secret: bytes = field(default=b"", repr=False)
     environment: Mapping[str, str] = field(default_factory=dict)  # of every rank, besides this process's
     stop_timeout_seconds: float = 30.0
     preempted_exit_code: int = 128 + signal.SIGTERM  # of ranks that SIGTERM or a time limit ended at a step boundary
     lost_machine_seconds: float = 10.0
     saves: bool = False  # ranks that are asked to stop lose nothing
     misfit: Callable[[int], str] = lambda ranks: ""  # why the layout cannot be had with so many ranks
+    way_on: Callable[[str], list[str]] = lambda folder: []  # lines after a failure, given the run's folder
 
     def terms(self) -> Terms:
         least, most = node_range(self.options.nnodes)
@@ -70,7 +75,7 @@ class Launch:
         """Where launchers meet; one machine takes any free port."""
         options = self.options
         if self.terms().most == 1:
-            return Endpoint("127.0.0.1:0", 0, MEETING_SECONDS)
+            return Endpoint(f"{LOOPBACK}:0", 0, MEETING_SECONDS)
         number = options.node_rank if options.rdzv_backend == "static" else None
         return Endpoint(options.rdzv_endpoint, number, MEETING_SECONDS)
 
@@ -85,17 +90,18 @@ class RoundStatus(enum.Enum):
 
 def start_ranks(launch: Launch) -> int:
     """Run the ranks of this machine to their end and return the exit code. Raises what was a rank's UserError."""
-    folder = Path(tempfile.mkdtemp(prefix="shardline-"))
-    agent = Agent(launch, folder)
-    try:
-        with _handling_signals(agent):
-            agent.run()
-        return agent.exit_code()
-    finally:
-        kill_ranks(agent.ranks)
-        agent.rendezvous.close()
-        remove_empty_outputs(agent.ranks)
-        shutil.rmtree(folder, ignore_errors=True)
+    umask = forbid_others_to_write()
+    with scratch_folder() as folder:
+        agent = Agent(launch, folder)
+        try:
+            with _handling_signals(agent):
+                agent.run()
+            return agent.exit_code()
+        finally:
+            kill_ranks(agent.ranks)
+            agent.rendezvous.close()
+            remove_empty_outputs(agent.ranks)
+            os.umask(umask)
 
 
 @contextlib.contextmanager
@@ -104,7 +110,7 @@ def _handling_signals(agent: Agent) -> Iterator[None]:
         yield
         return
     previous = {number: signal.signal(number, agent.on_signal) for number in signals.ending_signals()}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # kept until it is forwarded
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # kept until they are forwarded
     try:
         yield
     finally:
@@ -127,8 +133,9 @@ class Agent:
             launch.lost_machine_seconds,
             launch.misfit if self.terms.is_elastic else lambda ranks: "",  # no other machines would come
             self._may_regroup,
+            launch.secret,
         )
-        self.signals: list[int] = []
+        self.signals: list[signal.Signals] = []
         self.forwarded = 0
         self.recovery: Recovery | None = None  # under way
         self.ranks: list[RankProcess] = []
@@ -173,7 +180,7 @@ class Agent:
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        interface = interface_towards(address) if len(met.peers) > 1 else None
+        interface = gloo_interface(address, alone=len(met.peers) == 1)
         if interface is not None:
             defaults["GLOO_SOCKET_IFNAME"] = interface
         for local in range(count):
@@ -191,9 +198,11 @@ class Agent:
                 "TORCHELASTIC_RESTART_COUNT": str(met.number),
                 **attempt.variable(state),
                 LAUNCHER_VARIABLE: str(os.getpid()),
+                KEY_VARIABLE: self.rendezvous.rank_key(),
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             }
             environment = {**defaults, **os.environ, **variables, **self.launch.environment}
+            environment.pop(secret.VARIABLE, None)
             self.ranks.append(start_rank(folder, self.launch.entry, self.launch.words, first + local, environment))
 
     # ---- watching ----------------------------------------------------------------------------------------------------
@@ -204,7 +213,7 @@ class Agent:
             signals.leave_terminal()
         if not self.ranks:
             raise KeyboardInterrupt(number)
-        self.signals.append(signals.counts_as(number))
+        self.signals.append(signal.Signals(number))
 
     def _watch(self) -> RoundStatus:
         """One look at the ranks and at what other machines report."""
@@ -240,17 +249,17 @@ class Agent:
         """Report the first signal: a machine leaves the others where they can do without it, else all stop."""
         if not self.signals or self.forwarded:
             return
-        name = signal.Signals(self.signals[0]).name
-        leaves = name == "SIGTERM" and self.terms.least < self.terms.most and not self.rendezvous.leads
+        name, is_asked = self.signals[0].name, signals.counts_as(self.signals[0]) == signal.SIGTERM
+        leaves = is_asked and self.terms.least < self.terms.most and not self.rendezvous.leads
         text = f"host {socket.gethostname()} {'leaves' if leaves else 'stops'} ({name})"
         self.rendezvous.report(End(this_report("leave" if leaves else "stop", text)))
 
     def _forward_signals(self) -> None:
-        if signal.sigtimedwait({signal.SIGUSR1}, 0) is not None:  # a request to save, not to end
+        if (asked := signal.sigtimedwait(FORWARDED, 0)) is not None:
             # To one rank: with two, one might see it a step later, and all would save twice.
             one = next((rank for rank in self.ranks if rank.code is None), None)
             if one is not None:
-                one.send(signal.SIGUSR1)
+                one.send(asked.si_signo)
         while self.forwarded < len(self.signals):
             for rank in self.ranks:
                 rank.send(self.signals[self.forwarded])
@@ -362,6 +371,12 @@ class Agent:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
+    def _show_way_on(self) -> None:
+        """Print how to go on with a run that has made a step."""
+        folder, trained = self._run_so_far()["folder"], MARKS[-1] in self.notes or self.rendezvous.state.begun
+        for line in self.launch.way_on(folder) if self.rendezvous.leads and folder is not None and trained else ():
+            print(for_stream(line, sys.stderr), file=sys.stderr)
+
     def exit_code(self) -> int:
         """Show how the job ended and return the exit code."""
         cause = self.cause
@@ -369,7 +384,10 @@ class Agent:
             end = self.rendezvous.end
             cause = end.report if end is not None and end.is_failure else None
         if cause is not None:
-            return show(cause, self.launch.options.debug)
+            try:
+                return show(cause, self.launch.options.debug)
+            finally:
+                self._show_way_on()
         if self.killed_late:
             print(
                 f"error: {numbered('rank', self.killed_late)} did not stop within"
@@ -385,6 +403,7 @@ class Agent:
                 print(f"error: stopped in the middle of a step: {self.stopping_for.report.text}", file=sys.stderr)
             return 128 + signal.SIGTERM
         is_preempted = all(rank.code in (0, preempted) for rank in self.ranks)
-        if self.signals and not (self.signals[0] == signal.SIGTERM and is_preempted):
-            return 128 + self.signals[0]
+        first = signals.counts_as(self.signals[0]) if self.signals else None
+        if first is not None and not (first == signal.SIGTERM and is_preempted):
+            return 128 + first
         return next((rank.code for rank in self.ranks if rank.code in (preempted, *STOPPED)), None) or 0

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 
 from shardline.config.layout import Layout, check_experts
 from shardline.config.load import handed_over
@@ -14,9 +15,11 @@ from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.rules import checked_layout
 from shardline.config.schema import Config, leaves
 from shardline.errors import UserError
+from shardline.launch.secret import job_secret
+from shardline.run.enforcer import enforced_stop
 from shardline.run.options import TrainOptions, node_range
 from shardline.run.signals import starting_job
-from shardline.run.stop import exit_code
+from shardline.run.stop import exit_code, why_not_saved
 
 BACKENDS = ("static", "c10d")
 NAME_SECONDS = 10.0  # where machines start together, the name of the first one may resolve a little later
@@ -108,10 +111,12 @@ def _name_problem(host: str) -> str:
 
 
 def _run(config: Config, options: TrainOptions) -> int:
-    from shardline.training.trainer import Trainer
-
+    saving = 0 if why_not_saved(config) else config.checkpoint.save_timeout_seconds
     try:
-        result = Trainer(config, options).train()
+        with enforced_stop(config.comm.stop_timeout_seconds, saving, is_rank=started_ranks() > 0):
+            from shardline.training.trainer import Trainer  # after the fork of the enforcer
+
+            result = Trainer(config, options).train()
     except RuntimeError as error:
         if started_ranks() < 2 or LAUNCHER_VARIABLE in os.environ or options.debug:
             raise
@@ -132,6 +137,7 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
         _check_endpoint(options, nodes)
     if least < nodes and options.rdzv_backend != "c10d":
         raise UserError(f"--nnodes {options.nnodes}: machines that come and go need --rdzv-backend c10d")
+    secret = job_secret(options)
     from shardline.launch.agent import Launch, start_ranks
 
     return start_ranks(
@@ -139,14 +145,29 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
             entry="shardline.cli.main:dispatch",
             words=(*command.split(), *options.words),
             options=options,
+            secret=secret,
             environment=handed_over(config),
             stop_timeout_seconds=config.comm.stop_timeout_seconds,
             preempted_exit_code=exit_code("SIGTERM", config),
             lost_machine_seconds=config.comm.lost_machine_seconds,
             saves=config.checkpoint.enable,
             misfit=functools.partial(misfit, config),
+            way_on=functools.partial(_way_on, config, options),
         )
     )
+
+
+def _way_on(config: Config, options: TrainOptions, folder: str) -> list[str]:
+    """What a run that failed has saved, and the command that continues it; nothing where it has saved nothing."""
+    from shardline.checkpoint.format import list_folder
+    from shardline.run.next_steps import resume_command
+
+    found = list_folder(Path(folder) / config.checkpoint.folder) if config.checkpoint.enable else []
+    steps = [one.step for one in found if one.saved is not None and one.saved.kind == "full"]
+    if not steps:
+        return []
+    command = resume_command(Path(folder), config, options)
+    return [f"the last save is of step {max(steps)}; to go on from there:", command]
 
 
 def nodes_of(text: str) -> int:
@@ -185,7 +206,7 @@ def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
     if is_rank and (LAUNCHER_VARIABLE in os.environ or os.environ["RANK"] != "0"):
         return  # our own launcher gives its ranks its own command line, and has printed it
     if is_rank:
-        names, why = ["nproc", "nnodes", *names, "max_restarts"], "under another launcher"
+        names, why = ["nproc", "nnodes", *names, "rdzv_secret_file", "max_restarts"], "under another launcher"
     elif nodes > 1:
         names, why = ["node_rank"], "with --rdzv-backend c10d, where machines are numbered as they come"
         if options.rdzv_backend != "c10d":

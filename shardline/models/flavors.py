@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,9 @@ def model_label(model: Model) -> str:
     if model.name != "auto":
         return f"{model.name} {model.flavor}"
     path = Path(model.hf_assets_path)
+    of_hub = re.fullmatch(r"models--(.+)", path.parent.parent.name)  # models--OWNER--NAME/snapshots/REVISION
+    if of_hub and path.parent.name == "snapshots":
+        return of_hub[1].replace("--", "/")
     return path.resolve().name if path.exists() else model.hf_assets_path
 
 

@@ -114,14 +114,43 @@ def reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def available_memory(device: torch.device, ranks: int) -> int | None:
+    """Bytes that a rank can still get, where `ranks` share the machine's memory; None where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = _kib(Path("/proc/meminfo"), "MemAvailable")
+    limits = [None if free is None else free * 1024, _left_in_group()]
+    known = [limit for limit in limits if limit is not None]
+    return min(known) // ranks if known else None
+
+
+def _left_in_group() -> int | None:
+    """Bytes below the memory limit of this process's control group, whose root a container sees; None without one."""
+    try:
+        folder = Path("/sys/fs/cgroup")
+        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError):  # "max": there is no limit
+        return None
+
+
+def resident_memory() -> int:
+    """Bytes of this process that are in memory now."""
+    return (_kib(Path("/proc/self/status"), "VmRSS") or 0) * 1024
+
+
 def _peak_resident() -> int:
     """Bytes. `ru_maxrss` survives exec, so a rank started by a large process would report its parent's peak."""
+    peak = _kib(Path("/proc/self/status"), "VmHWM")
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if peak is None else peak) * 1024
+
+
+def _kib(file: Path, name: str) -> int | None:
+    """A number in KiB from a file of the kernel; None where it is not there."""
     try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        found = re.search(rf"^{name}:\s*(\d+) kB", file.read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    kib = int(found.group(1)) if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kib * 1024
+        return None
+    return int(found.group(1)) if found else None
 
 
 def flops_per_token(arch: Architecture, seq_len: int) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
+from shardline.models.flavors import model_label
 from shardline.run.attempt import this_attempt
 from shardline.run.lock import Lock, take
 from shardline.run.previous_run import (
@@ -30,7 +31,7 @@ from shardline.run.previous_run import (
     put_back,
     set_aside,
 )
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import read_plain, write_atomically
 from shardline.storage.progress import say
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def open_run_folder(
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other: give one of them")
     folder = RunFolder(_make_folder(config, resume), config.checkpoint.folder)
+    _refuse_planted_links(folder.path)
     attempt = this_attempt()
     folder.lock = _lock(folder.path, LOCK_PATIENCE if attempt.folder is not None else 0.0)
     try:
@@ -202,7 +204,7 @@ def _last_logged_step(metrics: Path) -> int:
     if not metrics.exists():
         return 0
     steps = [0]
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_plain(metrics).splitlines():
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # the last line may be torn
             steps.append(int(json.loads(line).get("step", 0)))
     return max(steps)
@@ -221,7 +223,7 @@ def _checkpoints_outside(config: Config, folder: RunFolder) -> list[Path]:
 
 def _run_name(config: Config) -> str:
     file = config.job.config_file
-    name = Path(file).stem if file else f"{config.model.name}-{config.model.flavor}"
+    name = Path(file).stem if file else model_label(config.model).replace(" ", "-")
     return re.sub(r"[^A-Za-z0-9._-]+", "_", name).strip(".") or "run"
 
 
@@ -237,6 +239,16 @@ def _make_folder(config: Config, resume: bool) -> Path:
         return new_folder(path, _run_name(config)) if given is None else path
     except OSError as error:
         raise _unusable(path, error) from error
+
+
+def _refuse_planted_links(path: Path) -> None:
+    """Refuse links to elsewhere that another user has put into the folder; the user's own may lead to a larger disk."""
+    for child in os.scandir(path):
+        if child.is_symlink() and child.stat(follow_symlinks=False).st_uid not in (os.geteuid(), 0):
+            raise UserError(
+                f"{child.path} is a symbolic link of another user, through which a run does not write: remove it, or"
+                " give another --job.dump_folder"
+            )
 
 
 def _unusable(path: Path, error: OSError) -> UserError:

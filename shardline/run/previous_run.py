@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardline.config.schema import leaves
 from shardline.errors import UserError
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import plain_file, read_plain, write_atomically
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # The first line of a run's config.toml tells it from a file of the same name that is the user's.
 CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
 PENDING = ".pending"
+PLACES = ("job.config_file", "job.dump_folder", "checkpoint.load_step")  # where a run is, and where it goes on
 ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
@@ -69,7 +71,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 def is_our_config(path: Path) -> bool:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace", opener=plain_file) as file:
             return file.readline().rstrip("\n") == CONFIG_HEADER
     except OSError:
         return False
@@ -80,9 +82,26 @@ def previous_config(path: Path) -> dict[str, Any]:
     if not is_our_config(path / "config.toml"):
         return {}
     try:
-        return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return tomllib.loads(read_plain(path / "config.toml"))
+    except (OSError, tomllib.TOMLDecodeError):
         return {}
+
+
+def changed_keys(path: Path, config: Config) -> list[tuple[str, Any, Any]]:
+    """(key, value then, value now) where the config of the run in the folder differs; keys that say where are left out.
+
+    A key that its file leaves out has its default.
+    """
+    previous = previous_config(path)
+    found = []
+    for key, field in leaves().items() if previous else ():
+        before: Any = previous
+        for part in key.split("."):
+            before = before.get(part) if isinstance(before, dict) else None
+        before, now = field.default if before is None else before, config.value(key)
+        if before != now and key not in PLACES:
+            found.append((key, before, now))
+    return found
 
 
 def set_aside(path: Path, files: Sequence[Path]) -> Path:
@@ -111,7 +130,7 @@ def pending(path: Path) -> list[Path]:
 def put_back(aside: Path) -> None:
     """Give a run its folder back; what a start that made no step has written gives way to it."""
     try:
-        for name in json.loads((aside / PENDING).read_text(encoding="utf-8")):
+        for name in json.loads(read_plain(aside / PENDING)):
             now, before = aside / name, aside.parent / name
             if os.path.lexists(now):  # not yet moved back, or never moved, by a start that was killed
                 before.parent.mkdir(parents=True, exist_ok=True)

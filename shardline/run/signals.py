@@ -1,6 +1,6 @@
 """Signals of a run: those that stop it or ask for a save become requests (stop.py), at any moment of its life.
 
-SIGHUP is treated as SIGTERM; where it was ignored, as under nohup, it stays so.
+SIGHUP is treated as SIGTERM, under its own name; where it was ignored, as under nohup, it stays so.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def counts_as(number: int) -> signal.Signals:
-    """The signal that a signal is treated as."""
+    """The signal whose exit code stands for a signal."""
     return signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
@@ -82,7 +82,7 @@ def listening(requests: Requests) -> Iterator[Requests]:
                 _end_at_once(requests.final_code)
             if requests.is_stopping:
                 raise KeyboardInterrupt(number)
-            requests.stop = counts_as(number).name
+            requests.stop = signal.Signals(number).name
             text = "%s: stopping after this step (again: at once)"
         # From a thread: the signal may have come in the middle of a print, and one inside another repeats its text.
         _thread.start_new_thread(log.info, (text, signal.Signals(number).name))
@@ -110,19 +110,21 @@ def starting_job(started_by_launcher: bool) -> Iterator[None]:
     """Surround a whole run, from before torch is imported: note the time, and hold SIGUSR1 until there are steps.
 
     Its default would end the process. A blocked signal stays pending, in ranks too, which inherit the mask. It is also
-    ignored, for threads that are made while there are steps, and so do not have the mask.
+    ignored, for threads that are made while there are steps, and so do not have the mask. SIGUSR2 stays blocked: the
+    flight recorder waits for it.
     """
     before = os.environ.get(STARTED_VARIABLE)
     if not started_by_launcher:
         os.environ[STARTED_VARIABLE] = repr(time.time())
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     ignores = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and _in_main_thread()
     if ignores:  # not once more in a rank: what is pending would be dropped
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.sigtimedwait({signal.SIGUSR1}, 0)  # one that came too late
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.sigtimedwait({number}, 0)  # one that came too late
         if ignores:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -1,195 +1,70 @@
-"""What a person sees of a run: log lines, a live bar on a terminal or plain lines elsewhere, and a closing table."""
+"""What a person sees of a run while it trains: a row of each logged step, and on a terminal a live line below them.
+
+step 20/200  loss 3.9125  grad_norm 1.204  lr 3.0e-03  21,482 tok/s  0.5 GiB
+step 30/200  loss 3.4410  grad_norm 0.981  lr 3.0e-03  21,534 tok/s  0.5 GiB
+34/200 ━━━━━━━━                        loss 3.4410 ▇▅▃▁  21,534 tok/s  0.5 GiB  eta 0:15
+"""
 
 from __future__ import annotations
 
-import errno
 import logging
-import logging.handlers
-import os
-import statistics
-import sys
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, NamedTuple
 
 import rich.console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column, Table
+from rich.live import Live
 from rich.text import Text
 
 from shardline.config.schema import Config
-from shardline.errors import UserError
-from shardline.run.folder import RunFolder
 from shardline.run.stop import TIME_LIMIT
+from shardline.telemetry.log import ConsoleHandler, log_table, make_terminal
+from shardline.telemetry.summary import RunSummary, summary
+from shardline.words import Part, TableRows, fitted
 
 log = logging.getLogger("shardline")
-LOGGERS = ("shardline", "py.warnings")  # the second one carries what the warnings module reports
-FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-STYLES = {logging.WARNING: ("warning: ", "yellow"), logging.ERROR: ("error: ", "red")}
+
+LEAST_BAR, MOST_BAR = 5, 40
+DRAW_SECONDS = 0.1  # between two drawings of the live line: a slow terminal is not flooded
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class TerminalOutput:
-    """Standard output. What is written to a terminal that was closed goes nowhere: the log file has every line."""
+class Column(NamedTuple):
+    """How a number of a row is written; where a line is too narrow, the highest `place` gives way first."""
 
-    def __init__(self) -> None:
-        self.stream = sys.stdout  # what a bar puts in its place later prints through this one
-
-    def write(self, text: str) -> int:
-        return int(self._tried(lambda: self.stream.write(text)))
-
-    def flush(self) -> None:
-        self._tried(self.stream.flush)
-
-    def _tried(self, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), self.stream.fileno())
-        return action()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+    text: Callable[[float], str]
+    place: int
 
 
-def make_terminal(color: bool) -> rich.console.Console:
-    """Standard output. Without colours no styles are written at all; NO_COLOR has the same effect."""
-    colored = color and not os.environ.get("NO_COLOR")
-    # Rich takes FORCE_COLOR for a terminal and would draw a bar into a log file: ask the stream itself.
-    is_terminal = sys.stdout.isatty()
-    return rich.console.Console(
-        file=cast(IO[str], TerminalOutput()) if is_terminal else None,
-        force_terminal=is_terminal,
-        color_system="auto" if colored else None,
-        highlight=False,
-    )
+COLUMNS: dict[str, Column] = {
+    "loss": Column(lambda value: f"loss {value:.4f}", 0),
+    "grad_norm": Column(lambda value: f"grad_norm {value:.3f}", 4),
+    "lr": Column(lambda value: f"lr {value:.1e}", 5),
+    "reward_margin": Column(lambda value: f"margin {value:.4f}", 2),
+    "reward_accuracy": Column(lambda value: f"accuracy {value:.1%}", 3),
+    "expert_load": Column(lambda value: f"expert load {value:.2f}", 7),
+    "tokens_per_second": Column(lambda value: f"{value:,.0f} tok/s", 1),
+    "memory_gib": Column(lambda value: f"{value:.1f} GiB", 6),
+    "mfu": Column(lambda value: f"mfu {value:.1%}", 3),
+    "tp_hidden_fraction": Column(lambda value: f"tp hidden {value:.0%}", 8),
+    "ep_hidden_fraction": Column(lambda value: f"ep hidden {value:.0%}", 8),
+}
+HIDDEN = ("tp_hidden_fraction", "ep_hidden_fraction")
+PREFERENCES = ("reward_margin", "reward_accuracy")
+IN_ROWS = tuple(name for name in COLUMNS if name not in HIDDEN)
+LIVE = ("tokens_per_second", "mfu", "memory_gib", *HIDDEN)
 
 
-class FileHandler(logging.FileHandler):
-    """The log file. If it cannot be written, as on a full disk, the run goes on after one warning."""
-
-    failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self.failed:
-            self.failed = True
-            print(f"warning: {self.baseFilename} is incomplete: {sys.exc_info()[1]}", file=sys.stderr)
-
-
-class ConsoleHandler(logging.Handler):
-    """Prints log lines through the terminal that also draws the bar, so that they do not overwrite each other."""
-
-    def __init__(self, terminal: rich.console.Console) -> None:
-        super().__init__(logging.INFO)
-        self.terminal = terminal
-        self.live = False  # a bar or a table shows the content of records marked `shown_live`
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if getattr(record, "file_only", False) or (self.live and getattr(record, "shown_live", False)):
-            return
-        try:
-            text = self.format(record)
-            if record.name == "py.warnings":
-                text = text.split("\n", 1)[0]  # the second line quotes the source; the log file has it
-            prefix, style = STYLES.get(record.levelno, ("", ""))
-            self.terminal.print(Text(prefix + text, style=style), soft_wrap=True)
-        except Exception:
-            self.handleError(record)
-
-
-def hold_log() -> None:
-    """Keep log lines in memory until `setup_logging` knows where they go."""
-    _remove_handlers()
-    held = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
-    held.of_run = True  # type: ignore[attr-defined]
-    log.addHandler(held)
-    log.setLevel(logging.INFO)
-
-
-def release_log() -> None:
-    """The set-up failed: print the warnings that were held, and let later lines go where they went before."""
-    if any(isinstance(handler, logging.handlers.MemoryHandler) for handler in log.handlers):
-        for record in _remove_handlers():
-            if record.levelno >= logging.WARNING:
-                print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
-
-
-def _remove_handlers() -> list[logging.LogRecord]:
-    """Remove what an earlier call set up, and return the lines that were held."""
-    held: list[logging.LogRecord] = []
-    for name in LOGGERS:
-        for handler in [h for h in logging.getLogger(name).handlers if getattr(h, "of_run", False)]:
-            logging.getLogger(name).removeHandler(handler)
-            if isinstance(handler, logging.handlers.MemoryHandler):
-                held += handler.buffer
-            handler.close()
-    return held
-
-
-def setup_logging(
-    folder: RunFolder, rank: int = 0, color: bool = True, terminal: rich.console.Console | None = None
-) -> logging.Logger:
-    """Send the `shardline` log and Python's warnings to log/rank-N.log and, on rank 0, to the console.
-
-    Lines that `hold_log` kept come first. A second call replaces what the first one set up.
-    """
-    held = _remove_handlers()
-    path = folder.log_path(rank)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        file = FileHandler(path, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
-    file.setFormatter(logging.Formatter(FILE_FORMAT))
-    handlers: list[logging.Handler] = [file]
-    if rank == 0:
-        handlers.append(ConsoleHandler(terminal or make_terminal(color)))
-    for handler in handlers:
-        handler.of_run = True  # type: ignore[attr-defined]
-        for name in LOGGERS:
-            logging.getLogger(name).addHandler(handler)
-    log.setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    for record in held:
-        log.handle(record)
-    return log
-
-
-@dataclass
-class RunSummary:
-    """What the closing table needs from the rows shown so far."""
-
-    first: dict[str, Any] | None = None
-    last: dict[str, Any] | None = None
-    memory: float = 0.0
-    speed: float = 0.0  # mean tokens per second; the first row, with start-up costs, counts only while it is alone
-    counted: int = 0
-    tensor: list[tuple[float, float, float]] = field(default_factory=list)  # seconds: step, tp communication, exposed
-    bubbles: list[float] = field(default_factory=list)
-    theoretical_bubble: float | None = None
-    expert_loads: list[float] = field(default_factory=list)  # the largest of all layers, max over mean
-
-    def add(self, row: dict[str, Any]) -> None:
-        self.counted = 0 if self.last is self.first else self.counted
-        self.speed += (row["tokens_per_second"] - self.speed) / (self.counted + 1)
-        self.counted += 1
-        self.memory = max(self.memory, row["memory_gib"])
-        if "tp_comm_seconds" in row:
-            self.tensor.append((row["step_seconds"], row["tp_comm_seconds"], row["tp_exposed_seconds"]))
-        if "pp_bubble_fraction" in row:
-            self.bubbles.append(row["pp_bubble_fraction"])
-        if "expert_load" in row:
-            self.expert_loads.append(row["expert_load"])
-        self.first = self.first or row
-        self.last = row
+def columns(row: dict[str, Any], names: Sequence[str]) -> list[Part]:
+    """The numbers of a row that are there."""
+    found = [(COLUMNS[name], row.get(name)) for name in names]
+    return [Part(column.text(value), column.place) for column, value in found if value is not None]
 
 
 class Console:
-    """Shows a run's progress, on rank 0 alone. Every line is also in log/rank-0.log."""
+    """Shows a run's progress, on rank 0 alone. Every row is also in log/rank-0.log."""
 
     def __init__(
         self,
@@ -201,115 +76,76 @@ class Console:
     ) -> None:
         self.folder, self.rank, self.clock = folder, rank, clock
         there = [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]
-        self.handler = (there or [ConsoleHandler(make_terminal(not config.metrics.disable_color_printing))])[0]
-        self.terminal = self.handler.terminal
-        self.bar: Progress | None = None
+        self.terminal = there[0].terminal if there else make_terminal(not config.metrics.disable_color_printing)
+        self.line = LiveLine()
+        self.live: Live | None = None
         self.seen = RunSummary(theoretical_bubble=theoretical_bubble)
-        self.step = self.total = 0
         self.first_mark: tuple[int, float] | None = None  # (step, time) from which the ETA is computed
         self.drawn_at = 0.0
 
     def start(self, total_steps: int, start_step: int = 0) -> None:
-        self.total, self.step = total_steps, start_step
-        if self.rank != 0 or not self.terminal.is_interactive:
-            return
-        # No refresh thread: data workers forked while it holds a lock would hang.
-        self.bar = Progress(
-            TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True)),
-            console=self.terminal,
-            auto_refresh=False,
-            transient=True,
-            expand=True,
-        )
-        self.bar.add_task("", total=total_steps, completed=start_step, text="")
-        self.bar.start()
-        self.handler.live = True
+        self.line.total, self.line.step = total_steps, start_step
+        if self.rank == 0 and self.terminal.is_interactive:
+            # No refresh thread: data workers forked while it holds a lock would hang.
+            self.live = Live(self.line, console=self.terminal, auto_refresh=False, transient=True)
+            self.live.start(refresh=True)
 
-    def advance(self, step: int) -> None:
-        """Move the bar after a step, with or without a row."""
-        self.step = step
+    def advance(self, step: int, loss: float) -> None:
+        """Move the live line after a step, with or without a row."""
+        self.line.step = step
+        self.seen.stepped(step, loss)
         self.first_mark = self.first_mark or (step, self.clock())
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=step)
-            if self.clock() - self.drawn_at > 0.1:
-                self._draw()
-
-    def update(self, row: dict[str, Any]) -> None:
-        """Show a logged step, as a line or as the bar's text."""
-        if self.rank != 0:
-            return
-        self.step = row["step"]
-        self.seen.add(row)
-        eta = self._eta(row)
-        log.info(format_row(row, self.step, self.total, eta), extra={"shown_live": True})
-        if self.bar is not None:
-            text = "  ".join(part for part in (*parts(row, ("loss", *SPEED)), f"eta {format_time(eta)}") if part)
-            self.bar.update(self.bar.task_ids[0], completed=self.step, text=text)
+        if self.clock() - self.drawn_at > DRAW_SECONDS:
             self._draw()
 
-    def message(self, text: str) -> None:
-        if self.rank == 0:
-            log.info(text)
+    def update(self, row: dict[str, Any]) -> None:
+        """Show a logged step."""
+        if self.rank != 0:
+            return
+        step = self.line.step = row["step"]
+        self.seen.add(row)
+        eta = f"eta {format_time(self._eta(row))}"
+        numbers = columns(row, IN_ROWS)
+        whole = [f"step {step}/{self.line.total}", *(part.text for part in numbers), eta]
+        log.info("  ".join(whole), extra={"parts": [Part(f"step {self.line.count()}"), *numbers]})
+        self.line.show(row, eta)
+        self._draw()
 
-    def close(self, stopped_by: str | None = None) -> None:
-        """Remove the bar and show the summary; `stopped_by` is why the run ended early."""
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
-        if self.rank != 0 or self.seen.first is None:
-            self.handler.live = False
+    def validated(self, step: int, found: dict[str, float]) -> None:
+        """Show the result of a validation."""
+        if self.rank == 0:
+            self.seen.validation = (step, found["loss"])
+            numbers = [Part(f"validation loss {found['loss']:.4f}"), *columns(found, PREFERENCES)]
+            whole = "  ".join([f"step {step}", *(part.text for part in numbers)])
+            log.info(whole, extra={"parts": [Part(f"step {self.line.count()}"), *numbers]})
+
+    def stop(self) -> None:
+        """Remove the live line."""
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def report(self, stopped_by: str | None, more: TableRows = ()) -> None:
+        """Show the closing table, with `more` rows; `stopped_by` is why the run ended early. Only once."""
+        seen, self.seen = self.seen, RunSummary()
+        if self.rank != 0 or seen.first is None:
             return
         if stopped_by is not None:
             why = "before the time limit" if stopped_by == TIME_LIMIT else f"at your request ({stopped_by})"
-            log.info("stopped at step %d %s", self.step, why)
-        lines = summary(self.seen, self.step, self.total, self.folder)
-        width = max(len(name) for name, _ in lines)
-        self.handler.live = self.terminal.is_interactive
-        log.info("\n".join(f"{name:<{width}}  {value}" for name, value in lines), extra={"shown_live": True})
-        if self.handler.live:
-            table = Table(Column(style="bold", no_wrap=True), Column(overflow="fold"), show_header=False)
-            for line in lines:
-                table.add_row(*line)
-            self.terminal.print(table)
-        self.handler.live = False
-        self.seen = RunSummary()
+            log.info("stopped at step %d %s", self.line.step, why)
+        log_table([*summary(seen, self.line.step, self.line.total), ("run folder", str(self.folder)), *more])
 
     def _draw(self) -> None:
-        assert self.bar is not None
-        self.bar.refresh()
-        self.drawn_at = self.clock()
+        if self.live is not None:
+            self.live.refresh()
+            self.drawn_at = self.clock()
 
     def _eta(self, row: dict[str, Any]) -> float:
         """Seconds to go at the pace since the end of the first step, which is slow (compilation, caches)."""
-        step, since = self.first_mark = self.first_mark or (self.step, self.clock())
-        pace = (self.clock() - since) / (self.step - step) if self.step > step else row.get("step_seconds") or 0.0
-        return max(0.0, pace * (self.total - self.step))
-
-
-PREFERENCES = ("reward_margin", "reward_accuracy")
-SPEED = ("tokens_per_second", "memory_gib", "mfu")
-FORMATS: dict[str, Callable[[float], str]] = {
-    "loss": lambda value: f"loss {value:.4f}",
-    "grad_norm": lambda value: f"grad_norm {value:.3f}",
-    "lr": lambda value: f"lr {value:.1e}",
-    "reward_margin": lambda value: f"margin {value:.4f}",
-    "reward_accuracy": lambda value: f"accuracy {value:.1%}",
-    "expert_load": lambda value: f"expert load {value:.2f}",
-    "tokens_per_second": lambda value: f"{value:,.0f} tok/s",
-    "memory_gib": lambda value: f"{value:.1f} GiB",
-    "mfu": lambda value: f"mfu {value:.1%}",
-}
-
-
-def parts(row: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    return [FORMATS[name](row[name]) for name in names if row.get(name) is not None]
-
-
-def format_row(row: dict[str, Any], step: int, total: int, eta: float) -> str:
-    """`step 10/200  loss 3.2100  grad_norm 1.200  lr 3.0e-04  12,345 tok/s  1.2 GiB  mfu 45.1%  eta 0:12`."""
-    return "  ".join([f"step {step}/{total}", *parts(row, tuple(FORMATS)), f"eta {format_time(eta)}"])
+        now = self.line.step
+        step, since = self.first_mark = self.first_mark or (now, self.clock())
+        pace = (self.clock() - since) / (now - step) if now > step else row.get("step_seconds") or 0.0
+        return max(0.0, pace * (self.line.total - now))
 
 
 def format_time(seconds: float) -> str:
@@ -322,44 +158,66 @@ def format_time(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def summary(seen: RunSummary, step: int, total: int, folder: Path) -> list[tuple[str, str]]:
-    """Name and value of each line of the closing table."""
-    assert seen.first is not None
-    assert seen.last is not None
-    tensor = [("tp communication", tensor_summary(seen.tensor))] if seen.tensor else []
-    pipeline = [("pp bubble", bubble_summary(seen.bubbles, seen.theoretical_bubble))] if seen.bubbles else []
-    experts = [("expert load", expert_summary(seen.expert_loads, seen.last))] if seen.expert_loads else []
-    return [
-        ("steps", f"{step}" if step == total else f"{step} of {total}"),
-        ("first loss", f"{seen.first['loss']:.4f} (step {seen.first['step']})"),
-        ("last loss", f"{seen.last['loss']:.4f} (step {seen.last['step']})"),
-        ("tokens/s", f"{seen.speed:,.0f}"),
-        ("peak memory", f"{seen.memory:.2f} GiB"),
-        *tensor,
-        *pipeline,
-        *experts,
-        ("run folder", str(folder)),
-    ]
+# ---- the live line ---------------------------------------------------------------------------------------------------
 
 
-def tensor_summary(rows: list[tuple[float, float, float]]) -> str:
-    """How long tensor-parallel communication takes, how much was hidden, and the speed-up beside the possible one."""
-    step, sent, exposed = (statistics.median(column) for column in zip(*(rows[1:] or rows), strict=True))
-    hidden = max(sent - exposed, 0.0)
-    serial = step + hidden  # the step with nothing hidden
-    share = min(sent / serial, 0.999) if serial > 0 else 0.0
-    reached = f"speed-up {serial / step:.2f} of at most {1 / (1 - share):.2f}" if step > 0 else ""
-    return f"{sent:.3f} s a step ({share:.0%}), {hidden / sent if sent else 0:.0%} hidden: {reached}"
+class LiveLine:
+    """Steps, a bar, and the numbers of the last row that fit beside them."""
+
+    def __init__(self) -> None:
+        self.step = self.total = 0
+        self.curve = LossCurve()
+        self.row: dict[str, Any] = {}
+        self.eta = "the first step takes longest"
+
+    def count(self) -> str:
+        """`  7/200`: as wide at the first step as at the last."""
+        return f"{self.step:>{len(str(self.total))}}/{self.total}"
+
+    def show(self, row: dict[str, Any], eta: str) -> None:
+        self.row, self.eta = row, eta
+        self.curve.add(row["loss"])
+
+    def __rich_console__(
+        self, terminal: rich.console.Console, options: rich.console.ConsoleOptions
+    ) -> Iterator[rich.console.RenderableType]:
+        plain, width = options.ascii_only, options.max_width
+        count, numbers = self.count(), columns(self.row, ("loss",))
+        if self.row and not plain:
+            numbers.append(Part(self.curve.drawn(), 7))
+        text = fitted([*numbers, *columns(self.row, LIVE), Part(self.eta, 2)], width - len(count) - LEAST_BAR - 3)
+        length = max(0, min(MOST_BAR, width - len(count) - len(text) - 3))
+        done = length * self.step // max(self.total, 1)
+        sign = "-" if plain else "━"
+        rest = (sign, "bright_black") if terminal.color_system else (" ", "")
+        bar = Text.assemble((sign * done, "cyan"), (rest[0] * (length - done), rest[1]))
+        yield Text.assemble(count, " ", bar, "  ", text, no_wrap=True, overflow="crop")
 
 
-def bubble_summary(bubbles: list[float], theory: float | None) -> str:
-    """The idle share of a step, without the first one's start-up costs, beside the schedule's own."""
-    measured = statistics.median(bubbles[1:] or bubbles)
-    return f"{measured:.1%} of the step" + (f", {theory:.1%} by the schedule" if theory is not None else "")
+class LossCurve:
+    """The losses of a run as a row of blocks; two neighbours become their mean when there are too many."""
 
+    WIDTH = 8
 
-def expert_summary(loads: list[float], last: dict[str, Any]) -> str:
-    """How much more than the mean the most used expert got, in the last row and in the worst."""
-    layers: dict[str, float] = last["expert_load_layers"]
-    worst = max(layers, key=lambda layer: layers[layer])
-    return f"{loads[-1]:.2f} times the mean at most (layer {worst}), {max(loads):.2f} in the worst step"
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.each = 1  # rows in one of them
+        self.pending: list[float] = []
+
+    def add(self, loss: float) -> None:
+        if not math.isfinite(loss):
+            return
+        self.pending.append(loss)
+        if len(self.pending) == self.each:
+            self.losses.append(sum(self.pending) / self.each)
+            self.pending = []
+        if len(self.losses) > self.WIDTH:
+            pairs = zip(self.losses[::2], self.losses[1::2], strict=False)
+            left = self.losses[-1:] if len(self.losses) % 2 else []
+            self.losses, self.pending = [(a + b) / 2 for a, b in pairs], left * self.each + self.pending
+            self.each *= 2
+
+    def drawn(self) -> str:
+        low, high = min(self.losses, default=0.0), max(self.losses, default=0.0)
+        scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+        return "".join(BLOCKS[round((loss - low) * scale)] for loss in self.losses).ljust(self.WIDTH)

@@ -20,7 +20,7 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.run.device import flops_per_token, peak_flops
 from shardline.run.folder import RunFolder
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import plain_file, read_plain, write_atomically
 
 log = logging.getLogger("shardline")
 
@@ -41,6 +41,7 @@ KEYS = (
 )
 # Keys of some layouts: seconds that the step waited for data-parallel communication which nothing hid; seconds of
 # tensor-parallel communication in the logged step, seconds of it that ranks waited for, and the share that was hidden;
+# seconds of the logged step itself with async TP, and of one that ran serially to be compared with;
 # the same of expert-parallel communication where the host carries it; the share of the logged step in which the
 # pipeline's ranks were idle; bytes of activations that the step sent to host memory. Of mixtures of experts: how many
 # times the mean the most used expert got, the largest of all layers and by layer; the routers' losses, means over the
@@ -50,6 +51,8 @@ OPTIONAL_KEYS = (
     "tp_comm_seconds",
     "tp_exposed_seconds",
     "tp_hidden_fraction",
+    "tp_overlapped_step_seconds",
+    "tp_serial_step_seconds",
     "ep_comm_seconds",
     "ep_exposed_seconds",
     "ep_hidden_fraction",
@@ -140,7 +143,7 @@ class MetricsLog:
             if run_folder.resume or run_folder.again:
                 move_rows_after(run_folder, start_step)
             with _writing(self.path):
-                self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+                self.file = open(self.path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
         self.sinks: list[Sink] = []
         if rank == 0 or config.metrics.save_for_all_ranks:
             if config.metrics.enable_tensorboard:
@@ -210,11 +213,11 @@ def move_rows_after(run_folder: RunFolder, step: int) -> None:
     path, moved_path = run_folder.metrics_path, run_folder.moved_metrics_path
     if not path.exists():
         return
-    rows = list(read_rows(path.read_text(encoding="utf-8", errors="replace")))
+    rows = list(read_rows(read_plain(path)))
     moved = [line for line, row in rows if row["step"] > step]
     if moved:
         # First the copy, durably, then the removal: a crash in between repeats rows and loses none.
-        with _writing(moved_path), moved_path.open("a", encoding="utf-8") as file:
+        with _writing(moved_path), open(moved_path, "a", encoding="utf-8", opener=plain_file) as file:
             file.writelines(moved)
             file.flush()
             os.fsync(file.fileno())
@@ -284,7 +287,7 @@ class WandB:
                 "metrics.enable_wandb needs a package that is not installed: pip install 'shardline[wandb]'"
             ) from error
         id_path = run_folder.path / "log" / f"wandb-{rank}.txt"
-        earlier = id_path.read_text().strip() if (run_folder.resume or run_folder.again) and id_path.exists() else None
+        earlier = read_plain(id_path).strip() if (run_folder.resume or run_folder.again) and id_path.exists() else None
         section, known = config.metrics, os.environ.get
         name = section.wandb_name or known("WANDB_NAME") or known("WANDB_RUN_NAME") or run_folder.path.resolve().name
         every_rank = section.save_for_all_ranks

@@ -26,16 +26,21 @@ from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.comm.observe import runs_on_host
 from shardline.config.schema import Config
-from shardline.memory.offload import Offload
+from shardline.parallel.apply import Applied
 from shardline.parallel.pipeline.executor import Pipeline, idle_share
 from shardline.parallel.pipeline.schedules import theoretical_bubble
 from shardline.run import attempt
 from shardline.run.device import peak_memory_gib, read, reset_peak
 from shardline.run.folder import RunFolder
-from shardline.telemetry.console import PREFERENCES, Console, parts
+from shardline.telemetry import engaged
+from shardline.telemetry.console import Console
+from shardline.telemetry.engaged import StepObserver
+from shardline.telemetry.log import log_table
 from shardline.telemetry.metrics import Meter, MetricsLog
 from shardline.telemetry.profile import Profiler
 from shardline.telemetry.recompiles import CompileReport
+from shardline.telemetry.serial_steps import SerialComparison
+from shardline.words import TableRows
 
 log = logging.getLogger("shardline")
 
@@ -52,32 +57,34 @@ class Telemetry:
         meter: Meter,
         step_tokens: int,
         *,
-        tensor_parallel: bool,
         pipeline: Pipeline | None,
-        offload: Offload | None,
+        applied: Applied,
+        observer: StepObserver,
     ) -> None:
         self.config, self.folder, self.mesh, self.device = config, folder, mesh, device
-        self.meter, self.step_tokens, self.pipeline, self.offload = meter, step_tokens, pipeline, offload
-        axes = ["tp"] if tensor_parallel else []
+        self.meter, self.step_tokens, self.pipeline, self.offload = meter, step_tokens, pipeline, applied.offload
+        self.observer, self._observing = observer, contextlib.ExitStack()
+        axes = [] if applied.tensor is None else ["tp"]
         if mesh.layout.ep > 1 and runs_on_host(job.axes["ep"].group, device):
             axes.append("ep")
         self.sampler = (
             Sampler(device, job.clock, job.row_clock, job.spans, axes) if axes or mesh.layout.ep > 1 else None
         )
+        self.serial = None if applied.tensor is None else SerialComparison(config)
+        theory = None if pipeline is None else theoretical_bubble(pipeline.plan.schedule)
+        self.console = Console(config, folder.path, rank=mesh.rank, theoretical_bubble=theory)
         self.row: dict[str, Any] = {}
         self.stopped_by: str | None = None  # what ended the run early, for its closing lines
 
     @contextlib.contextmanager
     def running(self, step: int, last_step: int) -> Iterator[None]:
-        """Around the loop, which begins after `step`; the summary is shown at its end, however it ends."""
+        """Around the loop, which begins after `step`; `report` shows the closing table after it."""
         config, rank = self.config, self.mesh.rank
         self.number = self.first_step = step
         self.last_step = last_step
-        theory = None if self.pipeline is None else theoretical_bubble(self.pipeline.plan.schedule)
-        self.console = Console(config, self.folder.path, rank=rank, theoretical_bubble=theory)
         self.console.start(last_step, step)
         with contextlib.ExitStack() as closing:
-            closing.callback(lambda: self.console.close(self.stopped_by))
+            closing.callback(self.console.stop)
             self.metrics = MetricsLog(config, self.folder, step, rank=rank)
             closing.callback(self.metrics.close)
             closing.enter_context(_no_automatic_gc())
@@ -96,7 +103,8 @@ class Telemetry:
         exposed.reset()
         if self.offload is not None:
             self.offload.take()
-        yield
+        with self._observing:
+            yield
         with self.paused() if self.profiler.writes_next() else contextlib.nullcontext():
             self.profiler.step()
         self._collect_garbage()
@@ -107,9 +115,14 @@ class Telemetry:
         began = time.perf_counter()
         yield
         self.meter.fetched(time.perf_counter() - began)
+        if self.number == self.first_step + 1:
+            self._observing.enter_context(self.observer.watching())
         if job.watchdog is not None:
             job.watchdog.step(self.number)
         if self.is_logged():
+            if self.serial is not None:
+                self._finish_on_device()
+                self.serial.begin(self.number)
             if self.sampler is not None:
                 self.sampler.begin()
             if self.pipeline is not None:
@@ -118,10 +131,13 @@ class Telemetry:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock for what is not training, after the device has finished the step that is."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._finish_on_device()
         with self.meter.paused():
             yield
+
+    def _finish_on_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def is_logged(self) -> bool:
         return self.number in (1, self.last_step) or self.number % self.config.metrics.log_freq == 0
@@ -132,23 +148,38 @@ class Telemetry:
         `tokens` counts all of the run so far; `more` are numbers that not every run has.
         """
         times = self.sampler.end() if self.sampler is not None and self.is_logged() else {}
+        self._observing.close()
         if self.number == self.first_step + 1 and self.mesh.world_size > 1:
             watchdog.set_timeouts(self.config.comm.train_timeout_seconds)
         attempt.note("first_step")
         self.meter.stepped(self.step_tokens)
-        self.console.advance(self.number)
+        self.console.advance(self.number, loss)
         if self.is_logged():
             of_step = {"step": self.number, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens}
             self.row = of_step | self._measured(times) | self.meter.rates() | more
             self.metrics.log(self.row)
             self.console.update(self.row)
+        if self.number == self.first_step + 1:
+            self._tell_what_engaged()
         for line in self.recompiles.lines(self.number, self.first_step):
             log.warning("%s", line)
 
+    def _tell_what_engaged(self) -> None:
+        """Write what the first step did on all ranks, and warn of what the config asks for and did not happen."""
+        found = self.mesh.from_everyone(self.observer.found)
+        if self.mesh.rank == 0:
+            engaged.write(self.folder.path, self.number, found)
+        log_table(engaged.table(self.observer.found), "What the first step did", file_only=True)
+        if self.observer.applied.graphs == []:
+            log.warning("compile.enable: no graph was compiled in the first step; blocks run as they are")
+
     def log_validation(self, step: int, found: dict[str, float]) -> None:
         self.metrics.log_validation(step, found)
-        more = "".join(f"  {text}" for text in parts(found, PREFERENCES))
-        self.console.message(f"step {step}  validation loss {found['loss']:.4f}{more}")
+        self.console.validated(step, found)
+
+    def report(self, more: TableRows) -> None:
+        """Show the closing table of a loop that has begun, with `more` rows."""
+        self.console.report(self.stopped_by, more)
 
     def _measured(self, times: dict[str, Times]) -> dict[str, Any]:
         """Memory and communication of this step: the highest numbers of all ranks."""
@@ -156,11 +187,12 @@ class Telemetry:
         offloaded = 0.0 if self.offload is None else float(self.offload.take())
         memory = peak_memory_gib(self.device) + symmetric_memory.shared_gib()
         of_axes = [seconds for axis in times for seconds in times[axis]]
-        highest = [memory, waited or 0.0, offloaded, *of_axes]
+        lasted = 0.0 if self.serial is None else self.serial.seconds()
+        highest = [memory, waited or 0.0, offloaded, lasted, *of_axes]
         if self.mesh.world_size > 1:
             numbers = torch.tensor(highest, dtype=torch.float64, device=self.device)  # float32 cannot count bytes
             highest = read(collectives.max_in_place(numbers, "world"))
-        memory, waited_longest, offloaded, *longest = highest
+        memory, waited_longest, offloaded, lasted, *longest = highest
         row: dict[str, Any] = {"memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.size("loss") > 1:
             row["dp_exposed_seconds"] = waited_longest
@@ -168,6 +200,9 @@ class Telemetry:
             row["offloaded_bytes"] = int(offloaded)
         for number, axis in enumerate(times):
             slowest = Times(*longest[2 * number : 2 * number + 2])
+            if axis == "tp" and self.serial is not None:
+                row |= self.serial.end(slowest, lasted)
+                continue
             row |= {f"{axis}_comm_seconds": slowest.comm, f"{axis}_exposed_seconds": slowest.exposed}
             row[f"{axis}_hidden_fraction"] = slowest.hidden
         if self.pipeline is not None:

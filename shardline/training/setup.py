@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from shardline import registry
-from shardline.adapters.lora import NOTHING, Adaptation, more_flops, trained_shapes
+from shardline.adapters.lora import NOTHING, Adaptation, more_flops
 from shardline.checkpoint.assets import write_tokenizer
 from shardline.checkpoint.fetch import fetch_to_resume
 from shardline.checkpoint.format import Found, list_folder
@@ -48,14 +47,12 @@ from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
 from shardline.errors import ConfigError, blame
 from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
-from shardline.models.flavors import model_label, resolve
-from shardline.models.fused_weights import active_words, is_low_rank, logical_shapes, parameter_count
+from shardline.models.flavors import resolve
 from shardline.models.huggingface.foreign_notes import check_lengths, foreign_line, foreign_notes
 from shardline.models.products.narrow import keep_narrow
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.optimizer import build_optimizer, scaled_lr
 from shardline.parallel.apply import Applied, make_model
-from shardline.parallel.context.context import attention_words
 from shardline.parallel.data.fsdp import reshard
 from shardline.parallel.expert import deepep
 from shardline.parallel.expert.choose import choose_carrier
@@ -66,16 +63,19 @@ from shardline.parallel.tensor import async_tp
 from shardline.precision.convert import check_device
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.run import attempt
-from shardline.run.device import choose_device, device_identity, device_name, flops_per_token, supports_bf16
+from shardline.run.device import choose_device, device_identity, flops_per_token, supports_bf16
 from shardline.run.folder import RunFolder, open_run_folder
 from shardline.run.numa import prepare_rank
 from shardline.run.options import TrainOptions
 from shardline.run.output import keep_output
+from shardline.run.previous_run import changed_keys
 from shardline.run.stop import Requests
-from shardline.storage.atomic import write_atomically
-from shardline.telemetry.console import hold_log, setup_logging
+from shardline.storage.atomic import forbid_others_to_write, write_atomically
+from shardline.telemetry.engaged import StepObserver
+from shardline.telemetry.log import hold_log, log_table, passing_line, setup_logging
 from shardline.telemetry.metrics import Meter
 from shardline.telemetry.telemetry import Telemetry
+from shardline.training.overview import overview, overview_notes, overview_warnings
 from shardline.training.pairs import Reference, reference_kind
 from shardline.training.step import Stepper
 
@@ -92,12 +92,13 @@ class Setup:
         hold_log()
         self.config, self.options = attempt.continued(config, options)
         self.closing = closing
+        closing.callback(os.umask, forbid_others_to_write())
         self._check()
         self._join()
         self._keep_batch()
         self._open_data()
         self._open_folder()
-        self._announce()
+        self._open_log()
         self._build()
         self._start()
         if not self.finished and self.mesh.rank == 0:
@@ -176,6 +177,7 @@ class Setup:
         """Rank 0 takes the folder, and all ranks learn where it is or why it is refused."""
         self.mirror: Mirror | None = None  # of rank 0
         self.found: list[Found] | None = None  # checkpoints in the folder, listed once by rank 0
+        self.changed: list[tuple[str, Any, Any]] = []  # of a resumed run, on rank 0: key, value before, value now
         fetches = self.options.resume and self.config.checkpoint.mirror is not None
         with watchdog.patiently("fetching a checkpoint") if fetches else contextlib.nullcontext():
             path, resume_step = self.mesh.from_rank_0(self._take_folder)
@@ -192,6 +194,8 @@ class Setup:
             config, resume=options.resume, overwrite=options.overwrite, has_good_checkpoint=self._good_step
         )
         self.closing.callback(self.folder.close)
+        if self.folder.resume:
+            self.changed = changed_keys(self.folder.path, config)
         self.mirror = open_mirror(config, self.folder, checked=options.overwrite)
         return self.folder.path, self.folder.resume_step
 
@@ -205,39 +209,46 @@ class Setup:
 
     # ---- what is logged first ----------------------------------------------------------------------------------------
 
-    def _announce(self) -> None:
-        """Open the log, and log what runs where, what was adjusted and what has no effect."""
-        config, mesh, dtype = self.config, self.mesh, self.precision.compute
+    def _open_log(self) -> None:
+        """Open the log, in which lines of the set-up so far come first."""
+        config, mesh = self.config, self.mesh
         if self.owns_group and mesh.world_size > 1:
             keep_output(self.folder.path / "log")
             rows = gather_ranks(connect_store(), mesh.rank, mesh.world_size)
             if mesh.rank == 0:
                 self.folder.write_ranks(rows)
+            if config.comm.trace_buf_size:
+                traces = self.folder.path / config.comm.save_traces_folder
+                watchdog.keep_flights(config.comm.trace_buf_size, traces, config.comm.save_traces_file_prefix)
         setup_logging(self.folder, rank=mesh.rank, color=not config.metrics.disable_color_printing)
         if config.job.description != Job().description:
             log.info("%s", config.job.description)
         if config.job.print_config:
             log.info("%s", to_toml(config))
-        size = f"{parameter_count(self.arch):,} parameters{active_words(self.arch)}"
-        log.info("%s, %s, on %s", model_label(config.model), size, device_name(self.device))
-        if self.arch.foreign is not None:
-            log.info("%s", foreign_line(self.arch, asked=config.model.implementation == "transformers"))
-        if mesh.world_size > 1:
+
+    def _announce(self) -> None:
+        """Log what runs where, what was adjusted and what has no effect; the model has no memory yet."""
+        mesh, again = self.mesh, self.folder.again  # a restart: the table was shown
+        log_table(overview(self), file_only=again)
+        if again and mesh.world_size > 1:
             log.info("%d ranks: %s", mesh.world_size, self.layout)
+        if self.arch.foreign is not None:
+            log.info("%s", foreign_line(self.arch, asked=self.config.model.implementation == "transformers"))
+        if mesh.world_size > 1:
             for line in crossing_lines(self.layout, ranks_from_environment("LOCAL_WORLD_SIZE", mesh.world_size)):
                 log.info("%s", line)
             for line in sharing_lines(self.device):
                 log.warning("%s", line)
-        kernel = attention_words(config, self.arch, self.device, dtype, otherwise=self.kernel)
-        log.info("computing in %s, attention by %s", str(dtype).removeprefix("torch."), kernel)
         for line in self._notes():
             log.info("note: %s", line)
-        for line in () if self.pipeline is None else warnings(self.pipeline.schedule):
+        pipelined = () if self.pipeline is None else warnings(self.pipeline.schedule)
+        for line in (*pipelined, *overview_warnings(self)):
             log.warning("%s", line)
 
     def _notes(self) -> Iterator[str]:
         config = self.config
         yield from (*config.alias_notes, *notes(with_degrees(config, self.layout)), *self.precision.notes)
+        yield from overview_notes(self)
         yield from expert_notes(config, self.arch)
         yield from () if self.arch.foreign is None else foreign_notes(self.arch)
         if config.training.tf32 and self.device.type != "cuda":
@@ -259,17 +270,21 @@ class Setup:
         batch, seq_len = self.loader.global_batch_size, config.training.seq_len
         registry.run_hooks("before_build", config)
         self.requests = Requests.of_rank(config, mesh.rank)
-        self.model, applied = build_model(self.arch, device, self.precision, mesh, config)
-        self._announce_trained()
+        self.model, applied = make_model(self.arch, config, mesh, self.precision)
+        self._announce()
+        give_memory(self.model, device, config)
         self.optimizer = build_optimizer(config, self.model)
         self._keep_narrow_weights()
         self.base_lr = scaled_lr(config, batch)
         if config.optimizer.lr_scaling != "none":
             log.info("learning rate %g for a global batch of %d", self.base_lr, batch)
         cache = cache_folder(config.training.cache_folder)
-        self.async_tensor = async_tp.prepare(
-            config, self.arch, mesh, applied.tensor, dtype, device, cache, applied.recipes
-        )
+        with passing_line() as tell:
+            self.async_tensor = async_tp.prepare(
+                config, self.arch, mesh, applied.tensor, dtype, device, cache, applied.recipes, tell
+            )
+        if self.async_tensor.measured:
+            log_table(self.async_tensor.table(), "Async TP: what carries each product", file_only=True)
         carried = choose_carrier(config, self.arch, mesh, dtype, device)
         for line in (*self.async_tensor.lines, *filter(None, [carried])):
             log.info("%s", line)
@@ -306,9 +321,9 @@ class Setup:
             device,
             Meter(self.arch, seq_len, device, dtype, devices, more_flops=self._more_flops()),
             step_tokens=batch * seq_len,
-            tensor_parallel=applied.tensor is not None,
             pipeline=self.stepper.passes.pipeline,
-            offload=applied.offload,
+            applied=applied,
+            observer=StepObserver(self.model, self.optimizer, applied),
         )
 
     def _build_reference(self) -> Reference | None:
@@ -327,20 +342,6 @@ class Setup:
         """FLOPs for a token that LoRA adds, and those of a reference's forward pass."""
         passes = 0 if self.reference is None or self.reference.kind == "none" else 1
         return more_flops(self.model) + passes * flops_per_token(self.arch, self.config.training.seq_len) / 3
-
-    def _announce_trained(self) -> None:
-        """Where something is frozen, log how much of the model is trained."""
-        if self.model.frozen:
-            own = parameter_count(self.arch)
-            frozen = sum(math.prod(logical_shapes(self.arch)[name]) for name in self.model.frozen)
-            share = f"{100 * (own - frozen) / own:.3g} %"
-            log.info("trained parameters: %s of %s (%s)", f"{own - frozen:,}", f"{own:,}", share)
-        if self.model.adaptation is not None:
-            own, shapes = parameter_count(self.arch), trained_shapes(self.model).items()
-            count = sum(math.prod(shape) for _, shape in shapes)
-            whole = own + sum(math.prod(shape) for name, shape in shapes if is_low_rank(name))
-            share = f"{100 * count / whole:.3g} %"
-            log.info("trained parameters: %s of %s (%s)", f"{count:,}", f"{whole:,}", share)
 
     def _keep_narrow_weights(self) -> None:
         """Keep the blocks' matrices in the compute type too, where nothing but this rank's optimizer changes them."""
@@ -373,7 +374,7 @@ class Setup:
         if not self.finished:
             self.total_steps = start.last_step(self.progress)
             self._note_validation()
-        self.saver.saved_step = self.progress.step
+        self.saver.resumed(self.progress.step if self.folder.resume else 0)
         self.stepper.loss_scale.load(self.progress.loss_scale)
         self.loader.seek(self.progress.samples)
         registry.run_hooks("after_build", self.model, self.config)
@@ -444,7 +445,12 @@ def build_model(
     `how` says what is trained beside frozen weights where the config does not.
     """
     model, applied = make_model(arch, config, mesh, precision, how)
+    give_memory(model, device, config)
+    return model, applied
+
+
+def give_memory(model: Decoder, device: torch.device, config: Config | None) -> None:
+    """Give the parameters memory, without values, where they are kept."""
     offloaded = config is not None and config.training.enable_cpu_offload
     model.to_empty(device=torch.device("cpu") if offloaded else device)
     model.train()
-    return model, applied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,19 +12,23 @@ import torch
 
 from shardline import registry
 from shardline.comm import collectives, watchdog
+from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.schema import Config
 from shardline.data.batch import Batch
 from shardline.errors import UserError
 from shardline.optim.lr_schedule import lr_factor
 from shardline.parallel.replica_check import check_replicas
+from shardline.run import enforcer
 from shardline.run.device import read
+from shardline.run.next_steps import after_end, resume_command
 from shardline.run.options import TrainOptions
 from shardline.run.signals import listening
 from shardline.run.stop import Request, exit_code, no_requests, request_of, why_not_saved
-from shardline.telemetry.console import release_log
+from shardline.telemetry.log import release_log
 from shardline.training.setup import Setup
 from shardline.training.step import RequestNumbers, StepResult
 from shardline.training.validate import Validator
+from shardline.words import TableRows
 
 log = logging.getLogger("shardline")
 
@@ -44,7 +49,8 @@ class Trainer:
     def __init__(self, config: Config, options: TrainOptions | None = None) -> None:
         self._closing = contextlib.ExitStack()
         try:
-            run = Setup(config, options or TrainOptions(), self._closing)
+            self.options = options or TrainOptions()
+            run = Setup(config, self.options, self._closing)
         except BaseException:
             self.close()
             release_log()
@@ -76,10 +82,12 @@ class Trainer:
                             batches = self.loader.step()
                         telemetry.step_tokens = self.loader.step_tokens
                         result = self.train_step(batches, self._request_numbers)
-                        self._advance()
+                        self._advance(result)
                         telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, result.more)
                         self._after_step(result)
                         request = self.validator.run_if_due(progress.step, result.request)
+                        if request.stop is not None:
+                            enforcer.reached_boundary()
                         self._stop_if_worse(self.validator.loss)
                         self.saver.save_if_due(progress, self.total_steps, request, self._saving)
                 self.saver.complete()
@@ -87,9 +95,11 @@ class Trainer:
                     self.loader.samples.report_read(progress.samples)
                 telemetry.stopped_by = request.stop if progress.step < self.total_steps else None
                 self.requests.final_code = exit_code(telemetry.stopped_by, self.config)
+            telemetry.report(self._closing_rows())
             return Result(progress.step, telemetry.row.get("loss"), telemetry.stopped_by)
         except BaseException as error:
             self._fail(error)
+            telemetry.report(self._closing_rows(error))
             raise
         finally:
             self.close()
@@ -118,8 +128,9 @@ class Trainer:
             return True
         return False
 
-    def _advance(self) -> None:
+    def _advance(self, result: StepResult) -> None:
         self.progress.step += 1
+        self.progress.lr, self.progress.last_step = result.lr, self.total_steps
         self.progress.tokens += self.telemetry.step_tokens
         self.progress.samples = self.loader.position
         self.progress.loss_scale = self.stepper.loss_scale.state()
@@ -164,7 +175,7 @@ class Trainer:
     def _saving(self) -> Iterator[None]:
         """Around a save: it is no training time, no reason for a time-out, and its length counts for the time limit."""
         waiting = watchdog.patiently("saving a checkpoint")
-        with self.telemetry.paused(), waiting, self.requests.saving():
+        with self.telemetry.paused(), waiting, self.requests.saving(), enforcer.saving():
             yield
 
     # ---- requests to stop or to save ---------------------------------------------------------------------------------
@@ -193,6 +204,20 @@ class Trainer:
         log.error("ended after step %d: %s", self.progress.step, text, extra={"file_only": True})
         if isinstance(error, UserError):  # most often the same on all ranks, which are all alive
             self.saver.let_finish()
+
+    def _closing_rows(self, error: BaseException | None = None) -> TableRows:
+        """What the closing table says of saves, and how to go on.
+
+        After a failure that is the launcher's to show: it may restart.
+        """
+        step, where = self.progress.step, (self.folder.path, self.config, self.options)
+        rows: list[tuple[str, str]] = [("last save", self.saver.last_words(step))]
+        if error is None and step == self.total_steps:
+            return [*rows, *after_end(*where, step)]
+        failed = error is not None and not isinstance(error, KeyboardInterrupt)
+        if self.saver.last_save is not None and not (failed and LAUNCHER_VARIABLE in os.environ):
+            rows.append(("go on", resume_command(*where)))
+        return rows
 
     def _kept(self) -> str:
         """What an interrupted run can go on from."""

@@ -131,7 +131,7 @@ def test_only_weights_that_are_named_are_trained_and_have_a_state(tmp_path):
     saved = find_checkpoint(tmp_path / "run" / "checkpoint")
     assert {name.split("/", 2)[2] for name in saved.shards if name.startswith("optimizer/")} == TRAINED
     assert {name.removeprefix("model/") for name in saved.shards if name.startswith("model/")} == before.keys()
-    assert "trained parameters: 10,304 of" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    assert "trained      10,304 of" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
 
 
 def test_a_run_with_frozen_weights_resumes_exactly(tmp_path):

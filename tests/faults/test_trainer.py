@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from shardline.tools.trace_hang import partings, read_files
 from tests import processes
 from tests.faults.ahead import fixtures, job
 from tests.faults.test_ranks import PROMPT, is_alive, wait_until
@@ -137,6 +138,36 @@ def test_a_stopped_rank_ends_training_after_the_time_out(run):
     assert f"pid {run.pid(1)}) has not been heard of" in stderr
     assert re.search("over (dp_shard|world|loss)", stderr)
     assert "no progress for" in (run.folder / "run" / "log" / "rank-0.log").read_text()
+    files = read_files(run.folder / "run")
+    assert list(files) == [0]  # a stopped rank writes nothing
+    assert "no progress for" in files[0].reason
+    assert any(found.ranks.get("no file") == [1] for found in partings(files))
+
+
+@job()
+def test_flight_recorders_are_written_on_request_while_training_goes_on(run):
+    run.wait_for_step(2)
+    run.process.send_signal(signal.SIGUSR2)
+    wait_until(lambda: len(list((run.folder / "run" / "comm_traces").glob("rank_*.json"))) == 2, 30)
+    files, step = read_files(run.folder / "run"), run.step()
+    assert {file.reason for file in files.values()} == {"on request"}
+    calls = {rank: {(axis, number): tag for axis, number, tag, *_ in file.collectives} for rank, file in files.items()}
+    common = calls[0].keys() & calls[1].keys()
+    assert len(common) > 10
+    assert all(calls[0][call] == calls[1][call] for call in common)
+    run.wait_for_step(step + 2)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.end(30)[0] == 130
+
+
+@job(**{"comm.trace_buf_size": 0})
+def test_without_a_flight_recorder_a_request_does_nothing(run):
+    run.wait_for_step(2)
+    run.process.send_signal(signal.SIGUSR2)
+    run.wait_for_step(run.step() + 2)
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.end(30)[0] == 130
+    assert not (run.folder / "run" / "comm_traces").exists()
 
 
 @job(**{"checkpoint.enable": "true", "checkpoint.interval": 100000})

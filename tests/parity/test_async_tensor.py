@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from shardline.comm import collectives
+from shardline.comm.hidden_time import Times
 from shardline.comm.mesh import Mesh, world_size
 from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
@@ -24,13 +26,15 @@ from shardline.parallel.tensor import async_tp, autotune
 from shardline.parallel.tensor.autotune import from_row
 from shardline.parallel.tensor.backend_table import Choice, backends, choices
 from shardline.parallel.tensor.serial_and_ring import Ring
-from shardline.telemetry.console import tensor_summary
+from shardline.telemetry import engaged
+from shardline.telemetry.serial_steps import SerialComparison, runs_serially
+from shardline.telemetry.summary import tensor_summary
 from tests.parity.harness import DEVICE, Harness, complete, train
 from tests.parity.pool import Pool
 
 ASYNC = {"parallelism.enable_async_tensor_parallel": True}
 BACKEND = "parallelism.async_tensor_parallel_backend"
-MEASURED = "Async TP is enabled: "
+SUMMARY = "Async TP is enabled for "
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="symmetric memory may be there on a GPU")
 
 
@@ -38,7 +42,9 @@ class Decided(NamedTuple):
     """What one rank decided, and said."""
 
     chosen: dict[str, Choice]
-    lines: list[str]
+    table: list[tuple[str, str]]  # of the log
+    lines: list[str]  # of the console
+    progress: list[str]
     clock: float  # all that its clock told
     drew: bool  # from the run's random numbers
 
@@ -47,7 +53,7 @@ def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: 
     """A rank's part of `prepare`. Its clock is as wrong as any rank's own view may be, unless it is the `real` one."""
     config = load_config(overrides=complete(overrides, world_size()))
     mesh = Mesh(resolve_layout(config.parallelism, world_size()), DEVICE)
-    chance, told = random.Random(mesh.rank), []
+    chance, told, progress = random.Random(mesh.rank), [], []
 
     def own_clock(run: Callable[[], Any], device: torch.device, in_a_row: int) -> float:
         told.append(1e-3 * (1 + chance.random()))
@@ -62,10 +68,10 @@ def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: 
             changes.enter_context(patch.object(autotune, "timed", own_clock))
         if not measures:
             changes.enter_context(patch.object(async_tp, "measure", side_effect=AssertionError("it measured")))
-        done = async_tp.prepare(config, arch, mesh, plan, torch.float32, device, cache)
+        done = async_tp.prepare(config, arch, mesh, plan, torch.float32, device, cache, tell=progress.append)
     found = {str(product): choice for product, choice in choices.chosen.items()}
     choices.reset()
-    return Decided(found, done.lines, sum(told), not torch.equal(before, torch.get_rng_state()))
+    return Decided(found, done.table(), done.lines, progress, sum(told), not torch.equal(before, torch.get_rng_state()))
 
 
 def tp(degree: int, **more: Any) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def tp(degree: int, **more: Any) -> dict[str, Any]:
 
 
 def measured_lines(decided: Decided) -> list[str]:
-    return [line for line in decided.lines if line.startswith(MEASURED)]
+    return [f"{product}: {words}" for product, words in decided.table]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +98,7 @@ def test_ranks_whose_clocks_differ_choose_alike(pool: Pool, tmp_path: Path, rank
     assert len({decided.clock for decided in found}) == ranks
     first = found[0]
     assert all(decided.chosen == first.chosen for decided in found)
-    assert all(decided.lines == first.lines for decided in found)
+    assert all(decided.table == first.table for decided in found)
     whole = overrides.get("parallelism.enable_sequence_parallel", True)
     assert len(first.chosen) == len(measured_lines(first)) == (8 if whole else 4)
 
@@ -102,20 +108,25 @@ def test_the_clock_is_read_and_random_numbers_stay(pool: Pool, tmp_path: Path) -
     for decided in pool.run(2, decide, tp(2), tmp_path, True, True):
         assert not decided.drew
         assert len(measured_lines(decided)) == 8
-        (ratio,) = [line for line in decided.lines if line not in measured_lines(decided)]
-        assert ratio.startswith("Async TP: products take ")
+        (line,) = decided.lines
+        assert re.match(rf"{SUMMARY}8 products \(8 of them measured in \d+\.\d s\): .*; they take ", line)
+        assert [text.partition(",")[0] for text in decided.progress] == [
+            f"Async TP: measuring how to carry product {number} of 8" for number in range(1, 9)
+        ]
 
 
 def test_a_second_run_remembers(pool: Pool, tmp_path: Path) -> None:
     first = pool.run(2, decide, tp(2), tmp_path)
-    assert not any(line.endswith("remembered") for line in first[0].lines)
+    assert not any(line.endswith("remembered") for line in measured_lines(first[0]))
     second = pool.run(2, decide, tp(2), tmp_path, False)
     assert [decided.chosen for decided in second] == [decided.chosen for decided in first]
     for decided in second:
         assert measured_lines(decided) == [f"{line}, remembered" for line in measured_lines(first[0])]
+        assert decided.lines[-1].startswith(f"{SUMMARY}8 products (as measured before): ")
+        assert decided.progress == []
     # Other shapes are measured, and beside them those of before are still known.
     longer = pool.run(2, decide, tp(2, training__seq_len=64), tmp_path)
-    assert not any(line.endswith("remembered") for line in longer[0].lines)
+    assert not any(line.endswith("remembered") for line in measured_lines(longer[0]))
     for settings in (tp(2), tp(2, training__seq_len=64)):
         pool.run(2, decide, settings, tmp_path, False)
 
@@ -171,13 +182,14 @@ def test_what_gives_wrong_numbers_is_not_used(pool: Pool, tmp_path: Path, rememb
         said = [line for line in measured_lines(decided) if "ring cannot be used here: its numbers are not" in line]
         gathering = [name for name in decided.chosen if name.startswith("all_gather_linear forward")]
         assert len(said) == len(gathering) == 2
+        assert decided.lines[0].startswith("Async TP: ring cannot carry 2 of 8 products: its numbers are not")
         assert {name for name, choice in decided.chosen.items() if choice.backend == "serial"} == set(gathering)
 
 
 def test_what_was_never_tried_is_not_remembered(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, decide, tp(2) | {BACKEND: "serial"}, tmp_path)
     found = pool.run(2, decide, tp(2), tmp_path)
-    assert not any(line.endswith("remembered") for line in found[0].lines)
+    assert not any(line.endswith("remembered") for line in measured_lines(found[0]))
 
 
 @on_cpu
@@ -193,7 +205,7 @@ def test_one_rank_has_nothing_to_do(pool: Pool, tmp_path: Path) -> None:
     assert decided.lines == ["Async TP has nothing to do: parallelism.tensor_parallel_degree is 1"]
     assert decided.chosen == {}
     for off in pool.run(2, decide, tp(2) | {"parallelism.enable_async_tensor_parallel": False}, tmp_path):
-        assert off == ({}, [], 0, False)
+        assert off == ({}, [], [], [], 0, False)
     assert not list(tmp_path.iterdir())
 
 
@@ -272,41 +284,84 @@ def test_a_run_keeps_what_was_chosen_and_measures_itself(harness: Harness, pool:
     assert [row["product"] for row in rows] == list(chosen)
     for row in rows:
         assert from_row(None, row).chosen == chosen[row["product"]]
+    ran = json.loads((folder / engaged.FILE).read_text())
+    assert ran["tensor_parallel"] == {name: str(chosen[name]) for name in list(chosen)[:8]}  # not those of validation
+    assert ran["other_ranks"] == {}
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # Of the slowest rank, which may have waited for the other before the other's step began: not below each step.
     assert sum(row["tp_comm_seconds"] for row in steps if "loss" in row) < elapsed
-    for row in [row for row in steps if "loss" in row]:
+    steps = [row for row in steps if "loss" in row]
+    assert [row["step"] for row in steps if "tp_serial_step_seconds" in row] == [2]
+    assert steps[2]["tp_comm_seconds"] == steps[1]["tp_comm_seconds"] > 0
+    for row in (steps[0], steps[2]):
         sent, exposed, hidden = (row[f"tp_{name}"] for name in ("comm_seconds", "exposed_seconds", "hidden_fraction"))
-        assert sent > 0
-        assert exposed > 0
+        assert min(sent, exposed, row["tp_overlapped_step_seconds"]) > 0
         assert hidden == pytest.approx(max(0.0, 1 - exposed / sent), abs=1e-4)
     log = (folder / "log" / "rank-0.log").read_text()
-    assert log.count(MEASURED) == len(chosen)
+    assert log.count(SUMMARY) == 1
+    assert all(f"\n{product} " in log for product in chosen)
     assert "tp communication  " in log
 
 
 # ---- the summary -----------------------------------------------------------------------------------------------------
 
 
+def overlapped(seconds: float, comm: float, hidden: float) -> dict[str, float]:
+    times = {"tp_comm_seconds": comm, "tp_exposed_seconds": comm * (1 - hidden), "tp_hidden_fraction": hidden}
+    return times | {"tp_overlapped_step_seconds": seconds}
+
+
+def in_serial(seconds: float, comm: float) -> dict[str, float]:
+    return {"tp_comm_seconds": comm, "tp_serial_step_seconds": seconds}
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        # (seconds of a step, of communication, exposed). The first step is left out where there are others.
+        ([overlapped(9.0, 9.0, 0.0), overlapped(1.0, 0.4, 0.75)], "0.400 s a step, 75% hidden"),
         (
-            [(9.0, 9.0, 9.0), (1.0, 0.4, 0.1)],
-            "0.400 s a step (31%), 75% hidden: speed-up 1.30 of at most 1.44",
+            [overlapped(9.0, 9.0, 0.0), in_serial(1.2, 0.4), overlapped(1.0, 0.4, 0.5)],
+            "0.400 s a step, 50% hidden; 1.20 times as fast as serial steps, measured: 1.000 s against 1.200",
         ),
-        ([(1.0, 0.5, 0.5)], "0.500 s a step (50%), 0% hidden: speed-up 1.00 of at most 2.00"),
-        # A rank that is late makes others wait for more than the transfer takes.
-        ([(1.0, 0.5, 0.6)], "0.500 s a step (50%), 0% hidden: speed-up 1.00 of at most 2.00"),
-        ([(1.0, 0.25, 0.0)], "0.250 s a step (20%), 100% hidden: speed-up 1.25 of at most 1.25"),
-        ([(1.0, 0.0, 0.0)], "0.000 s a step (0%), 0% hidden: speed-up 1.00 of at most 1.00"),
-        ([(0.0, 0.0, 0.0), (1.0, 1.0, 1.0)], "1.000 s a step (100%), 0% hidden: speed-up 1.00 of at most 1000.00"),
         (
-            [(0.0, 0.0, 0.0), (1.0, 0.2, 0.1), (2.0, 0.6, 0.0), (9.0, 0.4, 0.3)],
-            "0.400 s a step (17%), 75% hidden: speed-up 1.15 of at most 1.21",
+            [overlapped(9.0, 9.0, 0.0), in_serial(0.9, 0.4), overlapped(1.0, 0.4, 1.0)],
+            "0.400 s a step, 100% hidden; 0.90 times as fast as serial steps, measured: 1.000 s against 0.900"
+            " (not worth it here)",
         ),
+        ([{"tp_comm_seconds": 0.5, "tp_exposed_seconds": 0.5, "tp_hidden_fraction": 0.0}], "0.500 s a step, 0% hidden"),
     ],
 )
-def test_the_summary_tells_what_was_gained_of_what_could_be(rows: list[tuple[float, float, float]], said: str) -> None:
+def test_the_summary_tells_what_was_gained_and_that_it_was_measured(rows: list[dict[str, float]], said: str) -> None:
+    """The first row is left out where there are others."""
     assert tensor_summary(rows) == said
+
+
+def test_hidden_time_is_compared_with_communication_alone() -> None:
+    comparison = SerialComparison(load_config(overrides=tp(2, metrics__log_freq=1)))
+    comparison.begin(2)
+    assert choices.serial
+    assert comparison.end(Times(0.4, 0.4), 1.2) == in_serial(1.2, 0.4)
+    assert not choices.serial, "the steps between two logged ones overlap"
+    comparison.begin(3)
+    assert not choices.serial
+    # A transfer that competes with a product takes longer than alone: 0.9 s, of which 0.1 were waited for.
+    assert comparison.end(Times(0.9, 0.1), 1.0) == overlapped(1.0, 0.4, 0.75) | {"tp_exposed_seconds": 0.1}
+    assert comparison.end(Times(0.9, 0.8), 1.0)["tp_hidden_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "serial"),
+    [
+        ({}, [20, 120, 220]),
+        ({"metrics.log_freq": 1}, [2, 12, 22]),
+        ({"parallelism.async_tensor_parallel_compare_freq": 2}, [20, 40, 60]),
+        ({"parallelism.async_tensor_parallel_compare_freq": 0}, []),
+        ({"parallelism.async_tensor_parallel_backend": "serial"}, []),
+        ({"parallelism.enable_async_tensor_parallel": False}, []),
+        ({"profiling.enable_profiling": True}, []),
+    ],
+)
+def test_which_logged_steps_run_serially(changes: dict[str, Any], serial: list[int]) -> None:
+    config = load_config(overrides={"metrics.log_freq": 10, **ASYNC, **changes})
+    logged = [step for step in range(1, 300) if step == 1 or step % config.metrics.log_freq == 0]
+    assert [step for step in logged if runs_serially(config, step)][:3] == serial

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +49,14 @@ ENOUGH_COMPUTE = 2.0  # products should take this many times as long as their co
 
 @dataclass
 class AsyncTensor:
-    """What was measured and chosen; `lines` are for the log."""
+    """What was measured and chosen; `lines` are for the console."""
 
     measured: list[Measured] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+
+    def table(self) -> list[tuple[str, str]]:
+        """Label and value of each row of the log's table: the products, and what was chosen for them."""
+        return [(str(one.product), one.words()) for one in self.measured]
 
     def rows(self) -> list[dict[str, Any]]:
         return [{"product": str(one.product), **as_row(one)} for one in self.measured]
@@ -71,10 +77,12 @@ def prepare(
     device: torch.device,
     cache: Path,
     recipes: Collection[Recipe | None] = (None,),
+    tell: Callable[[str], None] = lambda text: None,
 ) -> AsyncTensor:
     """Choose a backend for every product of this run; all ranks call it together.
 
-    `recipes` are those by which products of the blocks compute in float8; None is among them where some do not.
+    `recipes` are those by which products of the blocks compute in float8; None is among them where some do not. `tell`
+    gets a text whenever a measurement begins.
     """
     choices.reset()
     section = config.parallelism
@@ -91,9 +99,11 @@ def prepare(
     file = remembered_file(cache, place)
     known: dict[str, Any] = mesh.from_rank_0(lambda: _read(file))
     fresh: dict[str, Any] = {}
-    for shape in run_shapes(config, arch, plan, dtype, recipes):
+    shapes, began = run_shapes(config, arch, plan, dtype, recipes), time.perf_counter()
+    for number, shape in enumerate(shapes, start=1):
         measured = _recall(shape, allowed, known)
         if measured is None or failure(shape, _settled(measured, forced).chosen, device):
+            tell(f"Async TP: measuring how to carry product {number} of {len(shapes)}, once for this layout")
             measured = measure(shape, candidates(shape.product, allowed), device)
         if not measured.remembered:  # a recalled one may be a part of what is known
             fresh[str(shape.product)] = as_row(measured)
@@ -101,8 +111,8 @@ def prepare(
         choices.chosen[shape.product] = measured.chosen
         choices.alone[shape.product] = measured.alone
         done.measured.append(measured)
-        done.lines.append(f"Async TP is enabled: {measured.line()}")
-    done.lines += _ratio_lines(done.measured)
+    done.lines += _refusal_lines(done.measured)
+    done.lines.append(_summary_line(done.measured, len(fresh), time.perf_counter() - began))
     used = [backends[choice.backend] for choice in choices.chosen.values()]
     symmetric_memory.keep({purpose for one in (*used, *job.direct.values()) for purpose in one.regions})
     if fresh and mesh.rank == 0:
@@ -204,15 +214,29 @@ def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Meas
     return replace(measured, times=times, chosen=fastest(times), refused=refused)
 
 
-def _ratio_lines(measured: Sequence[Measured]) -> list[str]:
+def _refusal_lines(measured: Sequence[Measured]) -> list[str]:
+    """A line for each backend that cannot carry some products, with the first reason; the table has all of them."""
+    reasons: dict[str, list[str]] = {}
+    for one in measured:
+        for name, why in one.refused.items():
+            reasons.setdefault(name, []).append(why)
+    total = len(measured)
+    return [f"Async TP: {name} cannot carry {len(why)} of {total} products: {why[0]}" for name, why in reasons.items()]
+
+
+def _summary_line(measured: Sequence[Measured], fresh: int, seconds: float) -> str:
+    """What carries how many products, and whether their communication can hide."""
+    chosen = Counter(str(one.chosen) for one in measured)
+    how = f"{fresh} of them measured in {seconds:.1f} s" if fresh else "as measured before"
+    line = f"Async TP is enabled for {len(measured)} products ({how}): "
+    line += ", ".join(f"{count} by {choice}" for choice, count in chosen.most_common())
     compute, sent = sum(one.matmul for one in measured), sum(one.comm for one in measured)
-    if sent <= 0:
-        return []
-    ratio = compute / sent
-    line = f"Async TP: products take {ratio:.1f} times as long as their communication"
-    if ratio < ENOUGH_COMPUTE:
-        line += f"; below {ENOUGH_COMPUTE:g} not all of it can hide: fewer tensor-parallel ranks or a faster link help"
-    return [line]
+    if sent > 0:
+        line += f"; they take {compute / sent:.1f} times as long as their communication"
+        if compute < ENOUGH_COMPUTE * sent:
+            hint = "not all of it can hide: fewer tensor-parallel ranks or a faster link help"
+            line += f", and below {ENOUGH_COMPUTE:g} {hint}"
+    return line
 
 
 def _read(file: Path) -> dict[str, Any]:

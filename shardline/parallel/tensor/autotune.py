@@ -91,12 +91,12 @@ class Measured:
         tried = [choice for choice in self.times if choice.backend == backend]
         return min(tried, key=lambda choice: self.times[choice]) if tried else None
 
-    def line(self) -> str:
+    def words(self) -> str:
         where = "".join(f", {backend} cannot be used here: {why}" for backend, why in self.refused.items())
         where += ", remembered" if self.remembered else ""
         return (
-            f"{self.product}: {self.chosen}, {self.times[self.chosen] * 1e3:.2f} ms against {self.serial * 1e3:.2f}"
-            f" serial and {self.matmul * 1e3:.2f} without communication{where}"
+            f"{self.chosen}, {self.times[self.chosen] * 1e3:.2f} ms against {self.serial * 1e3:.2f} serial and"
+            f" {self.matmul * 1e3:.2f} without communication{where}"
         )
 
 

@@ -20,8 +20,6 @@ from shardline.data.order import global_batch
 from shardline.models.flavors import model_label, resolve
 from shardline.models.fused_weights import active_words, is_low_rank, parameter_count
 from shardline.models.huggingface.foreign_notes import foreign_line
-from shardline.optim.int8_moments import int8_bytes
-from shardline.optim.matrices import is_block_matrix
 from shardline.parallel.context.context import context_plan, slices_line
 from shardline.parallel.pipeline.schedules import warnings
 from shardline.parallel.pipeline.stages import plan_pipeline
@@ -37,6 +35,7 @@ from shardline.tools.dry_run.shapes import (
     stage_ranks,
 )
 from shardline.tools.dry_run.traffic import step_collectives
+from shardline.training.memory_need import state_bytes
 from shardline.training.pairs import reference_kind
 from shardline.words import sized
 
@@ -160,7 +159,10 @@ def _sizes(config: Config, built: Built, precision: Precision) -> str:
     name = config.optimizer.name
     if name not in MOMENTS:
         return f"{words}, and the state of {name}"
-    states = (built.counts[kind] * _state_bytes(config, kind, built.shards[kind], precision) for kind in trained)
+    states = (
+        built.counts[kind] * state_bytes(config, kind.name, built.shards[kind], kind.whole, precision)
+        for kind in trained
+    )
     return f"{words}, {name} state {sized(sum(states))}"
 
 
@@ -170,17 +172,6 @@ def _reference_lines(config: Config, arch: Architecture, built: Built, precision
         own = [kind for kind in built.counts if not is_low_rank(kind.name)]
         size = sum(built.counts[kind] * math.prod(built.shards[kind]) for kind in own) * precision.compute.itemsize
         yield f"reference of pairs: a frozen copy, {sized(size)}"
-
-
-def _state_bytes(config: Config, kind: ParameterKind, shard: tuple[int, ...], precision: Precision) -> int:
-    """The bytes of what an optimizer keeps of one parameter's shard."""
-    section, elements, wide = config.optimizer, math.prod(shard), precision.storage
-    if section.name == "Muon" and is_block_matrix(kind.name, shard):
-        return elements * wide.itemsize
-    if section.state_dtype == "int8" and wide != torch.bfloat16 and len(shard) > 1:
-        return 2 * int8_bytes(shard, kind.whole[-1])
-    size = torch.bfloat16.itemsize if section.state_dtype == "bfloat16" else wide.itemsize
-    return MOMENTS[section.name] * elements * size
 
 
 def _total_lines(arch: Architecture, config: Config, stages: list[Built], layout: Layout, built: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from shardline import registry
 from shardline.cli.commands import COMMANDS
-from shardline.cli.main import dispatch, main
+from shardline.cli.main import called_as, dispatch, main
 from shardline.errors import UserError
 from shardline.run.options import TrainOptions
 
@@ -413,3 +413,21 @@ sys.exit(cli.program() if sys.argv[2] == "program" else cli.main([]))
 def test_a_thread_that_hangs_in_the_store_does_not_abort_the_end(thread, entry, said):
     done = subprocess.run([sys.executable, "-c", HANGING, thread, entry], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, said), done.stderr
+
+
+def test_commands_in_messages_name_the_program_as_the_user_calls_it(tmp_path, monkeypatch):
+    program = tmp_path / "bin" / "shardline"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert called_as("bin/shardline") == "bin/shardline"
+    assert called_as(str(program)) == "bin/shardline"
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert called_as(str(program)) == str(program)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert called_as(str(program)) == "shardline"
+    assert called_as("/somewhere/shardline/__main__.py") == f"{sys.executable} -m shardline"
+    assert called_as("/somewhere/shardline/train.py") == "shardline"

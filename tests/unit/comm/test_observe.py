@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardline.comm import collectives, observe, transfers, watchdog
 from shardline.comm.exposed_time import exposed
+from shardline.comm.flight_recorder import FlightRecorder
 from shardline.comm.job import Axis, Traffic, job
 from shardline.comm.mesh import stop_process_group
 from shardline.comm.observe import Observed
@@ -43,6 +44,19 @@ def test_a_collective_is_counted_numbered_and_waited_in(dog):
             assert (wait.axis, wait.sequence, wait.tag, wait.presumed) == ("tp", 1, "a gather", False)
         assert dog.status().wait is None
     assert job.traffic.take() == {}
+
+
+def test_the_flight_recorder_knows_when_a_collective_was_issued_waited_for_and_done(dog, tmp_path):
+    dog.recorder = FlightRecorder(0, 10, tmp_path, "rank_")
+    dog.step(7)
+    call = Observed("tp", "all_gather", "a gather", 12, on_host=True)
+    (flight,) = dog.recorder.flights
+    assert (flight.axis, flight.number, flight.tag, flight.size, flight.step) == ("tp", 1, "a gather", 12, 7)
+    assert 0 == flight.waited == flight.done < flight.issued
+    with call:
+        assert flight.issued <= flight.waited
+        assert flight.done == 0
+    assert flight.waited <= flight.done
 
 
 def test_a_wait_that_fails_is_left(dog):

@@ -17,7 +17,10 @@ class Dog:
     def issue(self, tag, axis):
         return 7
 
-    def wait(self, sequence, tag, axis):
+    def record(self, axis, sequence, tag, size):
+        return None
+
+    def wait(self, sequence, tag, axis, flight):
         self.told.append((axis, tag, sequence))
 
     def leave(self, on_device):

@@ -143,6 +143,7 @@ def test_whether_a_key_was_given_is_asked_only_where_the_written_config_tells_it
     # The questions of the writer and of the note about the cut of stages; of the command that converts checkpoints
     names = {"key", 'f"model.{key}"'}
     names |= {"other"}  # one of names.ALTERNATIVES, which the writer knows
+    names |= {'"optimizer.lr"'}  # a note of the start alone
     assert asked - names == {'"training.mixed_precision_param"'}
 
 

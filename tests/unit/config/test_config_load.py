@@ -2,11 +2,14 @@
 
 import pytest
 
+from shardline.cli.main import main
 from shardline.config.aliases import ALIASES, NO_EFFECT
 from shardline.config.files import preset_names, toml_lines
 from shardline.config.load import load_config
 from shardline.config.schema import leaves
-from shardline.errors import ConfigError
+from shardline.errors import ConfigError, UserError
+from shardline.storage.location import locate
+from shardline.words import masked, password_problem
 
 
 @pytest.fixture
@@ -378,3 +381,88 @@ def test_line_numbers_of_statements():
         "k.0": 13,
         "k.0.l": 14,
     }
+
+
+# ---- passwords in URLs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://key:pass@bucket/run", "s3://***@bucket/run"),
+        ("s3://key:sl/ash+@bucket/run", "s3://***@bucket/run"),
+        ("simplecache::sftp://me:pass@host/run", "simplecache::sftp://***@host/run"),
+        ("ftp://:pass@host", "ftp://***@host"),
+        ("https://hf_token@host/file", "https://***@host/file"),
+        ("https://host/a?sv=1&sig=pass%3D&x=2", "https://host/a?sv=1&***&x=2"),
+        ("https://host/a?X-Amz-Signature=pass", "https://host/a?***"),
+        ("see s3://a:pass@b and s3://c:pass@d", "see s3://***@b and s3://***@d"),
+    ],
+)
+def test_a_password_in_a_url_is_masked(text, shown):
+    assert masked(text) == shown
+    assert password_problem(text).startswith(f"{shown} holds a password")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/run",
+        "sftp://me@host/run",
+        "abfs://container@account.dfs.core.windows.net/run",
+        "hdfs://host:9000/user@realm/run",
+        "http://[::1]:8080/a@b",
+        "http://host:8080",
+        "/data/a:b@c.txt",
+        "owner/name@main:split",
+        "gs://bucket/a?versionId=7",
+    ],
+)
+def test_other_urls_and_paths_are_left_alone(text):
+    assert (masked(text), password_problem(text)) == (text, "")
+
+
+SECRET = "hunter2hunter2"
+URL_WITH_PASSWORD = f"s3://key:{SECRET}@bucket/x"
+PLACES = [
+    '[checkpoint]\nenable = true\nmirror = "URL"',
+    '[checkpoint]\nenable = true\ninitial_load_path = "URL"',
+    '[training]\ndataset = "x"\ndataset_path = "URL"',
+    '[model]\nhf_assets_path = "URL"',
+    '[job]\ndescription = "from URL"',
+    '[experimental]\ncustom_args_module = "URL"',
+    '[[data.sources]]\npath = "URL"\ntype = "completion"',
+    '[training]\nsteps = "URL"',
+    '[training]\nsteps = ["URL"]',
+]
+
+
+@pytest.mark.parametrize("text", PLACES)
+def test_a_url_with_a_password_is_refused_wherever_it_stands_and_printed_nowhere(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(text.replace("URL", URL_WITH_PASSWORD))
+    for command in (["train"], ["train", "--dry-run"], ["config"], ["config", "--comments"], ["config", "--debug"]):
+        assert main([*command, "run.toml"]) == 2
+        out, err = capsys.readouterr()
+        assert SECRET not in out + err
+        assert "s3://***@bucket/x holds a password" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_a_password_on_the_command_line_of_any_command_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ["train", f"--checkpoint.mirror={URL_WITH_PASSWORD}"],
+        ["train", "--checkpoint.mirror", URL_WITH_PASSWORD],
+        ["train", "--nosuch", URL_WITH_PASSWORD],
+        ["checkpoint", "ls", URL_WITH_PASSWORD],
+        ["data", "prepare", URL_WITH_PASSWORD, "store"],
+        ["generate", URL_WITH_PASSWORD],
+    ):
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert SECRET not in out + err
+        assert "s3://***@bucket/x holds a password" in err
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"s3://\*\*\*@bucket/x holds a password"):
+        locate(URL_WITH_PASSWORD)

@@ -278,7 +278,19 @@ def test_not_pending(keys):
             {"compile__enable": True, "compile__components": []},
             "compile.enable has no effect: compile.components is empty",
         ),
-        ({"training__steps": 50}, "lr_scheduler.warmup_steps = 200 is longer than the schedule: cut to 50"),
+        (
+            {"training__steps": 50},
+            "lr_scheduler.warmup_steps = 200 is longer than the schedule: cut to 50, the learning rate rises to the"
+            " last step",
+        ),
+        (
+            {"training__steps": 200},
+            "lr_scheduler.warmup_steps = 200 lasts for the whole schedule: the learning rate rises to the last step",
+        ),
+        (
+            {"lr_scheduler__warmup_ratio": 1.0},
+            "lr_scheduler.warmup_ratio = 1 lasts for the whole schedule: the learning rate rises to the last step",
+        ),
         (
             {"lr_scheduler__total_steps": 250, "training__steps": 250, "lr_scheduler__decay_ratio": 0.5},
             "lr_scheduler.decay_ratio = 0.5 is 125 of 250 steps, which do not fit after 200 of warmup:"

@@ -22,8 +22,10 @@ OTHER_DEFAULTS = {
     "checkpoint.last_save_model_only": False,
 }
 OWN_KEYS = {
+    "parallelism.async_tensor_parallel_compare_freq",
     "activation_checkpoint.offload_every",
     "checkpoint.interval_ratio",
+    "lr_scheduler.bend_on_resume",
     "lr_scheduler.decay_end_ratio",
     "lr_scheduler.warmup_ratio",
     "lr_scheduler.warmup_type",

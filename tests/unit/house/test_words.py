@@ -1,8 +1,24 @@
-"""How messages write lists, plurals, ranges and sizes."""
+"""How messages write lists, plurals, ranges, sizes and tables, and what of a line gives way where it is narrow."""
+
+import io
+import shlex
 
 import pytest
 
-from shardline.words import counted, listed, numbered, ranges, sized
+from shardline.words import (
+    Part,
+    ShellCommand,
+    counted,
+    fitted,
+    for_stream,
+    listed,
+    numbered,
+    ranges,
+    roughly,
+    sized,
+    table_lines,
+    wrapped,
+)
 
 
 def test_a_list_is_shortened_and_says_by_how_much():
@@ -29,3 +45,46 @@ def test_runs_of_numbers_are_ranges():
 )
 def test_a_size_has_the_largest_unit_it_fills(size, text):
     assert sized(size) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(12, "12 bytes"), (3 << 29, "1.5 GiB"), (1000 << 20, "1000 MiB"), (12345678, "11.8 MiB")]
+)
+def test_an_estimate_has_three_digits(size, text):
+    assert roughly(size) == text
+
+
+def test_a_table_is_broken_between_words_where_a_width_is_given():
+    rows = [("one", "a value"), ("label", "a value of several words")]
+    assert ["".join(line) for line in table_lines(rows)] == ["one    a value", "label  a value of several words"]
+    assert ["".join(line) for line in table_lines(rows, 18)] == [
+        "one    a value",
+        "label  a value of",
+        "       several",
+        "       words",
+    ]
+
+
+@pytest.mark.parametrize("width", range(30, 80, 7))
+def test_a_broken_command_is_the_same_to_a_shell(width):
+    command = ShellCommand("shardline generate 'a folder' --prompt \"Once upon a time\" --max-new-tokens=20 --json")
+    lines = [rest for _, rest in table_lines([("go", command)], width)]
+    assert all(line.endswith(" \\") for line in lines[:-1])
+    assert shlex.split(" ".join(line.removesuffix("\\") for line in lines)) == shlex.split(command)
+    assert all(len(line) <= width - 4 for line in lines if len(line.split()) > 2)
+
+
+def test_the_least_important_parts_give_way():
+    parts = [Part("first"), Part("second", 2), Part("third", 1)]
+    assert fitted(parts, 20) == "first  second  third"
+    assert fitted(parts, 19) == "first  third"
+    assert fitted(parts, 3) == "first"
+
+
+def test_only_a_terminal_gets_broken_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "10")
+    stream, text = io.StringIO(), "one two three\n  four"
+    assert for_stream(text, stream) == text
+    stream.isatty = lambda: True
+    assert for_stream(text, stream) == wrapped(text, 10) == "one two\nthree\n  four"
+    assert wrapped("averylongword in it", 10) == "averylongword\nin it"

@@ -111,9 +111,9 @@ def test_a_forced_backend_that_has_nothing_for_a_product_is_told():
     found = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0, ring: 2.5}, SERIAL)
     assert _settled(found, "ring").chosen == ring
     assert _settled(found, "fused").chosen == SERIAL
-    assert ", fused cannot be used here: it has nothing for this operation" in _settled(found, "fused").line()
+    assert ", fused cannot be used here: it has nothing for this operation" in _settled(found, "fused").words()
     refused = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0}, SERIAL, refused={"fused": "too small"})
-    assert ", fused cannot be used here: too small" in _settled(refused, "fused").line()
+    assert ", fused cannot be used here: too small" in _settled(refused, "fused").words()
 
 
 def test_efficiency_is_the_share_of_exposed_time_that_is_gone():
@@ -123,10 +123,7 @@ def test_efficiency_is_the_share_of_exposed_time_that_is_gone():
     # Of the communication's own second; serial adds another one to the products, which is not communication.
     assert (found.comm_hidden(SERIAL), found.comm_hidden(ring), found.comm_hidden(slow)) == (-1.0, 0.5, -2.0)
     assert (found.best("ring"), found.best("serial"), found.best("symmetric")) == (ring, SERIAL, None)
-    assert found.line() == (
-        "all_gather_linear forward 64 x 32 x 48 float32: ring, 2500.00 ms against 4000.00 serial and 2000.00 without"
-        " communication"
-    )
+    assert found.words() == "ring, 2500.00 ms against 4000.00 serial and 2000.00 without communication"
     # A machine too noisy to see communication at all
     noisy = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 1.9, ring: 1.0}, ring)
     assert (noisy.efficiency(ring), noisy.comm_hidden(ring)) == (0, 1.0)
@@ -206,7 +203,7 @@ def test_what_cannot_run_is_left_out_and_said():
     assert found.times == {SERIAL: 2.0}
     assert found.chosen == SERIAL
     assert set(runs) == {"matmul", "comm", "serial"}
-    assert found.line().endswith(" without communication, ring cannot be used here: it is broken")
+    assert found.words().endswith(" without communication, ring cannot be used here: it is broken")
 
 
 def test_a_backend_that_fails_in_one_number_of_chunks_is_left_out():
@@ -341,7 +338,7 @@ def test_a_row_comes_back_as_it_was(times, serial, matmul, sent, weights):
     before = Measured(PRODUCT, matmul, sent, times, fastest(times), weights=weights)
     after = from_row(PRODUCT, json.loads(json.dumps(as_row(before))))
     assert after == Measured(PRODUCT, matmul, sent, times, fastest(times), remembered=True, weights=weights)
-    assert after.line() == f"{before.line()}, remembered"
+    assert after.words() == f"{before.words()}, remembered"
 
 
 def test_a_backend_that_was_refused_is_not_tried_again(monkeypatch):

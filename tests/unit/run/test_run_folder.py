@@ -103,6 +103,14 @@ def test_unnamed_folder_takes_the_models_name_and_the_time(tmp_path, monkeypatch
     run.close()
 
 
+def test_a_model_of_a_folder_names_its_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Smol LM").mkdir()
+    run = start(None, model={"name": "auto", "hf_assets_path": "Smol LM"})
+    assert re.fullmatch(r"Smol-LM-\d{8}-\d{6}", run.path.name)
+    run.close()
+
+
 def test_unnamed_folder_takes_the_config_files_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = start(None, job={"config_file": "configs/my run.toml"})

@@ -1,24 +1,28 @@
-"""The console: plain lines, the live bar, log files, the closing table."""
+"""The console: plain lines, rows above a live line, log files, tables."""
 
 import io
 import logging
 import re
 import warnings
 
+import pyte
 import pytest
 import rich.console
 
 from shardline.config.schema import Config
 from shardline.run.folder import RunFolder
-from shardline.telemetry.console import (
-    Console,
+from shardline.telemetry.console import Console, LossCurve, format_time
+from shardline.telemetry.log import (
     ConsoleHandler,
-    RunSummary,
-    format_time,
     hold_log,
+    log_table,
     make_terminal,
+    passing_line,
+    release_log,
     setup_logging,
 )
+from shardline.telemetry.summary import RunSummary, summary
+from shardline.words import ShellCommand
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +59,16 @@ def make_row(step: int, **changes):
     return row | changes
 
 
+def screen(written: str, width: int) -> list[str]:
+    """The lines that a terminal of this width shows after this output."""
+    display = pyte.Screen(width, 60)
+    pyte.Stream(display).feed(written.replace("\n", "\r\n"))
+    lines = [line.rstrip() for line in display.display]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
 def open_console(tmp_path, *, terminal=False, width=100, rank=0, clock=None, **options):
     stream = io.StringIO()
     screen = rich.console.Console(file=stream, force_terminal=terminal, width=width, highlight=False, **options)
@@ -72,7 +86,7 @@ def test_plain_line_per_logged_step(tmp_path):
     console.start(200)
     console.update(make_row(1))
     clock.now += 0.9
-    console.advance(9)
+    console.advance(9, 3.2)
     clock.now += 0.1
     console.update(make_row(11, mfu=None))
     first, second = stream.getvalue().splitlines()
@@ -84,45 +98,71 @@ def test_plain_line_per_logged_step(tmp_path):
 def test_plain_output_has_no_control_codes_and_does_not_wrap(tmp_path):
     console, stream = open_console(tmp_path, width=30)
     console.start(200)
+    console.advance(1, 3.21)
     console.update(make_row(1))
-    console.message("word " * 40)
-    console.close()
+    logging.getLogger("shardline").info("word " * 40)
+    console.stop()
+    console.report(None, [("go on", ShellCommand("shardline train " + "word " * 40))])
     assert "\x1b" not in stream.getvalue()
-    assert "word " * 39 in stream.getvalue()
+    assert stream.getvalue().count("word " * 39) == 2
 
 
-def test_terminal_draws_one_bar_and_no_step_lines(tmp_path):
-    console, stream = open_console(tmp_path, terminal=True)
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_terminal_shows_rows_above_one_live_line(tmp_path, width):
+    console, stream = open_console(tmp_path, terminal=True, width=width)
     console.start(200, 100)
     console.update(make_row(110))
-    shown = stream.getvalue()
-    assert "━" in shown
-    assert "110/200" in shown
-    assert "loss 3.2100  12,345 tok/s  1.2 GiB  mfu 45.1%  eta 0:45" in shown
-    assert "step 110/200" not in shown
-    assert "step 110/200  loss 3.2100" in log_text(tmp_path)
-    console.close()
-
-
-def test_lines_do_not_tear_the_bar(tmp_path):
-    console, stream = open_console(tmp_path, terminal=True, color_system=None)
-    console.start(200)
-    console.update(make_row(10))
+    console.validated(110, {"loss": 3.4})
     logging.getLogger("shardline").info("a [b]line[/b]")
-    shown = stream.getvalue()
-    # The bar's line is cleared, the message takes its place, and the bar is drawn below it.
-    assert re.search(r"\r\x1b\[2Ka \[b\]line\[/b\]\n10/200 .*eta", shown)
-    console.close()
+    console.advance(111, 3.2)
+    console.update(make_row(120, loss=3.1))
+    row, validated, line, second, live = screen(stream.getvalue(), width)
+    more = "  1.2 GiB  mfu 45.1%" if width == 120 else "  mfu 45.1%"
+    assert row == f"step 110/200  loss 3.2100  grad_norm 1.200  lr 3.0e-04  12,345 tok/s{more}"
+    assert validated == "step 110/200  validation loss 3.4000"
+    assert line == "a [b]line[/b]"
+    assert second.startswith("step 120/200  loss 3.1000")
+    assert re.fullmatch(r"120/200 ━{5,}  loss 3\.1000  █▁ +12,345 tok/s .*mfu 45\.1%.* eta \d:\d\d", live)
+    assert len(live) <= width
+    assert "step 110/200  loss 3.2100" in log_text(tmp_path)
+    console.stop()
+    assert "━" not in "".join(screen(stream.getvalue(), width))
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_bar_is_one_line_on_a_narrow_terminal(tmp_path, width):
-    console, stream = open_console(tmp_path, terminal=True, width=width, color_system=None)
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_live_line_gives_up_what_matters_least(tmp_path, width):
+    console, stream = open_console(tmp_path, terminal=True, width=width)
     console.start(200)
+    console.update(make_row(10, tp_hidden_fraction=0.83))
+    live = screen(stream.getvalue(), width)[-1]
+    assert len(live) <= width
+    there = [word for word in ("loss", "tok/s", "eta", "mfu", "GiB", "tp hidden") if word in live]
+    few = ["loss", "tok/s"]
+    assert there == {40: few, 60: [*few, "eta"], 80: [*few, "eta", "mfu", "GiB"]}[width]
+    console.stop()
+
+
+def test_hidden_communication_is_on_a_wide_live_line(tmp_path):
+    console, stream = open_console(tmp_path, terminal=True, width=120)
+    console.start(200)
+    console.update(make_row(10, tp_hidden_fraction=0.83))
+    assert "tp hidden 83%" in screen(stream.getvalue(), 120)[-1]
+    console.stop()
+
+
+def test_a_terminal_without_unicode_gets_ascii(tmp_path):
+    class Old(io.StringIO):
+        encoding = "ascii"
+
+    stream = Old()
+    terminal = rich.console.Console(file=stream, force_terminal=True, width=80)
+    setup_logging(RunFolder(tmp_path), terminal=terminal)
+    console = Console(Config(), tmp_path, clock=Clock())
+    console.start(20)
     console.update(make_row(10))
-    drawn = [re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", part) for part in stream.getvalue().split("\r")]
-    assert all(len(line) <= width and "\n" not in line for line in drawn)
-    console.close()
+    stream.getvalue().encode("ascii")
+    assert "10/20 -----" in screen(stream.getvalue(), 80)[-1]
+    console.stop()
 
 
 def test_bar_follows_steps_without_rows(tmp_path):
@@ -130,56 +170,117 @@ def test_bar_follows_steps_without_rows(tmp_path):
     console, stream = open_console(tmp_path, terminal=True, clock=clock)
     console.start(50)
     clock.now += 1
-    console.advance(7)
-    assert "7/50" in stream.getvalue()
+    console.advance(7, 3.0)
+    assert " 7/50" in stream.getvalue()
     clock.now += 0.01  # too soon to draw again
-    console.advance(8)
-    assert "8/50" not in stream.getvalue()
-    console.close()
+    console.advance(8, 3.0)
+    assert " 8/50" not in stream.getvalue()
+    console.stop()
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_summary(tmp_path, terminal):
-    console, stream = open_console(tmp_path, terminal=terminal, color_system=None)
+def test_closing_table(tmp_path, terminal):
+    console, stream = open_console(tmp_path, terminal=terminal, width=80)
     console.start(30)
+    console.advance(1, 9.0)
     console.update(make_row(1, loss=9.0, tokens_per_second=1.0, memory_gib=0.5))
     console.update(make_row(10, tokens_per_second=100.0, memory_gib=2.0))
     console.update(make_row(20, loss=2.5, tokens_per_second=300.0, memory_gib=1.0))
-    console.advance(23)
+    console.validated(20, {"loss": 2.75})
+    console.advance(23, 2.25)  # a step without a row
+    console.stop()
     before = len(stream.getvalue())
-    console.close("SIGINT")
+    command = ShellCommand(f"shardline train {'folder/' * 4}config.toml --resume --nproc 2")
+    console.report("SIGINT", [("last save", "step 20, 9.97 MiB: 3 steps since then are not in it"), ("go on", command)])
     shown = stream.getvalue()[before:]
     assert "stopped at step 23 at your request (SIGINT)" in shown
-    for name, value in {
+    expected = {
         "steps": "23 of 30",
-        "first loss": r"9\.0000 \(step 1\)",
-        "last loss": r"2\.5000 \(step 20\)",
-        "tokens/s": "200",  # the first row's speed is start-up
-        "peak memory": r"2\.00 GiB",
-    }.items():
-        line = re.compile(rf"{name}\W+{value}\W")
-        assert line.search(shown), name
-        assert line.search(log_text(tmp_path)), name
-    assert str(tmp_path)[:40] in shown
-    assert ("┌" in shown) == terminal
-    assert shown.count("first loss") == 1
+        "first loss": "9.0000 (step 1)",
+        "last loss": "2.2500 (step 23)",
+        "validation loss": "2.7500 (step 20)",
+        "speed": "200 tokens/s",  # the first row's speed is start-up
+        "peak memory": "2.00 GiB",
+        "last save": "step 20, 9.97 MiB: 3 steps since then are not in it",
+    }
+    lines = screen(shown, 80) if terminal else shown.splitlines()
+    for name, value in expected.items():
+        assert f"{name:<15}  {value}" in lines
+        assert f"{name:<15}  {value}\n" in log_text(tmp_path)
+    if terminal:
+        assert lines[-2:] == [
+            f"go on            shardline train {'folder/' * 4}config.toml \\",
+            "                   --resume --nproc 2",
+        ]
+    else:
+        assert lines[-1] == f"go on            {command}"
+    console.report(None)
+    assert stream.getvalue()[before:] == shown  # only once
 
 
-def test_summary_of_a_finished_run_and_of_none(tmp_path):
+def test_there_is_no_closing_table_without_a_step(tmp_path):
     console, stream = open_console(tmp_path)
     console.start(1)
-    console.close()
+    console.stop()
+    console.report("SIGINT")
     assert stream.getvalue() == ""
-    console.update(make_row(1))
-    console.close()
-    assert re.search(r"steps +1\n", stream.getvalue())
-    assert "your request" not in stream.getvalue()
+
+
+def test_a_finished_run_has_one_number_of_steps():
+    seen = RunSummary()
+    seen.stepped(1, 2.0)
+    assert summary(seen, 1, 1)[0] == ("steps", "1")
+
+
+def test_lines_and_tables_are_broken_between_words(tmp_path):
+    _, stream = open_console(tmp_path, terminal=True, width=40)
+    path = "/a/" + "long/" * 12 + "path"
+    logging.getLogger("shardline").info("several words that do not fit into a line of forty")
+    logging.getLogger("shardline").info("saved %s", path)
+    log_table([("a", "short"), ("label", "several words that do not fit into a line of forty")])
+    assert screen(stream.getvalue().replace(path, "PATH"), 40) == [
+        "several words that do not fit into a",
+        "line of forty",
+        "saved",
+        "PATH",  # whole, for a terminal to wrap and a person to copy
+        "",
+        "a      short",
+        "label  several words that do not fit",
+        "       into a line of forty",
+    ]
+    assert "label  several words that do not fit into a line of forty\n" in log_text(tmp_path)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_passing_line_is_replaced_and_goes(tmp_path, terminal):
+    _, stream = open_console(tmp_path, terminal=terminal, width=60)
+    with passing_line() as tell:
+        for number in (1, 2):
+            tell(f"measuring product {number} of 2")
+        shown = screen(stream.getvalue(), 60)
+    assert shown == [f"measuring product {2 if terminal else 1} of 2"]
+    assert screen(stream.getvalue(), 60) == ([] if terminal else shown)
+    assert ("\x1b" in stream.getvalue()) == terminal
+
+
+def test_the_curve_of_losses_keeps_its_width():
+    curve = LossCurve()
+    curve.add(float("nan"))
+    assert curve.drawn().strip() == ""
+    for number in range(100):
+        curve.add(10.0 - number / 10)
+        assert len(curve.drawn()) == LossCurve.WIDTH
+    drawn = curve.drawn().strip()
+    assert len(drawn) > LossCurve.WIDTH / 3
+    assert drawn[0] == "█"
+    assert drawn[-1] == "▁"
+    assert list(drawn) == sorted(drawn, reverse=True)
 
 
 def test_speed_of_a_single_row_is_its_own():
     seen = RunSummary()
     seen.add(make_row(1, tokens_per_second=7.0))
-    assert seen.speed == 7.0
+    assert ("speed", "7 tokens/s") in summary(seen, 1, 2)
 
 
 def test_other_ranks_write_their_log_and_show_nothing(tmp_path, capsys):
@@ -187,8 +288,9 @@ def test_other_ranks_write_their_log_and_show_nothing(tmp_path, capsys):
     console = Console(Config(), tmp_path, rank=1)
     console.start(10)
     console.update(make_row(1))
-    console.message("hello")
-    console.close()
+    console.validated(1, {"loss": 1.0})
+    console.stop()
+    console.report("SIGINT")
     logging.getLogger("shardline").info("from one")
     assert capsys.readouterr().out == ""
     assert log_text(tmp_path, 1).count("\n") == 1
@@ -261,6 +363,15 @@ def test_colors_can_be_switched_off(monkeypatch, color, no_color, expected):
     assert "warning: careful" in stream.getvalue()
 
 
+def test_a_notebook_gets_plain_lines(monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # as the pseudo-terminal of `!shardline train` is
+    monkeypatch.setattr("sys.stdout", stream)
+    monkeypatch.setenv("TERM", "xterm-color")
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    assert not make_terminal(True).is_interactive
+
+
 def test_output_into_a_file_is_plain_whatever_the_environment_says(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("sys.stdout", io.StringIO())
@@ -276,7 +387,6 @@ def test_format_time(seconds, text):
 
 def test_lines_for_the_user_show_before_there_is_a_log_and_warnings_survive_a_failed_start(capsys):
     from shardline.storage.progress import say
-    from shardline.telemetry.console import release_log
 
     hold_log()
     say("preparing data (once)")

@@ -85,9 +85,9 @@ def test_only_rank_0_writes_the_file(tmp_path):
 
 
 def test_full_disk_ends_with_a_message(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.metrics_path.symlink_to("/dev/full")
-    metrics = MetricsLog(make_config(), folder)
+    metrics = MetricsLog(make_config(), RunFolder(tmp_path))
+    metrics.file.close()
+    metrics.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     with pytest.raises(UserError, match=r"metrics\.jsonl: No space left"):
         metrics.log(make_row(1))
     metrics.close()

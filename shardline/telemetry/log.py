@@ -1,0 +1,210 @@
+"""The log of a run: lines and tables in log/rank-N.log and, of rank 0, on the console.
+
+The file and a pipe get whole lines. A terminal gets lines that are broken between words, and step rows whose least
+important numbers give way where it is narrow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import logging.handlers
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO, Any, cast
+
+import rich.console
+from rich.live import Live
+from rich.text import Text
+
+from shardline.errors import UserError
+from shardline.run.folder import RunFolder
+from shardline.storage.atomic import plain_file
+from shardline.words import TableRows, fitted, table_lines, wrapped
+
+log = logging.getLogger("shardline")
+LOGGERS = ("shardline", "py.warnings")  # the second one carries what the warnings module reports
+FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+NOTEBOOK_VARIABLE = "JPY_PARENT_PID"  # set for what a notebook starts: its pseudo-terminal cannot move the cursor
+STYLES = {logging.WARNING: ("warning: ", "yellow"), logging.ERROR: ("error: ", "red")}
+
+
+class TerminalOutput:
+    """Standard output. What is written to a terminal that was closed goes nowhere: the log file has every line."""
+
+    def __init__(self) -> None:
+        self.stream = sys.stdout  # what a bar puts in its place later prints through this one
+
+    def write(self, text: str) -> int:
+        return int(self._tried(lambda: self.stream.write(text)))
+
+    def flush(self) -> None:
+        self._tried(self.stream.flush)
+
+    def _tried(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
+        return action()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def make_terminal(color: bool) -> rich.console.Console:
+    """Standard output. Without colours no styles are written at all; NO_COLOR has the same effect."""
+    colored = color and not os.environ.get("NO_COLOR")
+    # Rich takes FORCE_COLOR for a terminal and would draw a bar into a log file: ask the stream itself.
+    is_terminal = sys.stdout.isatty() and NOTEBOOK_VARIABLE not in os.environ
+    return rich.console.Console(
+        file=cast(IO[str], TerminalOutput()) if is_terminal else None,
+        force_terminal=is_terminal,
+        force_jupyter=False,  # a cell would be a new output for each line
+        color_system="auto" if colored else None,
+        highlight=False,
+    )
+
+
+class FileHandler(logging.FileHandler):
+    """The log file. If it cannot be written, as on a full disk, the run goes on after one warning."""
+
+    failed = False
+
+    def _open(self) -> io.TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=plain_file)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed:
+            self.failed = True
+            print(f"warning: {self.baseFilename} is incomplete: {sys.exc_info()[1]}", file=sys.stderr)
+
+
+class ConsoleHandler(logging.Handler):
+    """Prints log lines through the terminal that also draws the bar, so that they do not overwrite each other."""
+
+    def __init__(self, terminal: rich.console.Console) -> None:
+        super().__init__(logging.INFO)
+        self.terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "file_only", False):
+            return
+        try:
+            self.terminal.print(self._text(record), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+    def _text(self, record: logging.LogRecord) -> Text:
+        """What is printed of a record: on a terminal, lines, tables and rows are fitted to its width."""
+        width = self.terminal.width if self.terminal.is_interactive else None
+        if hasattr(record, "table"):
+            lines = [Text.assemble((label, "bold"), rest) for label, rest in table_lines(record.table, width)]
+            return Text("\n").join([Text(), *lines])
+        if width is not None and hasattr(record, "parts"):
+            return Text(fitted(record.parts, width))
+        text = self.format(record)
+        if record.name == "py.warnings":
+            text = text.split("\n", 1)[0]  # the second line quotes the source; the log file has it
+        prefix, style = STYLES.get(record.levelno, ("", ""))
+        text = prefix + text
+        return Text(text if width is None else wrapped(text, width), style=style)
+
+
+def log_table(rows: TableRows, title: str = "", file_only: bool = False) -> None:
+    """Log labels and values in two columns."""
+    lines = [*filter(None, [title]), *(label + rest for label, rest in table_lines(rows))]
+    log.info("\n".join(lines), extra={"table": rows, "file_only": file_only})
+
+
+@contextlib.contextmanager
+def passing_line() -> Iterator[Callable[[str], None]]:
+    """A function that shows how far a long part of the start is, on rank 0.
+
+    On a terminal each text takes the place of the one before, and the last one goes; elsewhere the first is printed.
+    """
+    terminals = [handler.terminal for handler in log.handlers if isinstance(handler, ConsoleHandler)]
+    live = [Live(console=one, auto_refresh=False, transient=True) for one in terminals if one.is_interactive]
+    shown = False
+
+    def tell(text: str) -> None:
+        nonlocal shown
+        for line in live:
+            line.start()
+            line.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+        if not live and not shown:
+            log.info("%s", text)
+        shown = True
+
+    try:
+        yield tell
+    finally:
+        for line in live:
+            line.stop()
+
+
+# ---- where lines go --------------------------------------------------------------------------------------------------
+
+
+def hold_log() -> None:
+    """Keep log lines in memory until `setup_logging` knows where they go."""
+    _remove_handlers()
+    held = logging.handlers.MemoryHandler(capacity=10_000, flushLevel=logging.CRITICAL + 1)
+    held.of_run = True  # type: ignore[attr-defined]
+    log.addHandler(held)
+    log.setLevel(logging.INFO)
+
+
+def release_log() -> None:
+    """The set-up failed: print the warnings that were held, and let later lines go where they went before."""
+    if any(isinstance(handler, logging.handlers.MemoryHandler) for handler in log.handlers):
+        for record in _remove_handlers():
+            if record.levelno >= logging.WARNING:
+                print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+def _remove_handlers() -> list[logging.LogRecord]:
+    """Remove what an earlier call set up, and return the lines that were held."""
+    held: list[logging.LogRecord] = []
+    for name in LOGGERS:
+        for handler in [h for h in logging.getLogger(name).handlers if getattr(h, "of_run", False)]:
+            logging.getLogger(name).removeHandler(handler)
+            if isinstance(handler, logging.handlers.MemoryHandler):
+                held += handler.buffer
+            handler.close()
+    return held
+
+
+def setup_logging(
+    folder: RunFolder, rank: int = 0, color: bool = True, terminal: rich.console.Console | None = None
+) -> logging.Logger:
+    """Send the `shardline` log and Python's warnings to log/rank-N.log and, on rank 0, to the console.
+
+    Lines that `hold_log` kept come first. A second call replaces what the first one set up.
+    """
+    held = _remove_handlers()
+    path = folder.log_path(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from error
+    file.setFormatter(logging.Formatter(FILE_FORMAT))
+    handlers: list[logging.Handler] = [file]
+    if rank == 0:
+        handlers.append(ConsoleHandler(terminal or make_terminal(color)))
+    for handler in handlers:
+        handler.of_run = True  # type: ignore[attr-defined]
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(handler)
+    log.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    for record in held:
+        log.handle(record)
+    return log

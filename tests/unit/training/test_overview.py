@@ -1,0 +1,223 @@
+"""The table of the start, its notes, and what a resumed run says and refuses."""
+
+import re
+
+import pytest
+import torch
+
+from shardline.config.layout import Layout
+from shardline.config.load import load_config
+from shardline.errors import UserError
+from shardline.models.flavors import model_label, resolve
+from shardline.parallel.apply import make_model
+from shardline.precision.mixed import choose_precision
+from shardline.run.options import TrainOptions
+from shardline.training.memory_need import memory_need, save_bytes
+from shardline.training.overview import usual_rate
+from shardline.training.trainer import Trainer
+from tests.e2e.tiny import TINY, run, tiny_config
+
+SAVING = {"checkpoint__enable": True, "checkpoint__interval": 2}
+
+
+def started(folder, capsys, options=None, **changes):
+    """What a run prints before its first step: its table by label, and all of it."""
+    trainer = Trainer(tiny_config(folder, **changes), options)
+    trainer.close()
+    text = capsys.readouterr().out
+    return dict(re.findall(r"^(\w[\w ]{0,10}?) {2,}(.+)$", text, re.MULTILINE)), text
+
+
+def test_every_line_of_the_table(tmp_path, capsys):
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("Once upon a time there was a small language model. " * 40)
+    table, text = started(
+        tmp_path / "run",
+        capsys,
+        training__dataset_path=f"{tmp_path}/*.txt",
+        training__cache_folder=str(tmp_path / "cache"),
+        training__gradient_accumulation_steps=2,
+        training__steps=8,
+        model__tokenizer_path="bytes",
+        lr_scheduler__min_lr_factor=0.1,
+        lr_scheduler__decay_type="cosine",
+        **SAVING,
+        checkpoint__keep_latest_k=3,
+    )
+    assert table["model"] == "llama3 debugmodel, 96,576 parameters"
+    assert table["precision"].startswith("float32; attention by ")
+    tokens = 2 * (40 * 51 + 2)
+    epochs = 8 * 8 / ((tokens - 1) // 32)
+    assert table["data"] == f"{tmp_path}/*.txt: 2 files, {tokens:,} tokens; 8 steps make {epochs:.2g} epochs"
+    assert table["tokenizer"] == "bytes, 258 ids"
+    assert table["batch"] == "32 tokens x 4 sequences x 2 micro-batches = 8 sequences, 256 tokens a step"
+    assert table["schedule"] == "AdamW, 8 steps: warmup 2, peak 0.003, cosine to 0.0003"
+    words = (
+        r"about [\d.]+ [MG]iB of [\d.]+ GiB: weights 377 KiB, gradients 377 KiB, AdamW state 754 KiB, activations .*"
+    )
+    assert re.fullmatch(words, table["memory"])
+    assert table["run folder"] == str(tmp_path / "run")
+    assert table["checkpoints"] == "every 2 steps and at the end, the newest 3 kept, about 1.11 MiB each"
+    assert "note: no learning rate" not in text
+    assert "warning" not in text
+    assert "changed" not in table
+
+
+def test_a_learning_rate_that_nobody_gave_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.delitem(TINY, "optimizer.lr")
+    _, text = started(tmp_path / "run", capsys)
+    said = "note: no learning rate was given: optimizer.lr = 0.0008 is the default; usual for 96,576 parameters: 1e-3\n"
+    assert said in text
+
+
+@pytest.mark.parametrize(
+    ("parameters", "changes", "words"),
+    [
+        (8_030_000_000, {}, "8,030,000,000 parameters: 1.2e-4 to 3e-4"),
+        (405_000_000_000, {}, "405,000,000,000 parameters: 8e-5"),
+        (8_030_000_000, {"lora.enable": True}, "LoRA: 1e-4 to 2e-4"),
+        (1, {"checkpoint.enable": True, "checkpoint.initial_load_path": "x"}, "fine-tuning all weights: 1e-5 to 2e-5"),
+    ],
+)
+def test_usual_rates(parameters, changes, words):
+    assert usual_rate(load_config(overrides=changes), parameters) == words
+
+
+def test_real_data_that_is_not_saved_is_a_warning(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("Once upon a time. " * 40)
+    data = {"training__dataset_path": str(tmp_path / "a.txt"), "training__cache_folder": str(tmp_path / "cache")}
+    table, text = started(tmp_path / "run", capsys, model__tokenizer_path="bytes", **data)
+    assert table["checkpoints"] == "none, nothing will be saved: checkpoint.enable is false"
+    assert "warning: nothing of this run will be saved: checkpoint.enable is false (--checkpoint.enable saves)" in text
+    _, text = started(tmp_path / "generated", capsys)
+    assert "warning" not in text
+
+
+def test_memory_that_is_not_there_is_a_warning(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("shardline.training.overview.available_memory", lambda device, ranks: 2**20)
+    _, text = started(tmp_path / "run", capsys)
+    assert re.search(r"warning: about [\d.]+ MiB of memory are needed and 1 MiB are free: a smaller", text)
+
+
+def test_a_model_of_a_folder_is_named_by_it(tmp_path):
+    folder = tmp_path / "SmolLM"
+    folder.mkdir()
+    cached = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c1899de289a04d12100db370d81485cdf75e47ca"
+    cached.mkdir(parents=True)
+    for path, label in ((folder, "SmolLM"), (cached, "Qwen/Qwen3-0.6B")):
+        config = load_config(overrides={"model.name": "auto", "model.hf_assets_path": str(path)})
+        assert model_label(config.model) == label
+
+
+# ---- resumed runs ----------------------------------------------------------------------------------------------------
+
+
+def interrupted(tmp_path):
+    """A run of 8 steps that a signal stopped at step 4, in the middle of its decay."""
+    trainer = Trainer(tiny_config(tmp_path / "run", training__steps=8, **SAVING))
+    step = trainer.train_step
+
+    def stop_after_four(*arguments):
+        if trainer.progress.step == 3:
+            trainer.requests.stop = "SIGTERM"
+        return step(*arguments)
+
+    trainer.train_step = stop_after_four
+    assert trainer.train().step == 4
+    return tmp_path / "run"
+
+
+def test_what_differs_is_a_line_of_the_table(tmp_path, capsys):
+    folder = interrupted(tmp_path)
+    capsys.readouterr()
+    same, text = started(folder, capsys, TrainOptions(resume=True), training__steps=8, **SAVING)
+    assert "changed" not in same
+    assert "note: the learning rate" not in text
+    other = {"metrics__log_freq": 5, "debug__check_replicas_freq": 1, "training__steps": 8}
+    table, _ = started(folder, capsys, TrainOptions(resume=True), **other, **SAVING)
+    assert table["changed"] == "metrics.log_freq from 1 to 5, debug.check_replicas_freq from 0 to 1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rate"),
+    [
+        ({"training__steps": 16}, "0.00279"),  # a decay of 14 steps, not 6
+        ({"training__steps": 8, "optimizer__lr": 1e-3}, "0.000833"),
+        ({"training__steps": 8, "lr_scheduler__decay_type": "constant"}, "0.003"),
+    ],
+)
+def test_a_bent_learning_rate_is_refused(tmp_path, changes, rate):
+    folder = interrupted(tmp_path)
+    said = rf"step-4: step 4 had a learning rate of 0\.0025; by this config it would have had {re.escape(rate)}\."
+    with pytest.raises(UserError, match=said) as refused:
+        Trainer(tiny_config(folder, **SAVING, **changes))
+    assert "it was to end at step 8, and --lr_scheduler.total_steps=8 keeps its schedule" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({"lr_scheduler__bend_on_resume": True}, "the learning rate goes on at 0.00257; it was 0.0025 in step 4"),
+        ({"checkpoint__exclude_from_loading": ["lr_scheduler"]}, None),
+        ({"lr_scheduler__total_steps": 8}, None),
+    ],
+    ids=["bend", "anew", "kept"],
+)
+def test_a_longer_run_that_is_asked_for(tmp_path, capsys, changes, note):
+    folder = interrupted(tmp_path)
+    capsys.readouterr()
+    _, text = started(folder, capsys, training__steps=16, **SAVING, **changes)
+    assert re.findall(r"note: (the learning rate goes .*)", text) == ([] if note is None else [note])
+
+
+def test_a_finished_run_goes_on_with_a_note(tmp_path, capsys):
+    run(tmp_path / "run", training__steps=4, **SAVING)
+    capsys.readouterr()
+    _, text = started(tmp_path / "run", capsys, training__steps=8, **SAVING)
+    assert "note: the learning rate goes on at 0.002; it was 0.0015 in step 4" in text
+
+
+def test_a_length_that_changes_no_rate_needs_no_question(tmp_path, capsys):
+    constant = {"lr_scheduler__decay_type": "constant", **SAVING}
+    run(tmp_path / "run", training__steps=4, **constant)
+    capsys.readouterr()
+    _, text = started(tmp_path / "run", capsys, training__steps=8, **constant)
+    assert "the learning rate goes on" not in text
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def need_of(**changes):
+    config = load_config(overrides=TINY | {key.replace("__", "."): value for key, value in changes.items()})
+    precision = choose_precision(config, torch.device("cpu"), has_bfloat16=True)
+    model, _ = make_model(resolve(config.model), config, None, precision)
+    return memory_need(model, config, Layout(), precision, "cpu"), save_bytes(model, config, precision)
+
+
+def test_what_is_kept_of_parameters_is_exact():
+    need, saved = need_of()
+    assert (need.weights, need.gradients, need.state) == (4 * 96_576, 4 * 96_576, 8 * 96_576)
+    assert saved == 12 * 96_576
+    bfloat16, _ = need_of(optimizer__state_dtype="bfloat16")
+    assert bfloat16.state == 4 * 96_576
+    muon, _ = need_of(optimizer__name="Muon")
+    assert need.state > muon.state > need.state / 2
+
+
+def test_checkpointing_and_batches_change_activations():
+    deep = {"model__overrides": TINY["model.overrides"] | {"n_layers": 6}}
+    modes = ("none", "full", "selective")
+    kept = {mode: need_of(activation_checkpoint__mode=mode, **deep)[0].activations for mode in modes}
+    assert kept["full"] < kept["selective"] < kept["none"]
+    per_op = {"activation_checkpoint__mode": "selective", "activation_checkpoint__selective_ac_option": "op"}
+    assert kept["full"] < need_of(**per_op, **deep)[0].activations < kept["none"]
+    twice, _ = need_of(training__local_batch_size=8, **deep)
+    assert twice.activations > 1.5 * kept["none"]
+
+
+def test_gradients_take_the_place_of_activations_unless_they_stay():
+    need, _ = need_of()
+    assert need.peak == need.weights + need.state + max(need.gradients, need.activations)
+    stays, _ = need_of(training__gradient_accumulation_steps=2)
+    assert stays.peak == stays.weights + stays.state + stays.gradients + stays.activations
