@@ -1,8 +1,9 @@
 """How well the planner predicts: published layouts against `shardline.plan`, and the fit of other trainers' constants.
 
-    python benchmarks/planner.py --data ../shared/reference/planner          # a table
-    python benchmarks/planner.py --data DIR --json                           # one JSON object
-    python benchmarks/planner.py --data DIR --fit                            # writes planner_fitted.toml
+    python benchmarks/planner.py --data DIR            # a table
+    python benchmarks/planner.py --data DIR --json     # one JSON object
+    python benchmarks/planner.py --data DIR --fit      # writes planner_fitted.toml
+    python benchmarks/planner.py --own                 # runs of this trainer: planner_own.toml
 
 DIR holds measured_layouts.json and failed_layouts.json. Rows are split by whole groups (dataset, model, GPUs) into a
 part that constants are fitted to and a part that checks them. docs/planner.md explains every number.
@@ -14,6 +15,7 @@ import argparse
 import hashlib
 import json
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -25,13 +27,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import planner_rows
 from planner_memory import peak_memory
 from planner_rows import FITTED, TRAINERS, USABLE, Measured, impossible, read_failed, read_rows, traits_of
 
+from shardline.config.load import load_config
+from shardline.plan.check import judge
+from shardline.plan.hardware import GIB, find_profile
 from shardline.plan.simulate import step_time
 from shardline.plan.traits import Traits
 
-GIB = 2**30
+OWN = Path(__file__).parent / "planner_own.toml"
 SINGLE_GROUPS = ("torchao", "simumax-b200")
 FIT_OF = 10, 6  # of ten groups, six are fitted to
 
@@ -352,20 +358,57 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+# ---- this trainer ----------------------------------------------------------------------------------------------------
+
+
+def own_runs() -> list[dict[str, Any]]:
+    """Measured runs of this trainer on an H200, each with what the planner predicts for its config."""
+    hardware = find_profile("h200")
+    found = []
+    for model in tomllib.loads(OWN.read_text()).values():
+        for run in model["runs"]:
+            config = load_config(None, [f"--{flag}" for flag in (*model["flags"], *run.get("flags", ()))])
+            verdict = judge(config, hardware, 1, changes=False)
+            training = config.training
+            tokens = max(training.local_batch_size, training.global_batch_size) * training.seq_len
+            speed, held = tokens / verdict.seconds, verdict.memory.total / GIB
+            errors = {"speed_error": _rounded(speed / run["speed"] - 1), "gib_error": _rounded(held / run["gib"] - 1)}
+            found.append({**run, "predicted_speed": round(speed), "predicted_gib": _rounded(held), **errors})
+    return found
+
+
+def own_table(runs: Sequence[dict[str, Any]]) -> str:
+    lines = [f"{'':<48} {'tok/s':>7} {'said':>7} {'':>6} {'GiB':>6} {'said':>6}"]
+    for run in runs:
+        speed = f"{run['speed']:>7,} {run['predicted_speed']:>7,} {100 * run['speed_error']:>+5.1f}%"
+        held = f"{run['gib']:>6.1f} {run['predicted_gib']:>6.1f} {100 * run['gib_error']:>+5.1f}%"
+        lines.append(f"{run['name'] + ' (earlier)' * run.get('earlier', False):<48} {speed} {held}")
+    for words, old in (("present version", False), ("earlier version", True)):
+        part = [run for run in runs if run.get("earlier", False) == old]
+        means = [np.mean([abs(run[name]) for run in part]) for name in ("speed_error", "gib_error")]
+        lines.append(f"{words}, {len(part)} runs: tokens/s MAPE {means[0]:.3f}, memory MAPE {means[1]:.3f}")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=Path("../shared/reference/planner"))
+    parser.add_argument("--data", type=Path, help="the folder with measured_layouts.json and failed_layouts.json")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--own", action="store_true", help="runs of this trainer instead")
     options = parser.parse_args()
+    if options.own:
+        runs = own_runs()
+        print(json.dumps(runs, indent=1) if options.json else own_table(runs))
+        return
+    if options.data is None:
+        sys.exit("--data DIR is missing: the folder with measured_layouts.json")
     if not (options.data / "measured_layouts.json").is_file():
         sys.exit(f"{options.data}: has no measured_layouts.json")
     if options.fit:
         rows, _ = read_rows(options.data)
         write_fitted(fit(rows))
         traits_of.cache_clear()
-        import planner_rows
-
         planner_rows.fitted.cache_clear()
     found = report(options.data)
     print(json.dumps(found, indent=1) if options.json else table(found))

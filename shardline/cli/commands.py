@@ -122,7 +122,6 @@ def _train(parsed: Parsed) -> int:
             refuse_pending(config)
             from shardline.launch.launch import train
 
-            _say_if_too_large(config, options)
             return train(config, options)
         from shardline.tools.dry_run.dry_run import describe
 
@@ -131,23 +130,6 @@ def _train(parsed: Parsed) -> int:
         known = options.world_size or (ranks if ranks > 1 else None)
         print(describe(config, known, options.nproc if nodes > 1 else None))
         return 0
-
-
-def _say_if_too_large(config: Config, options: TrainOptions) -> None:
-    """Warn of a run whose memory will not suffice, before it starts; an estimate never refuses one."""
-    from shardline.config.names import LAUNCHER_VARIABLE
-    from shardline.launch.launch import started_ranks
-    from shardline.plan.hardware import local_gpu
-    from shardline.run.options import node_range
-
-    first = os.environ.get("RANK", "0") == "0" and LAUNCHER_VARIABLE not in os.environ
-    if not first or local_gpu() is None:
-        return
-    from shardline.plan.check import start_line
-
-    line = start_line(config, started_ranks() or node_range(options.nnodes)[1] * options.nproc)
-    if line is not None:
-        print(f"warning: {line}", file=sys.stderr)
 
 
 def _config(parsed: Parsed) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from shardline.comm.store import ranks_from_environment
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
 from shardline.config.rules import check, checked_layout
@@ -14,10 +18,11 @@ from shardline.config.schema import Config
 from shardline.data.loader import fitted
 from shardline.errors import ConfigError
 from shardline.models.flavors import resolve
-from shardline.plan.hardware import Hardware, local_gpu, profile_for
+from shardline.plan.hardware import Hardware, find_profile, profile_for
 from shardline.plan.memory import Memory
 from shardline.plan.of_config import kept_by, workload_of
-from shardline.plan.search import Problem, memory_of, timed
+from shardline.plan.search import PlanProblem, memory_of, timed
+from shardline.run.device import available_memory, device_name
 
 MOST_SHOWN = 3
 
@@ -30,6 +35,14 @@ class Change:
     keys: dict[str, Any]
     memory: Memory
     seconds: float
+
+    @property
+    def flags(self) -> str:
+        return " ".join(f"--{key}={_shown(value)}" for key, value in self.keys.items() if value is not None)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -45,18 +58,22 @@ class Verdict:
         return self.memory.total <= self.room
 
 
-def problem_of(config: Config, hardware: Hardware, ranks: int, device: str = "cuda") -> tuple[Problem, Layout]:
+def problem_of(config: Config, hardware: Hardware, ranks: int, device: str = "cuda") -> tuple[PlanProblem, Layout]:
     """The problem that a config as it is poses on this many ranks."""
     layout = checked_layout(config, ranks)
     arch = fitted(resolve(config.model), config)
     kept = kept_by(config, arch, device)
-    return Problem(config, arch, hardware, ranks, 0, {}, kept, device), layout
+    return PlanProblem(config, arch, hardware, ranks, 0, {}, kept, device), layout
 
 
 def judge(config: Config, hardware: Hardware, ranks: int, device: str = "cuda", changes: bool = True) -> Verdict:
     """Whether the config fits; with `changes`, the cheapest that make it fit."""
     problem, layout = problem_of(config, hardware, ranks, device)
-    workload = workload_of(config, problem.arch, layout, device)
+    return verdict_of(problem, layout, changes)
+
+
+def verdict_of(problem: PlanProblem, layout: Layout, changes: bool = True) -> Verdict:
+    workload = workload_of(problem.config, problem.arch, layout, problem.device)
     memory = memory_of(problem, workload)
     found: tuple[Change, ...] = ()
     if memory.total > problem.room and changes:
@@ -67,7 +84,7 @@ def judge(config: Config, hardware: Hardware, ranks: int, device: str = "cuda", 
 # ---- changes ---------------------------------------------------------------------------------------------------------
 
 
-def cheapest(problem: Problem, layout: Layout) -> list[Change]:
+def cheapest(problem: PlanProblem, layout: Layout) -> list[Change]:
     """The changes, alone or two together, that make a run fit and slow it down least."""
     single = list(_tried(problem, layout, [(words, keys) for words, keys in single_changes(problem, layout)]))
     fits = [change for change in single if change.memory.total <= problem.room]
@@ -81,7 +98,7 @@ def cheapest(problem: Problem, layout: Layout) -> list[Change]:
     return sorted(fits, key=lambda change: change.seconds)[:MOST_SHOWN]
 
 
-def single_changes(problem: Problem, layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
+def single_changes(problem: PlanProblem, layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     config, arch = problem.config, problem.arch
     section, training = config.parallelism, config.training
     mode = config.activation_checkpoint.mode
@@ -131,7 +148,7 @@ def _smaller_batches(config: Config, layout: Layout) -> Iterator[tuple[str, dict
         size //= 2
 
 
-def _tried(problem: Problem, layout: Layout, changes: list[tuple[str, dict[str, Any]]]) -> Iterator[Change]:
+def _tried(problem: PlanProblem, layout: Layout, changes: list[tuple[str, dict[str, Any]]]) -> Iterator[Change]:
     for words, keys in changes:
         try:
             config = problem.config.replace(keys)
@@ -144,24 +161,21 @@ def _tried(problem: Problem, layout: Layout, changes: list[tuple[str, dict[str, 
             continue
 
 
-# ---- this machine ----------------------------------------------------------------------------------------------------
+# ---- a run that starts -----------------------------------------------------------------------------------------------
 
 
-def start_line(config: Config, ranks: int) -> str | None:
-    """What `shardline train` says before it starts a run that will probably not fit; None where nothing is known."""
-    name = local_gpu()
-    hardware = None if name is None else profile_for(name)
-    if hardware is None:
-        return None
-    try:
-        verdict = judge(config, hardware, ranks)
-    except ConfigError:
-        return None  # the run itself says what is wrong with it
-    if verdict.fits:
-        return None
-    from shardline.plan.report import too_large
+def before_start(config: Config, arch: Architecture, layout: Layout, device: torch.device) -> Verdict:
+    """What a run will need against what is free here, with changes where that is too much.
 
-    return too_large(verdict, hardware)
+    Times only order the changes: a GPU without a profile is taken for an H100.
+    """
+    free = available_memory(device, ranks_from_environment("LOCAL_WORLD_SIZE", layout.world_size))
+    profile = (
+        (profile_for(device_name(device)) or find_profile("h100")) if device.type == "cuda" else find_profile("cpu")
+    )
+    hardware = replace(profile, memory=math.inf if free is None else free, allowance=0)
+    kept = kept_by(config, arch, device.type)
+    return verdict_of(PlanProblem(config, arch, hardware, layout.world_size, 0, {}, kept, device.type), layout)
 
 
 def architecture_of(config: Config) -> Architecture:

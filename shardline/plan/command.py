@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shardline.config.rules import check as check_rules
 from shardline.config.schema import Config
 from shardline.config.write import to_toml
-from shardline.errors import UserError
+from shardline.errors import ConfigError, UserError
 from shardline.plan.check import architecture_of, judge
 from shardline.plan.hardware import GIB, Hardware, find_profile, local_gpu, on_nodes, profile_for
 from shardline.plan.memory import Memory
 from shardline.plan.of_config import kept_by
 from shardline.plan.report import as_json, dominant, report, verdict_lines
-from shardline.plan.search import MARGIN, Candidate, Problem, candidates, config_of, memory_of, search
+from shardline.plan.search import MARGIN, Candidate, PlanProblem, candidates, config_of, memory_of, search
 from shardline.storage.atomic import write_atomically
 
 GOALS = ("speed", "memory", "cost")
@@ -47,7 +48,7 @@ def command(
         raise UserError("shardline plan: --gpus N (or --nodes N) is missing: how many are there?")
     arch = architecture_of(config)
     batch = global_batch or _batch(config, ranks)
-    problem = Problem(config, arch, hardware, ranks, batch, fixed, kept_by(config, arch, device), device)
+    problem = PlanProblem(config, arch, hardware, ranks, batch, fixed, kept_by(config, arch, device), device)
     found = _search(problem, top, goal)
     if not found:
         raise UserError(_nothing(problem))
@@ -60,8 +61,13 @@ def command(
     if write is not None:
         write_atomically(Path(write), to_toml(config_of(problem, found[0].workload)))
         if not json:
-            print(f"\nwrote {write}: shardline train {write} --nproc {min(found[0].ranks, hardware.per_node)} ...")
+            print(f"\nwrote {write}: {_start(write, found[0].ranks, hardware.per_node)}")
     return 0
+
+
+def _start(file: str, ranks: int, per_node: int) -> str:
+    nodes = f" --nnodes {ranks // per_node} --rdzv-endpoint HOST:PORT" if ranks > per_node else ""
+    return f"shardline train {file} --nproc {min(ranks, per_node)}{nodes}"
 
 
 def _hardware(gpu: str | None, per_node: int | None) -> tuple[Hardware, str]:
@@ -97,7 +103,7 @@ def _batch(config: Config, ranks: int) -> int:
     return training.local_batch_size * ranks
 
 
-def _search(problem: Problem, top: int, goal: str) -> list[Candidate]:
+def _search(problem: PlanProblem, top: int, goal: str) -> list[Candidate]:
     """The best candidates; for the goal `cost` also on fewer GPUs."""
     if goal != "cost":
         return search(problem, top, goal)
@@ -109,7 +115,7 @@ def _search(problem: Problem, top: int, goal: str) -> list[Candidate]:
 # ---- nothing fits ----------------------------------------------------------------------------------------------------
 
 
-def _nothing(problem: Problem) -> str:
+def _nothing(problem: PlanProblem) -> str:
     """Why there is no layout: no one divides evenly, or none fits, and what would."""
     smallest = _smallest(problem)
     if smallest is None:
@@ -119,20 +125,21 @@ def _nothing(problem: Problem) -> str:
             f"no layout of {problem.ranks} GPUs{because} can run: {problem.global_batch} sequences a step must divide"
             " evenly among the data ranks, heads and layers among the others; change --global-batch, or fix fewer keys"
         )
-    needs = (
-        f"the smallest needs {smallest.total / GIB:.1f} GiB of {problem.room / GIB:.1f}, mostly {dominant(smallest)}"
-    )
-    more = _enough(problem)
-    enough = f"{more} GPUs would do" if more else "more GPUs alone do not help: take a shorter --seq or float8, LoRA"
-    return f"no layout of {problem.ranks} x {problem.hardware.name} fits: {needs}; {enough}"
+    room = MARGIN * problem.room / GIB
+    needs = f"the smallest needs {smallest.total / GIB:.1f} GiB of {room:.1f}, mostly {dominant(smallest)}"
+    more, feature = _enough(problem), _feature(problem)
+    ways = [f"{more} GPUs" if more else "", feature or ""]
+    enough = " or ".join(filter(None, ways))
+    words = f"{enough} would do" if enough else "more GPUs alone do not help: take a shorter --seq, or LoRA"
+    return f"no layout of {problem.ranks} x {problem.hardware.name} fits: {needs}; {words}"
 
 
-def _smallest(problem: Problem) -> Memory | None:
+def _smallest(problem: PlanProblem) -> Memory | None:
     found = [memory_of(problem, replace(one, recompute="full")) for one in candidates(problem)]
     return min(found, key=lambda memory: memory.total, default=None)
 
 
-def _enough(problem: Problem) -> int | None:
+def _enough(problem: PlanProblem) -> int | None:
     """The smallest doubling of the GPUs on which something fits, with a batch that grows with them."""
     ranks = problem.ranks
     while ranks < MOST_RANKS:
@@ -141,6 +148,29 @@ def _enough(problem: Problem) -> int | None:
         smallest = _smallest(larger)
         if smallest is not None and smallest.total <= MARGIN * problem.room:
             return ranks
+    return None
+
+
+FEATURES: tuple[dict[str, Any], ...] = (  # from the cheapest to the slowest
+    {"parallelism.accumulation_sync": "micro_batch"},
+    {"optimizer.state_dtype": "bfloat16"},
+    {"optimizer.state_dtype": "int8"},
+    {"training.enable_cpu_offload": True},
+)
+
+
+def _feature(problem: PlanProblem) -> str | None:
+    """The cheapest key with which something fits on these GPUs."""
+    for keys in FEATURES:
+        if keys.keys() & problem.fixed.keys():
+            continue
+        try:
+            check_rules(problem.config.replace(keys))
+        except ConfigError:
+            continue
+        smallest = _smallest(replace(problem, config=problem.config.replace(keys)))
+        if smallest is not None and smallest.total <= MARGIN * problem.room:
+            return " ".join(f"--{key}={str(value).lower()}" for key, value in keys.items())
     return None
 
 

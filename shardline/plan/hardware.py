@@ -27,7 +27,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "float4": 0.5}
 
 
 @dataclass(frozen=True)
-class Products:
+class ProductRates:
     """Rates of matrix products in one type, FLOP/s."""
 
     peak: float  # what the vendor states, dense: MFU counts against it
@@ -51,7 +51,7 @@ class Hardware:
     multiprocessors: int
     tile: tuple[int, int]  # rows and columns of a product that one multiprocessor computes at a time
     inner: float  # the inner size at which a product reaches half of its rate
-    products: Mapping[str, Products]
+    products: Mapping[str, ProductRates]
     sustained: float  # share of `achieved` that is left in long steps, at the power limit
     attention: Mapping[str, tuple[float, float]]  # kernel -> FLOP/s forward and backward, causal half counted
     copy: float  # bytes/s that a kernel reads and writes
@@ -132,7 +132,7 @@ def _hardware(given: Mapping[str, Any], path: Path) -> Hardware:
             multiprocessors=device["multiprocessors"],
             tile=tuple(device["tile"]),
             inner=device["half_rate_inner"],
-            products={name: Products(row["peak"], row["achieved"]) for name, row in given["products"].items()},
+            products={name: ProductRates(row["peak"], row["achieved"]) for name, row in given["products"].items()},
             sustained=device["sustained"],
             attention={name: (row["forward"], row["backward"]) for name, row in given["attention"].items()},
             copy=memory["copy"],

@@ -12,6 +12,7 @@ from shardline.config.layout import Layout
 from shardline.config.names import FLOAT8_EXPERTS, FLOAT8_LINEAR, MOMENTS
 from shardline.config.schema import Config
 from shardline.data.order import global_batch
+from shardline.errors import ConfigError
 from shardline.parallel.pipeline.schedules import stages_per_rank_of
 from shardline.parallel.pipeline.stages import requested_stages_per_rank
 from shardline.plan.memory import KeptOf, Table
@@ -35,6 +36,8 @@ def workload_of(config: Config, arch: Architecture, layout: Layout, device: str 
     storage, compute = (str(kind).removeprefix("torch.") for kind in (precision.storage, precision.compute))
     moment = STATE_BYTES[config.optimizer.state_dtype] or precision.storage.itemsize
     alone = layout.world_size == 1 and count == 1 and device == "cuda" and compute == "bfloat16"
+    fused = config.optimizer.name == "AdamW" and not config.optimizer.early_step_in_backward
+    alone = alone and not training.enable_cpu_offload
     return Workload(
         arch=arch,
         layout=layout,
@@ -49,7 +52,7 @@ def workload_of(config: Config, arch: Architecture, layout: Layout, device: str 
         experts_compute="float8" if FLOAT8_EXPERTS in config.model.converters else compute,
         storage=storage,
         activations=compute,
-        keeps_narrow=alone and config.optimizer.name == "AdamW" and not config.lora.enable,
+        keeps_narrow=alone and fused and not config.lora.enable,
         offload_every=ac.offload_every,
         sequence_parallel=section.enable_sequence_parallel and layout.tp > 1,
         async_tp=section.enable_async_tensor_parallel and layout.tp > 1,
@@ -123,20 +126,27 @@ def kept_by(config: Config, arch: Architecture, device: str = "cuda") -> KeptOf:
     precision = precision_on(config, device)
     # Weights are traced in the compute type, as FSDP gives them; what casts of them cost is counted with the weights.
     plain = Precision(precision.compute, precision.compute, precision.reduce)
-    few = _few_layers(arch)
 
     @functools.cache
     def table(tp: int) -> Table:
-        return trace_layers(few, _plain(config, tp), tp, plain)
+        alike = _plain(config, tp)
+        try:
+            return trace_layers(_alike(arch, _kinds(arch)), alike, tp, plain)
+        except ConfigError:  # keys name layers that so small a model lacks
+            return trace_layers(_alike(arch, arch.n_layers), alike, tp, plain)
 
     return table
 
 
-def _few_layers(arch: Architecture) -> Architecture:
-    """The architecture with as many layers as there are kinds; windows change no sizes."""
+def _kinds(arch: Architecture) -> int:
+    """The fewest layers among which there is one of each kind."""
+    return 1 if arch.moe is None else min(arch.n_layers, arch.moe.first_dense + arch.moe.every)
+
+
+def _alike(arch: Architecture, layers: int) -> Architecture:
+    """The architecture with so many layers; windows change no sizes."""
     if arch.foreign is not None:
         return arch
-    layers = 1 if arch.moe is None else min(arch.n_layers, arch.moe.first_dense + arch.moe.every)
     changes = {"sliding_window": None, "sliding_window_layers": None, "rope_layers": None, "attn_backend": "auto"}
     return arch.with_overrides({**changes, "n_layers": max(1, layers)})
 
@@ -155,6 +165,7 @@ def _plain(config: Config, tp: int) -> Config:
         "training.enable_cpu_offload": False,
         "training.unfrozen_parameters": [],
         "lora.layers": None,
+        "lora.adapter_path": None,
         "model.converters": [],
     }
     return config.replace({key: value for key, value in degrees.items() if config.value(key) != value})

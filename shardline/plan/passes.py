@@ -17,7 +17,7 @@ from shardline.plan.traits import Traits
 from shardline.plan.work import (
     NUMBER,
     LayerWork,
-    Product,
+    MatrixProduct,
     Sent,
     Workload,
     expert_shards,
@@ -116,7 +116,7 @@ class PassModel:
             weights,
         )
 
-    def _products(self, products: Sequence[Product]) -> tuple[float, float, float]:
+    def _products(self, products: Sequence[MatrixProduct]) -> tuple[float, float, float]:
         """Seconds of products, of the gradients of their inputs, and of their weights."""
         ahead = gradients = weights = 0.0
         for one in products:
@@ -125,7 +125,7 @@ class PassModel:
             weights += self._product(one._replace(rows=one.columns, columns=one.inner, inner=one.rows))
         return ahead, gradients, weights
 
-    def _product(self, product: Product, dtype: str | None = None) -> float:
+    def _product(self, product: MatrixProduct, dtype: str | None = None) -> float:
         traits, workload = self.traits, self.workload
         kind = dtype or (workload.experts_compute if product.experts else workload.compute)
         rate = traits.products * (traits.products_float8 if kind in NARROW else 1.0)

@@ -9,7 +9,7 @@ from typing import Any
 from shardline.plan.check import Verdict
 from shardline.plan.hardware import GIB, Hardware
 from shardline.plan.memory import Memory
-from shardline.plan.search import Candidate, Problem, changes_of
+from shardline.plan.search import Candidate, PlanProblem, changes_of
 from shardline.plan.simulate import StepTime
 from shardline.plan.work import Workload
 from shardline.run.device import flops_per_token
@@ -57,13 +57,15 @@ def parts_of(time: StepTime) -> dict[str, float]:
     return {**found, "optimizer": time.optimizer, "host": time.host}
 
 
-def mfu(problem: Problem, candidate: Candidate) -> float:
-    """By torchtitan's convention, against the peak for bfloat16."""
+def mfu(problem: PlanProblem, candidate: Candidate) -> float:
+    """By torchtitan's convention, against the peak for bfloat16; frozen weights have no gradient of their own."""
     flops = flops_per_token(problem.arch, candidate.workload.seq_len)
+    if candidate.workload.lora_rank:
+        flops -= 2 / 6 * flops_per_token(problem.arch, 0)
     return candidate.tokens_per_second * flops / problem.hardware.peak(candidate.workload.activations)
 
 
-def report(problem: Problem, found: Sequence[Candidate], options: dict[str, Any]) -> str:
+def report(problem: PlanProblem, found: Sequence[Candidate], options: dict[str, Any]) -> str:
     best = found[0]
     lines = [_title(problem), "", *_table(problem, found), "", *LEGEND]
     lines += ["", *_split(problem, best), "", *_memory_lines(best.memory, problem.room), *_cost_lines(best, options)]
@@ -73,14 +75,14 @@ def report(problem: Problem, found: Sequence[Candidate], options: dict[str, Any]
     return "\n".join(lines)
 
 
-def _title(problem: Problem) -> str:
+def _title(problem: PlanProblem) -> str:
     from shardline.models.flavors import model_label
 
     tokens = f"{problem.global_batch} x {problem.config.training.seq_len} tokens a step"
     return f"{model_label(problem.config.model)} on {problem.ranks} x {problem.hardware.name}, {tokens}"
 
 
-def _table(problem: Problem, found: Sequence[Candidate]) -> Iterator[str]:
+def _table(problem: PlanProblem, found: Sequence[Candidate]) -> Iterator[str]:
     yield f"{'':>3} {'layout':<27} {'batches':<8} {'AC':<5} {'':<6} {'':<5} {'tok/s/GPU':>9} {'MFU':>4} {'GiB':>5}"
     for number, one in enumerate(found, start=1):
         workload = one.workload
@@ -98,7 +100,7 @@ LEGEND = (
 )
 
 
-def _split(problem: Problem, best: Candidate) -> Iterator[str]:
+def _split(problem: PlanProblem, best: Candidate) -> Iterator[str]:
     band = TIME_BAND["node" if best.ranks <= problem.hardware.per_node else "nodes"]
     low, high = best.time.total * (1 - band), best.time.total * (1 + band)
     yield f"The first one: a step of {best.time.total:.3g} s ({low:.3g} to {high:.3g}), of which"
@@ -109,16 +111,20 @@ def _split(problem: Problem, best: Candidate) -> Iterator[str]:
 
 def _memory_lines(memory: Memory, room: float) -> Iterator[str]:
     total = memory.total
-    spread = f"{total * (1 - MEMORY_BAND) / GIB:.1f} to {total * (1 + MEMORY_BAND) / GIB:.1f}"
-    yield f"Memory of the fullest rank at {memory.moment}: {total / GIB:.1f} GiB ({spread}) of {room / GIB:.1f}:"
+    spread = f"{_gib(total * (1 - MEMORY_BAND))} to {_gib(total * (1 + MEMORY_BAND))}"
+    yield f"Memory of the fullest rank at {memory.moment}: {_gib(total)} GiB ({spread}) of {_gib(room)}:"
     yield f"  {memory_words(memory)}"
 
 
 def memory_words(memory: Memory) -> str:
-    """The parts, in GiB, those below a tenth left out."""
-    sizes = {name: getattr(memory, name) / GIB for name in MEMORY_NAMES}
-    lines = textwrap.wrap(", ".join(f"{name} {size:.1f}" for name, size in sizes.items() if size >= 0.05), 76)
-    return "\n  ".join(lines)
+    """The parts, in GiB, those below a thousandth of all left out."""
+    sizes = {name: getattr(memory, name) for name in MEMORY_NAMES}
+    parts = [f"{name} {_gib(size)}" for name, size in sizes.items() if size > memory.total / 1000]
+    return "\n  ".join(textwrap.wrap(", ".join(parts), 76))
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= GIB / 20 else f"{size / GIB:.2g}"
 
 
 def _cost_lines(best: Candidate, options: dict[str, Any]) -> Iterator[str]:
@@ -140,12 +146,11 @@ def why(best: Candidate, other: Candidate) -> str:
     slower = 1 - other.tokens_per_second / best.tokens_per_second
     worse = {part: there.get(part, 0.0) - here.get(part, 0.0) for part in {*here, *there}}
     part = max(worse, key=lambda name: worse[name])
-    name = name_of(other.workload)
     if slower <= 0:
-        return f"{name}: as fast, with {other.memory.total / GIB:.1f} GiB instead of {best.memory.total / GIB:.1f}"
+        return f"as fast, with {other.memory.total / GIB:.1f} GiB instead of {best.memory.total / GIB:.1f}"
     share = 100 * worse[part] / sum(here.values())
     words = _computation(best.workload, other.workload) if part == "compute" else PARTS[part]
-    return f"{name}: {100 * slower:.1f} % slower, {words}: {share:+.1f} % of a step"
+    return f"{100 * slower:.1f} % slower: {words}, {share:+.1f} % of a step"
 
 
 def _computation(best: Workload, other: Workload) -> str:
@@ -161,7 +166,7 @@ def _per_token(one: Candidate) -> dict[str, float]:
     return {part: seconds / one.workload.step_tokens for part, seconds in parts_of(one.time).items()}
 
 
-def as_json(problem: Problem, found: Sequence[Candidate]) -> list[dict[str, Any]]:
+def as_json(problem: PlanProblem, found: Sequence[Candidate]) -> list[dict[str, Any]]:
     return [
         {
             "layout": {axis: getattr(one.workload.layout, axis) for axis in AXES},
@@ -190,11 +195,6 @@ def verdict_lines(verdict: Verdict, hardware: Hardware) -> str:
     return "\n".join([*lines, *_change_lines(verdict)])
 
 
-def too_large(verdict: Verdict, hardware: Hardware) -> str:
-    """Lines for the log of a run that is about to start."""
-    return "\n".join([_fits_line(verdict, hardware), f"  {memory_words(verdict.memory)}", *_change_lines(verdict)])
-
-
 def dominant(memory: Memory) -> str:
     return max(MEMORY_NAMES, key=lambda name: float(getattr(memory, name)))
 
@@ -219,10 +219,5 @@ def _change_lines(verdict: Verdict) -> Iterator[str]:
     yield "cheapest changes that make it fit:"
     for change in verdict.changes:
         slower = change.seconds / verdict.seconds - 1
-        keys = " ".join(f"--{key}={_shown(value)}" for key, value in change.keys.items() if value is not None)
         yield f"  {change.words}: {change.memory.total / GIB:.1f} GiB, {100 * slower:+.0f} % time"
-        yield f"    {keys}"
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        yield f"    {change.flags}"

@@ -52,7 +52,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanProblem:
     """What is searched for: a model and a batch on this many devices of one kind."""
 
     config: Config
@@ -70,7 +70,7 @@ class Problem:
         return self.hardware.memory - self.hardware.allowance
 
 
-def search(problem: Problem, top: int, goal: str = "speed") -> list[Candidate]:
+def search(problem: PlanProblem, top: int, goal: str = "speed") -> list[Candidate]:
     """The best candidates, best first; none if nothing fits."""
     bounded = []
     for number, workload in enumerate(candidates(problem)):
@@ -91,21 +91,21 @@ def _order(seconds: float, memory: Memory, workload: Workload, goal: str) -> flo
     return seconds * (workload.layout.world_size if goal == "cost" else 1) / workload.step_tokens
 
 
-def timed(problem: Problem, workload: Workload) -> StepTime:
+def timed(problem: PlanProblem, workload: Workload) -> StepTime:
     return step_time(workload, problem.hardware, traits_for(workload, problem.device))
 
 
-def memory_of(problem: Problem, workload: Workload) -> Memory:
+def memory_of(problem: PlanProblem, workload: Workload) -> Memory:
     return peak_memory(workload, problem.kept, problem.device, problem.hardware.memory)
 
 
-def _bound(problem: Problem, workload: Workload) -> float:
+def _bound(problem: PlanProblem, workload: Workload) -> float:
     """The step's time with the bubble of a closed form in place of the simulation."""
     traits = traits_for(workload, problem.device)
     return step_time(workload, problem.hardware, traits, simulated=False).total
 
 
-def _fitted(problem: Problem, workload: Workload, goal: str) -> tuple[Workload, Memory] | None:
+def _fitted(problem: PlanProblem, workload: Workload, goal: str) -> tuple[Workload, Memory] | None:
     """The workload with the least recomputation with which it fits; the most for the goal `memory`."""
     modes: Iterable[str] = RECOMPUTE if "activation_checkpoint.mode" not in problem.fixed else (workload.recompute,)
     for mode in reversed(list(modes)) if goal == "memory" else modes:
@@ -116,7 +116,7 @@ def _fitted(problem: Problem, workload: Workload, goal: str) -> tuple[Workload, 
     return None
 
 
-def _allowed(problem: Problem, found: list[Candidate], top: int) -> list[Candidate]:
+def _allowed(problem: PlanProblem, found: list[Candidate], top: int) -> list[Candidate]:
     """The first candidates that the rules of the config allow and that differ in more than a detail."""
     allowed: list[Candidate] = []
     seen = set()
@@ -142,7 +142,7 @@ def _allowed(problem: Problem, found: list[Candidate], top: int) -> list[Candida
 # ---- candidates ------------------------------------------------------------------------------------------------------
 
 
-def candidates(problem: Problem) -> Iterator[Workload]:
+def candidates(problem: PlanProblem) -> Iterator[Workload]:
     base = _base(problem)
     for layout in layouts(problem):
         if problem.global_batch % layout.data_ranks:
@@ -162,7 +162,7 @@ def candidates(problem: Problem) -> Iterator[Workload]:
             yield from _schedules(problem, placed)
 
 
-def _base(problem: Problem) -> Workload:
+def _base(problem: PlanProblem) -> Workload:
     """The workload of the config on one rank, from which candidates differ in layout, batch and schedule."""
     plain = {f"parallelism.{key}": 1 for key in KEYS.values()} | {
         "parallelism.expert_parallel_degree": 1,
@@ -177,7 +177,7 @@ def _base(problem: Problem) -> Workload:
     return replace(base, sequence_parallel=wants_sequence_parallel, keeps_narrow=False)
 
 
-def _schedules(problem: Problem, workload: Workload) -> Iterator[Workload]:
+def _schedules(problem: PlanProblem, workload: Workload) -> Iterator[Workload]:
     layout, config = workload.layout, problem.config
     if layout.pp == 1:
         tp_ways = (False, True) if layout.tp > 1 and workload.micro_batches > 0 else (False,)
@@ -198,7 +198,7 @@ def _schedules(problem: Problem, workload: Workload) -> Iterator[Workload]:
         yield replace(workload, schedule=schedule, stages_per_rank=stages, async_tp=layout.tp > 1)
 
 
-def _sizes(problem: Problem, local: int) -> list[int]:
+def _sizes(problem: PlanProblem, local: int) -> list[int]:
     """Sequences of a micro-batch: what divides a rank's part of the batch, powers of two and the whole."""
     fixed = problem.fixed.get("training.local_batch_size")
     if fixed is not None:
@@ -207,7 +207,7 @@ def _sizes(problem: Problem, local: int) -> list[int]:
     return sizes or [1]
 
 
-def layouts(problem: Problem) -> Iterator[Layout]:
+def layouts(problem: PlanProblem) -> Iterator[Layout]:
     """Every layout of the ranks that the model can be cut for, and that the fixed keys allow."""
     arch, ranks = problem.arch, problem.ranks
     per_node = problem.hardware.per_node
@@ -242,7 +242,7 @@ def _can_cut(arch: Architecture, tp: int) -> bool:
     return True
 
 
-def _can_slice(problem: Problem, cp: int, tp: int) -> bool:
+def _can_slice(problem: PlanProblem, cp: int, tp: int) -> bool:
     length = problem.config.training.seq_len
     given = "parallelism.context_parallel_degree" in problem.fixed
     return cp == 1 or (length % (2 * cp * tp) == 0 and (given or length // cp >= SHORTEST_SLICE))
@@ -260,7 +260,7 @@ def _shards(data: int, inner: int, per_node: int, fixed: Mapping[str, Any]) -> l
     return [size for size in dict.fromkeys((data, inside, 1)) if size >= 1 and data % size == 0]
 
 
-def _with_experts(problem: Problem, layout: Layout) -> Iterator[Layout]:
+def _with_experts(problem: PlanProblem, layout: Layout) -> Iterator[Layout]:
     moe = problem.arch.moe
     given = problem.fixed.get("parallelism.expert_parallel_degree")
     if moe is None:
@@ -277,12 +277,12 @@ def _with_experts(problem: Problem, layout: Layout) -> Iterator[Layout]:
 # ---- as a config -----------------------------------------------------------------------------------------------------
 
 
-def config_of(problem: Problem, workload: Workload) -> Config:
+def config_of(problem: PlanProblem, workload: Workload) -> Config:
     """The config with the keys of a candidate."""
     return problem.config.replace(changes_of(problem, workload))
 
 
-def changes_of(problem: Problem, workload: Workload) -> dict[str, Any]:
+def changes_of(problem: PlanProblem, workload: Workload) -> dict[str, Any]:
     layout, micro = workload.layout, workload.micro_batch // problem.config.training.rows_of_a_sample
     changes: dict[str, Any] = {f"parallelism.{key}": getattr(layout, axis) for axis, key in KEYS.items()}
     changes |= {

@@ -17,6 +17,7 @@ from shardline.plan.stages import StageLayers, cut, stage_parameters
 from shardline.plan.traits import Traits
 from shardline.plan.work import NUMBER, Workload, expert_shards
 
+HOST_UPDATE = 0.68e-9  # seconds that a host updates a parameter in (docs/memory.md: CPU offload on an H200's machine)
 SHARP = 8.0  # how sharply the slower of device and host decides: the norm in which their times are combined
 
 
@@ -128,5 +129,5 @@ def _update_seconds(workload: Workload, stage: StageLayers, hardware: Hardware, 
         own = dense / (layout.dp_shard * layout.cp) + experts / expert_shards(layout)
     own *= ADAPTED if workload.lora_rank else 1.0
     if workload.cpu_offload:
-        return 12.0 * own / hardware.host_link  # gradients to the host, weights back, and the update there
+        return own * (12.0 / hardware.host_link + HOST_UPDATE)  # gradients to the host, weights back, the update there
     return hardware.copy_seconds(own * traits.optimizer_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from shardline.config.architecture import Architecture
 from shardline.plan.traits import Traits
 from shardline.plan.work import Workload, attention_shapes, expert_layers, feed_forward_shapes, layer_parameters
 
@@ -41,16 +42,18 @@ def even(workload: Workload) -> tuple[int, ...]:
 
 def balanced(workload: Workload) -> tuple[int, ...]:
     """Our own cut by weight; an architecture's hash would cost more than its cut."""
-    count, found = workload.layout.pp * workload.stages_per_rank, _cuts.setdefault(id(workload.arch), {})
+    arch, count = workload.arch, workload.layout.pp * workload.stages_per_rank
+    _, found = _cuts.setdefault(id(arch), (arch, {}))
     key = (workload.seq_len, count)
     if key not in found:
         from shardline.parallel.pipeline.stages import balanced_layers  # needs torch
 
-        found[key] = tuple(len(own) for own in balanced_layers(workload.arch, workload.seq_len, count))
+        found[key] = tuple(len(own) for own in balanced_layers(arch, workload.seq_len, count))
     return found[key]
 
 
-_cuts: dict[int, dict[tuple[int, int], tuple[int, ...]]] = {}
+# By the architecture's id, which no other one has while it is held here.
+_cuts: dict[int, tuple[Architecture, dict[tuple[int, int], tuple[int, ...]]]] = {}
 
 
 def by_costs(workload: Workload) -> tuple[int, ...]:

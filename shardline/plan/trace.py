@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardline.comm.fake import fake_group, fake_tensors
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
@@ -31,7 +32,6 @@ from shardline.models.dtensor import local
 from shardline.models.feed_forward import columns
 from shardline.parallel.apply import make_model
 from shardline.precision.mixed import Precision
-from shardline.tools.dry_run.fake import fake_group, fake_tensors
 
 # Parts of the names of operations whose results the compiler keeps rather than computes again.
 COSTLY = ("mm", "linear", "attention", "c10d", "shardline::")

@@ -16,7 +16,7 @@ from shardline.config.layout import Layout, routes_together
 NUMBER = 2  # bytes of an activation in bfloat16
 
 
-class Product(NamedTuple):
+class MatrixProduct(NamedTuple):
     """`repeat` products (rows, inner) x (inner, columns)."""
 
     rows: float
@@ -165,7 +165,7 @@ def expert_layers(arch: Architecture) -> int:
 class LayerWork(NamedTuple):
     """The forward pass of one layer for one micro-batch on one rank."""
 
-    products: tuple[Product, ...]
+    products: tuple[MatrixProduct, ...]
     attention: float  # FLOPs, with a causal mask half of the square
     moved: float  # bytes that kernels between the products read and write, if each is fused as far as it can be
     sent: tuple[Sent, ...]
@@ -177,9 +177,11 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
     arch, layout, tokens = workload.arch, workload.layout, workload.tokens
     tp, dim = layout.tp, arch.dim
     stream = tokens * dim * NUMBER
-    products = [Product(*shape) for shape in _cut_products(attention_shapes(arch), tokens, tp, dim)]
+    products = [MatrixProduct(*shape) for shape in _cut_products(attention_shapes(arch), tokens, tp, dim)]
     out_of_heads = len(products) - 1
-    products += [Product(*shape) for shape in _cut_products(feed_forward_shapes(arch, with_experts), tokens, tp, dim)]
+    products += [
+        MatrixProduct(*shape) for shape in _cut_products(feed_forward_shapes(arch, with_experts), tokens, tp, dim)
+    ]
     flops = 2.0 * tokens * _seen(workload) * arch.n_heads * (arch.head_dim + arch.v_dim) / tp
     heads = (arch.n_heads + arch.n_kv_heads) * arch.head_dim
     width = arch.ffn_dim if not with_experts or arch.moe is None else arch.moe.shared_dim
@@ -196,9 +198,9 @@ def layer_work(workload: Workload, with_experts: bool) -> LayerWork:
         moe, together = arch.moe, routes_together(layout)
         rows, own = tokens * moe.top_k / (1 if together else tp), moe.n_experts / layout.ep
         width_here = moe.expert_dim / (tp if together else 1)
-        products.append(Product(tokens / workload.stream_share, moe.n_experts, dim))
-        products.append(Product(rows / own, 2.0 * width_here, dim, own, True))
-        products.append(Product(rows / own, dim, width_here, own, True))
+        products.append(MatrixProduct(tokens / workload.stream_share, moe.n_experts, dim))
+        products.append(MatrixProduct(rows / own, 2.0 * width_here, dim, own, True))
+        products.append(MatrixProduct(rows / own, dim, width_here, own, True))
         moved += rows * NUMBER * (6.0 * dim + 3.0 * width_here)
         if layout.ep > 1:
             travel = Sent("ep", "all_to_all", rows * dim * NUMBER)
@@ -254,6 +256,6 @@ def _context_parallel(workload: Workload) -> tuple[tuple[Sent, ...], tuple[Sent,
     return (Sent("cp", "all_gather", whole),), (Sent("cp", "all_gather", whole), Sent("cp", "reduce_scatter", whole))
 
 
-def head_product(workload: Workload) -> Product:
+def head_product(workload: Workload) -> MatrixProduct:
     arch, tp = workload.arch, workload.layout.tp
-    return Product(workload.tokens, arch.vocab_size / tp, arch.dim)
+    return MatrixProduct(workload.tokens, arch.vocab_size / tp, arch.dim)

@@ -135,3 +135,10 @@ def test_the_command_prints_json(tmp_path):
     ]
     found = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     assert {"overall", "fit", "check", "by_dataset", "does_not_fit"} <= set(found)
+
+
+def test_own_runs_are_predicted_within_what_the_page_says(benchmark):
+    runs = [run for run in benchmark.own_runs() if not run.get("earlier")]
+    assert len(runs) >= 13
+    assert max(abs(run["gib_error"]) for run in runs) <= 0.05
+    assert max(abs(run["speed_error"]) for run in runs) <= 0.10

@@ -12,6 +12,7 @@ from shardline.parallel.pipeline.timeline import in_flight, simulate
 from shardline.plan.hardware import find_profile
 from shardline.plan.pipeline import Passes, held_microbatches, pipeline_seconds, planned
 from shardline.plan.simulate import step_time
+from shardline.plan.stages import balanced
 from shardline.plan.traits import SHARDLINE
 from shardline.plan.work import Workload
 from tests.unit.plan.test_work import LLAMA, MODELS
@@ -135,3 +136,9 @@ def test_lora_and_float8_are_faster():
     assert run(compute="float8").compute < 0.8 * run().compute
     assert run(cpu_offload=True).optimizer > 5 * run().optimizer
     assert run(recompute="offload").exposed["host_link"] > 0
+
+
+def test_cuts_of_a_model_that_is_gone_are_not_those_of_the_next():
+    for layers in (4, 16, 8, 32) * 3:  # each takes the place of the last one in memory
+        workload = Workload(LLAMA.with_overrides({"n_layers": layers}), Layout(), 1024, 1, 1)
+        assert sum(balanced(workload)) == layers
