@@ -46,6 +46,16 @@ PositiveFloat = Annotated[float, Field(gt=0), Expect("a finite number above 0")]
 Fraction = Annotated[float, Field(ge=0, le=1), Expect("a number from 0 to 1")]
 Beta = Annotated[float, Field(ge=0, lt=1), Expect("a number from 0 to below 1")]
 
+DecayRate = Annotated[float, Field(lt=0), Expect("a finite number below 0")]
+AdafactorEps = Annotated[
+    list[NonNegativeFloat], _holds(lambda value: len(value) == 2), Expect("a list of two numbers, 0 or more")
+]
+MomentumRange = Annotated[
+    list[Beta],
+    _holds(lambda value: len(value) == 2 and value[0] <= value[1]),
+    Expect("a list of two numbers from 0 to below 1, the lower one first"),
+]
+
 
 def _is_text(value: str) -> bool:
     try:
@@ -104,6 +114,8 @@ NCCLVariables = Annotated[
     _holds(lambda table: all(name.startswith("NCCL_") and _is_text(name) and _is_text(table[name]) for name in table)),
     Expect("a table of strings whose names begin with NCCL_"),
 ]
+RankPattern = Annotated[dict[Name, Positive], Expect("a table of names and whole numbers, 1 or more")]
+AlphaPattern = Annotated[dict[Name, PositiveFloat], Expect("a table of names and numbers above 0")]
 SPECIAL_TOKENS = (
     *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
     "additional_special_tokens",

@@ -9,13 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-from shardline.config.layout import Layout, check_experts
 from shardline.config.load import handed_over
 from shardline.config.names import LAUNCHER_VARIABLE
-from shardline.config.rules import checked_layout
 from shardline.config.schema import Config, leaves
 from shardline.errors import UserError
+from shardline.launch.preflight import check_data, check_start, fitting_layout
 from shardline.launch.secret import job_secret
+from shardline.run.downloads import downloaded
 from shardline.run.enforcer import enforced_stop
 from shardline.run.options import TrainOptions, node_range
 from shardline.run.signals import starting_job
@@ -31,7 +31,7 @@ def train(config: Config, options: TrainOptions) -> int:
     started = started_ranks()
     is_elastic = least < nodes or options.max_restarts > 0
     if started or not is_elastic:
-        _fitting_layout(config, started or nodes * options.nproc)
+        fitting_layout(config, started or nodes * options.nproc)
     else:  # the launcher later takes as many machines as fit
         reasons = [misfit(config, number * options.nproc) for number in range(least, nodes + 1)]
         if all(reasons):
@@ -41,6 +41,11 @@ def train(config: Config, options: TrainOptions) -> int:
     if is_elastic and not started and not config.checkpoint.enable:
         print("warning: checkpoint.enable is false: every restart begins at step 0", file=sys.stderr)
     starts = not started and (is_elastic or nodes * options.nproc > 1)
+    if starts:
+        check_start(config, options, alone=nodes == 1)
+    config = downloaded(config)
+    if starts:
+        check_data(config)
     if starts or started > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
     with starting_job(LAUNCHER_VARIABLE in os.environ):
@@ -49,24 +54,11 @@ def train(config: Config, options: TrainOptions) -> int:
 
 def misfit(config: Config, ranks: int) -> str:
     """Why the layout or the batch cannot be had with this number of ranks; "" where it can."""
-    from shardline.data.order import global_batch
-
     try:
-        data_ranks = _fitting_layout(config, ranks).data_ranks
-        global_batch(config.training, data_ranks)
+        fitting_layout(config, ranks)
     except UserError as error:
         return str(error)
     return ""
-
-
-def _fitting_layout(config: Config, ranks: int) -> Layout:
-    """The layout of this many ranks, which can share the model's experts too."""
-    layout = checked_layout(config, ranks)
-    if layout.ep > 1:
-        from shardline.models.flavors import resolve
-
-        check_experts(resolve(config.model), layout)
-    return layout
 
 
 def started_ranks() -> int:

@@ -21,6 +21,7 @@ from shardline.plan.traits import SHARDLINE, Traits
 from shardline.plan.work import Workload
 from shardline.precision.mixed import Precision, choose_precision
 
+KEPT_NUMBERS = {**MOMENTS, "Adafactor": 0, "Muon": 1}  # of each number of a matrix, as nearly all parameters are
 STATE_BYTES = {"parameter": None, "bfloat16": 2.0, "int8": 1.016}
 BASE_BYTES = {"same": None, "nf4": 0.5 + 1 / 64, "int8": 1.0}
 
@@ -62,7 +63,7 @@ def workload_of(config: Config, arch: Architecture, layout: Layout, device: str 
         reduce_each=section.accumulation_sync == "micro_batch",
         cpu_offload=training.enable_cpu_offload,
         early_step=config.optimizer.early_step_in_backward,
-        state_bytes=MOMENTS.get(config.optimizer.name, 2) * moment,
+        state_bytes=KEPT_NUMBERS.get(config.optimizer.name, 2) * moment,
         lora_rank=config.lora.rank if config.lora.enable else 0,
         base_bytes=BASE_BYTES[config.lora.base_dtype] or precision.compute.itemsize,
         layers_of_stages=_cut(config, arch, layout),

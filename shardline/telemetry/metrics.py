@@ -7,17 +7,21 @@ import errno
 import json
 import logging
 import math
+import netrc
 import os
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.json_text import parse_json
 from shardline.run.device import flops_per_token, peak_flops
 from shardline.run.folder import RunFolder
 from shardline.storage.atomic import plain_file, read_plain, write_atomically
@@ -199,7 +203,7 @@ def read_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(line, row) of each complete line; an incomplete one, as a crash leaves it at the end, is logged and skipped."""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row["step"], int):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
@@ -276,6 +280,34 @@ class TensorBoard:
         self.writer.close()
 
 
+def check_wandb(config: Config) -> None:
+    """Refuse W&B without a login, before data is read: it would ask for one, or fail, when the run is ready."""
+    if not config.metrics.enable_wandb:
+        return
+    try:
+        settings = import_module("wandb").setup().settings
+    except Exception as error:  # a package without settings starts, or says why not, when the run does
+        log.debug("settings of W&B: %s", error)
+        return
+    mode = config.metrics.wandb_mode or getattr(settings, "mode", None) or "online"
+    keys = [getattr(settings, name, None) for name in ("api_key", "identity_token_file")]
+    if mode in ("online", "shared", "run") and not any(keys) and not _has_netrc(getattr(settings, "base_url", "")):
+        raise UserError(
+            "metrics.enable_wandb: W&B has no login here: run `wandb login`, set WANDB_API_KEY, or write the run to"
+            " disk with metrics.wandb_mode = 'offline' (`wandb sync` sends it later)"
+        )
+
+
+def _has_netrc(url: str) -> bool:
+    """Whether a netrc file, which `wandb login` writes, has a password for a host."""
+    places = [os.environ.get("NETRC") or "~/.netrc", "~/_netrc"]
+    for place in places:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(os.path.expanduser(place)).authenticators(urlsplit(url).hostname or "api.wandb.ai"):
+                return True
+    return False
+
+
 class WandB:
     """One W&B run per run folder; a resumed run continues it. W&B reads its own WANDB_* variables too."""
 
@@ -305,7 +337,11 @@ class WandB:
                 config=config.model_dump(mode="json"),
             )
         except Exception as error:
-            raise UserError(f"W&B did not start: {error} (WANDB_MODE=offline needs no account or network)") from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"metrics.enable_wandb: W&B did not start: {reason} (metrics.wandb_mode = 'offline' needs no account or"
+                " network)"
+            ) from error
         write_atomically(id_path, f"{self.run.id}\n")
         # Rows are ordered by our step: W&B's own counter cannot go back when a run resumes from an earlier one.
         self.run.define_metric("*", step_metric="step")

@@ -16,7 +16,7 @@ from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.schema import Config
 from shardline.data.batch import Batch
 from shardline.errors import UserError
-from shardline.optim.lr_schedule import lr_factor
+from shardline.optim.lr_schedule import learning_rate, momentum
 from shardline.parallel.replica_check import check_replicas
 from shardline.run import enforcer
 from shardline.run.device import read
@@ -107,8 +107,9 @@ class Trainer:
     def train_step(self, batches: list[Batch], requests: RequestNumbers = no_requests) -> StepResult:
         """One optimizer step at the learning rate of its place in the schedule."""
         origin = self.progress.schedule_start
-        factor = lr_factor(self.progress.step - origin, self.config, self.total_steps - origin)
-        return self.stepper.step(batches, self.base_lr * factor, self.progress.step + 1, requests)
+        place = (self.progress.step - origin, self.config, self.total_steps - origin)
+        lr = learning_rate(self.base_lr, *place)
+        return self.stepper.step(batches, lr, self.progress.step + 1, requests, momentum(*place))
 
     def close(self) -> None:
         """Release the run's folder, stop data workers, leave the other ranks."""
@@ -119,7 +120,8 @@ class Trainer:
     def _has_steps(self) -> bool:
         """Whether there is anything to train; a seed checkpoint is all that its run makes."""
         if self.finished:
-            log.info("%s already finished at step %d; nothing to do", self.folder.path, self.progress.step)
+            longer = "" if self.config.training.epochs else f"; more training.steps than {self.total_steps} continue it"
+            log.info("%s already finished at step %d; nothing to do%s", self.folder.path, self.progress.step, longer)
         elif self.config.checkpoint.create_seed_checkpoint:
             self.saver.save(self.progress, wait=True)
             self.saver.complete()

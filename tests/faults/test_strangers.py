@@ -130,8 +130,7 @@ def spoil(store, chance, seconds):
         elif what == 1:
             store.set(key, earlier[key])  # an old one of the same key
         elif what == 2:
-            store.delete_key(key)
-            store.add(key, chance.randrange(-(2**40), 2**40))
+            store.set(key, str(chance.randrange(-(2**40), 2**40)))  # what a counter looks like
         else:
             store.set(key, garbage(chance, store, keys))
         did += 1

@@ -59,7 +59,7 @@ def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: 
         told.append(1e-3 * (1 + chance.random()))
         return told[-1]
 
-    plan, arch, device = tensor_plan(config, mesh), resolve(config.model), torch.device(DEVICE)
+    plan, arch, device = tensor_plan(config, mesh.layout), resolve(config.model), torch.device(DEVICE)
     before = torch.get_rng_state()
     with contextlib.ExitStack() as changes:
         if real:

@@ -1,10 +1,12 @@
 """Loading: files, extends, presets, flags, older names, and what errors say."""
 
+from pathlib import Path
+
 import pytest
 
 from shardline.cli.main import main
 from shardline.config.aliases import ALIASES, NO_EFFECT
-from shardline.config.files import preset_names, toml_lines
+from shardline.config.files import preset_lines, preset_names, preset_path, toml_lines
 from shardline.config.load import load_config
 from shardline.config.schema import leaves
 from shardline.errors import ConfigError, UserError
@@ -52,6 +54,44 @@ def test_extends_chains_lists_and_presets(write):
     assert load_config(overrides=["--preset=demo", "--training.steps=5"]).training.steps == 5
 
 
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["--model.flavor=tiny"], {}),
+        (["--model.name=qwen3"], {}),
+        (["--model.flavor=tiny", "--model.overrides.dim=32"], {"dim": 32}),
+        (["--model.flavor=debugmodel", "--model.name=llama3"], {"dim": 128, "n_layers": 4}),
+    ],
+)
+def test_another_model_leaves_the_overrides_of_the_one_before(write, words, kept):
+    file = write("run.toml", '[model]\nflavor = "debugmodel"\ntokenizer_path = "bytes"\n[model.overrides]\ndim = 128\n'
+                 "n_layers = 4\n")  # fmt: skip
+    config = load_config(file, words)
+    assert config.model.overrides == kept
+    assert config.model.tokenizer_path == "bytes"
+    name, _, value = words[0].removeprefix("--").partition("=")
+    dropped = f"command line: {name} = {value!r} drops what {file}:5 says of llama3 debugmodel: model.overrides.dim"
+    assert config.alias_notes == (() if "n_layers" in kept else (f"{dropped}, model.overrides.n_layers",))
+
+
+def test_a_file_that_extends_another_model_leaves_its_overrides(write):
+    write("base.toml", '[model]\nflavor = "debugmodel"\noverrides = {dim = 128}\n')
+    child = load_config(write("run.toml", 'extends = "base.toml"\n[model]\nflavor = "1B"\n'))
+    assert child.model.overrides == {}
+    assert "base.toml:3 says of llama3 debugmodel: model.overrides" in child.alias_notes[0]
+    write("packed.toml", '[model.overrides]\nattn_mask_type = "block_causal"\n')  # of no model
+    child = load_config(write("run.toml", 'extends = "packed.toml"\n[model]\nflavor = "1B"\n'))
+    assert child.model.overrides == {"attn_mask_type": "block_causal"}
+
+
+def test_a_hugging_face_folder_in_place_of_a_flavor_has_its_own_tokenizer():
+    config = load_config(overrides=["--preset=lora-demo", "--model.name=auto", "--model.hf_assets_path=./model"])
+    assert config.model.tokenizer_path is None
+    assert config.model.overrides == {}
+    again = load_config(overrides=["--preset=lora-demo", "--model.name=auto", "--model.tokenizer_path=bytes"])
+    assert again.model.tokenizer_path == "bytes"
+
+
 def test_steps_and_epochs_replace_each_other(write):
     file = write("run.toml", "[training]\nsteps = 4\n")
     config = load_config(file, ["--training.epochs=2"])
@@ -82,7 +122,22 @@ def test_extends_errors(write):
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_load(name):
-    assert load_config(preset=name).is_set("training.steps")
+    config = load_config(preset=name)
+    assert config.is_set("training.steps") != config.is_set("training.epochs")
+    assert load_config(preset=preset_path(name).name) == config
+
+
+@pytest.mark.parametrize(("file", "preset"), [("finetune_hf.yaml", "finetune"), ("my_text.toml", "text")])
+def test_a_config_that_is_packaged_is_written_once(file, preset):
+    path = Path(__file__).parents[3] / "configs" / file
+    assert path.resolve() == preset_path(preset).resolve()
+    assert load_config(path) == load_config(preset=preset)
+
+
+def test_every_preset_says_what_it_is_for():
+    described = dict(preset_lines())
+    assert list(described) == preset_names()
+    assert all(lines for lines in described.values())
 
 
 @pytest.mark.parametrize(
@@ -277,7 +332,7 @@ def test_an_empty_yaml_override_leaves_the_flavors_own_value(write):
         ("training: [1\n", "bad.yaml:2: not valid YAML"),
         ("- 1\n", "expected sections with keys"),
         ("training: 2024-99-99\n", "not valid YAML"),
-        ("a: &a {b: *a}\n", "there is no such section"),
+        ("a: &a {b: *a}\n", "its aliases stand for a value that holds them"),
         ("1: 2\n", "there is no such key"),
         ("a: \x01\n", "control characters"),
         ("!!python/object:os.system {}\n", "not valid YAML"),

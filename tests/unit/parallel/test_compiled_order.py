@@ -62,7 +62,7 @@ def test_the_compiler_takes_the_options_and_keeps_the_order():
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_blocks_whose_rows_travel_have_a_compiler_of_their_own(backend):
-    block = SimpleNamespace(function=torch.relu)
+    block = SimpleNamespace(function=torch.relu, module=torch.nn.Module())
     model = SimpleNamespace(blocks=lambda: [block, block], layers=[block, block], arch=SimpleNamespace(foreign=None))
     graph = fx.GraphModule(torch.nn.Module(), backward_graph())
     unnoted = patch.object(apply, "noting", lambda compiler, graphs: compiler)

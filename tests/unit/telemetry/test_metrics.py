@@ -362,10 +362,10 @@ def test_every_rank_has_a_wandb_run_of_one_group(tmp_path, wandb_runs):
 
 def test_wandb_that_does_not_start_names_the_offline_mode(tmp_path, monkeypatch):
     def init(**options):
-        raise RuntimeError("no API key")
+        raise RuntimeError("no API key\nand many more lines")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    with pytest.raises(UserError, match=r"no API key.*WANDB_MODE=offline"):
+    with pytest.raises(UserError, match=r"W&B did not start: no API key \(metrics.wandb_mode = 'offline'"):
         MetricsLog(make_config(enable_wandb=True), RunFolder(tmp_path))
 
 
