@@ -471,7 +471,7 @@ def _plan(parsed: Parsed) -> int:
     if not parsed.file and not parsed.flags:
         raise UserError("shardline plan: name a config FILE, a --preset, or --model NAME --flavor SIZE")
     config = load(parsed.file, parsed.flags, check_model=True)
-    if not parsed.file and not config.is_set("compile.enable"):
+    if given["model.name"] is not None and not parsed.file and "compile.enable" not in fixed:
         config = config.replace({"compile.enable": True})
     with _placing(config):
         from shardline.plan.command import command

@@ -13,6 +13,9 @@ Selective checkpointing by operation keeps the block's input and what its policy
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -79,13 +82,24 @@ def _trace(
     kinds: dict[bool, int],
     tokens: int,
 ) -> dict[bool, dict[str, float]]:
-    with fake_group(0, layout.world_size):
+    with _silent(), fake_group(0, layout.world_size):
         model, _ = make_model(arch, config, Mesh(layout, "cpu"), precision)
         with fake_tensors():
             for module in model.modules():
                 module.to_empty(device="cpu", recurse=False)
             model.train()
             return {kind: _kept(model, model.block(layer), layout, tokens) for kind, layer in kinds.items()}
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What a build logs is not about the run."""
+    log = logging.getLogger("shardline")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _kept(model: Decoder, block: Block, layout: Layout, tokens: int) -> dict[str, float]:

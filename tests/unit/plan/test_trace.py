@@ -104,3 +104,15 @@ def test_compiled_blocks_keep_what_the_trace_says(tokens):
     with functorch.patch(ban_recompute_materialized_backward=False):  # as memory/activation.py sets it
         measured = saved_bytes(config, tokens, backend="aot_eager_decomp_partition")
     assert kept.bytes(tokens) == pytest.approx(measured, rel=0.02)
+
+
+def test_a_trace_logs_nothing(caplog):
+    config = config_of(**SMALL)
+    with caplog.at_level("INFO", "shardline"):
+        kept_by(config, resolve(config.model))(2)
+    assert not caplog.records
+
+
+def test_keys_may_name_a_layer_that_a_small_model_lacks():
+    config = config_of("--lora.enable", "--lora.target_modules=layers.3.attention.wq", **{**SMALL, "n_layers": 4})
+    assert kept_by(config, resolve(config.model))(1)[False]["full"].per_token > 0
