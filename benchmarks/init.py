@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 
+from shardline.comm.fake import fake_group
 from shardline.comm.mesh import Mesh
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
@@ -38,7 +39,6 @@ from shardline.models.dtensor import local, local_slices
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import fuse, logical_names, logical_shapes
 from shardline.precision.mixed import choose_precision
-from shardline.tools.dry_run.fake import fake_group
 from shardline.training.setup import build_model
 
 GIB = 2**30

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardline.cli.parser import Command, Option, Parsed
 from shardline.config.files import is_preset, preset_lines, preset_names
@@ -446,6 +446,13 @@ def _bench_experts(parsed: Parsed) -> int:
     return run(config, _start_options(parsed), **options)
 
 
+def _bench_device(parsed: Parsed) -> int:
+    config = load(None, [])
+    from shardline.tools.bench.device import run
+
+    return run(config, _start_options(parsed), **parsed.named("write", "json"))
+
+
 def _start_options(parsed: Parsed) -> TrainOptions:
     """How the ranks of a benchmark start; nproc 0 leaves their number to the layout."""
     from shardline.run.options import TrainOptions
@@ -453,6 +460,30 @@ def _start_options(parsed: Parsed) -> TrainOptions:
     meeting = ("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_secret_file")
     named = parsed.named(*meeting, "debug")
     return TrainOptions(nproc=parsed.options["nproc"] or 0, words=parsed.words, **named)
+
+
+def _plan(parsed: Parsed) -> int:
+    named = parsed.named()
+    keys = {"model": "model.name", "flavor": "model.flavor", "seq": "training.seq_len"}
+    given = {key: named.pop(name) for name, key in keys.items()}
+    fixed = _fixed(parsed.flags)
+    parsed.flags += [f"--{key}={value}" for key, value in given.items() if value is not None]
+    if not parsed.file and not parsed.flags:
+        raise UserError("shardline plan: name a config FILE, a --preset, or --model NAME --flavor SIZE")
+    config = load(parsed.file, parsed.flags, check_model=True)
+    if given["model.name"] is not None and not parsed.file and "compile.enable" not in fixed:
+        config = config.replace({"compile.enable": True})
+    with _placing(config):
+        from shardline.plan.command import command
+
+        return command(config, fixed, **named)
+
+
+def _fixed(flags: Sequence[str]) -> dict[str, Any]:
+    """Keys that the command line sets: the search leaves them as they are."""
+    from shardline.config.flags import parse_flags
+
+    return dict(parse_flags(flags).values)
 
 
 def _schedule(parsed: Parsed) -> int:
@@ -552,6 +583,23 @@ BENCH_EXPERTS = Command(
         "shardline bench experts --flavor debugmodel --ep 2 --json",
     ),
 )
+BENCH_DEVICE = Command(
+    "bench device",
+    "Measure this machine: products by shape and type, attention, copies, and with --nproc collectives.",
+    (),
+    (
+        Option("write", "Also write a profile, which `shardline plan --gpu FILE` reads.", str, "FILE"),
+        _JSON,
+        _processes("; unset: one, without collectives"),
+        *_RENDEZVOUS,
+    ),
+    _bench_device,
+    examples=(
+        "shardline bench device",
+        "shardline bench device --write mine.toml --nproc 8",
+        "shardline plan run.toml --gpus 64 --gpu mine.toml",
+    ),
+)
 TRACE_OVERLAP = Command(
     "trace overlap",
     "Report how much communication profiler traces contain, and how much of it computation hides.",
@@ -576,6 +624,38 @@ TRACE_KERNELS = Command(
     examples=(
         "shardline trace kernels outputs/run",
         "shardline trace kernels outputs/run/profile_traces/iteration_10/rank0_trace.json --top 30",
+    ),
+)
+PLAN = Command(
+    "plan",
+    "Say which layouts of a number of GPUs fit, and how fast each will be, without running anything.",
+    ("[FILE]",),
+    (
+        Option("gpus", "Number of GPUs.", int, "N", low=1),
+        Option("nodes", "Number of machines, instead of --gpus.", int, "N", low=1),
+        Option("gpu", "Their kind, or a profile (FILE.toml); unset: this machine's.", str, "NAME"),
+        Option("gpus-per-node", "GPUs of one machine; unset: as the profile says.", int, "N", low=1),
+        Option("model", "Model family, where there is no FILE.", str, "NAME"),
+        Option("flavor", "Size of the model.", str, "NAME"),
+        Option("seq", "Tokens per sequence.", int, "N", low=1),
+        Option("global-batch", "Sequences per step; unset: the config's.", int, "N", low=1),
+        Option("top", "Layouts to show.", int, "N", default=10, low=1),
+        Option("goal", "What is best: speed, memory or cost.", str, "NAME", (), ("speed", "memory", "cost"), "speed"),
+        Option("price", "Price of a GPU hour, for --tokens.", float, "X", low=0),
+        Option("tokens", "Also say how long so many tokens take.", float, "N", low=1),
+        Option("write", "Write the best layout as a config.", str, "FILE"),
+        Option("check", "Only say whether FILE fits as it is; exit code 1 if not.", bool),
+        _JSON,
+    ),
+    _plan,
+    config_flags=True,
+    details="Flags --section.key=value fix keys: the search leaves them as they are. Profiles: `shardline bench device`"
+    "\nmeasures one; docs/planner.md says what is assumed, and how far predictions are off.",
+    examples=(
+        "shardline plan run.toml --gpus 256 --gpu h100",
+        "shardline plan --model llama3 --flavor 70B --seq 8192 --global-batch 1024 --gpus 512 --gpu h100 --top 3",
+        "shardline plan run.toml --gpus 64 --gpu h200 --parallelism.tensor_parallel_degree=8",
+        "shardline plan --check run.toml --gpus 8 --gpu a100",
     ),
 )
 TRACE_HANG = Command(
@@ -623,6 +703,7 @@ COMMANDS: dict[str, Command] = {
     for command in (
         *(TRAIN, CONFIG, PREPARE, SHOW, VERIFY_DATA, IMPORT, EXPORT),
         *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
-        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG, SCHEDULE),
+        *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG),
+        *(SCHEDULE, PLAN),
     )
 }

@@ -102,9 +102,9 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
         return decided
 
     def decide(context: Any, op: Any, *arguments: Any) -> CheckpointPolicy:
-        if op in _kept_attention_ops() or _travels(op):
+        if op in kept_attention_ops() or travels(op):
             return CheckpointPolicy.MUST_SAVE
-        shape = _product_shape(op, arguments)
+        shape = product_shape(op, arguments)
         if shape is not None:
             if shape in recompute_shapes:
                 return CheckpointPolicy.PREFER_RECOMPUTE
@@ -133,12 +133,12 @@ class KeptResults:
 kept_results = KeptResults()
 
 
-def _travels(op: Any) -> bool:
+def travels(op: Any) -> bool:
     """Whether `op` sends tokens to their experts or back: computing it again would send them again."""
     return op.name() in _TRAVEL_OPS
 
 
-def _product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
+def product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | None:
     """(in, out) of the weight of a matrix product, None where `op` is not one."""
     if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return tuple(arguments[-1].shape)
@@ -151,7 +151,7 @@ def _product_shape(op: Any, arguments: tuple[Any, ...]) -> tuple[int, ...] | Non
 
 
 @functools.cache
-def _kept_attention_ops() -> frozenset[Any]:
+def kept_attention_ops() -> frozenset[Any]:
     ops = {getattr(torch.ops.aten, name).default for name in _ATTENTION_OPS if hasattr(torch.ops.aten, name)}
     ops.add(torch.ops.higher_order.flex_attention)
     if hasattr(torch.ops, "torch_attn") and hasattr(torch.ops.torch_attn, "_varlen_attn"):

@@ -52,7 +52,7 @@ def overview(run: Setup) -> TableRows:
     """Label and value of each row. The model is built, its parameters may be on the meta device."""
     config, layout, precision = run.config, run.layout, run.precision
     kernel = attention_words(config, run.arch, run.device, precision.compute, otherwise=run.kernel)
-    need = memory_need(run.model, config, layout, precision, run.device.type)
+    need = _need(run)
     size = f"{parameter_count(run.arch):,} parameters{active_words(run.arch)}"
     rows = [("model", f"{model_label(config.model)}, {size}")]
     if run.model.frozen or run.model.adaptation is not None:
@@ -170,8 +170,13 @@ def _memory(run: Setup, need: MemoryNeed) -> str:
     """Expected against available; on a CPU both count what this process holds already."""
     held, free = _in_use(run), _free(run)
     of = "" if free is None else f" of {roughly(held + free)}"
-    whose = " (rank 0 of the pipeline)" if run.layout.pp > 1 else ""
+    whose = " on the fullest rank; rank 0" if run.layout.pp > 1 else ""
     return f"about {roughly(held + need.peak)}{of}{whose}: {need.words(run.config.optimizer.name)}"
+
+
+def _need(run: Setup) -> MemoryNeed:
+    planned = None if run.verdict is None else run.verdict.memory
+    return memory_need(run.model, run.config, run.layout, run.precision, run.device.type, planned)
 
 
 def _in_use(run: Setup) -> int:
@@ -225,12 +230,19 @@ def usual_rate(config: Config, parameters: int) -> str:
 
 def overview_warnings(run: Setup) -> Iterator[str]:
     """Lines about what will most likely be regretted."""
-    config, free = run.config, _free(run)
-    need = memory_need(run.model, config, run.layout, run.precision, run.device.type).peak
+    config, free, need = run.config, _free(run), _need(run).peak
     if free is not None and need > free:
+        changes = () if run.verdict is None else run.verdict.changes
+        remedy = "; ".join(
+            f"{change.words}, {roughly(int(change.memory.total))} ({change.flags})" for change in changes
+        )
         yield (
-            f"about {roughly(need)} of memory are needed and {roughly(free)} are free: a smaller"
-            ' training.local_batch_size or seq_len, activation_checkpoint.mode = "full" or more ranks need less'
+            f"about {roughly(need)} of memory are needed and {roughly(free)} are free; "
+            + (
+                f"what fits, the fastest first: {remedy}"
+                if remedy
+                else "more ranks or a shorter training.seq_len need less"
+            )
         )
     generated = config.training.dataset == "demo" and config.training.dataset_path is None and not config.data.sources
     if not config.checkpoint.enable and not generated:

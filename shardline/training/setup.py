@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from shardline import registry
 from shardline.adapters.lora import NOTHING, Adaptation, more_flops
@@ -52,7 +53,7 @@ from shardline.data.loader import Loader, build_loader, fitted, steps_for_epochs
 from shardline.data.order import global_batch
 from shardline.data.prepare import cache_folder
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
-from shardline.errors import blame
+from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
 from shardline.models.flavors import check_weights, resolve
@@ -69,6 +70,7 @@ from shardline.parallel.pipeline.schedules import warnings
 from shardline.parallel.pipeline.stages import plan_pipeline
 from shardline.parallel.replica_check import check_replicas
 from shardline.parallel.tensor import async_tp
+from shardline.plan.check import Verdict, before_start
 from shardline.precision.convert import check_device
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.run import attempt
@@ -144,6 +146,16 @@ class Setup:
         else:
             self.kernel = check_attention(self.arch, self.device, self.precision.compute, config.training.seq_len)
         self.pipeline = plan_pipeline(config, self.arch, self.layout)
+        self.verdict = self._foresee()
+
+    def _foresee(self) -> Verdict | None:
+        """What the fullest rank will need, on rank 0: a trace for several ranks is possible only before they meet."""
+        if os.environ.get("RANK", "0") != "0" or dist.is_initialized() or self.arch.foreign is not None:
+            return None
+        try:
+            return before_start(self.config, self.arch, self.layout, self.device)
+        except UserError:  # the run itself will say what is wrong with it
+            return None
 
     # ---- ranks, data and folder --------------------------------------------------------------------------------------
 

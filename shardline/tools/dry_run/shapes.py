@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardline.comm.fake import fake_group
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
@@ -18,7 +19,6 @@ from shardline.models.dtensor import local
 from shardline.models.fused_weights import layers_name
 from shardline.parallel.apply import make_model
 from shardline.precision.mixed import Precision
-from shardline.tools.dry_run.fake import fake_group
 from shardline.words import numbered
 
 Shape = tuple[int, ...]

@@ -11,6 +11,7 @@ from collections import Counter
 
 import torch
 
+from shardline.comm.fake import Collectives, count_collectives, fake_group, fake_tensors
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import Layout
@@ -21,7 +22,6 @@ from shardline.models.decoder import Decoder
 from shardline.parallel.apply import make_model
 from shardline.parallel.tensor.tensor import vocabulary_rows
 from shardline.precision.mixed import Precision
-from shardline.tools.dry_run.fake import Collectives, count_collectives, fake_group, fake_tensors
 from shardline.training.loss import choose_chunk_tokens
 from shardline.training.pairs import Reference, reference_kind
 from shardline.training.step import Stepper

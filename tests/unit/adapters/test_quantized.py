@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from shardline.comm.fake import fake_tensors
 from shardline.models.adapted import quantized
 from shardline.models.adapted.quantized import (
     QuantizedWeight,
@@ -12,7 +13,6 @@ from shardline.models.adapted.quantized import (
     quantize,
     sharing,
 )
-from shardline.tools.dry_run.fake import fake_tensors
 
 SHAPES = [(96, 64), (40, 192), (64, 4096), (24, 14336)]
 CPU = torch.device("cpu")

@@ -9,12 +9,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[3] / "shardline"
 LEVELS = {
-    "train": 21,
-    "__main__": 21,
-    "cli": 20,
-    "tools": 19,
-    "launch": 18,
-    "training": 17,
+    "train": 22,
+    "__main__": 22,
+    "cli": 21,
+    "tools": 20,
+    "launch": 19,
+    "training": 18,
+    "plan": 17,
     "checkpoint": 16,
     "telemetry": 15,
     "run": 14,

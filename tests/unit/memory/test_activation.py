@@ -136,7 +136,7 @@ def forced_products(name):
     key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
     config = load_config(overrides=[*MODES["selective op"], f"--{key}={name}"])
     forced, seen, device = [], set(), torch.device("cpu")
-    contexts, product_shape = activation._per_op_contexts, activation._product_shape
+    contexts, product_shape = activation._per_op_contexts, activation.product_shape
 
     def noted_contexts(shapes):
         forced.append(shapes)
@@ -150,7 +150,7 @@ def forced_products(name):
     with patch.object(activation, "_per_op_contexts", noted_contexts):
         model, _ = build_model(ARCH, device, choose_precision(config, device, True), Mesh(Layout(tp=2), "cpu"), config)
     init_weights(model, seed=1)
-    with patch.object(activation, "_product_shape", noted_shape):
+    with patch.object(activation, "product_shape", noted_shape):
         model.hidden(torch.arange(16).view(2, 8)).square().sum().backward()
     return set().union(*forced), seen - {None}
 

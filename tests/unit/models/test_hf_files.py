@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.checkpoint.shards import held_weights
+from shardline.comm.fake import fake_group
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
@@ -32,7 +33,6 @@ from shardline.models.huggingface.stored import is_logical, stored_as
 from shardline.models.init import init_weights
 from shardline.models.state import load_logical_state
 from shardline.storage.safetensors import Entry, header_of, write_tensors
-from shardline.tools.dry_run.fake import fake_group
 from tests.model_state import logical_state
 
 ARCH = Architecture(

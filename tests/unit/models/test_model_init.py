@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor
 
+from shardline.comm.fake import fake_group
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
 from shardline.config.layout import KEYS, Layout
@@ -22,7 +23,6 @@ from shardline.models.dtensor import local, local_slices
 from shardline.models.flavors import resolve
 from shardline.models.init import BLOCK_ROWS, init_weights, initial_std
 from shardline.precision.mixed import choose_precision
-from shardline.tools.dry_run.fake import fake_group
 from shardline.training.setup import build_model
 from tests.model_state import logical_state
 

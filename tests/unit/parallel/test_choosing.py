@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.comm import collectives
+from shardline.comm.fake import fake_group
 from shardline.comm.hidden_time import Times, host_times, union
 from shardline.comm.mesh import Mesh
 from shardline.comm.spans import Span
@@ -44,7 +45,6 @@ from shardline.parallel.tensor.serial_and_ring import CHUNKS
 from shardline.parallel.tensor.symmetric import Symmetric
 from shardline.precision.mixed import choose_precision
 from shardline.tools.bench.torch_fused import TorchFused
-from shardline.tools.dry_run.fake import fake_group
 from shardline.training.setup import build_model
 from tests.parity.harness import MODEL
 

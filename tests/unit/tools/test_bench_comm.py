@@ -97,7 +97,7 @@ def test_ranks_are_started_as_the_layout_needs(words, nproc, monkeypatch):
 
 def test_commands_of_two_words(capsys):
     assert main(["bench", "com"]) == 2
-    said = "shardline bench: there is no command 'com', did you mean 'comm'? (comm, overlap, experts)"
+    said = "shardline bench: there is no command 'com', did you mean 'comm'? (comm, overlap, experts, device)"
     assert said in capsys.readouterr().err
     assert main(["bench"]) == 0
     assert "usage: shardline bench overlap" in capsys.readouterr().out

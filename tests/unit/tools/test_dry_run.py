@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardline.cli.main import main
+from shardline.comm.fake import fake_group
 from shardline.comm.job import job
 from shardline.config.layout import KEYS, resolve_layout
 from shardline.config.load import load_config
@@ -21,7 +22,6 @@ from shardline.models.fused_weights import parameter_count
 from shardline.precision.mixed import Precision
 from shardline.tools.dry_run import traffic as dry_step
 from shardline.tools.dry_run.dry_run import describe
-from shardline.tools.dry_run.fake import fake_group
 from shardline.tools.dry_run.shapes import build_rank, chosen_ranks, held, same_shapes, shapes
 from shardline.tools.dry_run.traffic import step_collectives
 from shardline.tools.stage_costs import read_model

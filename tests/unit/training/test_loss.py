@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardline.tools.dry_run.fake import fake_tensors
+from shardline.comm.fake import fake_tensors
 from shardline.training import loss as loss_module
 from shardline.training.loss import (
     IGNORE,

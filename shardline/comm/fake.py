@@ -1,4 +1,4 @@
-"""Ranks that do not exist and tensors without memory, with which a dry run builds and steps as one rank of many.
+"""Ranks that do not exist and tensors without memory, with which dry runs and plans are one rank of many.
 
 PyTorch's fake process group, fake tensors and dispatch modes are private to it; they are used in this file alone.
 """
@@ -48,9 +48,7 @@ def _fake_store() -> Any:
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError as error:
-        raise UserError(
-            f"--dry-run for several ranks: PyTorch {torch.__version__} has no fake process group"
-        ) from error
+        raise UserError(f"ranks that do not run: PyTorch {torch.__version__} has no fake process group") from error
     return FakeStore()
 
 
@@ -59,7 +57,7 @@ def fake_tensors() -> Any:
     try:
         from torch._subclasses.fake_tensor import FakeTensorMode
     except ImportError as error:
-        raise UserError(f"--dry-run: PyTorch {torch.__version__} has no fake tensors") from error
+        raise UserError(f"a run without memory: PyTorch {torch.__version__} has no fake tensors") from error
     return FakeTensorMode(allow_non_fake_inputs=True)  # parameters come from the meta device
 
 

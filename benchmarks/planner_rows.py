@@ -1,0 +1,350 @@
+"""Rows of published measurements as workloads of the planner: models by name, layouts, precisions, trainers.
+
+A row may lack any key. What cannot be known is taken from the tables in `planner_models.toml` and
+`planner_traits.toml`, and a row about which too little is known is left out and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from planner_memory import peak_memory
+
+from shardline.config.architecture import Architecture, build
+from shardline.config.layout import Layout
+from shardline.errors import UserError
+from shardline.plan.hardware import Hardware, find_profile
+from shardline.plan.stages import blocks_by_costs
+from shardline.plan.traits import Traits
+from shardline.plan.work import Workload
+
+HERE = Path(__file__).parent
+MODELS = tomllib.loads((HERE / "planner_models.toml").read_text())
+TRAINERS = tomllib.loads((HERE / "planner_traits.toml").read_text())
+FITTED = HERE / "planner_fitted.toml"
+USABLE = 0.95  # of a card's memory: NCCL and the context need the rest
+
+
+@dataclass
+class Measured:
+    """One published row, with what the planner needs to predict it."""
+
+    row: dict[str, Any]
+    workload: Workload
+    hardware: Hardware
+    trainer: str
+    speed: float | None  # tokens/s on each GPU
+    memory: float | None  # GiB
+    predicted: float = 0.0
+    predicted_gib: float = 0.0
+
+    @property
+    def group(self) -> tuple[str, int]:
+        return str(self.row.get("model")), int(self.row["gpus"])
+
+    @property
+    def dataset(self) -> str:
+        return str(self.row.get("dataset", "unknown"))
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the collection says that the row is not to be trusted, or its numbers contradict each other."""
+        row, layout = self.row, self.workload.layout
+        if "INCONSISTENT" in str(row.get("notes", "")):
+            return True
+        parts = [row.get("grad_accum"), row.get("micro_batch"), row.get("global_batch")]
+        if any(part is None for part in parts):
+            return False
+        return bool(parts[0] * parts[1] * layout.data_ranks != parts[2])
+
+    @property
+    def stalled(self) -> bool:
+        """Whether siblings show that the row was measured while something was broken; see `mark_stalled`."""
+        return bool(self.row.get("stalled"))
+
+
+def read_rows(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
+    """The rows that can be predicted, and the others with the reason."""
+    data = json.loads((folder / "measured_layouts.json").read_text())
+    rows = data["rows"] if isinstance(data, dict) else data
+    found, left_out = [], []
+    for row in rows:
+        try:
+            found.append(measured(row))
+        except (KeyError, ValueError, TypeError, ZeroDivisionError, UserError) as error:
+            left_out.append((row, f"{type(error).__name__}: {error}"))
+    mark_stalled(found)
+    return found, left_out
+
+
+def mark_stalled(rows: list[Measured]) -> None:
+    """Mark rows that are slower than a sibling by a factor that no layout explains. Only measurements are compared.
+
+    Siblings have the same model, GPUs, tensor and pipeline degree. A micro-batch never takes 3 times as long as one
+    that is at least as large, nor 4 times as long for each sequence as a smaller one.
+    """
+    groups: dict[tuple[Any, ...], list[Measured]] = {}
+    for row in rows:
+        layout = row.workload.layout
+        key = (row.dataset, *row.group, row.hardware.name, row.workload.seq_len, layout.tp, layout.pp)
+        groups.setdefault(key, []).append(row)
+    for own in groups.values():
+        timed = [(row.workload.micro_batch, pass_seconds(row), row) for row in own if row.speed]
+        for size, seconds, row in timed:
+            larger = (3 * other for other_size, other, _ in timed if other_size >= size)
+            smaller = (4 * other * size / other_size for other_size, other, _ in timed if other_size < size)
+            row.row["stalled"] = seconds > min((*larger, *smaller))
+
+
+def pass_seconds(row: Measured) -> float:
+    """The time of a step over its passes, those that fill and drain a pipeline included."""
+    workload = row.workload
+    step = workload.step_tokens / (row.speed or 1.0) / workload.layout.world_size
+    return step / (workload.micro_batches + workload.layout.pp - 1)
+
+
+def read_failed(folder: Path) -> list[Measured]:
+    """Layouts that crashed or ran out of memory."""
+    path = folder / "failed_layouts.json"
+    if not path.exists():
+        return []
+    data = json.loads(path.read_text())
+    rows = data["rows"] if isinstance(data, dict) else data
+    found = []
+    for row in rows:
+        full = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096, **row}
+        full["gpus"] = row.get("gpus") or 8 * int(row["nodes"])
+        full["zero_stage"] = int(row.get("zero_stage") or 0)
+        full["ac"] = "none"
+        full["model"] = f"Llama-like {row['model']}"
+        found.append(measured(full))
+    return found
+
+
+def measured(row: dict[str, Any]) -> Measured:
+    trainer = trainer_of(row)
+    table = TRAINERS[trainer]
+    hardware = find_profile(gpu_name(str(row.get("gpu_type", ""))))
+    if "40gb" in str(row.get("gpu_type", "")).lower():
+        hardware = find_profile("a100_40gb")
+    speed = row.get("tokens_per_s_per_gpu")
+    if speed is None and row.get("step_time_s") and row.get("global_batch"):
+        speed = row["global_batch"] * row["seq_len"] / row["step_time_s"] / row["gpus"]
+    arch = architecture(row)
+    layout, micro, count = degrees(row)
+    zero = int(row.get("zero_stage") if row.get("zero_stage") is not None else table.get("zero", 1))
+    if row.get("fsdp") and zero < 2:
+        zero = 3
+    layout = data_parallel(layout, zero, row.get("fsdp"))
+    if trainer == "nanotron":
+        trainer = sweep_edition(layout, micro, zero)
+    workload = Workload(
+        arch=arch,
+        layout=layout,
+        seq_len=int(row["seq_len"]),
+        micro_batch=micro,
+        micro_batches=count,
+        zero=zero,
+        schedule="Interleaved1F1B" if stages_per_rank(row, arch, layout) > 1 else "1F1B",
+        stages_per_rank=stages_per_rank(row, arch, layout),
+        recompute=recompute(row, table),
+        compute=precision(str(row.get("precision", "bf16"))),
+        experts_compute=precision(str(row.get("precision", "bf16"))),
+        sequence_parallel=bool(row.get("sequence_parallel", table.get("sequence_parallel", True))) and layout.tp > 1,
+        reshard=zero == 3,
+        ring=layout.cp > 1,
+        lora_rank=16 if "lora" in str(row.get("model", "")).lower() else 0,
+    )
+    if trainer in ("nanotron", "nanotron_lean") and layout.pp > 1 and layout.world_size > hardware.per_node:
+        held = peak_memory(workload, replace(traits_of("nanotron"), reports_first=True)).total
+        if held > USABLE * hardware.memory:  # when it was repeated, it ran out of memory
+            trainer = "nanotron_first"
+    return Measured(row, workload, hardware, trainer, None if speed is None else float(speed), row.get("mem_gib"))
+
+
+def sweep_edition(layout: Layout, micro: int, zero: int) -> str:
+    """Which version of nanotron measured a layout of the playbook's sweep.
+
+    Its script (scripts/scaling_benchmarks.py) repeats layouts with a pipeline from a certain job on, takes ZeRO 0 only
+    for 32 data ranks or more, and sweeps 2 stages apart. What was not repeated still has slow transfers between stages
+    and keeps less: seen where both were measured, and the same for all models.
+    """
+    gpus, dp = layout.world_size, layout.data_ranks
+    if layout.pp == 1 or gpus < 16:
+        return "nanotron_lean" if layout.pp == 2 and micro < 2 * layout.tp else "nanotron"
+    if gpus >= 256:
+        repeated = (micro == 1 and (dp == 1 or (gpus < 512 and dp <= 16))) or (zero == 0 and dp >= 32)
+    else:
+        repeated = dp == 1 or zero == 1 or micro > 1 or dp >= 32 or gpus < 32
+    if not repeated:
+        return "nanotron_first"
+    lean = (layout.pp == 2 and micro < 2 * layout.tp) or layout.tp >= 32
+    return "nanotron_lean" if lean else "nanotron"
+
+
+def impossible(row: Measured) -> bool:
+    """Layouts that nanotron refuses: fewer micro-batches than stages after the first, or a stage without a block."""
+    if not row.trainer.startswith("nanotron"):
+        return False
+    workload = row.workload
+    if workload.micro_batches < workload.layout.pp - 1:
+        return True
+    return not all(blocks_by_costs(workload))
+
+
+def trainer_of(row: dict[str, Any]) -> str:
+    name = f"{row.get('dataset', '')} {row.get('source', '')}".lower()
+    return next(
+        (key for key, table in TRAINERS.items() if any(word in name for word in table.get("match", ()))), "default"
+    )
+
+
+@cache
+def traits_of(trainer: str) -> Traits:
+    """The traits of a trainer: those of the one it `extends`, its own, and the fitted ones."""
+    table = TRAINERS[trainer]
+    base = traits_of(table["extends"]) if "extends" in table else Traits()
+    return base.with_values({"name": trainer, **table.get("traits", {}), **fitted().get(trainer, {})})
+
+
+@cache
+def fitted() -> dict[str, Any]:
+    return tomllib.loads(FITTED.read_text()) if FITTED.exists() else {}
+
+
+def gpu_name(text: str) -> str:
+    plain = text.lower()
+    for name in (
+        "gb300",
+        "gb200",
+        "b300",
+        "b200",
+        "gh200",
+        "h200",
+        "h100",
+        "h800",
+        "a100",
+        "a800",
+        "mi300x",
+        "mi250",
+        "4090",
+    ):
+        if name in plain:
+            return {"gh200": "h200", "h800": "h100", "a800": "a100", "4090": "rtx4090"}.get(name, name)
+    raise ValueError(f"unknown GPU {text!r}")
+
+
+def precision(text: str) -> str:
+    plain = text.lower()
+    if "fp4" in plain:
+        return "float4"
+    return "float8" if "fp8" in plain or "float8" in plain else "bfloat16"
+
+
+def recompute(row: dict[str, Any], table: dict[str, Any]) -> str:
+    text = str(row.get("ac") or table.get("recompute", "none")).lower()
+    if "full" in text:
+        return "full"
+    if "op" in text:
+        return "op"
+    return table.get("selective", "none") if "selective" in text else "none"
+
+
+def degrees(row: dict[str, Any]) -> tuple[Layout, int, int]:
+    gpus = int(row["gpus"])
+    tp, pp, cp, ep = (int(row.get(key) or 1) for key in ("tp", "pp", "cp", "ep"))
+    if row.get("tp") is None and row.get("pp") is None:
+        tp, pp = _model_parallel(row, tp, pp)
+    dp = gpus // (tp * pp * cp)
+    if dp * tp * pp * cp != gpus:
+        raise ValueError(f"{tp} x {pp} x {cp} does not divide {gpus} GPUs")
+    batch = row.get("global_batch")
+    accumulation = row.get("grad_accum")
+    micro = row.get("micro_batch")
+    if micro is None:
+        micro = 1 if batch is None or accumulation is None else max(1, int(batch) // (dp * int(accumulation)))
+    if batch is not None:
+        count = max(1, round(int(batch) / (dp * int(micro))))
+        if accumulation and int(accumulation) * dp * int(micro) != int(batch):
+            count = int(accumulation)
+    else:
+        count = int(accumulation or 1)
+    shared = math.gcd(ep, dp * cp * tp)
+    return Layout(pp=pp, dp_shard=dp, cp=cp, tp=tp, ep=shared), int(micro), count
+
+
+def _model_parallel(row: dict[str, Any], tp: int, pp: int) -> tuple[int, int]:
+    found = re.search(r"tp\*pp=(\d+)", str(row.get("notes")))
+    if not found:
+        return tp, pp
+    both = int(found.group(1))
+    return (both, 1) if both <= 8 else (8, both // 8)
+
+
+def data_parallel(layout: Layout, zero: int, fsdp: Any) -> Layout:
+    """Data ranks that share something are `dp_shard`, copies `dp_replicate`."""
+    dp = layout.dp_shard
+    if zero == 0:
+        return Layout(layout.pp, dp, 1, layout.cp, layout.tp) if layout.ep == 1 else layout
+    size = int(fsdp) if fsdp else dp
+    if 1 < size < dp and dp % size == 0:
+        return Layout(layout.pp, dp // size, size, layout.cp, layout.tp, layout.ep)
+    return layout
+
+
+def stages_per_rank(row: dict[str, Any], arch: Architecture, layout: Layout) -> int:
+    vp = int(row.get("vp") or 1)
+    return vp if layout.pp > 1 and arch.n_layers >= vp * layout.pp else 1
+
+
+def architecture(row: dict[str, Any]) -> Architecture:
+    known = known_model(str(row.get("model", "")))
+    fields: dict[str, Any] = dict(known)
+    for key, name in FIELDS.items():
+        if row.get(key) is not None:
+            fields[name] = int(row[key])
+    if "dim" not in fields or "n_layers" not in fields:
+        raise ValueError(f"the sizes of {row.get('model')!r} are not known")
+    fields.setdefault("n_heads", max(1, fields["dim"] // 128))
+    fields.setdefault("vocab_size", 51200)
+    if "ffn_dim" not in fields:
+        fields["ffn_dim"] = 4 * fields["dim"]
+        fields.setdefault("gated", False)
+    if fields.get("moe"):
+        fields["gated"] = True
+    if "gated" not in fields:
+        name = str(row.get("model", "")).lower()
+        fields["gated"] = (
+            not ("gpt" in name or "mpt" in name) and fields["ffn_dim"] != 4 * fields["dim"]
+        ) or "llama" in name
+    if not fields["gated"]:
+        fields.setdefault("activation", "gelu_tanh")
+    if "nanotron" in trainer_of(row):
+        fields["tie_word_embeddings"] = fields["ffn_dim"] < 10_000
+    return build(fields)
+
+
+FIELDS = {
+    "hidden": "dim",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "kv_heads": "n_kv_heads",
+    "ffn": "ffn_dim",
+    "vocab": "vocab_size",
+}
+
+
+def known_model(name: str) -> dict[str, Any]:
+    """The table whose pattern fits the name, the longest pattern first."""
+    found = [table for table in MODELS.values() if re.search(table["pattern"], name, re.IGNORECASE)]
+    if not found:
+        return {}
+    table = max(found, key=lambda one: len(one["pattern"]))
+    return {key: value for key, value in table.items() if key != "pattern"}

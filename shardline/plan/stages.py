@@ -1,0 +1,91 @@
+"""Which layers each pipeline stage has, and how many parameters: by our own rule, evenly, or by another trainer's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shardline.config.architecture import Architecture
+from shardline.plan.traits import Traits
+from shardline.plan.work import Workload, attention_shapes, expert_layers, feed_forward_shapes, layer_parameters
+
+
+class StageLayers(NamedTuple):
+    """What one pipeline stage has."""
+
+    dense: int
+    experts: int
+    first: bool
+    last: bool
+
+    @property
+    def layers(self) -> int:
+        return self.dense + self.experts
+
+
+def cut(workload: Workload, traits: Traits) -> list[StageLayers]:
+    """The layers of each stage, those with experts spread evenly."""
+    arch = workload.arch
+    counts = workload.layers_of_stages or CUTS[traits.cut](workload)
+    experts, done, found = expert_layers(arch), 0, []
+    for index, count in enumerate(counts):
+        before = round(experts * done / arch.n_layers)
+        done += count
+        with_experts = round(experts * done / arch.n_layers) - before
+        found.append(StageLayers(count - with_experts, with_experts, index == 0, index == len(counts) - 1))
+    return found
+
+
+def even(workload: Workload) -> tuple[int, ...]:
+    count, layers = workload.layout.pp * workload.stages_per_rank, workload.arch.n_layers
+    return tuple(layers // count + (index < layers % count) for index in range(count))
+
+
+def balanced(workload: Workload) -> tuple[int, ...]:
+    """Our own cut by weight; an architecture's hash would cost more than its cut."""
+    arch, count = workload.arch, workload.layout.pp * workload.stages_per_rank
+    _, found = _cuts.setdefault(id(arch), (arch, {}))
+    key = (workload.seq_len, count)
+    if key not in found:
+        from shardline.parallel.pipeline.stages import balanced_layers  # needs torch
+
+        found[key] = tuple(len(own) for own in balanced_layers(arch, workload.seq_len, count))
+    return found[key]
+
+
+# By the architecture's id, which no other one has while it is held here.
+_cuts: dict[int, tuple[Architecture, dict[tuple[int, int], tuple[int, ...]]]] = {}
+
+
+def by_costs(workload: Workload) -> tuple[int, ...]:
+    """A stage ends with the block that brings the sum of costs above its share of them."""
+    layers = range(1, 1 + workload.arch.n_layers)
+    return tuple(sum(block in layers for block in held) for held in blocks_by_costs(workload))
+
+
+def blocks_by_costs(workload: Workload) -> list[list[int]]:
+    """The blocks of each stage: embedding, layers, norm, output layer, cast and loss, of which some cost nothing."""
+    arch, ranks = workload.arch, workload.layout.pp
+    layer = sum(columns * inner for columns, inner in (*attention_shapes(arch), *feed_forward_shapes(arch, False)))
+    costs = [0, *[layer] * arch.n_layers, 0, arch.vocab_size * arch.dim, 0, 0]
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    stage, so_far = 0, 0
+    for block, cost in enumerate(costs):
+        held[stage].append(block)
+        so_far += cost
+        if so_far > sum(costs) * (stage + 1) / ranks:
+            stage = min(stage + 1, ranks - 1)
+    return held
+
+
+CUTS = {"even": even, "balanced": balanced, "costs": by_costs}
+
+
+def stage_parameters(workload: Workload, stage: StageLayers) -> tuple[float, float]:
+    """(dense, expert) parameters of a stage on a rank, before data parallelism shards them."""
+    arch, layout = workload.arch, workload.layout
+    dense, mixed = (layer_parameters(arch, with_experts, layout) for with_experts in (False, True))
+    tables = stage.first + stage.last
+    if tables == 2 and arch.tie_word_embeddings:
+        tables = 1
+    ends = tables * arch.vocab_size * arch.dim / layout.tp
+    return stage.dense * dense.dense + stage.experts * mixed.dense + ends, stage.experts * mixed.experts

@@ -1,0 +1,144 @@
+"""benchmarks/planner.py: rows as workloads, its scores, and that each row is predicted or left out with a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ROW = {
+    "dataset": "ultrascale-playbook",
+    "model": "Llama-like 1B",
+    "hidden": 2048,
+    "layers": 16,
+    "heads": 32,
+    "kv_heads": 32,
+    "ffn": 8192,
+    "vocab": 131072,
+    "seq_len": 4096,
+    "gpus": 8,
+    "gpu_type": "H100-80GB",
+    "precision": "bf16",
+    "dp": 8,
+    "tp": 1,
+    "pp": 1,
+    "micro_batch": 2,
+    "global_batch": 256,
+    "grad_accum": 16,
+    "zero_stage": 0,
+    "tokens_per_s_per_gpu": 40150,
+    "mem_gib": 50.2,
+}
+FAILED = {
+    "model": "80B",
+    "nodes": 2,
+    "micro_batch": 1,
+    "grad_accum": 16,
+    "global_batch": 256,
+    "dp": 16,
+    "pp": 1,
+    "tp": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("planner_benchmark", ROOT / "benchmarks" / "planner.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["planner_benchmark"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def folder_of(path, rows, failed=()):
+    (path / "measured_layouts.json").write_text(json.dumps({"rows": rows}))
+    (path / "failed_layouts.json").write_text(json.dumps(list(failed)))
+    return path
+
+
+def test_a_known_row_is_predicted(benchmark, tmp_path):
+    found = benchmark.report(folder_of(tmp_path, [ROW], [FAILED]))
+    assert found["overall"]["tokens_per_s"]["mape"] < 0.1
+    assert found["overall"]["memory"]["mape"] < 0.1
+    assert found["does_not_fit"] == {
+        "failed": 1,
+        "ran": 1,
+        "recall": 1.0,
+        "precision": 1.0,
+        "by_memory": 1,
+        "impossible": 0,
+    }
+
+
+@pytest.mark.parametrize("missing", [key for key in ROW if key not in ("gpus", "gpu_type", "seq_len")])
+def test_a_row_may_lack_a_key(benchmark, tmp_path, missing):
+    row = {key: value for key, value in ROW.items() if key != missing}
+    found = benchmark.report(folder_of(tmp_path, [row]))
+    assert found["rows"] == 1
+    assert found["overall"]["rows"] + sum(found["left_out"].values()) == 1
+
+
+def test_rows_about_which_too_little_is_known_are_left_out_with_a_reason(benchmark, tmp_path):
+    unknown = {**ROW, "model": "something", "hidden": None, "layers": None}
+    strange = {**ROW, "gpu_type": "abacus"}
+    found = benchmark.report(folder_of(tmp_path, [ROW, unknown, strange]))
+    assert found["overall"]["rows"] == 1
+    assert len(found["left_out"]) == 2
+
+
+def test_rows_that_contradict_themselves_do_not_count(benchmark, tmp_path):
+    found = benchmark.report(folder_of(tmp_path, [ROW, {**ROW, "grad_accum": 4}, {**ROW, "notes": "INCONSISTENT"}]))
+    assert found["doubtful"] == 2
+    assert found["overall"]["rows"] == 1
+
+
+def test_a_row_is_stalled_where_a_larger_micro_batch_was_much_faster(benchmark, tmp_path):
+    slow = {**ROW, "micro_batch": 1, "grad_accum": 32, "tokens_per_s_per_gpu": 4000}
+    found = benchmark.report(folder_of(tmp_path, [ROW, slow]))["overall"]["tokens_per_s"]
+    assert found["stalled"] == 1
+    assert found["mape_without_stalled"] < 0.1 < found["mape"]
+
+
+def test_ranks_and_regret(benchmark):
+    assert benchmark.spearman(np.array([1.0, 2.0, 3.0, 4.0]), np.array([10.0, 20.0, 30.0, 25.0])) == pytest.approx(0.8)
+    assert benchmark.spearman(np.array([1.0, 1.0, 2.0]), np.array([3.0, 3.0, 9.0])) == pytest.approx(1.0)
+
+
+def test_impossible_layouts_are_known(benchmark, tmp_path):
+    few = {**FAILED, "model": "1B", "pp": 4, "dp": 4, "micro_batch": 32, "grad_accum": 2}  # fewer than stages - 1
+    empty = {**FAILED, "model": "1B", "nodes": 8, "pp": 16, "dp": 4, "grad_accum": 64}  # a stage without a block
+    found = benchmark.report(folder_of(tmp_path, [ROW], [few, empty]))["does_not_fit"]
+    assert found["impossible"] == 2
+
+
+def test_groups_go_to_one_side_whole(benchmark, tmp_path):
+    rows = [{**ROW, "gpus": gpus, "dp": gpus, "grad_accum": 128 // gpus} for gpus in (8, 16, 32, 64, 128)]
+    rows += [{**row, "zero_stage": 1} for row in rows]
+    found = benchmark.report(folder_of(tmp_path, rows))
+    assert found["fit"]["rows"] + found["check"]["rows"] == 10
+    assert found["fit"]["rows"] % 2 == found["check"]["rows"] % 2 == 0
+
+
+def test_the_command_prints_json(tmp_path):
+    words = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "planner.py"),
+        "--data",
+        str(folder_of(tmp_path, [ROW])),
+        "--json",
+    ]
+    found = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    assert {"overall", "fit", "check", "by_dataset", "does_not_fit"} <= set(found)
+
+
+def test_own_runs_are_predicted_within_what_the_page_says(benchmark):
+    runs = [run for run in benchmark.own_runs() if not run.get("earlier")]
+    assert len(runs) >= 13
+    assert max(abs(run["gib_error"]) for run in runs) <= 0.05
+    assert max(abs(run["speed_error"]) for run in runs) <= 0.10
