@@ -582,10 +582,30 @@ it says; a schedule of --csv must have as many ranks and micro-batches.""",
     ),
 )
 
+REPORT = Command(
+    "report",
+    "Draw runs, finished or under way: curves, where a step goes, pipeline, mesh, events, config; one HTML file.",
+    ("RUN...",),
+    (
+        Option("out", "Write the page to this file; unset: report.html in the run's folder.", str, "FILE"),
+        Option("watch", "Serve the page on this machine and keep it up to date, until Ctrl-C.", bool),
+        Option("port", "Port of --watch; 0: any that is free.", int, "N", default=8421, low=0),
+    ),
+    "shardline.show.report:command",
+    details="RUN: the folder of a run; up to five are drawn beside each other, with what differs in their configs."
+    "\nThe file needs no network and opens from disk. docs/report.md explains each picture.",
+    examples=(
+        "shardline report outputs/run",
+        "shardline report outputs/first outputs/second --out both.html",
+        "shardline report outputs/run --watch",
+    ),
+)
+
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, SHOW, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG, SCHEDULE),
+        *(REPORT,),
     )
 }

@@ -323,6 +323,7 @@ class Setup:
             pipeline=self.stepper.passes.pipeline,
             offload=applied.offload,
         )
+        self.telemetry.watch(self.model, self.optimizer, self.stepper.experts)
 
     def _build_reference(self) -> Reference | None:
         """What pairs are compared by; a copy of the model is frozen, in the type that it computes in."""

@@ -9,9 +9,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[3] / "shardline"
 LEVELS = {
-    "train": 21,
-    "__main__": 21,
-    "cli": 20,
+    "train": 22,
+    "__main__": 22,
+    "cli": 21,
+    "show": 20,
     "tools": 19,
     "launch": 18,
     "training": 17,
@@ -65,7 +66,11 @@ def test_imports_point_downwards(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["shardline", "shardline.cli.main", "shardline.config.load", "shardline.models.flavors"]
+    "module",
+    [
+        *("shardline", "shardline.cli.main", "shardline.config.load", "shardline.models.flavors"),
+        *("shardline.show.report", "shardline.show.serve"),
+    ],
 )
 def test_torch_is_not_imported_before_it_is_needed(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
