@@ -14,7 +14,7 @@ from shardline.errors import UserError
 from shardline.show.page import render
 from shardline.show.pictures import expert_picture, mesh_picture, pipeline_picture
 from shardline.show.run_files import Row, RunFiles, read_run
-from shardline.show.step_parts import AXES, StepTimes, present_ranks, rank_paces, spread, step_times
+from shardline.show.step_parts import AXES, PartTimes, present_ranks, rank_paces, spread, step_times
 from shardline.storage.atomic import write_atomically
 from shardline.words import counted, sized
 
@@ -199,7 +199,7 @@ def memory(run: RunFiles) -> dict[str, Any] | None:
     return {"step": steps, "ranks": ranks, **found}
 
 
-def parts(times: StepTimes) -> dict[str, Any]:
+def parts(times: PartTimes) -> dict[str, Any]:
     """Where steps go: over time, as the mean of all ranks, and by rank, as the median of all steps."""
     return {
         "names": times.names,
@@ -214,7 +214,7 @@ def _rounded(table: list[list[float]]) -> list[list[float]]:
     return [[round(value, 6) for value in row] for row in table]
 
 
-def paces(run: RunFiles, times: StepTimes | None) -> list[dict[str, Any]]:
+def paces(run: RunFiles, times: PartTimes | None) -> list[dict[str, Any]]:
     if times is None or run.layout is None or len(times.ranks) < 2:
         return []
     rows = rank_paces(times, run.layout)

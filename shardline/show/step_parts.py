@@ -72,7 +72,7 @@ def _by_known_axis(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class StepTimes:
+class PartTimes:
     """Parts of all logged steps that every rank has written: (steps, ranks, parts)."""
 
     steps: list[int]
@@ -94,7 +94,7 @@ class StepTimes:
         ]
 
 
-def step_times(run: RunFiles, most_steps: int, most_ranks: int) -> StepTimes | None:
+def step_times(run: RunFiles, most_steps: int, most_ranks: int) -> PartTimes | None:
     """Of more steps or ranks, as many as allowed, evenly spread; None where ranks wrote nothing."""
     ranks = present_ranks(run)
     common = sorted(set.intersection(*(set(run.ranks[rank].steps) for rank in ranks))) if ranks else []
@@ -105,7 +105,7 @@ def step_times(run: RunFiles, most_steps: int, most_ranks: int) -> StepTimes | N
     used = {name for of_step in parts for one in of_step for name, seconds in one.items() if seconds > 0}
     names = [name for name in part_names(AXES) if name in used | {"compute"}]
     seconds = [[[one.get(name, 0.0) for name in names] for one in of_step] for of_step in parts]
-    return StepTimes(steps, ranks, names, seconds)
+    return PartTimes(steps, ranks, names, seconds)
 
 
 def present_ranks(run: RunFiles) -> list[int]:
@@ -142,7 +142,7 @@ class RankPace:
         return bool(self.phase)
 
 
-def rank_paces(times: StepTimes, layout: Layout) -> list[RankPace]:
+def rank_paces(times: PartTimes, layout: Layout) -> list[RankPace]:
     """Ranks of the same pipeline position are compared: others have other layers."""
     by_rank = dict(zip(times.ranks, times.median_by_rank(), strict=True))
     groups: dict[int, list[int]] = {}
