@@ -168,6 +168,7 @@ def run_words(options: argparse.Namespace, folder: Path) -> list[str]:
         f"--training.steps={options.steps}",
         f"--parallelism.tensor_parallel_degree={options.tp}",
         "--parallelism.enable_async_tensor_parallel=true",
+        "--parallelism.async_tensor_parallel_compare_freq=0",
         f"--parallelism.async_tensor_parallel_backend={options.backend}",
         "--lr_scheduler.warmup_steps=2",
         "--metrics.log_freq=1",

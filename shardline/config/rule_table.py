@@ -775,7 +775,10 @@ RULES: list[Rule] = [
         lambda c: c.parallelism.accumulation_sync == "scatter" and not (has_replicas(c) and _shards(c)),
         "parallelism.accumulation_sync",
     ),
-    _idle_without("parallelism.enable_async_tensor_parallel", "parallelism.async_tensor_parallel_backend"),
+    _idle_without(
+        "parallelism.enable_async_tensor_parallel",
+        *_below("parallelism", "async_tensor_parallel_backend async_tensor_parallel_compare_freq"),
+    ),
     _idle_unless("parallelism.gradient_compression", ["powersgd"], "parallelism.powersgd_rank"),
     _idle(
         "only plain replicas (DDP) sum gradients in buckets",

@@ -260,6 +260,9 @@ class Parallelism(Section):
     async_tensor_parallel_backend: Literal["auto", "serial", "ring", "symmetric", "fused"] = key(
         "auto", "How they overlap: auto measures each product at the start, other names force a backend."
     )
+    async_tensor_parallel_compare_freq: NonNegative = key(
+        10, "Every n-th logged step runs serially, to measure what async TP gains; 0: none does."
+    )
     pipeline_parallel_degree: Positive = key(1, "Pipeline-parallel ranks.")
     module_fqns_per_model_part: list[list[Text]] | None = key(
         None, "Module names of each pipeline stage, instead of an even split."

@@ -20,6 +20,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardline.config.schema import ActivationCheckpoint
@@ -93,6 +96,12 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
     seen = {"forward": 0, "recompute": 0}
 
     def policy(context: Any, op: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        decided = decide(context, op, *arguments)
+        if decided is CheckpointPolicy.MUST_SAVE and not context.is_recompute:
+            kept_results.note(getattr(context, "op_output", None))  # older releases do not say
+        return decided
+
+    def decide(context: Any, op: Any, *arguments: Any) -> CheckpointPolicy:
         if op in _kept_attention_ops() or _travels(op):
             return CheckpointPolicy.MUST_SAVE
         shape = _product_shape(op, arguments)
@@ -105,6 +114,23 @@ def _per_op_contexts(recompute_shapes: frozenset[tuple[int, ...]]) -> Any:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+class KeptResults:
+    """Bytes of results that "op" keeps; eager code keeps them where no hook for saved tensors sees them."""
+
+    def __init__(self) -> None:
+        self.size: int | None = None  # None: nobody counts
+
+    def note(self, result: Any) -> None:
+        if self.size is not None:
+            tensors = (
+                one for one in tree_leaves(result) if isinstance(one, Tensor) and not isinstance(one, FakeTensor)
+            )
+            self.size += sum(one.untyped_storage().nbytes() for one in tensors)
+
+
+kept_results = KeptResults()
 
 
 def _travels(op: Any) -> bool:

@@ -60,11 +60,11 @@ class Offload:
         self.leaving: deque[tuple[int, KeptBlock]] = deque()  # with the number of the block that waits for the copy
         self._unsent: KeptBlock | None = None
         self._begun = 0  # blocks
-        self._sent = 0
+        self.sent = 0  # bytes to the host since the last `take`
 
     def take(self) -> int:
         """Bytes that were sent to the host since the last call."""
-        sent, self._sent = self._sent, 0
+        sent, self.sent = self.sent, 0
         return sent
 
     def around(self, function: Function) -> Function:
@@ -101,7 +101,7 @@ class Offload:
         while self.leaving and self.leaving[0][0] <= self._begun:
             self.leaving.popleft()[1].leave()
         if self._unsent is not None:
-            self._sent += self._unsent.send()
+            self.sent += self._unsent.send()
             self.leaving.append((self._begun + self.every, self._unsent))
             self._unsent = None
 

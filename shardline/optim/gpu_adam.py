@@ -31,6 +31,7 @@ class GPUAdam(torch.optim.Optimizer):
         self.int8 = int8
         self.decoupled = isinstance(pattern, torch.optim.AdamW)
         self.scale = 1.0
+        self.launched = 0  # kernels in the last step
         self._prepared: list[KernelLaunch] | None = None
 
     @staticmethod
@@ -60,6 +61,7 @@ class GPUAdam(torch.optim.Optimizer):
         if self._prepared is None:
             self.prepare()
         launches, self._prepared = self._prepared or [], None
+        self.launched = len(launches)
         for group, updates, table in launches:
             if table is not None:
                 self._step_many(group, updates, table)

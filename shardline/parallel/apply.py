@@ -31,6 +31,7 @@ from shardline.memory.activation import apply_activation_checkpoint
 from shardline.memory.offload import Offload, offload_activations
 from shardline.models.decoder import Decoder
 from shardline.models.experts.moe import RouterRun
+from shardline.parallel.compiled_graphs import Operations, noting
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
 from shardline.parallel.data.ddp import replicate_parameters
 from shardline.parallel.data.fsdp import apply_fsdp
@@ -65,6 +66,7 @@ class Applied:
     recipes: frozenset[Recipe | None] = frozenset([None])  # by which products of the blocks compute in float8
     float8_modules: Sequence[str] = ()  # those whose weights are used in float8 alone
     offload: Offload | None = None
+    graphs: list[Operations] | None = None  # that were compiled so far; None where nothing is to be
 
 
 def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
@@ -151,7 +153,8 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     compiled = config.compile.enable and "model" in config.compile.components
     apply_activation_checkpoint(model, config.activation_checkpoint, compiled=compiled)
     if compiled:
-        _compile_blocks(model, config.compile.backend, rows_travel=mesh.layout.ep > 1)
+        done.graphs = []
+        _compile_blocks(model, config.compile.backend, done.graphs, rows_travel=mesh.layout.ep > 1)
     if config.activation_checkpoint.mode == "offload":  # what compiled functions save passes the hooks around them
         done.offload = offload_activations(model, config.activation_checkpoint.offload_every)
     if mesh.axis("fsdp") is not None:
@@ -185,7 +188,7 @@ def _convert(model: Decoder, config: Config, done: Applied) -> None:
     done.float8_modules = converted_modules(model, recipes)
 
 
-def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:
+def _compile_blocks(model: Decoder, backend: str, graphs: list[Operations], rows_travel: bool) -> None:
     """Compile each block's function, once for all blocks that share it."""
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
@@ -199,7 +202,8 @@ def _compile_blocks(model: Decoder, backend: str, rows_travel: bool) -> None:
 
         compiler = of_transfers(backend)
     native = model.arch.foreign is None  # other code may break a graph, where its lines are not arithmetic
-    compile_once = functools.cache(functools.partial(torch.compile, backend=compiler, fullgraph=native))
+    compile_graph = functools.partial(torch.compile, backend=noting(compiler, graphs), fullgraph=native)
+    compile_once = functools.cache(compile_graph)
     for block in model.blocks():
         block.function = compile_once(block.function)
     log.info("compiling %d blocks with %s (the first step takes longer)", len(model.layers), backend)

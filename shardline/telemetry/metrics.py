@@ -41,6 +41,7 @@ KEYS = (
 )
 # Keys of some layouts: seconds that the step waited for data-parallel communication which nothing hid; seconds of
 # tensor-parallel communication in the logged step, seconds of it that ranks waited for, and the share that was hidden;
+# seconds of the logged step itself with async TP, and of one that ran serially to be compared with;
 # the same of expert-parallel communication where the host carries it; the share of the logged step in which the
 # pipeline's ranks were idle; bytes of activations that the step sent to host memory. Of mixtures of experts: how many
 # times the mean the most used expert got, the largest of all layers and by layer; the routers' losses, means over the
@@ -50,6 +51,8 @@ OPTIONAL_KEYS = (
     "tp_comm_seconds",
     "tp_exposed_seconds",
     "tp_hidden_fraction",
+    "tp_overlapped_step_seconds",
+    "tp_serial_step_seconds",
     "ep_comm_seconds",
     "ep_exposed_seconds",
     "ep_hidden_fraction",

@@ -16,7 +16,7 @@ class RunSummary:
     validation: tuple[int, float] | None = None
     memory: float = 0.0
     speeds: list[float] = field(default_factory=list)  # tokens per second
-    tensor: list[tuple[float, float, float]] = field(default_factory=list)  # seconds: step, tp communication, exposed
+    tensor: list[dict[str, float]] = field(default_factory=list)  # rows with tensor-parallel communication
     bubbles: list[float] = field(default_factory=list)
     theoretical_bubble: float | None = None
     expert_loads: list[float] = field(default_factory=list)  # the largest of all layers, max over mean
@@ -30,7 +30,7 @@ class RunSummary:
         self.speeds.append(row["tokens_per_second"])
         self.memory = max(self.memory, row["memory_gib"])
         if "tp_comm_seconds" in row:
-            self.tensor.append((row["step_seconds"], row["tp_comm_seconds"], row["tp_exposed_seconds"]))
+            self.tensor.append(row)
         if "pp_bubble_fraction" in row:
             self.bubbles.append(row["pp_bubble_fraction"])
         if "expert_load" in row:
@@ -55,14 +55,21 @@ def summary(seen: RunSummary, step: int, total: int) -> list[tuple[str, str]]:
     return rows
 
 
-def tensor_summary(rows: list[tuple[float, float, float]]) -> str:
-    """How long tensor-parallel communication takes, how much was hidden, and the speed-up beside the possible one."""
-    step, sent, exposed = (statistics.median(column) for column in zip(*(rows[1:] or rows), strict=True))
-    hidden = max(sent - exposed, 0.0)
-    serial = step + hidden  # the step with nothing hidden
-    share = min(sent / serial, 0.999) if serial > 0 else 0.0
-    reached = f"speed-up {serial / step:.2f} of at most {1 / (1 - share):.2f}" if step > 0 else ""
-    return f"{sent:.3f} s a step ({share:.0%}), {hidden / sent if sent else 0:.0%} hidden: {reached}"
+def tensor_summary(rows: list[dict[str, float]]) -> str:
+    """How long tensor-parallel communication takes, how much was hidden, and what serial steps show beside others."""
+
+    def median(key: str) -> float | None:
+        found = [row[key] for row in rows[1:] or rows if key in row]  # the first row has the costs of the start
+        return statistics.median(found) if found else None
+
+    hidden, step, serial = map(median, ("tp_hidden_fraction", "tp_overlapped_step_seconds", "tp_serial_step_seconds"))
+    text = f"{median('tp_comm_seconds') or 0.0:.3f} s a step"
+    if hidden is not None:
+        text += f", {hidden:.0%} hidden"
+    if step and serial:
+        times = f"{serial / step:.2f} times as fast as serial steps, measured: {step:.3f} s against {serial:.3f}"
+        text += f"; {times}{'' if serial > step else ' (not worth it here)'}"
+    return text
 
 
 def bubble_summary(bubbles: list[float], theory: float | None) -> str:

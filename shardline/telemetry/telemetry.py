@@ -26,8 +26,8 @@ from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.comm.observe import runs_on_host
 from shardline.config.schema import Config
-from shardline.memory.offload import Offload
 from shardline.models.decoder import Decoder
+from shardline.parallel.apply import Applied
 from shardline.parallel.expert.balance import ExpertLoad
 from shardline.parallel.pipeline.executor import Pipeline, busy_and_span, idle_share
 from shardline.parallel.pipeline.schedules import theoretical_bubble
@@ -35,11 +35,15 @@ from shardline.parallel.pipeline.timeline import TimedAction
 from shardline.run import attempt
 from shardline.run.device import peak_memory_gib, read, reset_peak
 from shardline.run.folder import RunFolder
+from shardline.telemetry import engaged
 from shardline.telemetry.console import Console
+from shardline.telemetry.engaged import StepObserver
+from shardline.telemetry.log import log_table
 from shardline.telemetry.metrics import Meter, MetricsLog
 from shardline.telemetry.profile import Profiler
 from shardline.telemetry.rank_log import RankLog, StepParts, held_by_rank, idle_seconds
 from shardline.telemetry.recompiles import CompileReport
+from shardline.telemetry.serial_steps import SerialComparison
 from shardline.words import TableRows
 
 log = logging.getLogger("shardline")
@@ -57,18 +61,20 @@ class Telemetry:
         meter: Meter,
         step_tokens: int,
         *,
-        tensor_parallel: bool,
         pipeline: Pipeline | None,
-        offload: Offload | None,
+        applied: Applied,
+        observer: StepObserver,
     ) -> None:
         self.config, self.folder, self.mesh, self.device = config, folder, mesh, device
-        self.meter, self.step_tokens, self.pipeline, self.offload = meter, step_tokens, pipeline, offload
-        axes = ["tp"] if tensor_parallel else []
+        self.meter, self.step_tokens, self.pipeline, self.offload = meter, step_tokens, pipeline, applied.offload
+        self.observer, self._observing = observer, contextlib.ExitStack()
+        axes = [] if applied.tensor is None else ["tp"]
         if mesh.layout.ep > 1 and runs_on_host(job.axes["ep"].group, device):
             axes.append("ep")
         self.sampler = (
             Sampler(device, job.clock, job.row_clock, job.spans, axes) if axes or mesh.layout.ep > 1 else None
         )
+        self.serial = None if applied.tensor is None else SerialComparison(config)
         theory = None if pipeline is None else theoretical_bubble(pipeline.plan.schedule)
         self.console = Console(config, folder.path, rank=mesh.rank, theoretical_bubble=theory)
         self.row: dict[str, Any] = {}
@@ -111,7 +117,8 @@ class Telemetry:
         exposed.reset()
         if self.offload is not None:
             self.offload.take()
-        yield
+        with self._observing:
+            yield
         with self.paused() if self.profiler.writes_next() else contextlib.nullcontext():
             self.profiler.step()
         self._collect_garbage()
@@ -123,9 +130,14 @@ class Telemetry:
         yield
         data_seconds = time.perf_counter() - began
         self.meter.fetched(data_seconds)
+        if self.number == self.first_step + 1:
+            self._observing.enter_context(self.observer.watching())
         if job.watchdog is not None:
             job.watchdog.step(self.number)
         if self.is_logged():
+            if self.serial is not None:
+                self._finish_on_device()
+                self.serial.begin(self.number)
             if self.sampler is not None:
                 self.sampler.begin()
             if self.pipeline is not None:
@@ -135,10 +147,13 @@ class Telemetry:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the clock for what is not training, after the device has finished the step that is."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._finish_on_device()
         with self.meter.paused():
             yield
+
+    def _finish_on_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def is_logged(self) -> bool:
         return self.number in (1, self.last_step) or self.number % self.config.metrics.log_freq == 0
@@ -150,6 +165,7 @@ class Telemetry:
         """
         parts = self.parts.end() if self.is_logged() else {}
         times = self.sampler.end() if self.sampler is not None and self.is_logged() else {}
+        self._observing.close()
         if self.number == self.first_step + 1 and self.mesh.world_size > 1:
             watchdog.set_timeouts(self.config.comm.train_timeout_seconds)
         attempt.note("first_step")
@@ -160,8 +176,19 @@ class Telemetry:
             self.row = of_step | self._measured(times, parts) | self.meter.rates() | more
             self.metrics.log(self.row)
             self.console.update(self.row)
+        if self.number == self.first_step + 1:
+            self._tell_what_engaged()
         for line in self.recompiles.lines(self.number, self.first_step):
             log.warning("%s", line)
+
+    def _tell_what_engaged(self) -> None:
+        """Write what the first step did on all ranks, and warn of what the config asks for and did not happen."""
+        found = self.mesh.from_everyone(self.observer.found)
+        if self.mesh.rank == 0:
+            engaged.write(self.folder.path, self.number, found)
+        log_table(engaged.table(self.observer.found), "What the first step did", file_only=True)
+        if self.observer.applied.graphs == []:
+            log.warning("compile.enable: no graph was compiled in the first step; blocks run as they are")
 
     def log_validation(self, step: int, found: dict[str, float]) -> None:
         self.metrics.log_validation(step, found)
@@ -181,11 +208,12 @@ class Telemetry:
         actions = [] if self.pipeline is None else self.pipeline.clock.take()
         self._write_rank(parts, times, sent, waited, memory, actions)
         of_axes = [seconds for axis in times for seconds in times[axis]]
-        highest = [memory, waited or 0.0, offloaded, *of_axes]
+        lasted = 0.0 if self.serial is None else self.serial.seconds()
+        highest = [memory, waited or 0.0, offloaded, lasted, *of_axes]
         if self.mesh.world_size > 1:
             numbers = torch.tensor(highest, dtype=torch.float64, device=self.device)  # float32 cannot count bytes
             highest = read(collectives.max_in_place(numbers, "world"))
-        memory, waited_longest, offloaded, *longest = highest
+        memory, waited_longest, offloaded, lasted, *longest = highest
         row: dict[str, Any] = {"memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.size("loss") > 1:
             row["dp_exposed_seconds"] = waited_longest
@@ -193,6 +221,9 @@ class Telemetry:
             row["offloaded_bytes"] = int(offloaded)
         for number, axis in enumerate(times):
             slowest = Times(*longest[2 * number : 2 * number + 2])
+            if axis == "tp" and self.serial is not None:
+                row |= self.serial.end(slowest, lasted)
+                continue
             row |= {f"{axis}_comm_seconds": slowest.comm, f"{axis}_exposed_seconds": slowest.exposed}
             row[f"{axis}_hidden_fraction"] = slowest.hidden
         if self.pipeline is not None:

@@ -71,6 +71,7 @@ from shardline.run.output import keep_output
 from shardline.run.previous_run import changed_keys
 from shardline.run.stop import Requests
 from shardline.storage.atomic import write_atomically
+from shardline.telemetry.engaged import StepObserver
 from shardline.telemetry.log import hold_log, log_table, passing_line, setup_logging
 from shardline.telemetry.metrics import Meter
 from shardline.telemetry.telemetry import Telemetry
@@ -319,9 +320,9 @@ class Setup:
             device,
             Meter(self.arch, seq_len, device, dtype, devices, more_flops=self._more_flops()),
             step_tokens=batch * seq_len,
-            tensor_parallel=applied.tensor is not None,
             pipeline=self.stepper.passes.pipeline,
-            offload=applied.offload,
+            applied=applied,
+            observer=StepObserver(self.model, self.optimizer, applied),
         )
         self.telemetry.watch(self.model, self.optimizer, self.stepper.experts)
 

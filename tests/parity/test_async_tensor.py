@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shardline.comm import collectives
+from shardline.comm.hidden_time import Times
 from shardline.comm.mesh import Mesh, world_size
 from shardline.config.layout import resolve_layout
 from shardline.config.load import load_config
@@ -25,6 +26,8 @@ from shardline.parallel.tensor import async_tp, autotune
 from shardline.parallel.tensor.autotune import from_row
 from shardline.parallel.tensor.backend_table import Choice, backends, choices
 from shardline.parallel.tensor.serial_and_ring import Ring
+from shardline.telemetry import engaged
+from shardline.telemetry.serial_steps import SerialComparison, runs_serially
 from shardline.telemetry.summary import tensor_summary
 from tests.parity.harness import DEVICE, Harness, complete, train
 from tests.parity.pool import Pool
@@ -281,13 +284,18 @@ def test_a_run_keeps_what_was_chosen_and_measures_itself(harness: Harness, pool:
     assert [row["product"] for row in rows] == list(chosen)
     for row in rows:
         assert from_row(None, row).chosen == chosen[row["product"]]
+    ran = json.loads((folder / engaged.FILE).read_text())
+    assert ran["tensor_parallel"] == {name: str(chosen[name]) for name in list(chosen)[:8]}  # not those of validation
+    assert ran["other_ranks"] == {}
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # Of the slowest rank, which may have waited for the other before the other's step began: not below each step.
     assert sum(row["tp_comm_seconds"] for row in steps if "loss" in row) < elapsed
-    for row in [row for row in steps if "loss" in row]:
+    steps = [row for row in steps if "loss" in row]
+    assert [row["step"] for row in steps if "tp_serial_step_seconds" in row] == [2]
+    assert steps[2]["tp_comm_seconds"] == steps[1]["tp_comm_seconds"] > 0
+    for row in (steps[0], steps[2]):
         sent, exposed, hidden = (row[f"tp_{name}"] for name in ("comm_seconds", "exposed_seconds", "hidden_fraction"))
-        assert sent > 0
-        assert exposed > 0
+        assert min(sent, exposed, row["tp_overlapped_step_seconds"]) > 0
         assert hidden == pytest.approx(max(0.0, 1 - exposed / sent), abs=1e-4)
     log = (folder / "log" / "rank-0.log").read_text()
     assert log.count(SUMMARY) == 1
@@ -298,25 +306,61 @@ def test_a_run_keeps_what_was_chosen_and_measures_itself(harness: Harness, pool:
 # ---- the summary -----------------------------------------------------------------------------------------------------
 
 
+def overlapped(seconds: float, comm: float, hidden: float) -> dict[str, float]:
+    times = {"tp_comm_seconds": comm, "tp_exposed_seconds": comm * (1 - hidden), "tp_hidden_fraction": hidden}
+    return times | {"tp_overlapped_step_seconds": seconds}
+
+
+def in_serial(seconds: float, comm: float) -> dict[str, float]:
+    return {"tp_comm_seconds": comm, "tp_serial_step_seconds": seconds}
+
+
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        # (seconds of a step, of communication, exposed). The first step is left out where there are others.
+        ([overlapped(9.0, 9.0, 0.0), overlapped(1.0, 0.4, 0.75)], "0.400 s a step, 75% hidden"),
         (
-            [(9.0, 9.0, 9.0), (1.0, 0.4, 0.1)],
-            "0.400 s a step (31%), 75% hidden: speed-up 1.30 of at most 1.44",
+            [overlapped(9.0, 9.0, 0.0), in_serial(1.2, 0.4), overlapped(1.0, 0.4, 0.5)],
+            "0.400 s a step, 50% hidden; 1.20 times as fast as serial steps, measured: 1.000 s against 1.200",
         ),
-        ([(1.0, 0.5, 0.5)], "0.500 s a step (50%), 0% hidden: speed-up 1.00 of at most 2.00"),
-        # A rank that is late makes others wait for more than the transfer takes.
-        ([(1.0, 0.5, 0.6)], "0.500 s a step (50%), 0% hidden: speed-up 1.00 of at most 2.00"),
-        ([(1.0, 0.25, 0.0)], "0.250 s a step (20%), 100% hidden: speed-up 1.25 of at most 1.25"),
-        ([(1.0, 0.0, 0.0)], "0.000 s a step (0%), 0% hidden: speed-up 1.00 of at most 1.00"),
-        ([(0.0, 0.0, 0.0), (1.0, 1.0, 1.0)], "1.000 s a step (100%), 0% hidden: speed-up 1.00 of at most 1000.00"),
         (
-            [(0.0, 0.0, 0.0), (1.0, 0.2, 0.1), (2.0, 0.6, 0.0), (9.0, 0.4, 0.3)],
-            "0.400 s a step (17%), 75% hidden: speed-up 1.15 of at most 1.21",
+            [overlapped(9.0, 9.0, 0.0), in_serial(0.9, 0.4), overlapped(1.0, 0.4, 1.0)],
+            "0.400 s a step, 100% hidden; 0.90 times as fast as serial steps, measured: 1.000 s against 0.900"
+            " (not worth it here)",
         ),
+        ([{"tp_comm_seconds": 0.5, "tp_exposed_seconds": 0.5, "tp_hidden_fraction": 0.0}], "0.500 s a step, 0% hidden"),
     ],
 )
-def test_the_summary_tells_what_was_gained_of_what_could_be(rows: list[tuple[float, float, float]], said: str) -> None:
+def test_the_summary_tells_what_was_gained_and_that_it_was_measured(rows: list[dict[str, float]], said: str) -> None:
+    """The first row is left out where there are others."""
     assert tensor_summary(rows) == said
+
+
+def test_hidden_time_is_compared_with_communication_alone() -> None:
+    comparison = SerialComparison(load_config(overrides=tp(2, metrics__log_freq=1)))
+    comparison.begin(2)
+    assert choices.serial
+    assert comparison.end(Times(0.4, 0.4), 1.2) == in_serial(1.2, 0.4)
+    assert not choices.serial, "the steps between two logged ones overlap"
+    comparison.begin(3)
+    assert not choices.serial
+    # A transfer that competes with a product takes longer than alone: 0.9 s, of which 0.1 were waited for.
+    assert comparison.end(Times(0.9, 0.1), 1.0) == overlapped(1.0, 0.4, 0.75) | {"tp_exposed_seconds": 0.1}
+    assert comparison.end(Times(0.9, 0.8), 1.0)["tp_hidden_fraction"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "serial"),
+    [
+        ({}, [20, 120, 220]),
+        ({"metrics.log_freq": 1}, [2, 12, 22]),
+        ({"parallelism.async_tensor_parallel_compare_freq": 2}, [20, 40, 60]),
+        ({"parallelism.async_tensor_parallel_compare_freq": 0}, []),
+        ({"parallelism.async_tensor_parallel_backend": "serial"}, []),
+        ({"parallelism.enable_async_tensor_parallel": False}, []),
+    ],
+)
+def test_which_logged_steps_run_serially(changes: dict[str, Any], serial: list[int]) -> None:
+    config = load_config(overrides={"metrics.log_freq": 10, **ASYNC, **changes})
+    logged = [step for step in range(1, 300) if step == 1 or step % config.metrics.log_freq == 0]
+    assert [step for step in logged if runs_serially(config, step)][:3] == serial

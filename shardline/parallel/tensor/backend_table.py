@@ -56,8 +56,10 @@ class Choices:
         self.alone: dict[Product, Alone] = {}
         self.otherwise = SERIAL
         self.visible = False
+        self.serial = False  # carry out every product serially for now: the step is compared with
         self.unmeasured: set[Product] = set()  # ran, but nothing was chosen for it; each is reported once
         self.reported: set[Product] = set()
+        self.ran: set[tuple[Product, Choice]] | None = None  # what an observed step ran; None: it is not observed
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
@@ -95,7 +97,9 @@ def chosen_backend(
 ) -> Iterator[tuple[Serial, int]]:
     """The backend and the number of chunks for a product; a sampled step times what runs inside."""
     product = product_of(operation, direction, rows, weights, axis, low)
-    choice = choices.find(product)
+    choice = SERIAL if choices.serial else choices.find(product)
+    if choices.ran is not None:
+        choices.ran.add((product, choice))
     alone = choices.alone.get(product)
     silent = not needs.x and operation != ROW  # only the gradient of the input would be sent
     if job.clock.axis is None or alone is None or silent:

@@ -22,6 +22,7 @@ OTHER_DEFAULTS = {
     "checkpoint.last_save_model_only": False,
 }
 OWN_KEYS = {
+    "parallelism.async_tensor_parallel_compare_freq",
     "activation_checkpoint.offload_every",
     "checkpoint.interval_ratio",
     "lr_scheduler.bend_on_resume",

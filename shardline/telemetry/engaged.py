@@ -1,0 +1,194 @@
+"""What the first step of a run really did: `engaged.json` in its folder, and a table in its log.
+
+Nothing is copied from the config. A dispatch mode sees the operations of the step. The compiler does not work under
+one, so of compiled blocks the graphs are read that it was given. What a block keeps for its backward is counted as it
+keeps it, and products of tensor-parallel ranks are noted where their backend is looked up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardline.memory.activation import kept_results
+from shardline.models.decoder import Decoder
+from shardline.parallel.apply import Applied
+from shardline.parallel.compiled_graphs import Operations
+from shardline.parallel.tensor.backend_table import choices
+from shardline.storage.atomic import write_atomically
+from shardline.words import TableRows, counted, listed, sized
+
+FILE = "engaged.json"
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "matmul")
+PARTS_OF_PRODUCTS = ("linear", "scaled_mm", "grouped")  # of names of operations, ours among them
+ATTENTION = ("scaled_dot_product", "flex_attention", "varlen_attn", "shared_attention", "partial_attention")
+UPDATES = {"_fused_": "fused", "_foreach_": "foreach"}  # in names of operations of a step; the first that is found
+
+
+class StepObserver:
+    """Watches one step of this rank; `found` is what it saw."""
+
+    def __init__(self, model: Decoder, optimizer: torch.optim.Optimizer, applied: Applied) -> None:
+        self.model, self.optimizer, self.applied = model, optimizer, applied
+        self.operations: Operations = Counter()
+        self.updates: Operations = Counter()
+        self.kept: dict[str, int] = {}  # layer -> bytes that its last forward pass kept
+        self.in_backward = False  # the optimizer stepped there
+        self.found: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        choices.ran = set()
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, choices, "ran", None)
+            stack.enter_context(self._counting_what_blocks_keep())
+            stack.enter_context(self._seeing_updates())
+            if self.applied.graphs is None:
+                stack.enter_context(_Seeing(self.operations))
+            yield
+            self.found = self._found()
+
+    @contextlib.contextmanager
+    def _counting_what_blocks_keep(self) -> Iterator[None]:
+        blocks = dict(zip(self.model.layers, self.model.blocks(), strict=True))
+        plain = {layer: block.function for layer, block in blocks.items()}
+        for layer, block in blocks.items():
+            block.function = functools.partial(self._counted, layer, block.function)
+        try:
+            yield
+        finally:
+            for layer, block in blocks.items():
+                block.function = plain[layer]
+
+    def _counted(self, layer: str, function: Callable[..., Any], x: Tensor, *others: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(x, *others)
+        given = {_place(one) for one in tree_leaves(others) if isinstance(one, Tensor)}  # weights, tables, masks
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            if _place(tensor) not in given:
+                kept[_place(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        kept_results.size = 0
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                out = function(x, *others)
+            self.kept[layer] = sum(kept.values()) + kept_results.size
+        finally:
+            kept_results.size = None
+        return out
+
+    @contextlib.contextmanager
+    def _seeing_updates(self) -> Iterator[None]:
+        """See what the optimizer calls, also where blocks are compiled."""
+        seeing = _Seeing(self.updates, everything=True)
+
+        def before(*_: Any) -> None:
+            self.in_backward = torch._C._current_graph_task_id() != -1
+            seeing.__enter__()
+
+        def after(*_: Any) -> None:
+            seeing.__exit__(None, None, None)
+
+        handles = [self.optimizer.register_step_pre_hook(before), self.optimizer.register_step_post_hook(after)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _found(self) -> dict[str, Any]:
+        graphs, ran = self.applied.graphs, choices.ran or set()
+        seen = sum(graphs or [], Counter(self.operations))
+        products = {name: count for name, count in seen.items() if _is_product(name[0])}
+        attention = {name: count for name, count in seen.items() if any(part in name[0] for part in ATTENTION)}
+        kept = self.kept.values()
+        return {
+            "compiled_graphs": len(graphs or []),
+            "blocks": len(self.kept),
+            "kept_bytes": sum(kept),
+            "kept_bytes_of_a_block": max(kept, default=0),
+            "offloaded_bytes": 0 if self.applied.offload is None else self.applied.offload.sent,
+            "attention": _words(attention),
+            "products": _words(products),
+            "tensor_parallel": {str(product): str(choice) for product, choice in sorted(ran, key=str)},
+            "optimizer": type(self.optimizer).__name__,
+            "update": _update(self.optimizer, self.updates) + (", inside backward" if self.in_backward else ""),
+        }
+
+
+class _Seeing(TorchDispatchMode):
+    def __init__(self, seen: Operations, everything: bool = False) -> None:
+        super().__init__()
+        self.seen, self.everything = seen, everything
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = function.name()
+        if self.everything or _is_product(name) or any(part in name for part in ATTENTION):
+            first = next((one for one in tree_leaves(arguments) if isinstance(one, Tensor)), None)
+            self.seen[name, "" if first is None else str(first.dtype)] += 1
+        return function(*arguments, **(options or {}))
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _is_product(name: str) -> bool:
+    plain = name.rpartition("::")[2].split(".")[0]
+    return plain in PRODUCTS or any(part in plain for part in PARTS_OF_PRODUCTS)
+
+
+def _words(seen: dict[tuple[str, str], int]) -> dict[str, int]:
+    return {f"{name} {dtype.removeprefix('torch.')}".strip(): count for (name, dtype), count in sorted(seen.items())}
+
+
+def _update(optimizer: torch.optim.Optimizer, seen: Operations) -> str:
+    """How the optimizer stepped: by kernels of ours, by one of torch for many tensors, or tensor by tensor."""
+    launched = getattr(optimizer, "launched", 0)
+    if launched:
+        return f"{counted(launched, 'kernel')} of its own"
+    found = (word for part, word in UPDATES.items() if any(part in name for name, _ in seen))
+    return next(found, "tensor by tensor" if seen else "none")
+
+
+# ---- what is written -------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, step: int, of_ranks: list[dict[str, Any]]) -> None:
+    """Write what rank 0 saw, and in what others differ."""
+    first = of_ranks[0]
+    others = {
+        str(rank): {key: value for key, value in found.items() if value != first[key]}
+        for rank, found in enumerate(of_ranks)
+        if found != first
+    }
+    write_atomically(folder / FILE, json.dumps({"step": step, **first, "other_ranks": others}, indent=1))
+
+
+def table(found: dict[str, Any]) -> TableRows:
+    """Label and value of each row of the log's table."""
+    kept = f"{sized(found['kept_bytes_of_a_block'])} kept by a block for backward, {sized(found['kept_bytes'])} in all"
+    rows = [
+        ("compiled", counted(found["compiled_graphs"], "graph") if found["compiled_graphs"] else "nothing"),
+        ("activations", f"{kept}, {sized(found['offloaded_bytes'])} sent to the host"),
+        ("attention", listed(list(found["attention"])) or "none seen"),
+        ("products", listed(list(found["products"]), most=8) or "none seen"),
+        ("optimizer", f"{found['optimizer']}: {found['update']}"),
+    ]
+    carried = Counter(found["tensor_parallel"].values())
+    if carried:
+        rows.append(("tensor parallel", ", ".join(f"{count} by {name}" for name, count in carried.items())))
+    return rows

@@ -1,0 +1,58 @@
+"""What async TP gains, measured: some logged steps run their products serially, to be compared with the others.
+
+    logged steps   1  10  20  30  ...  110  120  130        with a comparison every 10 of them
+                   |      serial            serial
+
+A step runs serially by its number alone, so a resumed run repeats it. A serial step also shows how long communication
+takes by itself, which is what hidden time is compared with from then on.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from shardline.comm.hidden_time import Times
+from shardline.config.schema import Config
+from shardline.parallel.tensor.backend_table import choices
+
+SERIAL_PLACE = 2  # of the logged steps between two comparisons: the first ones have the costs of the start
+
+
+def runs_serially(config: Config, step: int) -> bool:
+    """Whether a logged step of a run with async TP is one of those that are compared with."""
+    section, freq = config.parallelism, config.parallelism.async_tensor_parallel_compare_freq
+    if not section.enable_async_tensor_parallel or section.async_tensor_parallel_backend == "serial" or freq == 0:
+        return False
+    place, rest = divmod(step, config.metrics.log_freq)
+    return rest == 0 and place % freq == SERIAL_PLACE % freq
+
+
+class SerialComparison:
+    """Times logged steps, and asks for serial products in some of them."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.alone: list[float] = []  # seconds of communication in serial steps
+        self._began = 0.0
+
+    def begin(self, step: int) -> None:
+        """The device has finished the step before."""
+        choices.serial = runs_serially(self.config, step)
+        self._began = time.perf_counter()
+
+    def end(self, times: Times, seconds: float) -> dict[str, Any]:
+        """The entries of a logged step's row. `times` and `seconds` are those of the slowest rank."""
+        was_serial, choices.serial = choices.serial, False
+        if was_serial:
+            self.alone.append(times.comm)
+            return {"tp_comm_seconds": times.comm, "tp_serial_step_seconds": seconds}
+        found = Times(statistics.median(self.alone) if self.alone else times.comm, times.exposed)
+        row = {"tp_comm_seconds": found.comm, "tp_exposed_seconds": found.exposed, "tp_hidden_fraction": found.hidden}
+        overlaps = self.config.parallelism.enable_async_tensor_parallel
+        return row | ({"tp_overlapped_step_seconds": seconds} if overlaps else {})
+
+    def seconds(self) -> float:
+        """Since the step began; the device has finished it."""
+        return time.perf_counter() - self._began
