@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardline.config.schema import Config
 from shardline.config.write import shown
 from shardline.errors import UserError
+from shardline.show.events import events
 from shardline.show.page import render
 from shardline.show.pictures import expert_picture, mesh_picture, pipeline_picture
 from shardline.show.run_files import Row, RunFiles, read_run
 from shardline.show.step_parts import AXES, PartTimes, present_ranks, rank_paces, spread, step_times
 from shardline.storage.atomic import write_atomically
-from shardline.words import counted, sized
+from shardline.words import counted, ranges, sized
 
 MOST_RUNS = 5
 MOST_ROWS = 2000  # of metrics in a chart; a longer run keeps the highest and lowest losses of what is left out
@@ -30,9 +31,8 @@ SERIES = (
 
 
 def command(runs: list[str], out: str | None, watch: bool, port: int) -> int:
-    if len(runs) > MOST_RUNS:
-        raise UserError(f"shardline report: {len(runs)} runs were given; one page holds at most {MOST_RUNS}")
     folders = [Path(run) for run in runs]
+    check_runs(folders)
     if watch:
         if out is not None:
             raise UserError("shardline report: --watch serves the page and --out writes it: give one of them")
@@ -40,18 +40,32 @@ def command(runs: list[str], out: str | None, watch: bool, port: int) -> int:
 
         return serve(folders, port)
     path = Path(out) if out else (folders[0] if len(folders) == 1 else Path()) / "report.html"
-    text = page(folders)
+    data = report_data(folders)
+    for folder, run in zip(folders, data["runs"], strict=True):
+        if not run["series"] and not run["events"]:
+            raise UserError(f"{folder} has nothing to draw yet: no step was logged; --watch waits for the first one")
+    text = render("report", _title(data), data)
     write_atomically(path, text)
     print(f"wrote {path}, {sized(len(text.encode()))}: open it in a browser")
     return 0
 
 
-def page(folders: Sequence[Path], watch: bool = False) -> str:
-    return render("report", _title(folders), report_data(folders, watch))
+def check_runs(folders: Sequence[Path]) -> None:
+    if len(folders) > MOST_RUNS:
+        raise UserError(f"shardline report: {len(folders)} runs were given; one page holds at most {MOST_RUNS}")
+    places = [folder.resolve() for folder in folders]
+    twice = [folder for number, folder in enumerate(folders) if places[number] in places[:number]]
+    if twice:
+        raise UserError(f"shardline report: {twice[0]} was given twice; name each run once")
 
 
-def _title(folders: Sequence[Path]) -> str:
-    return ", ".join(folder.resolve().name for folder in folders)
+def watched_page(folders: Sequence[Path]) -> str:
+    data = report_data(folders, watch=True)
+    return render("report", _title(data), data)
+
+
+def _title(data: dict[str, Any]) -> str:
+    return ", ".join(run["name"] for run in data["runs"])
 
 
 def report_data(folders: Sequence[Path], watch: bool = False) -> dict[str, Any]:
@@ -62,15 +76,26 @@ def report_data(folders: Sequence[Path], watch: bool = False) -> dict[str, Any]:
         "made": now,
         "watch": watch,
         "axes": AXES,
-        "runs": [run_data(run) for run in runs],
+        "runs": [run_data(run, name) for run, name in zip(runs, run_names(folders), strict=True)],
         "config": config_rows(runs),
     }
 
 
-def run_data(run: RunFiles) -> dict[str, Any]:
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """Names of folders, or as much of their paths as tells them apart."""
+    paths = [folder.resolve() for folder in folders]
+    parts = next(
+        number
+        for number in range(1, max(len(path.parts) for path in paths) + 1)
+        if len({path.parts[-number:] for path in paths}) == len(paths)
+    )
+    return ["/".join(path.parts[-parts:]) for path in paths]
+
+
+def run_data(run: RunFiles, name: str) -> dict[str, Any]:
     times = step_times(run, MOST_STEPS, MOST_RANKS)
     return {
-        "name": run.name,
+        "name": name,
         "path": str(run.path),
         "state": state(run),
         "facts": list(facts(run)),
@@ -87,6 +112,7 @@ def run_data(run: RunFiles) -> dict[str, Any]:
         "pipeline": pipeline_picture(run),
         "mesh": mesh_picture(run),
         "experts": expert_picture(run, MOST_STEPS // 3),
+        "engaged": engaged_rows(run.engaged),
         "events": events(run)[-MOST_EVENTS:],
         "missing": list(missing(run)),
     }
@@ -110,7 +136,7 @@ def state(run: RunFiles) -> dict[str, Any]:
             return found | {"word": "failed", "why": error}
         return found | ({"word": "stopped", "why": stopped} if stopped else {"word": "finished", "why": ""})
     silent = run.read_at - _last_time(run)
-    pace = run.rows[-1]["step_seconds"] if run.rows else 0.0
+    pace = (run.rows[-1].get("step_seconds") or 0.0) if run.rows else 0.0
     if silent < max(ALIVE, 10 * pace):
         return found | {"word": "running", "why": ""}
     return found | {"word": "lost", "why": f"rank 0 wrote nothing for {silent:.0f} s, and no end"}
@@ -146,8 +172,8 @@ def numbers(run: RunFiles) -> dict[str, float | int | None]:
         "validation": best,
         "tokens_per_second": _median(later, "tokens_per_second"),
         "mfu": _median(later, "mfu"),
-        "memory_gib": max((row["memory_gib"] for row in rows), default=None),
-        "tokens": rows[-1]["tokens"] if rows else None,
+        "memory_gib": max((row["memory_gib"] for row in rows if row.get("memory_gib") is not None), default=None),
+        "tokens": rows[-1].get("tokens") if rows else None,
         "seconds": None if begun is None else _last_time(run) - begun,
         "restarts": len(run.restarts),
     }
@@ -231,54 +257,22 @@ def paces(run: RunFiles, times: PartTimes | None) -> list[dict[str, Any]]:
     ]
 
 
-# ---- what happened when ----------------------------------------------------------------------------------------------
+def engaged_rows(found: Row) -> list[tuple[str, str, str]]:
+    """What the first step did on rank 0, and on which ranks it was something else."""
+    others: Row = found.get("other_ranks", {})
+    rows = []
+    for key, value in found.items():
+        if key not in ("other_ranks", "step"):
+            different = [int(rank) for rank, of_rank in others.items() if key in of_rank]
+            rows.append((key.replace("_", " "), _engaged_words(key, value), ranges(different)))
+    return rows
 
 
-def events(run: RunFiles) -> list[dict[str, Any]]:
-    """Starts, ends, saves, validations, faults and warnings, in the order of time."""
-    found = [event for rank, rows in run.ranks.items() for event in _rank_events(rank, rows.starts, rows.events)]
-    for row in run.restarts:
-        took = f"; training again after {row['seconds']:.1f} s" if row.get("seconds") is not None else ""
-        found.append(_event(row["time"], "fault", f"{row['cause']}{took}, from step {row.get('from_step') or 0}"))
-    seen = {event["step"] for event in found if event["kind"] == "save"}
-    for row in run.checkpoints:
-        if row["step"] not in seen:
-            found.append(_event(row["time"], "save", f"step {row['step']}, {sized(row['size'])}", row["step"]))
-    return sorted(found, key=lambda event: event["time"])
-
-
-def _event(when: float, kind: str, text: str, step: int | None = None) -> dict[str, Any]:
-    return {"time": when, "kind": kind, "text": text, "step": step}
-
-
-def _save_words(row: Row) -> str:
-    how = "in the background" if row.get("staged") else "the run waited"
-    return f"step {row['step']}, {sized(row['size'])} in {row['seconds']:.2f} s, {how}"
-
-
-EVENT_WORDS: dict[str, Callable[[Row], str]] = {
-    "save": _save_words,
-    "validation": lambda row: f"step {row['step']}, validation loss {row['loss']:.4f}",
-    "warning": lambda row: str(row["text"]),
-}
-
-
-def _rank_events(rank: int, starts: Sequence[Row], rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Of ranks other than 0 only warnings and errors."""
-    for number, row in enumerate(starts if rank == 0 else ()):
-        what = "the run begins" if number == 0 else f"goes on after step {row['step']}"
-        yield _event(row["time"], "start", f"{what}, {counted(row['world_size'], 'rank')}", row["step"])
-    for row in rows:
-        kind = row["event"]
-        if kind == "end" and (row.get("error") or rank == 0):
-            stopped = f"stopped by {row['stopped_by']}" if row.get("stopped_by") else "the loop ended"
-            yield _event(row["time"], "error" if row.get("error") else "end", _of(rank, row.get("error") or stopped))
-        elif kind == "warning" or (kind in EVENT_WORDS and rank == 0):
-            yield _event(row["time"], kind, _of(rank, EVENT_WORDS[kind](row)), row.get("step"))
-
-
-def _of(rank: int, text: str) -> str:
-    return text if rank == 0 else f"rank {rank}: {text}"
+def _engaged_words(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        pairs = (f"{name} x {one}" if isinstance(one, int) else f"{name}: {one}" for name, one in value.items())
+        return ", ".join(pairs) or "none seen"
+    return sized(value) if "bytes" in key and isinstance(value, int) else str(value)
 
 
 # ---- what is not there -----------------------------------------------------------------------------------------------
@@ -302,6 +296,8 @@ def missing(run: RunFiles) -> Iterator[tuple[str, str, str]]:
         yield "MFU", "the peak speed of this device is not known", "it is known of GPUs in bfloat16 and float16"
     if not run.validation:
         yield "validation loss", "the run has no validation", "--validation.enable"
+    if run.rows and not run.engaged:
+        yield "what the first step did", "there is no engaged.json", "train again, or resume, with this version"
     layout = run.layout
     if layout is not None and layout.world_size == 1:
         how = "--nproc N with --parallelism.* degrees"

@@ -38,11 +38,8 @@ class RunFiles:
     ranks: dict[int, RankRows] = field(default_factory=dict)
     restarts: list[Row] = field(default_factory=list)
     checkpoints: list[Row] = field(default_factory=list)  # those that are there now: step, kind, bytes, time
+    engaged: Row = field(default_factory=dict)  # what the first step did
     read_at: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.path.resolve().name
 
     @property
     def first_start(self) -> Row:
@@ -67,7 +64,7 @@ class RunFiles:
 def read_run(path: Path, now: float) -> RunFiles:
     """Read all of a run; a folder that holds none is a UserError."""
     if not path.is_dir():
-        raise UserError(f"{path} is no folder: give the folder of a run, such as outputs/demo-20261118-120000")
+        raise UserError(f"{path} is no folder: give the folder of a run, such as outputs/run")
     if not (path / "metrics.jsonl").exists() and not (path / "config.toml").exists():
         raise UserError(f"{path} holds no run: it has neither metrics.jsonl nor config.toml")
     rows = list(json_lines(path / "metrics.jsonl"))
@@ -82,21 +79,29 @@ def read_run(path: Path, now: float) -> RunFiles:
         dict(read_ranks(path / "log")),
         list(json_lines(path / "log" / "restarts.jsonl")),
         sorted(read_checkpoints(path / folder), key=lambda row: row["step"]),
+        read_object(path / "engaged.json"),
         now,
     )
 
 
 def json_lines(path: Path) -> Iterator[Row]:
     """The objects of a file; lines that are no objects, as a crash may leave at its end, are left out."""
-    if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
+    if path.exists():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        yield from filter(None, map(parsed, lines))
+
+
+def read_object(path: Path) -> Row:
+    return parsed(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else {}
+
+
+def parsed(text: str) -> Row:
+    """The object that a text holds, or an empty one. NaN and infinities are None: JSON on a page has neither."""
+    try:
+        row = json.loads(text, parse_constant=lambda _: None)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardline.errors import UserError
 from shardline.show.page import to_json
-from shardline.show.report import page, report_data
+from shardline.show.report import report_data, watched_page
 
 ADDRESS = "127.0.0.1"
 NAMES = ("localhost", ADDRESS)  # under which a browser may ask: a page of another site cannot read this one
@@ -36,7 +36,7 @@ class WatchHandler(BaseHTTPRequestHandler):
             return
         try:
             if self.path == "/":
-                self._send("text/html", page(self.folders, watch=True))
+                self._send("text/html", watched_page(self.folders))
             elif self.path == "/data.json":
                 data = report_data(self.folders, watch=True)
                 self._send("application/json", to_json(data), to_json({**data, "made": None}))
@@ -66,8 +66,9 @@ class WatchHandler(BaseHTTPRequestHandler):
 def make_server(folders: Sequence[Path], port: int) -> WatchServer:
     try:
         return WatchServer((ADDRESS, port), partial(WatchHandler, folders))
-    except OSError as error:
-        raise UserError(f"--port {port}: {error.strerror}; give another one, or 0 for any that is free") from error
+    except (OSError, OverflowError) as error:
+        why = error.strerror if isinstance(error, OSError) else "ports end at 65535"
+        raise UserError(f"--port {port}: {why}; give another one, or 0 for any that is free") from error
 
 
 def serve(folders: Sequence[Path], port: int) -> int:

@@ -11,6 +11,10 @@ function axis(show, more = {}) {
     values: (plot, values) => values.map((value) => (value == null ? "" : show(value))), ...more };
 }
 
+// Whole numbers between the ticks of steps, tokens and seconds.
+const WHOLE = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((first) => first * 10 ** power)).flat();
+const CLOCK = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, ...WHOLE.slice(0, 15).map((days) => 86400 * days)];
+
 // What is written below a horizontal axis.
 const below = (text) => ({ size: 26, label: text, labelFont: FONT, labelSize: 16, labelGap: 0 });
 
@@ -103,7 +107,7 @@ function lineChart(holder, { lines, x, y, log = false, fromZero = false, height 
     legend: { show: false },
     cursor: { sync: { key: x.sync ? crosshair.key : null }, points: { size: 6 }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
-    axes: [axis(x.tick || x.show, { space: 70, ...below(x.title) }), axis(y.tick || y.show, { size: labelWidth })],
+    axes: [axis(x.tick || x.show, { space: 70, incrs: x.incrs || WHOLE, ...below(x.title) }), axis(y.tick || y.show, { size: labelWidth })],
     series: [{}, ...lines.map((line) => ({
       label: line.label, stroke: line.faint ? `${line.paint}55` : line.paint, width: line.faint ? 1 : 1.75, dash: line.dash,
       spanGaps: true, points: { show: line.points || joined[0].length < 2, size: 6, fill: line.paint } }))],
@@ -181,7 +185,7 @@ function eventChart(holder, { lanes, events, spans, from, to }) {
     cursor: { y: false, drag: { x: true, y: false }, points: { show: false } },
     scales: { x: { time: false, range: (plot, low, high) => (low === times[0] && high === times[times.length - 1] ? [-0.02 * length, length * 1.02] : [low, high]) },
       y: { range: [-0.7, lanes.length - 0.3] } },
-    axes: [axis(format.duration, { space: 80, ...below("time since the start") }),
+    axes: [axis(format.duration, { space: 80, incrs: CLOCK, ...below("time since the start") }),
       axis((value) => (lanes[lanes.length - 1 - value] || [""])[0], { size: labelWidth, splits: () => lanes.map((_, at) => at), grid: { stroke: color("grid") } })],
     series: [{}, ...lanes.map(([name], at) => ({ label: name, stroke: paints[at], width: 0, paths: () => null,
       points: { show: true, size: 9, width: 1.5, fill: paints[at], stroke: color("card") } }))],

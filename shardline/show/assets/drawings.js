@@ -87,20 +87,24 @@ function meshMap(holder, mesh, sentName) {
     stages.add(at.pp);
   }
   const labels = [];
-  Object.entries(mesh.groups).forEach(([name, groups], lane) => groups.forEach((group) => {
-    for (let index = 1; index < group.length; index++) {
-      const [from, to] = [places.get(group[index - 1]), places.get(group[index])];
-      if (!from || !to) continue;
-      const sent = sentBy.get(group[index - 1])[name] || 0;
-      const { path, x, y } = edge(from, to, box, high, lane);
-      const node = svg("path", { d: path, fill: "none", stroke: axisColor(name), "stroke-linecap": "round",
-        "stroke-width": sent ? (1.5 + 4 * Math.sqrt(sent / most)).toFixed(1) : 1.5, opacity: sent ? 0.85 : 0.4 });
-      picture.append(node);
-      if (sent && places.size <= 16) labels.push(svg("text", { x, y, class: "dim", "text-anchor": "middle", "pointer-events": "none", style: "font-size:10px" }, format.bytes(sent)));
-      marks.push({ node, tip: () => [tipTitle(AXIS_NAMES[name]), h("div", {}, `ranks ${group.join(", ")}`),
-        tipRow(axisColor(name), `rank ${group[index - 1]} sends ${sentName}`, sent ? format.bytes(sent) : "not counted")] });
-    }
-  }));
+  const pairs = Object.entries(mesh.groups).flatMap(([name, groups]) => groups.flatMap((group) => group.slice(1).map((to, index) =>
+    ({ name, group, index: index + 1, from: places.get(group[index]), to: places.get(to) })))).filter(({ from, to }) => from && to);
+  const lanes = {}; // axes whose lines run the same way lie side by side
+  for (const pair of pairs) {
+    pair.way = wayOf(pair.from, pair.to, box);
+    const same = (lanes[pair.way] ??= []);
+    if (!same.includes(pair.name)) same.push(pair.name);
+  }
+  pairs.forEach(({ name, group, index, from, to, way }) => {
+    const sent = sentBy.get(group[index - 1])[name] || 0;
+    const { path, x, y, anchor = "middle" } = EDGES[way](from, to, box, high, lanes[way].indexOf(name), lanes[way].length);
+    const node = svg("path", { d: path, fill: "none", stroke: axisColor(name), "stroke-linecap": "round",
+      "stroke-width": sent ? (1.5 + 4 * Math.sqrt(sent / most)).toFixed(1) : 1.5, opacity: sent ? 0.85 : 0.4 });
+    picture.append(node);
+    if (sent && x != null && places.size <= 16) labels.push(svg("text", { x, y, class: "dim", "text-anchor": anchor, "pointer-events": "none", style: "font-size:10px" }, format.bytes(sent)));
+    marks.push({ node, tip: () => [tipTitle(AXIS_NAMES[name]), h("div", {}, `ranks ${group.join(", ")}`),
+      tipRow(axisColor(name), `rank ${group[index - 1]} sends ${sentName}`, sent ? format.bytes(sent) : "not counted")] });
+  });
   for (const { rank, at, holds, sent } of mesh.ranks) {
     const place = places.get(rank);
     if (!place) continue;
@@ -124,28 +128,34 @@ function meshMap(holder, mesh, sentName) {
   inspectable(holder, marks);
 }
 
-// The line between two boxes, and where its label stands: straight between neighbours, else a bow around the boxes.
-function edge(from, to, box, high, lane) {
-  const shift = 9 * (lane % 3) - 9;
-  const [middle, other] = [from, to].map((place) => place.x + box / 2);
-  if (from.y === to.y && to.x - from.x < 2.2 * box) {
-    const y = from.y + high / 2 + shift;
-    return { path: `M${from.x + box} ${y}L${to.x} ${y}`, x: (from.x + box + to.x) / 2, y: y - 5 };
-  }
-  if (from.y === to.y) {
-    const low = from.y + high;
-    return { path: `M${middle + shift} ${low}Q${(middle + other) / 2} ${low + 34} ${other + shift} ${low}`, x: (middle + other) / 2, y: low + 13 };
-  }
-  if (from.x === to.x && Math.abs(from.row - to.row) === 1) {
-    const x = middle + 3.2 * shift;
-    return { path: `M${x} ${from.y + high}L${x} ${to.y}`, x: x + 26, y: (from.y + high + to.y) / 2 + 4 };
-  }
-  if (from.x === to.x) {
-    const y = (from.y + to.y + high) / 2;
-    return { path: `M${from.x} ${from.y + high / 2}Q${from.x - 34} ${y} ${to.x} ${to.y + high / 2}`, x: from.x - 14, y };
-  }
-  return { path: `M${middle} ${from.y + high}L${other} ${to.y}`, x: (middle + other) / 2, y: (from.y + high + to.y) / 2 };
+// How the line between two boxes runs: straight between neighbours, else a bow around the boxes between them.
+function wayOf(from, to, box) {
+  if (from.y === to.y) return to.x - from.x < 2.2 * box ? "right" : "rightBow";
+  if (from.x === to.x) return Math.abs(from.row - to.row) === 1 ? "down" : "downBow";
+  return "across";
 }
+
+// The path of a line in one of `count` lanes, and where its label stands; a lane between others has none.
+const EDGES = {
+  right: (from, to, box, high, lane, count) => {
+    const y = from.y + high / 2 + 16 * (lane - (count - 1) / 2) + 2;
+    return { path: `M${from.x + box} ${y}L${to.x} ${y}`, x: (from.x + box + to.x) / 2, y: y - 4 };
+  },
+  rightBow: (from, to, box, high, lane) => {
+    const [start, end, low] = [from.x + box / 2 + 9 * lane, to.x + box / 2 - 9 * lane, from.y + high];
+    return { path: `M${start} ${low}Q${(start + end) / 2} ${low + 34 - 10 * lane} ${end} ${low}`, x: lane ? null : (start + end) / 2, y: low + 28 };
+  },
+  down: (from, to, box, high, lane, count) => {
+    const x = from.x + box / 2 + 30 * (lane - (count - 1) / 2);
+    const outer = lane === 0 && count > 1 ? { x: x - 5, anchor: "end" } : lane === count - 1 ? { x: x + 5, anchor: "start" } : { x: null };
+    return { path: `M${x} ${from.y + high}L${x} ${to.y}`, y: (from.y + high + to.y) / 2 + 4, ...outer };
+  },
+  downBow: (from, to, box, high, lane) => {
+    const y = (from.y + to.y + high) / 2;
+    return { path: `M${from.x} ${from.y + high / 2}Q${from.x - 34 - 8 * lane} ${y} ${to.x} ${to.y + high / 2}`, x: lane ? null : from.x - 14, y };
+  },
+  across: (from, to, box, high) => ({ path: `M${from.x + box / 2} ${from.y + high}L${to.x + box / 2} ${to.y}`, x: (from.x + to.x + box) / 2, y: (from.y + high + to.y) / 2 }),
+};
 
 function meshTable(mesh) {
   const axes = Object.keys(mesh.degrees).filter((name) => mesh.degrees[name] > 1);

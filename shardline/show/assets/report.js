@@ -38,12 +38,13 @@ function head() {
 const X_AXES = {
   step: { name: "step", title: "step", show: format.whole, sync: true, of: (series) => series.step },
   tokens: { name: "tokens", title: "tokens", show: format.compact, of: (series) => series.tokens },
-  time: { name: "after", title: "time since the start", show: format.duration, of: (series) => (series.time ? series.time.map((value) => value && value - series.time[0]) : []) },
+  time: { name: "after", title: "time since the start", show: format.duration, incrs: CLOCK, of: (series) => (series.time ? series.time.map((value) => value && value - series.time[0]) : []) },
 };
 
 // The x values of rows that have only a step, such as validations.
 function placed(run, steps) {
   if (view.x === "step") return steps;
+  if (!run.series.step) return steps.map(() => null);
   const xs = X_AXES[view.x].of(run.series);
   const known = new Map(run.series.step.map((step, at) => [step, xs[at]]));
   return steps.map((step) => known.get(step) ?? null);
@@ -72,7 +73,7 @@ function curve(id, title, key, show, options = {}) {
 }
 
 function smoothing() {
-  if (view.smoothing === null) view.smoothing = Math.max(...data.runs.map((run) => run.series.step.length)) > 80 ? 0.6 : 0;
+  if (view.smoothing === null) view.smoothing = Math.max(...data.runs.map((run) => (run.series.step || []).length)) > 80 ? 0.6 : 0;
   return view.smoothing;
 }
 
@@ -165,6 +166,8 @@ function insideStep(run) {
       draw: (holder) => rankBars(holder, { names: ranks.map((rank) => `rank ${rank}`), parts: styles(), values: byRank, show: format.seconds }),
     }), paceCard(run));
   }
+  const first = engaged(run);
+  if (first) cards.push(first);
   return section("inside", "Inside a step", null, [], h("div", { class: "grid" }, cards));
 }
 
@@ -173,7 +176,7 @@ function paceCard(run) {
   const verdict = slow.length ? `The others wait for ${slow.map((pace) => `rank ${pace.rank} (${pace.phase})`).join(", ")}.`
     : "No rank works more than 10 % longer than the others with the same layers.";
   const content = () => ({
-    columns: [["rank", format.whole], ["host", null], ["works", format.seconds], ["waits", format.seconds], ["to the median", format.percent], ["slow in", null]],
+    columns: [["rank", format.whole], ["host", null], ["works", format.seconds], ["waits", format.seconds], ["of the median", format.percent], ["slow in", null]],
     rows: run.paces.map((pace) => [pace.rank, pace.host, pace.own, pace.waiting, pace.ratio, pace.phase]) });
   return card({ id: "slow_ranks", title: "Slow ranks", wide: true, note: verdict, content,
     draw: (holder) => {
@@ -182,6 +185,14 @@ function paceCard(run) {
       holder.append(table(columns, worst.slice(0, 16)));
       if (worst.length > 16) holder.append(h("p", { class: "note" }, "The slowest 16; the table has them all."));
     } });
+}
+
+function engaged(run) {
+  if (!run.engaged.length) return null;
+  const columns = [["what", null], ["on rank 0", null], ["other on ranks", null]];
+  const content = () => ({ columns, rows: run.engaged });
+  return card({ id: "engaged", title: "What the first step did", wide: true, note: "As it was seen: kernels, graphs, kept activations, the update.", content,
+    draw: (holder) => holder.append(table(columns, run.engaged.map(([what, value, others]) => [what, h("span", {}, ...breakable(value)), others]), true)) });
 }
 
 // ---- pipeline, mesh, experts --------------------------------------------------------------------------------------
@@ -280,11 +291,14 @@ function config() {
     h("div", { class: "card" }, holder));
 }
 
+// Flags look like flags.
+const asCode = (text) => (text.startsWith("--") ? h("code", {}, text) : text);
+
 function gaps() {
   const rows = data.runs.flatMap((run) => run.missing.map((row) => [...(several() ? [run.name] : []), ...row]));
   if (!rows.length) return null;
   const columns = [...(several() ? [["run", null]] : []), ["what", null], ["why it is not here", null], ["how to get it", null]];
-  return section("missing", "Not in this report", null, [], h("div", { class: "card" }, table(columns, rows.map((row) => [...row.slice(0, -1), h("code", {}, row[row.length - 1])]), true)));
+  return section("missing", "Not in this report", null, [], h("div", { class: "card" }, table(columns, rows.map((row) => [...row.slice(0, -1), asCode(row[row.length - 1])]), true)));
 }
 
 // ---- all of it ----------------------------------------------------------------------------------------------------
