@@ -34,8 +34,8 @@ def pipeline_picture(run: RunFiles) -> dict[str, Any] | None:
     return {
         "step": max(steps),
         "ranks": ranks,
-        "measured": {"spans": _rows(measured), "total": measured.total, "bubble": measured.bubble},
-        "ideal": {"spans": _rows(ideal), "total": ideal.total, "bubble": ideal.bubble},
+        "measured": {"spans": timeline_rows(measured), "total": measured.total, "bubble": measured.bubble},
+        "ideal": {"spans": timeline_rows(ideal), "total": ideal.total, "bubble": ideal.bubble},
     }
 
 
@@ -92,7 +92,7 @@ def ideal_timeline(walks: Walks) -> Timeline:
     return simulate(Schedule("measured", placement, count, orders), costs)
 
 
-def _rows(timeline: Timeline) -> list[list[list[Any]]]:
+def timeline_rows(timeline: Timeline) -> list[list[list[Any]]]:
     """For each rank [kind, stage, micro-batch, start, end]."""
     return [[[*action, round(start, 6), round(end, 6)] for action, start, end in row] for row in timeline.spans]
 

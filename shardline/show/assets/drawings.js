@@ -164,6 +164,43 @@ function meshTable(mesh) {
     rows: mesh.ranks.map((one) => [one.rank, ...axes.map((name) => one.at[name]), one.holds, ...sent.map((name) => one.sent[name] ?? null)]) };
 }
 
+// ---- shards -------------------------------------------------------------------------------------------------------
+
+const MATRIX = { width: 168, high: 92, low: 22, most: 12 }; // `most`: pieces that are named
+// Matrices side by side, each cut into the pieces that ranks hold; the piece of the first rank is filled.
+function matrices(holder, { matrices: all }) {
+  const marks = [];
+  const boxes = all.map((one) => {
+    const [down, right] = sides(one);
+    const height = down == null ? MATRIX.low : MATRIX.high;
+    const extent = (piece, dimension, size) => (dimension == null ? [0, size] : piece.region[dimension].map((at) => (at / one.whole[dimension]) * size));
+    const picture = svg("svg", { width: MATRIX.width, height: height + 2, role: "img", "aria-label": `${one.name}: ${one.cut}` });
+    one.pieces.forEach((piece, index) => {
+      const [[top, bottom], [left, end]] = [extent(piece, down, height), extent(piece, right, MATRIX.width - 2)];
+      if (bottom <= top || end <= left) return;
+      const node = svg("rect", { x: left + 1, y: top + 1, width: end - left, height: bottom - top, fill: index ? color("card") : color("accent-soft"), stroke: color(index ? "line-strong" : "accent") });
+      picture.append(node);
+      const name = piece.ranks;
+      if (one.pieces.length <= MATRIX.most && bottom - top > 12 && end - left > 7 * name.length) {
+        picture.append(svg("text", { x: (left + end) / 2 + 1, y: (top + bottom) / 2 + 5, "text-anchor": "middle", "pointer-events": "none", class: "dim", style: "font-size:10.5px" }, name));
+      }
+      const region = piece.region.map(([start, stop], at) => `${one.dimensions[at] || `dimension ${at}`} ${format.whole(start)} to ${format.whole(stop - 1)}`);
+      marks.push({ node, tip: () => [tipTitle(`${one.name} on ${/^\d+$/.test(name) ? "rank" : "ranks"} ${name}`), ...region.map((text) => h("div", {}, text))] });
+    });
+    const note = `${one.whole.join(" x ")}; ${one.cut}${one.more > 0 ? `; ${format.whole(one.more)} more pieces` : ""}`;
+    return h("div", { class: "matrix" }, h("b", {}, ...breakable(one.name)), picture, h("span", { class: "note" }, note));
+  });
+  holder.append(h("div", { class: "matrices" }, boxes));
+  inspectable(holder, marks);
+}
+
+// The two dimensions of a drawing, downwards and to the right: those that are cut, then the first and the last.
+function sides({ whole, axes }) {
+  if (whole.length === 1) return [null, 0];
+  const wanted = [...new Set([...axes, 0, whole.length - 1, ...whole.keys()])];
+  return wanted.slice(0, 2).sort((a, b) => a - b);
+}
+
 // ---- heat maps and bars -------------------------------------------------------------------------------------------
 
 // `values[row][column]`; `name(row, column)` titles a cell. Colours run from `low` to the highest value.
@@ -196,11 +233,11 @@ function heatMap(holder, { rows, columns, values, low, show, name, columnName })
 }
 
 // One bar for each rank, of parts that add up: {label, paint}, `values[rank][part]`.
-function rankBars(holder, { names, parts, values, show }) {
-  const [left, right, high] = [74, 62, Math.max(12, Math.min(24, 640 / names.length))];
+function rankBars(holder, { names, parts, values, show, left = 74 }) {
+  const [right, high] = [70, Math.max(12, Math.min(24, 640 / names.length))];
   const width = holder.clientWidth;
   const totals = values.map((row) => row.reduce((sum, value) => sum + value, 0));
-  const scale = (width - left - right) / Math.max(...totals);
+  const scale = (width - left - right) / Math.max(...totals, 1e-9);
   const picture = svg("svg", { width, height: names.length * (high + 4), role: "img", "aria-label": "One bar for each rank" });
   const marks = [];
   names.forEach((name, place) => {
@@ -209,7 +246,7 @@ function rankBars(holder, { names, parts, values, show }) {
     picture.append(svg("text", { x: 0, y: y + high / 2 + 4, class: "dim" }, name));
     parts.forEach((part, at) => {
       const value = values[place][at];
-      if (value <= 0) return;
+      if (!(value > 0)) return;
       const node = svg("rect", { x, y, width: Math.max(value * scale - 0.5, 0.5), height: high, fill: part.paint });
       x += value * scale;
       picture.append(node);
