@@ -275,9 +275,9 @@ def memory_chapter(subject: Subject) -> Chapter:
     """A row for each pipeline position, whose ranks need the same."""
     rows = [[built.rank, built.layers, *_purposes(built.need).values(), built.need.peak] for built in subject.stages]
     together = any(built.need.accumulates for built in subject.stages)
-    rest = "gradients and activations" if together else "the larger of gradients and activations"
+    rest = "gradients, activations" if together else "the larger of gradients and activations"
     words = [f"{name}: {what}." for name, what in MEMORY_FOR.items()]
-    words.append(f"At once: weights, optimizer state and {rest}, on a GPU, without what libraries take.")
+    words.append(f"at once: weights, optimizer state, {rest}; on a GPU, without what libraries take.")
     columns = [("rank", "whole"), ("layers", "text"), *((name, "bytes") for name in (*MEMORY_FOR, "at once"))]
     picture = {"kind": "memory", "purposes": list(MEMORY_FOR), "ranks": [row[0] for row in rows]}
     return Chapter("memory", "What memory is for", words, columns, rows, picture)

@@ -20,12 +20,11 @@ from shardline.models.fused_weights import active_words, parameter_count
 from shardline.precision.mixed import choose_precision
 from shardline.show.chapters import Subject, chapters
 from shardline.show.explain_text import write_text
-from shardline.show.page import render
-from shardline.storage.atomic import write_atomically
+from shardline.show.page import render, write_page
 from shardline.tools.dry_run.dry_run import micro_batches_of
 from shardline.tools.dry_run.shapes import build_rank, stage_ranks
 from shardline.tools.dry_run.traffic import step_collectives
-from shardline.words import counted, sized
+from shardline.words import counted
 
 
 def command(config: Config, html: bool, out: str | None, world_size: int | None) -> int:
@@ -36,8 +35,7 @@ def command(config: Config, html: bool, out: str | None, world_size: int | None)
     if html:
         path = Path(out or "explain.html")
         data = {"title": name, "facts": facts(subject), "chapters": [asdict(one) for one in chapters(subject, 100)]}
-        write_atomically(path, render("explain", name, data))
-        print(f"wrote {path}, {sized(path.stat().st_size)}: open it in a browser")
+        write_page(path, render("explain", name, data))
         return 0
     write_text(name, facts(subject), lambda width: chapters(subject, width), sys.stdout)
     return 0

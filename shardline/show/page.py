@@ -5,7 +5,12 @@ from __future__ import annotations
 import html
 import json
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+
+from shardline.errors import UserError
+from shardline.storage.atomic import write_atomically
+from shardline.words import sized
 
 # Scripts of each page, in the order in which they run; the first is uPlot, which draws charts with axes.
 SCRIPTS = {
@@ -40,6 +45,14 @@ def render(kind: str, title: str, data: dict[str, Any]) -> str:
 </body>
 </html>
 """
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page and say where it is."""
+    if path.is_dir():
+        raise UserError(f"--out {path}: is a folder; name a file in it")
+    write_atomically(path, text)
+    print(f"wrote {path}, {sized(len(text.encode()))}: open it in a browser")
 
 
 def to_json(data: Any) -> str:

@@ -12,11 +12,10 @@ from shardline.config.schema import Config
 from shardline.config.write import shown
 from shardline.errors import UserError
 from shardline.show.events import events
-from shardline.show.page import render
+from shardline.show.page import render, write_page
 from shardline.show.pictures import expert_picture, mesh_picture, pipeline_picture
 from shardline.show.run_files import Row, RunFiles, read_run
 from shardline.show.step_parts import AXES, PartTimes, present_ranks, rank_paces, spread, step_times
-from shardline.storage.atomic import write_atomically
 from shardline.words import counted, ranges, sized
 
 MOST_RUNS = 5
@@ -44,9 +43,7 @@ def command(runs: list[str], out: str | None, watch: bool, port: int) -> int:
     for folder, run in zip(folders, data["runs"], strict=True):
         if not run["series"] and not run["events"]:
             raise UserError(f"{folder} has nothing to draw yet: no step was logged; --watch waits for the first one")
-    text = render("report", _title(data), data)
-    write_atomically(path, text)
-    print(f"wrote {path}, {sized(len(text.encode()))}: open it in a browser")
+    write_page(path, render("report", _title(data), data))
     return 0
 
 
@@ -135,11 +132,12 @@ def state(run: RunFiles) -> dict[str, Any]:
         if error:
             return found | {"word": "failed", "why": error}
         return found | ({"word": "stopped", "why": stopped} if stopped else {"word": "finished", "why": ""})
-    silent = run.read_at - _last_time(run)
+    last_sign = _last_time(run)
     pace = (run.rows[-1].get("step_seconds") or 0.0) if run.rows else 0.0
-    if silent < max(ALIVE, 10 * pace):
+    if run.read_at - last_sign < max(ALIVE, 10 * pace):
         return found | {"word": "running", "why": ""}
-    return found | {"word": "lost", "why": f"rank 0 wrote nothing for {silent:.0f} s, and no end"}
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last_sign))
+    return found | {"word": "lost", "why": f"rank 0 wrote nothing since {since}, and no end"}
 
 
 def _last_time(run: RunFiles) -> float:

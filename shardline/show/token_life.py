@@ -88,7 +88,7 @@ def _batch(path: TokenPath) -> str:
     length, ranks = path.config.training.seq_len, path.layout.data_ranks
     where = f" on one of {ranks} data ranks, which read different samples" if ranks > 1 else ""
     share = path.layout.cp * path.layout.tp
-    with_it = f" The {share} ranks of cp and tp behind it work on the same sample." if share > 1 and ranks > 1 else ""
+    with_it = f" The {share} ranks of its cp and tp groups work on the same sample." if share > 1 and ranks > 1 else ""
     return f"The token stands in a micro-batch of {path.rows} x {length:,} tokens{where}.{with_it}"
 
 

@@ -120,7 +120,8 @@ function meshMap(holder, mesh, sentName) {
   picture.append(...labels);
   const hidden = mesh.ranks.length - places.size;
   const totals = Object.entries(mesh.groups).map(([name, groups]) => {
-    const mean = mesh.ranks.reduce((sum, one) => sum + (one.sent[name] || 0), 0) / mesh.ranks.length;
+    const counted = mesh.ranks.map((one) => one.sent[name] || 0).filter((size) => size > 0);
+    const mean = counted.reduce((sum, size) => sum + size, 0) / Math.max(counted.length, 1);
     return h("span", {}, swatch(axisColor(name), "line"), `${AXIS_NAMES[name]}: ${groups[0].length} ranks${mean ? `, ${format.bytes(mean)} from each` : ""}`);
   });
   fill(holder, h("div", { class: "scroll" }, picture), h("div", { class: "legend" }, totals),

@@ -37,9 +37,12 @@ const PICTURES = {
   sent: sentBars,
   memory: memoryBars,
 };
+const TITLES = { mesh: "Who holds what, who talks to whom", shards: "Pieces of each parameter", life: "From its sample to the update", schedule: "Actions over time",
+  sent: "Bytes that rank 0 sends, by phase", memory: "Bytes by purpose", config: "Keys" };
 const NOTES = {
   shards: "The filled piece is what the first rank holds; numbers are ranks.",
-  memory: "All purposes after each other; at once a rank holds less where gradients replace activations.",
+  memory: "All purposes one after the other; the table has what a rank holds at once.",
+  mesh: "Lines join the ranks of a group; their width is what a rank of the first pipeline position sends in a step.",
 };
 
 // ---- all of it ----------------------------------------------------------------------------------------------------
@@ -49,7 +52,7 @@ function chapterSection(chapter) {
   const content = () => ({ columns, rows: chapter.rows });
   const words = h("div", { class: "words" }, chapter.words.map((text) => h("p", {}, text)));
   const draw = chapter.picture ? (holder) => PICTURES[chapter.picture.kind](holder, chapter) : (holder) => holder.append(table(columns, chapter.rows, true));
-  const figure = chapter.rows.length ? card({ id: chapter.key, title: chapter.title, note: chapter.picture && NOTES[chapter.picture.kind], wide: true, content, draw }) : null;
+  const figure = chapter.rows.length ? card({ id: chapter.key, title: TITLES[chapter.key], note: chapter.picture && NOTES[chapter.picture.kind], wide: true, content, draw }) : null;
   return section(chapter.key, chapter.title, null, [], words, ...(figure ? [h("div", { class: "grid" }, figure)] : []));
 }
 

@@ -96,7 +96,7 @@ def _step(
     precision: Precision,
     layers: int,
     micro_batches: int,
-    by_phase: bool,
+    by_phase: bool = False,
 ) -> Collectives:
     # Kernels, windows, compilation and offloading do not change what is sent (except windows in a ring), and some of
     # them cannot run without values.
