@@ -42,5 +42,8 @@ def test_a_wheel_trains_outside_the_repository(installed, tmp_path):
     assert "run folder" in run(program, *words, cwd=tmp_path, env=environment)
     (folder,) = (tmp_path / "outputs").iterdir()
     assert [row["step"] for row in rows(folder)][-1] == 2
+    run(program, "report", folder, "--out", "page.html", cwd=tmp_path, env=environment)
+    assert "uPlot" in (tmp_path / "page.html").read_text()
+    assert "Permission is hereby granted" in (installed / "shardline/show/assets/vendor/uPlot-LICENSE").read_text()
     run(program, *words, "--nproc", "2", "--job.dump_folder", "two", cwd=tmp_path, env=environment)
     assert [row["step"] for row in rows(tmp_path / "two")][-1] == 2

@@ -11,7 +11,7 @@ function gantt(holder, { charts, ranks, total, show }) {
   const width = Math.max(holder.clientWidth, 480);
   const scale = (width - left - 8) / total;
   const height = charts.length * (head + ranks.length * (rowHeight + 4) + 12) + 18;
-  const picture = svg("svg", { width, height, role: "img", "aria-label": charts.map((one) => one.title).join("; ") });
+  const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": charts.map((one) => one.title).join("; ") });
   const marks = [];
   let top = 0;
   for (const { title, spans } of charts) {
@@ -213,7 +213,8 @@ function heatMap(holder, { rows, columns, values, low, show, name, columnName })
   const top = 4;
   const highest = Math.max(low + 1e-9, ...values.flat().filter((value) => value != null));
   const paint = (value) => (value == null ? color("grid") : between(color("heat0"), color("heat1"), Math.max(0, (value - low) / (highest - low))));
-  const picture = svg("svg", { width, height: top + rows.length * high + 24, role: "img", "aria-label": columnName });
+  const height = top + rows.length * high + 24;
+  const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": columnName });
   const marks = [];
   rows.forEach((row, y) => {
     if (high >= 12) picture.append(svg("text", { x: 0, y: top + y * high + high / 2 + 4, class: "dim" }, row));
@@ -239,7 +240,8 @@ function rankBars(holder, { names, parts, values, show, left = 74 }) {
   const width = holder.clientWidth;
   const totals = values.map((row) => row.reduce((sum, value) => sum + value, 0));
   const scale = (width - left - right) / Math.max(...totals, 1e-9);
-  const picture = svg("svg", { width, height: names.length * (high + 4), role: "img", "aria-label": "One bar for each rank" });
+  const height = names.length * (high + 4);
+  const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "One bar for each rank" });
   const marks = [];
   names.forEach((name, place) => {
     const y = place * (high + 4);

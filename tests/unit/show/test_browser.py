@@ -153,9 +153,10 @@ def test_a_bare_run_says_what_is_missing(show, pages):
 def test_paper_is_light_and_has_no_buttons(show, pages):
     page = show(pages["full"], scheme="dark")
     page.emulate_media(media="print")
-    page.wait_for_timeout(200)
-    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+    page.wait_for_selector('html[data-theme="light"]', state="attached")
     assert not page.locator("#card-loss .tools").is_visible()
+    page.set_viewport_size({"width": 700, "height": 900})
+    assert overflow(page) <= 0
     assert page.pdf(format="A4")[:4] == b"%PDF"
 
 
@@ -168,7 +169,7 @@ def test_a_watched_page_draws_new_steps_by_itself(show, tmp_path):
             page = show(f"http://127.0.0.1:{server.server_address[1]}/")
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(metrics_row(STEPS + 1, loss=1.2345)) + "\n")
-            page.wait_for_function("document.querySelector('.tile b').textContent === '1.2345'", timeout=20_000)
+            page.locator(".tile b", has_text="1.2345").wait_for(timeout=20_000)
             page.close()
         finally:
             server.shutdown()
