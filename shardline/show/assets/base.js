@@ -193,7 +193,8 @@ const MOST_TABLE_ROWS = 300;
 // Columns are [name, format]; a format of null is text.
 function table(columns, rows, tall = false) {
   const kinds = columns.map(([, show]) => (show ? "number" : ""));
-  const cell = (value, at) => h("td", { class: kinds[at] }, value instanceof Node ? value : (columns[at][1] || format.text)(value));
+  const content = (value, at) => (columns[at][1] ? columns[at][1](value) : breakable(format.text(value)));
+  const cell = (value, at) => h("td", { class: kinds[at] }, value instanceof Node ? value : content(value, at));
   const shown = rows.slice(0, MOST_TABLE_ROWS);
   const more = rows.length - shown.length;
   return h("div", { class: tall ? "table tall" : "table", tabindex: "0" },
@@ -222,11 +223,13 @@ function download(name, text) {
 
 // ---- cards --------------------------------------------------------------------------------------------------------
 
+const openTables = new Set(); // ids of cards that show theirs, also after new data has come
+
 // A picture with the table behind it. `content()` gives {columns, rows}; `draw(holder)` fills the picture.
 function card({ id, title, note, wide, tools = [], content, draw, label }) {
   const plot = h("div", { class: "plot", role: "group", "aria-label": label || title });
   const body = h("div", { class: "body" }, plot);
-  let asTable = false;
+  let asTable = openTables.has(id);
   const redraw = () => {
     if (asTable) {
       const { columns, rows } = content();
@@ -241,7 +244,11 @@ function card({ id, title, note, wide, tools = [], content, draw, label }) {
     const { columns, rows } = content();
     download(`${id}.csv`, csvText(columns, rows));
   };
-  const all = [...tools, toggle("Table", false, (pressed) => { asTable = pressed; redraw(); }),
+  const all = [...tools, toggle("Table", asTable, (pressed) => {
+    asTable = pressed;
+    openTables[pressed ? "add" : "delete"](id);
+    redraw();
+  }),
     h("button", { type: "button", onclick: csv, "aria-label": `${title}: download as CSV` }, "CSV")];
   const figure = h("figure", { class: wide ? "card wide" : "card", id: `card-${id}` },
     h("div", { class: "card-head" }, h("h3", {}, title), h("div", { class: "tools" }, all)),

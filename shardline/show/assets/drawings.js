@@ -167,7 +167,7 @@ function meshTable(mesh) {
 
 // ---- shards -------------------------------------------------------------------------------------------------------
 
-const MATRIX = { width: 168, high: 92, low: 22, most: 12 }; // `most`: pieces that are named
+const MATRIX = { width: 150, high: 92, low: 22, most: 12 }; // `most`: pieces that are named
 // Matrices side by side, each cut into the pieces that ranks hold; the piece of the first rank is filled.
 function matrices(holder, { matrices: all }) {
   const marks = [];

@@ -167,9 +167,11 @@ def test_a_watched_page_draws_new_steps_by_itself(show, tmp_path):
         thread.start()
         try:
             page = show(f"http://127.0.0.1:{server.server_address[1]}/")
+            page.locator("#card-loss").get_by_role("button", name="Table", exact=True).click()
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(metrics_row(STEPS + 1, loss=1.2345)) + "\n")
             page.locator(".tile b", has_text="1.2345").wait_for(timeout=20_000)
+            assert page.locator("#card-loss tbody tr").last.inner_text().split()[0] == str(STEPS + 1)
             page.close()
         finally:
             server.shutdown()

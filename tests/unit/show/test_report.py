@@ -42,7 +42,8 @@ def made(tmp_path_factory):
 
 
 def test_a_trained_run_becomes_one_small_file_without_a_network(tmp_path, capsys):
-    rows = train(tmp_path, checkpoint__enable=True, checkpoint__interval=3, validation__enable=True, validation__freq=3)
+    validation = {"validation__enable": True, "validation__freq": 3, "validation__steps": 1}
+    rows = train(tmp_path, checkpoint__enable=True, checkpoint__interval=3, **validation)
     assert main(["report", str(tmp_path)]) == 0
     page = tmp_path / "report.html"
     assert f"wrote {page}" in capsys.readouterr().out
