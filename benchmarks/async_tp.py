@@ -163,6 +163,7 @@ def model_words(options: argparse.Namespace) -> list[str]:
 def run_words(options: argparse.Namespace, folder: Path) -> list[str]:
     return [
         *model_words(options),
+        "--training.dataset=demo",
         f"--training.seq_len={options.seq_len}",
         f"--training.local_batch_size={options.batch}",
         f"--training.steps={options.steps}",

@@ -91,6 +91,7 @@ def peak(ranks: int, length: int, options: argparse.Namespace) -> float:
         command = [sys.executable, "-m", "shardline", "train", "--nproc", str(ranks)]
         command += [f"--model.overrides.{name}={value}" for name, value in MODEL.items()]
         command += [f"--training.seq_len={length}", "--training.local_batch_size=1", "--training.steps=3"]
+        command += ["--training.dataset=demo"]
         command += [f"--parallelism.context_parallel_degree={ranks}"] if ranks > 1 else []
         command += [f"--parallelism.context_parallel_rotate_method={options.method}"] if ranks > 1 else []
         command += ["--metrics.log_freq=1", f"--job.dump_folder={folder}/run", *options.words]

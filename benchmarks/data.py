@@ -1,6 +1,6 @@
-"""Data speed on this machine, one JSON object per line: preparing against plain `encode_batch`, and reading.
+"""Data speed on this machine, one JSON object per line: preparing against plain `encode_batch`, reading, verifying.
 
-python benchmarks/data.py [--megabytes 24] [--repeats 3] [--folder FOLDER]
+python benchmarks/data.py [--megabytes 24] [--repeats 3] [--folder FOLDER] [--only prepare,read,verify]
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from shardline.config.load import load_config
+from shardline.config.schema import Config
 from shardline.data import demo
-from shardline.data.prepare import prepare
+from shardline.data.prepare import named_source, prepare
 from shardline.data.sources import open_source
-from shardline.data.tokenizer import load_tokenizer
+from shardline.data.token_store import Numbers, TokenStore
+from shardline.data.tokenizer import ByteTokenizer, load_tokenizer
 
 READ_STEPS = 200
+TRAINED_TOKENS = 20_000  # a second and process: a model of some billions of parameters on one GPU
 PLAIN = """
 import json, sys, time
 from tokenizers import Tokenizer
@@ -43,13 +47,20 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", help="where to put the files (default: a temporary folder)")
+    parser.add_argument("--only", default="prepare,read,verify", help="some of these, separated by commas")
     arguments = parser.parse_args()
+    wanted = arguments.only.split(",")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         characters = _write_text(folder / "text.jsonl", arguments.megabytes)
-        _train_tokenizer(folder)
-        _prepare(folder, characters, arguments.repeats)
-        _read(folder)
+        if {"prepare", "read"} & set(wanted):
+            _train_tokenizer(folder)
+            _prepare(folder, characters, arguments.repeats)
+        if "read" in wanted:
+            _read(folder)
+        if "verify" in wanted:
+            _verify_samples(folder, arguments.repeats)
+            _verify_training(folder)
 
 
 def _write_text(file: Path, megabytes: int) -> int:
@@ -125,17 +136,65 @@ def _read(folder: Path) -> None:
             print(json.dumps({"benchmark": "read", "workers": workers, "mask": mask, "tokens_per_second": round(rate)}))
 
 
-def _config(folder: Path, workers: int) -> SimpleNamespace:
-    options = SimpleNamespace(num_workers=workers, persistent_workers=False, pin_memory=False, prefetch_factor=None)
-    training = SimpleNamespace(
-        dataset="benchmark",
-        dataset_path=str(folder / "store"),
-        local_batch_size=8,
-        global_batch_size=-1,
-        seq_len=2048,
-        dataloader=options,
-    )
-    return SimpleNamespace(training=training, debug=SimpleNamespace(seed=0))
+def _verify_samples(folder: Path, repeats: int) -> None:
+    """Samples at random places of a store that was just opened: each finds blocks that nobody has verified yet."""
+    prepare(open_source("benchmark", str(folder / "text.jsonl")), ByteTokenizer(), folder / "bytes", progress=False)
+    for length in (2048, 8192):
+        best = dict.fromkeys((False, True), float("inf"))
+        for verifies in (False, True) * repeats:
+            store, chance = TokenStore.open(folder / "bytes"), random.Random(0)
+            store.verifies = verifies
+            blocks = store.tokens * store.dtype.itemsize // store.manifest["block_bytes"]
+            count = blocks // 4  # so few that most samples are in blocks of their own
+            starts = [chance.randrange(store.tokens - length) for _ in range(count)]
+            store.read(0, 1)  # opens the file
+            started = time.perf_counter()
+            for start in starts:
+                store.read(start, length)
+            best[verifies] = min(best[verifies], (time.perf_counter() - started) / count)
+        added = best[True] - best[False]
+        row = {"benchmark": "verify", "what": "samples read for the first time", "seq_len": length, "samples": count}
+        row |= {"read_us": round(1e6 * best[False], 1), "verify_us": round(1e6 * added, 1)}
+        print(json.dumps(row | {"share_of_training": round(added * TRAINED_TOKENS / length, 6)}))
+
+
+def _verify_training(folder: Path, steps: int = 100) -> None:
+    """The demo preset on a store on disk: the part of its first steps that goes into verifying."""
+    import torch
+
+    from shardline.training.trainer import Trainer
+
+    store = prepare(named_source("demo", "text", "train"), ByteTokenizer(), folder / "demo", progress=False)
+    keys = {"training.dataset_path": str(folder / "demo"), "model.tokenizer_path": "bytes", "training.steps": steps}
+    spent, blocks, verify = [0.0], [0], Numbers._verify
+
+    def timed(numbers: Numbers, *place: object) -> None:
+        started = time.perf_counter()
+        before = numbers._unread.count(1)
+        verify(numbers, *place)  # type: ignore[arg-type]
+        blocks[0] += before - numbers._unread.count(1)
+        spent[0] += time.perf_counter() - started
+
+    Numbers._verify = timed  # type: ignore[method-assign]
+    trainer = Trainer(load_config(preset="demo", overrides=keys | {"job.dump_folder": str(folder / "run")}))
+    started = time.perf_counter()
+    trainer.train()
+    seconds = time.perf_counter() - started
+    Numbers._verify = verify  # type: ignore[method-assign]
+    row = {"benchmark": "verify", "what": "training of the demo preset", "device": torch.get_default_device().type}
+    row |= {"steps": steps, "store_tokens": store.tokens, "blocks": blocks[0], "seconds": round(seconds, 2)}
+    print(json.dumps(row | {"verify_ms": round(1e3 * spent[0], 2), "share_of_training": round(spent[0] / seconds, 6)}))
+
+
+def _config(folder: Path, workers: int) -> Config:
+    keys = {
+        "training.dataset_path": str(folder / "store"),
+        "training.local_batch_size": 8,
+        "training.seq_len": 2048,
+        "training.dataloader.num_workers": workers,
+        "debug.seed": 0,
+    }
+    return load_config(overrides=keys)
 
 
 def _arch(mask: str) -> SimpleNamespace:

@@ -67,6 +67,7 @@ def parameters(options: argparse.Namespace) -> int:
 def words(options: argparse.Namespace, folder: Path) -> list[str]:
     return [
         *(f"--model.overrides.{name}={value}" for name, value in sizes(options).items()),
+        "--training.dataset=demo",
         f"--training.seq_len={options.seq_len}",
         f"--training.local_batch_size={options.batch}",
         f"--training.steps={options.steps}",

@@ -116,7 +116,7 @@ SHAPES = {
         "weights": ["--model.flavor=8B", *_model(n_layers=8), *_batch(1, 2048)],
     },
 }
-ALWAYS = ["--metrics.log_freq=1", "--lr_scheduler.warmup_steps=2", "--optimizer.lr=1e-4"]
+ALWAYS = ["--training.dataset=demo", "--metrics.log_freq=1", "--lr_scheduler.warmup_steps=2", "--optimizer.lr=1e-4"]
 # glibc: every block of 64 KiB or more is mapped by itself, and unmapped when it is freed
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 

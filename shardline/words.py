@@ -1,4 +1,4 @@
-"""How messages write lists, plurals, ranges, sizes and tables, and what of a line gives way where it is narrow."""
+"""How messages write lists, plurals, ranges, sizes and tables, and what they leave out of texts that others wrote."""
 
 from __future__ import annotations
 
@@ -117,3 +117,44 @@ def fitted(parts: Sequence[Part], width: int) -> str:
             break
         left.remove(last)
     return line
+
+
+# ---- texts that others wrote -----------------------------------------------------------------------------------------
+
+ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|.)?", re.DOTALL)  # of a terminal
+
+
+def printable(text: str) -> str:
+    """A text of others without escape sequences and control characters; line breaks and tabs stay."""
+    if text.isprintable():
+        return text
+    kept = ESCAPES.sub("", text)
+    return "".join(one for one in kept if one.isprintable() or one in "\n\t")
+
+
+# Passwords in URLs: user:password@ (no port of a host, no IPv6 address), anything before @ of http, signed queries.
+_PASSWORDS = (
+    re.compile(r"(?<=://)(?!\[)[^\s@/:]*:(?!\d{1,5}(?:/|$))[^\s@]+(?=@)"),
+    re.compile(r"(?<=http://)[^\s/@]+(?=@)|(?<=https://)[^\s/@]+(?=@)"),
+    re.compile(
+        r"(?<=[?&])([\w-]*(?:token|signature|secret|passw(?:or)?d|api_?key|access_?key|credential)|sig)=[^\s&#]+", re.I
+    ),
+)
+
+
+def masked(text: str) -> str:
+    """A text without the passwords of the URLs in it."""
+    for pattern in _PASSWORDS if "://" in text else ():
+        text = pattern.sub("***", text)
+    return text
+
+
+def password_problem(text: str) -> str:
+    """Why a URL is refused that holds a password; "" for any other text."""
+    shown = masked(text)
+    if shown == text:
+        return ""
+    return (
+        f"{shown} holds a password, which would be written into files and logs: leave it out, and let fsspec read it"
+        " from its settings (~/.config/fsspec/conf.json, FSSPEC_S3_SECRET) or the environment (AWS_SECRET_ACCESS_KEY)"
+    )

@@ -20,20 +20,15 @@ KEY = "training.unfrozen_parameters"
 def freeze_except(model: Decoder, patterns: Sequence[str]) -> None:
     """Freeze every weight without a name that some pattern matches from its beginning.
 
-    Names are ours and Hugging Face's, the latter also as a model with images has them. Weights that are stored as one
-    here (queries, keys and values) are trained together or not at all.
+    Names are ours and Hugging Face's, the latter also as a model with images has them. Of weights that are one tensor
+    here (queries, keys and values), some may be frozen: `optim/frozen_rows.py` keeps them as they are.
     """
     if model.arch.foreign is not None:
         raise ConfigError(f"{KEY}: a model whose code is that of transformers is trained whole; remove the key")
     trained = trained_names(model.arch, patterns)
     for name, parameter in model.named_parameters():
-        parts = logical_names(model.arch, name)
-        wanted = [part for part in parts if part in trained]
-        if wanted and len(wanted) < len(parts):
-            missing = ", ".join(_names(model.arch, part)[-1] for part in parts if part not in trained)
-            named = _names(model.arch, wanted[0])[-1]
-            raise ConfigError(f"{KEY}: {named} is one weight with {missing}: name all of them or none")
-        parameter.requires_grad_(bool(wanted) and parameter.requires_grad)
+        wanted = any(part in trained for part in logical_names(model.arch, name))
+        parameter.requires_grad_(wanted and parameter.requires_grad)
     model.frozen = frozenset(logical_shapes(model.arch)) - trained
 
 

@@ -10,19 +10,19 @@ Names of matrices are those of the projection, whichever weights are fused: `lay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardline.adapters.targets import EXPERTS, adaptable, chosen_targets, saved_modules
+from shardline.adapters.targets import EXPERTS, adaptable, by_pattern, chosen_targets, saved_modules
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Lora
 from shardline.errors import ConfigError
-from shardline.models.adapted.low_rank import LowRank, LowRankSpec
+from shardline.models.adapted.low_rank import LowRank, LowRankSpec, Projection
 from shardline.models.decoder import Adaptable, Decoder
 from shardline.models.fused_weights import (
     embedding_name,
@@ -34,6 +34,7 @@ from shardline.models.fused_weights import (
     output_name,
     used_by_a_token,
 )
+from shardline.models.huggingface.stored import Stored, stored_as
 from shardline.models.state import SomeParameters
 
 
@@ -48,25 +49,48 @@ class Adaptation:
     use_dora: bool
     targets: tuple[str, ...]
     saved: tuple[str, ...]  # modules that are trained whole
+    ranks: Mapping[str, int] = field(default_factory=dict)  # of targets whose rank differs
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    bias: str = "none"  # which biases of the model are trained: none, all, lora_only
+
+    def rank_of(self, module: str) -> int:
+        return self.ranks.get(module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        rank = self.rank_of(module)
+        return self.alphas.get(module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+    def changes_model(self) -> bool:
+        """Whether weights that the model has without LoRA are trained, too."""
+        return bool(self.saved) or self.bias != "none"
+
+    def whole(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
+        """The model's own tensors that are trained, under their logical names."""
+        every = logical_shapes(arch)
+        return {name: every[name] for name in every if name.rpartition(".")[0] in self.saved or self._bias(arch, name)}
+
+    def _bias(self, arch: Architecture, name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        if last != "bias" or self.bias == "none":
+            return False
+        stored = Stored(name) if arch.foreign is not None else stored_as(name, arch.family)
+        known = stored is not None and stored.name.endswith(".bias")  # what `peft` takes for one
+        return known and (self.bias == "all" or module in self.targets)
 
     def shapes(self, arch: Architecture) -> dict[str, tuple[int, ...]]:
         """Every trained tensor of the whole model under its logical name."""
         sizes, found = adaptable(arch), dict[str, tuple[int, ...]]()
         for module in self.targets:
             *rows, columns = sizes[module]
-            experts = rows[:1] if len(rows) > 1 else []
-            found[f"{module}.lora.a"] = (*experts, self.rank, columns)
-            found[f"{module}.lora.b"] = (*rows, self.rank)
+            experts, rank = rows[:1] if len(rows) > 1 else [], self.rank_of(module)
+            found[f"{module}.lora.a"] = (*experts, rank, columns)
+            found[f"{module}.lora.b"] = (*rows, rank)
             if module == embedding_name(arch):  # its rows are the columns of a
-                found[f"{module}.lora.a"], found[f"{module}.lora.b"] = (self.rank, rows[0]), (columns, self.rank)
+                found[f"{module}.lora.a"], found[f"{module}.lora.b"] = (rank, rows[0]), (columns, rank)
             if self.use_dora:
                 found[f"{module}.lora.magnitude"] = tuple(rows)
-        whole = logical_shapes(arch).items()
-        return {**{name: shape for name, shape in whole if name.rpartition(".")[0] in self.saved}, **found}
+        return {**self.whole(arch), **found}
 
     def added(self, arch: Architecture) -> int:
         """How many parameters the matrices have."""
@@ -87,8 +111,24 @@ def adaptation(section: Lora, arch: Architecture) -> Adaptation:
         raise ConfigError(f"lora.modules_to_save: {both[0]} is among lora.target_modules, too: name it in one of them")
     if section.use_dora and (odd := [one for one in targets if not _can_have_magnitude(arch, one)]):
         raise ConfigError(f"lora.use_dora: {odd[0]} cannot have a magnitude; leave it out of lora.target_modules")
-    options = (section.rank, section.alpha, section.dropout, section.use_rslora, section.use_dora)
-    return Adaptation(*options, tuple(targets), tuple(saved))
+    ranks = by_pattern(arch, targets, section.rank_pattern, "lora.rank_pattern")
+    alphas = by_pattern(arch, targets, section.alpha_pattern, "lora.alpha_pattern")
+    how = Adaptation(
+        section.rank,
+        section.alpha,
+        section.dropout,
+        section.use_rslora,
+        section.use_dora,
+        tuple(targets),
+        tuple(saved),
+        {module: int(rank) for module, rank in ranks.items() if rank != section.rank},
+        {module: alpha for module, alpha in alphas.items() if alpha != section.alpha},
+        section.bias,
+    )
+    if section.bias != "none" and not any(name.endswith(".bias") for name in how.whole(arch)):
+        owner = "the model has" if section.bias == "all" else "the targets have"
+        raise ConfigError(f"lora.bias = {section.bias!r}: {owner} no biases; set it to 'none'")
+    return how
 
 
 def _can_have_magnitude(arch: Architecture, module: str) -> bool:
@@ -98,16 +138,17 @@ def _can_have_magnitude(arch: Architecture, module: str) -> bool:
 
 def attach(model: Decoder, how: Adaptation, storage: torch.dtype, frozen: torch.dtype) -> None:
     """Add the trained matrices to a model without memory, and freeze the rest of it."""
-    kept = model.whole_parameters()  # neither trained nor cast
+    kept, whole = model.whole_parameters(), how.whole(model.arch)  # kept ones are neither trained nor cast
     model.make_adaptable()
     for name, parameter in list(model.named_parameters()):
         if parameter in kept:
             continue
-        modules = [part.rpartition(".")[0] for part in logical_names(model.arch, name)]
-        trained = [module for module in modules if module in how.saved]
-        if trained and len(trained) < len(modules):
-            missing = ", ".join(module for module in modules if module not in how.saved)
-            raise ConfigError(f"lora.modules_to_save: {trained[0]} is one weight with {missing}: name these, too")
+        parts = logical_names(model.arch, name)
+        trained = [part for part in parts if part in whole]
+        if trained and len(trained) < len(parts):
+            missing = ", ".join(part for part in parts if part not in whole)
+            key = "lora.modules_to_save" if trained[0].rpartition(".")[0] in how.saved else "lora.bias"
+            raise ConfigError(f"{key}: {trained[0]} is one tensor with {missing}: name these modules, too")
         parameter.requires_grad_(bool(trained))
         if not trained:
             replace_parameter(model, name, parameter.detach().to(frozen), trained=False)
@@ -145,9 +186,10 @@ def _adapt(
     matrices: dict[str, nn.Module] = {}
     for full in wanted:
         shape = sizes[full] if full != embedding_name(arch) else sizes[full][::-1]
-        matrices[full.rpartition(".")[2]] = LowRank(shape, how.rank, how.use_dora).to(storage)
+        matrices[full.rpartition(".")[2]] = LowRank(shape, how.rank_of(full), how.use_dora).to(storage)
     module.lora = nn.ModuleDict(matrices)
-    module.low_rank = LowRankSpec(how.scale, how.dropout, tuple((full.rpartition(".")[2], rows) for full, rows in runs))
+    named = tuple(Projection(full.rpartition(".")[2], rows, how.scale_of(full)) for full, rows in runs)
+    module.low_rank = LowRankSpec(how.dropout, named)
 
 
 def projections(arch: Architecture, name: str) -> list[tuple[str, int]]:
@@ -165,13 +207,14 @@ def more_flops(model: Decoder) -> float:
         frozen = {name: logical_shapes(model.arch)[name] for name in model.frozen - {"tok_embeddings.weight"}}
         return -2.0 * sum(used_by_a_token(model.arch, name, math.prod(shape)) for name, shape in frozen.items())
     arch, shapes = model.arch, {**logical_shapes(model.arch), **how.shapes(model.arch)}
+    whole = how.whole(arch)
     embedding, output = embedding_name(arch), output_name(arch)
     if arch.tie_word_embeddings and embedding not in how.saved:
         shapes[f"{output}.weight"] = (arch.vocab_size, arch.dim)
     counted = (f"{layers_name(arch)}.", f"{output}.", "norm.")  # as `flops_per_token` does
     found = 0.0
     for name, shape in shapes.items():
-        if name.startswith(counted) and name.rpartition(".")[0] not in how.saved:
+        if name.startswith(counted) and name not in whole:
             factor = 6.0 if is_low_rank(name) else -2.0
             found += factor * used_by_a_token(arch, name, math.prod(shape))
     return found
@@ -193,11 +236,12 @@ def frozen_alone(model: Decoder) -> Iterator[None]:
 def trained_parameters(model: Decoder) -> SomeParameters:
     """What a checkpoint of a run holds: of a model with LoRA, what is trained."""
     how: Adaptation | None = model.adaptation
+    whole = {} if how is None else how.whole(model.arch)
 
     def is_trained(name: str) -> bool:
         if how is None or is_low_rank(name):
             return True
-        return any(part.rpartition(".")[0] in how.saved for part in logical_names(model.arch, name))
+        return any(part in whole for part in logical_names(model.arch, name))
 
     return SomeParameters(model, is_trained)
 

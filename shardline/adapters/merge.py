@@ -45,7 +45,7 @@ class MergedTensors(LazyTensors):
     def _merged(self, weight: Tensor, module: str, half: int | None) -> Tensor:
         a, b = (self.trained[f"{module}.lora.{which}"].float() for which in ("a", "b"))
         b = b if half is None else b[:, half]
-        change = (a.t() @ b.t() if module == embedding_name(self.arch) else b @ a) * self.how.scale
+        change = (a.t() @ b.t() if module == embedding_name(self.arch) else b @ a) * self.how.scale_of(module)
         merged = weight + change
         if not self.how.use_dora:
             return merged

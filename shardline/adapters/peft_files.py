@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor
 
 from shardline.adapters.lora import Adaptation, adaptation
-from shardline.adapters.targets import EXPERTS, adaptable, layer_of, named_modules, spellings, tied_names
-from shardline.config.architecture import Architecture
+from shardline.adapters.targets import EXPERTS, adaptable, fitting, layer_of, named_modules, spellings, tied_names
+from shardline.config.architecture import WIDTH, Architecture
 from shardline.config.schema import Config
+from shardline.config.types import show
 from shardline.errors import UserError, blame
+from shardline.json_text import parse_json
 from shardline.models.fused_weights import embedding_name, is_transposed, logical_shapes
 from shardline.models.huggingface.files import map_file
 from shardline.models.huggingface.stored import Stored, stored_as
@@ -39,9 +42,6 @@ _ENDINGS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magni
 _OF_EMBEDDING = {"a": "lora_embedding_A", "b": "lora_embedding_B"}
 # What a config may say that we do not compute, and the value that says nothing.
 _OTHER: dict[str, Any] = {
-    "bias": "none",
-    "rank_pattern": {},
-    "alpha_pattern": {},
     "lora_bias": False,
     "layer_replication": None,
     "trainable_token_indices": None,
@@ -89,7 +89,10 @@ def _tensors(how: Adaptation, arch: Architecture) -> Iterator[PeftTensor]:
     for logical, shape in how.shapes(arch).items():
         module, _, which = logical.partition(".lora.")
         if not which:
-            yield PeftTensor(PREFIX + _stored_name(logical, arch), logical, shape)
+            name = _stored_name(logical, arch)
+            if logical.endswith(".bias") and module.removesuffix(".bias") in how.targets:
+                name = name.removesuffix("bias") + "base_layer.bias"
+            yield PeftTensor(PREFIX + name, logical, shape)
         elif EXPERTS in logical:
             layer = layer_of(arch, module)
             like = stored_as(f"layers.{layer}{EXPERTS}w1.weight", arch.family)
@@ -132,6 +135,9 @@ def peft_config(how: Adaptation, arch: Architecture, base: str | None) -> dict[s
         "base_model_name_or_path": base,
         "r": how.rank,
         "lora_alpha": how.alpha,
+        "rank_pattern": _patterns(arch, how, {module: how.rank_of(module) for module in how.targets}, how.rank),
+        "alpha_pattern": _patterns(arch, how, {one: how.alphas.get(one, how.alpha) for one in how.targets}, how.alpha),
+        "bias": how.bias,
         "lora_dropout": how.dropout,
         "use_rslora": how.use_rslora,
         "use_dora": how.use_dora,
@@ -143,6 +149,18 @@ def peft_config(how: Adaptation, arch: Architecture, base: str | None) -> dict[s
         "fan_in_fan_out": any(is_transposed(arch, module) for module in how.targets),
         **_OTHER,
     }
+
+
+def _patterns(arch: Architecture, how: Adaptation, values: dict[str, Any], usual: Any) -> dict[str, Any]:
+    """Names of targets that have not the usual value: endings where these mean no other targets, else whole names."""
+    names = {module: spellings(arch, module)[2 if EXPERTS in module else -1] for module in how.targets}
+    found: dict[str, Any] = {}
+    for ending in dict.fromkeys(name.rpartition(".")[2] for name in names.values()):
+        alike = {names[one]: value for one, value in values.items() if names[one].rpartition(".")[2] == ending}
+        if len(set(alike.values())) == 1:
+            alike = {ending: next(iter(alike.values()))}
+        found |= {name: value for name, value in alike.items() if value != usual}
+    return found
 
 
 def _saved_name(arch: Architecture, module: str, saved: tuple[str, ...]) -> str:
@@ -194,18 +212,20 @@ def is_adapter(folder: Path) -> bool:
 
 def read_config(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        content = parse_json((folder / CONFIG).read_bytes())
     except FileNotFoundError:
         raise UserError(f"{folder} is no adapter: there is no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / CONFIG} cannot be read ({error})") from None
     if not isinstance(content, dict) or content.get("peft_type") != "LORA":
         kind = content.get("peft_type") if isinstance(content, dict) else content
-        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only 'LORA' is read")
+        raise UserError(f"{folder / CONFIG}: peft_type is {show(kind)}; only 'LORA' is read")
     for name, nothing in _OTHER.items():
         value = content.get(name, nothing)
         if value != nothing and value not in (None, False):
-            raise UserError(f"{folder / CONFIG}: {name} = {value!r} is not supported; only {nothing!r} is")
+            raise UserError(f"{folder / CONFIG}: {name} = {show(value)} is not supported; only {nothing!r} is")
+    if content.get("bias") not in (None, "none", "all", "lora_only"):
+        raise UserError(f"{folder / CONFIG}: bias is {show(content['bias'])}; 'none', 'all' and 'lora_only' are read")
     return content
 
 
@@ -215,20 +235,15 @@ def open_peft(folder: Path, arch: Architecture) -> tuple[Adaptation, dict[str, T
     if not path.is_file():
         raise UserError(f"{folder} has no {TENSORS}: an adapter is that file and {CONFIG}")
     try:
-        frozen = (".base_layer.weight", ".base_layer.bias")  # of embedding and output layer, which peft may add
-        stored = {name: one for name, one in map_file(path).items() if not name.endswith(frozen)}
-        how = Adaptation(
-            rank=int(content["r"]),
-            alpha=float(content["lora_alpha"]),
-            dropout=float(content.get("lora_dropout") or 0.0),
-            use_rslora=bool(content.get("use_rslora")),
-            use_dora=bool(content.get("use_dora")),
-            targets=(),
-            saved=(),
-        )
-    except (KeyError, TypeError, ValueError, OSError) as error:
+        bias = str(content.get("bias") or "none")
+        frozen = [".base_layer.weight", *([".base_layer.bias"] if bias == "none" else [])]  # which peft may add
+        stored = {name: one for name, one in map_file(path).items() if not name.endswith(tuple(frozen))}
+        stored = {name: one for name, one in stored.items() if ".original_module." not in name}
+    except OSError as error:
         raise UserError(f"{folder}: the adapter cannot be read ({error})") from None
-    how = _with_modules(how, arch, set(stored), content.get("target_parameters") or ())
+    described = replace(_described(content, folder / CONFIG), bias=bias)
+    how = _with_modules(described, arch, set(stored), content.get("target_parameters") or [])
+    how = _with_patterns(how, arch, content, folder)
     wanted = {one.name: one for one in tensors_of(how, arch)}
     problems = [f"unexpected: {name}" for name in stored if name not in wanted]
     problems += [f"missing: {name}" for name in wanted if name not in stored]
@@ -238,6 +253,54 @@ def open_peft(folder: Path, arch: Architecture) -> tuple[Adaptation, dict[str, T
     if problems:
         raise UserError(f"{path} does not fit the model\n  " + listed(problems, 8, "\n  "))
     return how, {one.logical: one.load(stored[name]) for name, one in wanted.items()}
+
+
+def _with_patterns(how: Adaptation, arch: Architecture, content: dict[str, Any], folder: Path) -> Adaptation:
+    """The ranks and alphas of targets for which the config has others; patterns that mean none have no effect."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, read in (("rank_pattern", int), ("alpha_pattern", float)):
+        try:
+            patterns = {str(name): read(value) for name, value in (content.get(key) or {}).items()}
+            fits = {module: fitting(arch, module, patterns) for module in how.targets}
+        except (AttributeError, TypeError, ValueError, re.error) as error:
+            raise UserError(f"{folder / CONFIG}: {key} cannot be read ({error})") from None
+        found[key] = {module: patterns[name] for module, name in fits.items() if name is not None}
+    ranks = {module: rank for module, rank in found["rank_pattern"].items() if rank != how.rank}
+    alphas = {module: alpha for module, alpha in found["alpha_pattern"].items() if alpha != how.alpha}
+    return replace(how, ranks=ranks, alphas=alphas)
+
+
+def _described(content: Mapping[str, Any], file: Path) -> Adaptation:
+    """The numbers and switches of an adapter's config."""
+    for name, (kinds, low, high) in _NUMBERS.items():
+        value = content.get(name)
+        if value is None and low == 0:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+            words = "a whole number" if kinds is int else "a number"
+            raise UserError(f"{file}: {name} = {show(value)}: expected {words} from {low} to {high}")
+    for name in ("use_rslora", "use_dora"):
+        if content.get(name) not in (None, False, True):
+            raise UserError(f"{file}: {name} = {show(content[name])}: expected true or false")
+    named = content.get("target_parameters") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise UserError(f"{file}: target_parameters = {show(named)}: expected a list of names")
+    return Adaptation(
+        rank=content["r"],
+        alpha=float(content["lora_alpha"]),
+        dropout=float(content.get("lora_dropout") or 0.0),
+        use_rslora=bool(content.get("use_rslora")),
+        use_dora=bool(content.get("use_dora")),
+        targets=(),
+        saved=(),
+    )
+
+
+_NUMBERS: dict[str, tuple[Any, float, float]] = {  # types, the least and the largest
+    "r": (int, 1, WIDTH),
+    "lora_alpha": (int | float, -1e30, 1e30),
+    "lora_dropout": (int | float, 0, 1),
+}
 
 
 def adaptation_of(config: Config, arch: Architecture) -> Adaptation | None:
@@ -260,7 +323,8 @@ def _with_modules(how: Adaptation, arch: Architecture, stored: set[str], paramet
     ]
     plain = replace(how, use_dora=False, targets=tuple(known))
     found = {one.logical.partition(".lora.")[0] for one in _tensors(plain, arch) if one.name in stored}
-    saved = [name.rpartition(".")[0] for name in _saved_names(arch) if PREFIX + _stored_name(name, arch) in stored]
+    names = [name for name in _saved_names(arch) if how.bias == "none" or not name.endswith(".bias")]
+    saved = [name.rpartition(".")[0] for name in names if PREFIX + _stored_name(name, arch) in stored]
     targets = tuple(module for module in known if module in found)
     return replace(how, targets=targets, saved=tuple(dict.fromkeys(saved)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardline.config.architecture import Architecture
 from shardline.errors import ConfigError
@@ -127,6 +127,29 @@ def _ends(full: str, name: str) -> bool:
 def _endings(arch: Architecture, known: Sequence[str]) -> Iterator[str]:
     for module in known:
         yield from (full.rpartition(".")[2] for full in spellings(arch, module))
+
+
+def fitting(arch: Architecture, module: str, patterns: Mapping[str, float]) -> str | None:
+    """The first pattern that a module's name ends with, from a dot on, as `peft` compares them.
+
+    Matrices of experts are named by their weights, not by the module that has both.
+    """
+    names = spellings(arch, module)[::2] if EXPERTS in module else spellings(arch, module)
+    return next((one for one in patterns if any(re.match(rf"(.*\.)?({one})$", name) for name in names)), None)
+
+
+def by_pattern(arch: Architecture, targets: Sequence[str], patterns: Mapping[str, float], key: str) -> dict[str, float]:
+    """The numbers that patterns of a config give to some targets; each pattern must mean one."""
+    try:
+        found = {module: fitting(arch, module, patterns) for module in targets}
+    except re.error as error:
+        raise ConfigError(f"{key}: a pattern is no regular expression ({error})") from None
+    for pattern in patterns:
+        if not any(fitting(arch, module, {pattern: 0}) for module in targets):
+            endings = sorted(set(_endings(arch, targets)))
+            close = nearest(pattern.rpartition(".")[2], endings)
+            raise ConfigError(f"{key}: no target ends with {pattern!r}{close}; targets are {', '.join(endings)}")
+    return {module: patterns[pattern] for module, pattern in found.items() if pattern is not None}
 
 
 def saved_modules(arch: Architecture, names: Sequence[str]) -> list[str]:

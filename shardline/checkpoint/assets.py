@@ -10,6 +10,7 @@ from shardline.checkpoint.format import Saved
 from shardline.config.schema import Config, Data
 from shardline.data.formats.template import FROM_TOKENIZER, choose_template, without_generation
 from shardline.data.tokenizer import BYTES, JsonTokenizer, Tokenizer, load_tokenizer, tokenizer_file
+from shardline.hub import local_path
 from shardline.models.huggingface.config import read_config
 from shardline.models.huggingface.files import copy_assets
 from shardline.storage.atomic import write_atomically
@@ -50,7 +51,7 @@ def tokenizer_of_run(config: Config) -> str:
     own = Path(config.job.dump_folder or ".") / OWN
     if changes_tokenizer(config) and (own / "tokenizer.json").is_file():
         return str(own.resolve())
-    given = config.model.tokenizer_path or config.model.hf_assets_path
+    given = local_path(config.model.tokenizer_path or config.model.hf_assets_path)
     return BYTES if given == BYTES or tokenizer_file(Path(given)) is None else str(Path(given).resolve())
 
 

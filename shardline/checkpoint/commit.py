@@ -12,7 +12,6 @@ collective of a background thread would mix with those of training.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -38,12 +37,12 @@ from shardline.checkpoint.shards import HeldTensor, Scratch, TensorPiece, take
 from shardline.checkpoint.staging import Staging
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
-from shardline.comm.store import connect_store
+from shardline.comm.store import SignedStore, connect_store, rank_key
 from shardline.config.schema import Checkpoint
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.huggingface.files import copy_assets, write_hf
-from shardline.storage.atomic import sync_folder
+from shardline.storage.atomic import plain_file, sync_folder
 from shardline.storage.blocks import record_file
 from shardline.storage.crash_points import reach
 from shardline.storage.safetensors import Entry, entries_from, name_of_type, write_tensors
@@ -103,13 +102,13 @@ class Owners:
 
 
 class Messages:
-    """Short JSON messages between the writers of one job."""
+    """Short messages between the writers of one job."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store = store
+    def __init__(self, store: SignedStore) -> None:
+        self.signed, self.store = store, store.store
 
     def send(self, key: str, message: Any) -> None:
-        self.store.set(key, json.dumps(message))
+        self.signed.write(key, {"is": message})
 
     def receive(self, key: str, deadline: float, check: Callable[[], None], late: str) -> Any:
         """Wait for a message; a `UserError` with the text `late` after `deadline` (of `time.monotonic`).
@@ -118,12 +117,14 @@ class Messages:
         """
         while True:
             check()
-            try:
+            with contextlib.suppress(dist.DistStoreError):
                 self.store.wait([key], POLL)
-                return json.loads(self.store.get(key))
-            except dist.DistStoreError:
-                if time.monotonic() > deadline:
-                    raise UserError(late) from None
+                found = self.signed.opened(key, self.store.get(key), dict)
+                if found is not None:
+                    return found["is"]
+                time.sleep(POLL.total_seconds())  # a stranger's
+            if time.monotonic() > deadline:
+                raise UserError(late)
 
 
 # ---- one save --------------------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class CheckpointWriter:
         if self._messages is None:
             token = self.mesh.from_rank_0(lambda: os.urandom(8).hex())
             store = connect_store() if self.mesh.world_size > 1 else dist.HashStore()
-            self._messages = Messages(dist.PrefixStore(f"checkpoint/{token}", store))
+            self._messages = Messages(SignedStore(store, f"checkpoint/{token}", rank_key()))
 
     def write(self, save: Save, final: Path, activity: SaveActivity) -> None:
         began, messages = time.monotonic(), self._messages
@@ -372,6 +373,8 @@ def _table(owned: list[HeldTensor]) -> dict[str, Any]:
 def _make_folder(partial: Path) -> str:
     """Make an empty folder; returns what is wrong, or "" if it worked."""
     try:
+        if partial.is_symlink():
+            partial.unlink()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
@@ -381,7 +384,7 @@ def _make_folder(partial: Path) -> str:
 
 def publish(partial: Path, final: Path, content: dict[str, Any]) -> None:
     """Add the manifest to `partial`, make everything durable and rename it to `final`."""
-    with open(partial / files.MANIFEST, "w") as file:
+    with open(partial / files.MANIFEST, "w", opener=plain_file) as file:
         file.write(files.manifest_text(content))
         file.flush()
         os.fsync(file.fileno())

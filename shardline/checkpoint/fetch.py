@@ -19,6 +19,7 @@ from shardline.checkpoint.format import MANIFEST, Saved, find_checkpoint, look_a
 from shardline.checkpoint.mirror import digest_of, read_record, write_record
 from shardline.data.prepare import cache_folder
 from shardline.errors import UserError
+from shardline.storage.atomic import plain_file
 from shardline.storage.blocks import Damaged, copy_file
 from shardline.storage.location import Location, is_url, locate
 from shardline.storage.progress import Progress, say
@@ -50,7 +51,7 @@ def _cached(saved: Saved) -> Path:
     folder = cache_folder(None) / "checkpoints" / hashlib.sha256(parent.encode()).hexdigest()[:16]
     target = folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{name}.lock").open("w") as lock:
+    with open(folder / f".{name}.lock", "w", opener=plain_file) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         here = look_at(locate(target), any_step=True)
         if here.saved is not None and here.saved.manifest == saved.manifest and not here.check():

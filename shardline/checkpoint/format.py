@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from shardline.config.architecture import Architecture
-from shardline.errors import UserError
+from shardline.config.architecture import Architecture, build
+from shardline.errors import ConfigError, UserError
+from shardline.json_text import parse_json
 from shardline.storage.blocks import Advance, Damaged, Problem, check_size, find_damage
 from shardline.storage.crash_points import reach
 from shardline.storage.location import Location, locate
+from shardline.storage.manifest import check_manifest
 from shardline.storage.safetensors import Entry, HeaderRow, header_of, name_of_type, write_tensors
 
 if TYPE_CHECKING:
@@ -105,14 +107,14 @@ class Saved:
         """Read every block of every file, and compare the files' headers with the manifest."""
         files = self.files.items()
         problems = [one for name, recorded in files for one in find_damage(self.place / name, recorded, advance)]
-        return problems or self._compare_headers()
+        return problems or self.compare_headers()
 
     def verify(self) -> None:
         """Raise `Damaged` if any file is not what was written."""
         for problem in self.find_damage():
             raise Damaged(str(problem))
 
-    def _compare_headers(self) -> list[Problem]:
+    def compare_headers(self) -> list[Problem]:
         """Compare the tensors of the manifest with those in the files' own headers."""
         stored: dict[str, tuple[str, int]] = {}  # type, elements of all pieces
         try:
@@ -219,17 +221,20 @@ class _Unreadable(Exception):
 
 def _parse(place: Location) -> Saved:
     try:
-        content = json.loads((place / MANIFEST).text())
+        content = parse_json((place / MANIFEST).text())
         if (content["format"], content["version"]) != (FORMAT, VERSION):
             form = f"format {content['format']!r} version {content['version']!r}"
             raise _Unreadable(f"has {form}, which is not readable here: only version {VERSION} is")
         if content["crc32"] != manifest_checksum(content):
             raise _Unreadable("is damaged: it fails its checksum")
-        _ = [(row["size"], row["block_bytes"], row["crc32"]) for row in content["files"].values()]
-        _ = content["step"], content["kind"], content["trainer"], content["tensors"]
-        return Saved(place, Architecture.model_validate(content["architecture"]), content)
+        check_manifest(content)
+        return Saved(place, build(dict(content["architecture"])), content)
     except (FileNotFoundError, NotADirectoryError):
         raise _Unreadable("is missing") from None
+    except ConfigError as error:
+        raise _Unreadable(
+            f"cannot be read: {str(error).splitlines()[0].replace('model.overrides', 'architecture')}"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise _Unreadable(f"cannot be read: {missing}") from error

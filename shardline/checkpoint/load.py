@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from shardline.adapters.lora import trained_parameters
 from shardline.adapters.peft_files import open_peft
-from shardline.checkpoint.format import Saved
+from shardline.checkpoint.format import MANIFEST, Saved
 from shardline.checkpoint.lora.base import changed, recorded, recorded_base
 from shardline.checkpoint.reader import ShardFiles
-from shardline.checkpoint.shards import Place, TensorPiece, cut, place_of, put, whole_place
+from shardline.checkpoint.shards import Place, TensorPiece, cut, place_of, put, state_pieces, whole_place
 from shardline.config.architecture import Architecture
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
-from shardline.models.fused_weights import logical_names
 from shardline.models.state import Parameters, check_names, check_shapes, load_logical_state
+from shardline.optim.adafactor import COLUMNS, ROWS
 from shardline.optim.int8_moments import SCALES, decode, spread, stored_block
 from shardline.optim.state import SavedState, prepare_state
+from shardline.storage.blocks import Damaged
 
 
 def load_model(saved: Saved, model: Decoder) -> None:
@@ -34,7 +38,8 @@ def load_model(saved: Saved, model: Decoder) -> None:
         _, tensors = open_peft(saved.path, model.arch)
         load_logical_state(trained_parameters(model), tensors, strict=False)
         return
-    check_shapes(how.shapes(model.arch), set(saved.tensors("model/")))
+    with _damaged(saved):
+        check_shapes(how.shapes(model.arch), set(saved.tensors("model/")))
     for name, parameter in trained_parameters(model).named_parameters():
         _fill(saved.shards, "model/", _pieces(model.arch, name, parameter), parameter)
 
@@ -46,20 +51,28 @@ def load_weights(saved: Saved, model: Parameters) -> None:
     if saved.is_hf:
         load_logical_state(model, saved.weights())
         return
-    check_names(model.arch, set(saved.tensors("model/")))
+    with _damaged(saved):
+        check_names(model.arch, set(saved.tensors("model/")))
     for name, parameter in model.named_parameters():
         _fill(saved.shards, "model/", _pieces(model.arch, name, parameter), parameter)
 
 
+@contextlib.contextmanager
+def _damaged(saved: Saved) -> Iterator[None]:
+    """Blame the manifest, whose architecture was compared with the model's, for tensors that do not fit it."""
+    try:
+        yield
+    except UserError as error:
+        raise Damaged(f"{saved.path / MANIFEST}: {error}") from error
+
+
 def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
     for key, target in prepare_state(optimizer, model, _saved_state(saved.shards, model)):
         kind, name = key.split(".", 1)
-        if target.shape == shapes[name]:
-            pieces = _pieces(model.arch, name, target)
-        else:  # the same under every logical name
-            logical = logical_names(model.arch, name)[0]
-            pieces = [TensorPiece(logical, tuple(target.shape), place_of(target), None)]
+        pieces = state_pieces(model.arch, kind, name, target, parameters[name])
+        if pieces and pieces[0].rows is None and pieces[0].half is None:  # the same under every logical name
+            pieces = pieces[:1]
         _fill(saved.shards, f"optimizer/{kind}/", pieces, target)
 
 
@@ -75,11 +88,24 @@ def _saved_state(shards: ShardFiles, model: Decoder) -> dict[str, SavedState]:
             if not all(key in shards for key in keys):
                 continue
             stored = [shards.stored(key) for key in keys]
-            follows = [one.shape for one in stored] == [piece.shape for piece in whole]
-            shape = tuple(parameter.shape) if follows else stored[0].shape
+            shape = _state_shape(kind, [one.shape for one in stored], whole, tuple(parameter.shape))
             coded = f"optimizer/{kind}{SCALES}/{whole[0].name}" in shards
             found[f"{kind}.{name}"] = SavedState(shape, torch.float32 if coded else stored[0].dtype)
     return found
+
+
+def _state_shape(
+    kind: str, stored: list[tuple[int, ...]], whole: list[TensorPiece], shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape that state has here, from those of its logical tensors and of the parameter's."""
+    if stored == [piece.shape for piece in whole]:
+        return shape
+    if kind == ROWS and stored == [(*piece.shape[:-1], 1) for piece in whole]:
+        return (*shape[:-1], 1)
+    if kind == COLUMNS and stored == [(*piece.shape[:-2], 1, piece.shape[-1]) for piece in whole]:
+        fused = whole[0].rows is not None
+        return (*shape[:-2], len(whole) if fused else 1, shape[-1])
+    return stored[0]
 
 
 def _pieces(arch: Architecture, name: str, tensor: Tensor) -> list[TensorPiece]:
@@ -91,7 +117,8 @@ def _fill(shards: ShardFiles, prefix: str, pieces: list[TensorPiece], tensor: Te
     for piece in pieces:
         stored = shards.stored(prefix + piece.name)
         if stored.shape != piece.shape:
-            raise UserError(f"{piece.name} has shape {stored.shape}, the model wants {piece.shape}")
+            where = shards.folder / MANIFEST
+            raise Damaged(f"{where}: {piece.name} has shape {stored.shape}, the model wants {piece.shape}")
         scales = _scales(shards, f"{prefix.removesuffix('/')}{SCALES}/{piece.name}", piece)
         for place, block in shards.blocks(prefix + piece.name, piece.place):
             values = block if scales is None else decode(block, scales[place.within(piece.place).slices])

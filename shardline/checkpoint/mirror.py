@@ -20,9 +20,10 @@ from typing import Any
 from shardline.checkpoint.format import MANIFEST, Saved, look_at, step_names
 from shardline.config.schema import Config
 from shardline.errors import UserError, blame
+from shardline.json_text import parse_json
 from shardline.run.folder import RunFolder
 from shardline.run.stop import why_not_saved
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import read_plain, write_atomically
 from shardline.storage.blocks import copy_file
 from shardline.storage.location import Location, locate
 from shardline.words import sized
@@ -225,7 +226,7 @@ def check_free(url: str) -> None:
 
 def read_record(folder: Path, url: str) -> dict[str, Any]:
     try:
-        content = json.loads((folder / RECORD).read_text())
+        content = parse_json(read_plain(folder / RECORD))
         return dict(content["steps"]) if content["url"] == url else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

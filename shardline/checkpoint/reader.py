@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shardline.checkpoint.shards import Place, place_key, whole_place
+from shardline.checkpoint.shards import Place, place_key, tile, whole_place
 from shardline.storage.blocks import Damaged, Record, check_block, check_size, helpers
 from shardline.storage.location import locate
 from shardline.storage.safetensors import HeaderRow, LazyTensors, name_of_type, read_header, torch_type
@@ -110,6 +110,7 @@ class ShardFiles:
         self._cache: BlockCache = {}
         self._chunk = np.empty(0, dtype=np.uint8)
         self._table = tensors
+        self._stored: dict[str, StoredTensor] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._table
@@ -118,12 +119,19 @@ class ShardFiles:
         return iter(self._table)
 
     def stored(self, name: str) -> StoredTensor:
-        entry = self._table[name]
-        shape = tuple(entry["shape"])
-        places = (
-            (row[0], Place(tuple(row[1 : 1 + len(shape)]), tuple(row[1 + len(shape) :]))) for row in entry["pieces"]
-        )
-        return StoredTensor(torch_type(entry["dtype"]), shape, tuple(places))
+        """What the manifest says of a tensor; its pieces lie in files that there are, and are all of it, once."""
+        if name not in self._stored:
+            entry = self._table[name]
+            shape, split = tuple(entry["shape"]), 1 + len(entry["shape"])
+            rows = entry["pieces"]
+            if not all(len(row) == 2 * split - 1 and row[0] < len(self._names) for row in rows):
+                raise Damaged(f"{self.folder}/manifest.json: pieces of {name} are in no file or have other dimensions")
+            places = [Place(tuple(row[1:split]), tuple(row[split:])) for row in rows]
+            if not tile(shape, places):
+                raise Damaged(f"{self.folder}/manifest.json: the pieces of {name} are not all of it, each once")
+            files = (row[0] for row in rows)
+            self._stored[name] = StoredTensor(torch_type(entry["dtype"]), shape, tuple(zip(files, places, strict=True)))
+        return self._stored[name]
 
     def read(self, name: str, part: tuple[slice, ...] = ()) -> torch.Tensor:
         """Read a tensor, or a part of it, into memory of its own."""

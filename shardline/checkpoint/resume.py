@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import random
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shardline import hub
 from shardline.adapters.base_weights import RoundedTensors, fill_quantized
 from shardline.adapters.lora import own_parameters, trained_parameters
 from shardline.adapters.peft_files import open_peft
@@ -72,6 +74,9 @@ class DataIdentity:
     seq_len: int
     global_batch_size: int
     tokenizer: str
+
+
+_NEEDED = ("step", "samples", "tokens", "schedule_start", "rng")  # of the trainer in a manifest
 
 
 class _Choice(NamedTuple):
@@ -185,8 +190,8 @@ class Start:
                     return _Choice(saved.path.name, saved.step, True)
                 log.info("%s holds weights only and cannot be resumed", saved.path)
                 continue
-            for problem in saved.check_sizes()[:1]:
-                self._give_up(saved.step, str(problem))
+            for problem in [*map(str, saved.check_sizes()), *_missing(saved)][:1]:
+                self._give_up(saved.step, problem)
                 return self._choose()
             check_model(saved, self.model.arch)
             self._check_identity(saved)
@@ -239,7 +244,14 @@ class Start:
                 f" another job.dump_folder with checkpoint.initial_load_path = {str(saved.path)!r} and"
                 " checkpoint.initial_load_model_only = false"
             )
-        self._load(saved, position, seed, left_out, model_only=False)
+        try:
+            self._load(saved, position, seed, left_out, model_only=False)
+        except Damaged:
+            raise
+        except UserError as error:  # it may be the manifest that is wrong
+            for problem in saved.compare_headers():
+                raise Damaged(str(problem)) from error
+            raise UserError(f"{saved.path}: {error}") from error
 
     def _left_out(self, saved: Saved) -> set[str]:
         """Names what is not loaded of a checkpoint of this run.
@@ -286,7 +298,7 @@ class Start:
                 raise UserError(f"checkpoint.load_step = {section.load_step}: {self.folder} holds no such checkpoint")
             return False
         if section.initial_load_in_hf:
-            path = Path(section.initial_load_path or self.config.model.hf_assets_path)
+            path = Path(hub.local_path(section.initial_load_path or self.config.model.hf_assets_path))
             with blame("checkpoint.initial_load_path" if section.initial_load_path else "model.hf_assets_path"):
                 load_logical_state(self.model, self._weights_in(path))
         else:
@@ -372,6 +384,8 @@ class Start:
             load_model(saved, self.model)
         if model_only:
             return
+        for problem in _missing(saved):
+            raise Damaged(problem)
         if "optimizer" not in excluded:
             self._check_optimizer(saved)
             load_optimizer(saved, self.model, self.optimizer)
@@ -384,7 +398,8 @@ class Start:
             position.worse_validations = trainer.get("worse_validations", 0)
             position.loss_scale = tuple(trainer.get("loss_scale", position.loss_scale))
             position.lr, position.last_step = trainer.get("lr", 0.0), trainer.get("last_step", 0)
-            set_rng_state(self._rng(saved))
+            with _damaged_state(saved):
+                set_rng_state(self._rng(saved))
         scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]
         position.schedule_start = position.step - scheduled
         if "dataloader" not in excluded:
@@ -441,6 +456,8 @@ def resumable_step(
             files.choose(place, found, step)  # raises what is wrong
     good = [saved for saved in candidates if saved.kind == "full" or saved.step >= _end_of(saved, config, total_steps)]
     if not good:
+        if candidates:  # all of them are weights
+            raise UserError(_weights_only(candidates[0], folder))
         broken = [str(one.error) for one in found if one.saved is None]
         if broken:
             raise UserError(
@@ -450,6 +467,19 @@ def resumable_step(
         return None
     check_model(good[0], arch)
     return good[0].step
+
+
+def _weights_only(saved: Saved, folder: Path) -> str:
+    """Why a run that saved no optimizer state cannot be continued, and what can be done with its weights."""
+    first, flag = "", f"--checkpoint.initial_load_path={saved.path}"
+    if "lora" in saved.trainer:
+        first = "" if saved.is_hf else f"shardline export {saved.path} ADAPTER, and "
+        flag = f"--lora.adapter_path={saved.path if saved.is_hf else 'ADAPTER'}"
+    why = "checkpoint.last_save_in_hf" if saved.is_hf else "checkpoint.last_save_model_only, or an import"
+    return (
+        f"{saved.path} holds weights only ({why}), so the run in {folder} cannot be continued; start another"
+        f" run from them: {first}--job.dump_folder=NEW {flag}; --overwrite moves the old run aside"
+    )
 
 
 def _end_of(saved: Saved, config: Config, total_steps: int) -> int:
@@ -463,10 +493,10 @@ def _last_step(config: Config, total_steps: int, trainer: Mapping[str, Any], dat
     """
     patience = config.validation.patience
     if config.validation.enable and patience is not None and trainer.get("worse_validations", 0) >= patience:
-        return int(trainer["step"])
+        return int(trainer.get("step", 0))
     if config.training.epochs is None or "global_batch_size" not in data:
         return total_steps
-    return int(total_steps + trainer["step"] - trainer["samples"] // data["global_batch_size"])
+    return int(total_steps + trainer.get("step", 0) - trainer.get("samples", 0) // data["global_batch_size"])
 
 
 def check_model(saved: Saved, arch: Architecture) -> None:
@@ -507,6 +537,22 @@ def _computed(arch: Architecture) -> dict[str, Any]:
 
 
 # ---- random states ---------------------------------------------------------------------------------------------------
+
+
+def _missing(saved: Saved) -> list[str]:
+    """What a resume needs of the trainer and the manifest does not have."""
+    names = (name for name in _NEEDED if name not in saved.trainer)
+    return [f"{saved.path / files.MANIFEST}: trainer.{name} is missing" for name in names]
+
+
+@contextlib.contextmanager
+def _damaged_state(saved: Saved) -> Iterator[None]:
+    """Blame the manifest for a random state that no generator takes."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise Damaged(f"{saved.path / files.MANIFEST}: trainer.rng cannot be restored ({reason})") from error
 
 
 def rng_state() -> dict[str, Any]:

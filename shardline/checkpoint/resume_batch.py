@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardline.checkpoint import format as files
+from shardline.checkpoint.resume import check_model
+from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.models.fused_weights import logical_shapes
 from shardline.run.previous_run import pending
 from shardline.storage.location import locate
 from shardline.words import counted
@@ -29,9 +33,10 @@ class SavedBatch(NamedTuple):
     path: str  # or URL
 
 
-def batch_to_keep(config: Config, resume: bool = False) -> SavedBatch | None:
+def batch_to_keep(config: Config, arch: Architecture, resume: bool = False) -> SavedBatch | None:
     """The batch of the checkpoint that this run continues from, if the config leaves it open.
 
+    A checkpoint of another model is refused as such: its batch would be the smaller misfit.
     The folder is not opened yet: it may get back a run that was to be replaced, or one from the mirror with `--resume`.
     """
     section = config.checkpoint
@@ -41,6 +46,10 @@ def batch_to_keep(config: Config, resume: bool = False) -> SavedBatch | None:
     for saved, own in _continued(config, resume):
         if anew and not (own and "dataloader" in saved.trainer.get("excluded", ())):
             return None
+        if own:
+            check_model(saved, arch)
+        elif logical_shapes(saved.architecture) != logical_shapes(arch):
+            return None  # reported when it is loaded
         size = saved.trainer.get("data", {}).get("global_batch_size")
         if isinstance(size, int) and size > 0:
             return SavedBatch(size, str(saved.place))
@@ -73,10 +82,10 @@ def keep_batch(config: Config, saved: SavedBatch, ranks: int, plan: Callable[[Co
         return config.replace({"training.global_batch_size": size, "training.gradient_accumulation_steps": None})
     remedies = []
     each = size // ranks if size % ranks == 0 else 0  # samples per rank and step
-    sizes = [number for number in range(1, each + 1) if each % number == 0 and _can_run(config, number, plan)]
+    sizes = [number for number in _divisors(each) if _can_run(config, number, plan)]
     if sizes:
         remedies.append(f"set training.local_batch_size to {_either(sizes)}")
-    counts = [number for number in range(1, size + 1) if size % (local * number) == 0]
+    counts = _divisors(size // local) if size % local == 0 else []
     if counts:
         remedies.append(f"use {_either(counts)} data-parallel ranks")
     remedies.append(
@@ -102,6 +111,11 @@ def _can_run(config: Config, local: int, plan: Callable[[Config], Any]) -> bool:
     except UserError:
         return False
     return True
+
+
+def _divisors(number: int) -> list[int]:
+    small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
+    return sorted({*small, *(number // low for low in small)})
 
 
 def _either(numbers: list[int]) -> str:

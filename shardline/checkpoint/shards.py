@@ -12,7 +12,9 @@ So what a rank holds is a list of pieces of logical tensors, and no file knows o
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from shardline.errors import UserError
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local, local_slices
 from shardline.models.fused_weights import is_halved, keeps_type, logical_names, logical_rows
-from shardline.optim.state import has_rows_of, optimizer_state
+from shardline.optim.state import has_columns_of, has_rows_of, optimizer_state
 
 
 class Place(NamedTuple):
@@ -109,6 +111,23 @@ def whole_place(shape: Sequence[int]) -> Place:
     return Place((0,) * len(shape), tuple(shape))
 
 
+def tile(shape: Sequence[int], places: Sequence[Place]) -> bool:
+    """Whether places cover a shape, and no element twice.
+
+    Corners of a box, counted with the sign of how many of their coordinates are at its end, determine the box: those of
+    all places add up to the corners of the whole, whatever the order and the cut.
+    """
+    whole = whole_place(shape)
+    if len(places) == 1 or not whole.elements:
+        return all(place == whole for place in places if place.elements or whole.elements)
+    left: Counter[tuple[int, ...]] = Counter()
+    for place, sign in ((whole, -1), *((place, 1) for place in places)):
+        ends = [((first, 1), (first + size, -1)) for first, size in zip(place.start, place.size, strict=True)]
+        for corner in itertools.product(*ends):
+            left[tuple(at for at, _ in corner)] += sign * math.prod(way for _, way in corner)
+    return not any(left.values())
+
+
 def cut(arch: Architecture, name: str, shape: Sequence[int], place: Place) -> list[TensorPiece]:
     """The pieces of a parameter of whole shape `shape` of which `place` is held, without empty ones."""
     names = logical_names(arch, name)
@@ -147,24 +166,32 @@ def held_state(model: Decoder, optimizer: torch.optim.Optimizer) -> list[HeldTen
     held = []
     for key, tensor in optimizer_state(optimizer, model).items():
         kind, name = key.split(".", 1)
-        if has_rows_of(kind, tensor, parameters[name]):
-            held.append(_held(model.arch, f"optimizer/{kind}/", name, tensor))
-        else:
-            _check_other_shape(key, tensor, parameters[name])
-            held.append(_repeated(model.arch, f"optimizer/{kind}/", name, tensor))
+        prefix, place = f"optimizer/{kind}/", place_of(tensor)
+        pieces = state_pieces(model.arch, kind, name, tensor, parameters[name])
+        pieces = [piece._replace(name=prefix + piece.name) for piece in pieces]
+        held.append(HeldTensor(held_key(prefix + name, place), local(tensor), tensor.dtype, tuple(pieces)))
     return held
+
+
+def state_pieces(arch: Architecture, kind: str, name: str, state: Tensor, parameter: Tensor) -> list[TensorPiece]:
+    """The pieces of logical tensors in one kind of a parameter's state."""
+    names, place, shape = logical_names(arch, name), place_of(state), tuple(state.shape)
+    if has_rows_of(kind, state, parameter):
+        return cut(arch, name, shape, place)
+    if not has_columns_of(kind, state, parameter):
+        _check_other_shape(f"{kind}.{name}", state, parameter)
+        return [TensorPiece(logical, shape, place, None) for logical in names]
+    if is_halved(name) or len(names) == 1:
+        return cut(arch, name, shape, place)
+    one, row = (1, *shape[1:]), Place((0, *place.start[1:]), (1, *place.size[1:]))
+    pieces = [TensorPiece(logical, one, row, torch.tensor([number])) for number, logical in enumerate(names)]
+    return [piece for piece in pieces if piece.place.elements]
 
 
 def _held(arch: Architecture, prefix: str, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> HeldTensor:
     place = place_of(tensor)
     pieces = [piece._replace(name=prefix + piece.name) for piece in cut(arch, name, tensor.shape, place)]
     return HeldTensor(held_key(prefix + name, place), local(tensor), dtype or tensor.dtype, tuple(pieces))
-
-
-def _repeated(arch: Architecture, prefix: str, name: str, tensor: Tensor) -> HeldTensor:
-    place, shape = place_of(tensor), tuple(tensor.shape)
-    pieces = tuple(TensorPiece(prefix + logical, shape, place, None) for logical in logical_names(arch, name))
-    return HeldTensor(held_key(prefix + name, place), local(tensor), tensor.dtype, pieces)
 
 
 def _check_other_shape(key: str, state: Tensor, parameter: Tensor) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from shardline.cli.parser import Command, Option, Parsed
-from shardline.config.files import preset_names
+from shardline.config.files import is_preset, preset_lines, preset_names
 from shardline.config.names import DTYPES, SCHEDULES
 from shardline.errors import UserError
 
@@ -28,6 +28,7 @@ _RENDEZVOUS = (
     Option("rdzv-id", "Name of the job under which machines meet.", str, "ID", default="none"),
     Option("rdzv-backend", "How machines meet: static or c10d.", str, "NAME", default="static"),
     Option("rdzv-endpoint", "Address at which machines meet.", str, "HOST:PORT", default=""),
+    Option("rdzv-secret-file", "File (mode 0600) with the secret that all machines share.", str, "FILE", default=""),
 )
 
 
@@ -40,15 +41,15 @@ def _processes(help: str, default: int | None = None) -> Option:
 _CONFIG_DETAILS = f"""\
 FILE is TOML or YAML. Flags change single keys: --training.steps 100, --training.steps=100, --compile.enable,
 --compile.no_enable; lists are comma separated. `shardline config --comments` explains every key.
---preset NAME starts from a packaged file:
+--preset NAME starts from a packaged file (`shardline config --presets` describes them):
 {", ".join(preset_names())}."""
 
 
 def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, download: bool = False) -> Config:
     """The config of a command: loaded, its custom module imported, its combinations checked.
 
-    A rank takes the config of the launcher that started it, which has checked it. With `download`, a model that is
-    given by its name on the Hub is brought here; without, it is not checked.
+    A rank takes the config of the launcher that started it, which has checked it. With `download`, the sizes
+    and the tokenizer of a model that it names on the Hub are brought here; without, that model is not checked.
     """
     from shardline.config.load import load_config, take_handed_over
     from shardline.config.rules import check
@@ -67,19 +68,25 @@ def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, d
 
 def _check_model(config: Config, download: bool) -> Config:
     """Resolve the flavor and its overrides, unless the model is not built yet or not here."""
-    from shardline.config.rules import pending
-    from shardline.models.huggingface.hub import names_hub_model, with_local_model
+    from shardline.config.rules import check_architecture, pending, with_data_named
+    from shardline.hub import model_name
+    from shardline.run.downloads import downloaded
 
-    if names_hub_model(config) and not download:
-        name = config.model.hf_assets_path
+    name = model_name(config.model.hf_assets_path) if config.model.name == "auto" else None
+    if download:
+        config = downloaded(config, weights=False, data=False)
+    elif name is not None and name.folder is None:
         print(f"note: {name} is a model of the Hub, which `shardline train` downloads: not checked", file=sys.stderr)
         return config
-    config = with_local_model(config)
-    if not pending(config).keys() & {"model.name", "model.flavor"}:
-        from shardline.models.flavors import resolve
+    if pending(config).keys() & {"model.name", "model.flavor"}:
+        return config
+    from shardline.models.flavors import check_weights, resolve
+    from shardline.models.fused_weights import parameter_count
 
-        resolve(config.model)
-    return config
+    arch = resolve(config.model)
+    check_architecture(config, arch)
+    check_weights(config, arch)
+    return with_data_named(config, parameter_count(arch))
 
 
 @contextlib.contextmanager
@@ -137,6 +144,10 @@ def _config(parsed: Parsed) -> int:
 
         print(compatibility_page(), end="")
         return 0
+    if parsed.options["presets"]:
+        for name, lines in preset_lines():
+            print(name, *lines, sep="\n  ")
+        return 0
     if parsed.options["axolotl"]:
         from shardline.config.axolotl.table import keys_page
 
@@ -164,7 +175,7 @@ def _config(parsed: Parsed) -> int:
 def _file_or_preset(name: str) -> Config:
     from shardline.config.load import load_config
 
-    if not os.path.exists(name) and name.removesuffix(".toml") in preset_names():
+    if not os.path.exists(name) and is_preset(name):
         return load_config(preset=name)
     return load_config(name)
 
@@ -199,6 +210,7 @@ CONFIG = Command(
     (
         Option("comments", "Add type, default and meaning above each key.", bool),
         Option("diff", "Print the keys in which two files or presets differ.", str, "A B", count=2),
+        Option("presets", "Print what each packaged config is for.", bool),
         Option("markdown", "Print the reference page of all keys.", bool),
         Option("compatibility", "Print which features can be combined.", bool),
         Option("axolotl", "Print what becomes of each key of an Axolotl config.", bool),
@@ -227,9 +239,19 @@ def _import(parsed: Parsed) -> int:
     file = named.pop("config")
     config = load(file, parsed.flags) if file or parsed.flags else None
     from shardline.checkpoint.convert import import_model
+    from shardline.run.downloads import local_copy
 
     folder, out = parsed.positionals
-    return import_model(folder, out, config=config, **named)
+    return import_model(local_copy(folder, weights=True), out, config=config, **named)
+
+
+def _prepare(parsed: Parsed) -> int:
+    from shardline.data.prepare import command
+    from shardline.run.downloads import local_copy
+
+    (source, out), named = parsed.positionals, parsed.named()
+    tokenizer = local_copy(named.pop("tokenizer"))
+    return command(local_copy(source) if source.startswith("hf://") else source, out, tokenizer=tokenizer, **named)
 
 
 def _generate(parsed: Parsed) -> int:
@@ -246,8 +268,11 @@ def _show(parsed: Parsed) -> int:
     from shardline.tools.data_show import command
 
     is_config = parsed.file is None or parsed.file.endswith((".toml", ".yaml", ".yml"))
+    from shardline.run.downloads import downloaded
+
     config = load(parsed.file if is_config else None, parsed.flags)
     with _placing(config):
+        config = downloaded(config, weights=False)
         return command(config, None if is_config else parsed.file, **parsed.named())
 
 
@@ -262,8 +287,9 @@ PREPARE = Command(
         Option("workers", "Processes that tokenize; unset means one per core.", int, "N", low=1),
         Option("overwrite", "Replace what is in OUT.", bool),
     ),
-    "shardline.data.prepare:command",
-    details="SRC: a text, JSONL or Parquet file, a glob in quotes, a folder, or the name of a Hugging Face dataset.",
+    _prepare,
+    details="SRC: a text, JSONL or Parquet file, a glob in quotes, a folder, the name of a Hugging Face dataset, or"
+    "\nfiles of one: hf://datasets/OWNER/NAME/data/*.jsonl.",
     examples=(
         "shardline data prepare corpus.jsonl store --tokenizer ./llama",
         "shardline data prepare 'shards/*.parquet' store --text-field content",
@@ -287,6 +313,15 @@ SHOW = Command(
         "shardline data show run.toml --samples 5",
         "shardline data show chat.jsonl --model.tokenizer_path ./llama --data.chat_template llama3",
     ),
+)
+VERIFY_DATA = Command(
+    "data verify",
+    "Read a whole token store and compare it with its checksums; exit code 2 names files and bytes.",
+    ("FOLDER",),
+    (),
+    "shardline.tools.data_verify:verify",
+    details="A run verifies what it reads, when it first reads it (training.verify_data); this reads everything.",
+    examples=("shardline data verify store",),
 )
 IMPORT = Command(
     "import",
@@ -415,7 +450,8 @@ def _start_options(parsed: Parsed) -> TrainOptions:
     """How the ranks of a benchmark start; nproc 0 leaves their number to the layout."""
     from shardline.run.options import TrainOptions
 
-    named = parsed.named("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "debug")
+    meeting = ("nnodes", "node_rank", "rdzv_id", "rdzv_backend", "rdzv_endpoint", "rdzv_secret_file")
+    named = parsed.named(*meeting, "debug")
     return TrainOptions(nproc=parsed.options["nproc"] or 0, words=parsed.words, **named)
 
 
@@ -632,7 +668,8 @@ EXPLAIN = Command(
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
-        *(TRAIN, CONFIG, PREPARE, SHOW, IMPORT, EXPORT, CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
+        *(TRAIN, CONFIG, PREPARE, SHOW, VERIFY_DATA, IMPORT, EXPORT),
+        *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG, SCHEDULE),
         *(REPORT, EXPLAIN),
     )

@@ -17,7 +17,7 @@ from shardline.cli.parser import help_text, parse
 from shardline.config.names import PROGRAM_VARIABLE
 from shardline.errors import UserError
 from shardline.registry import nearest
-from shardline.words import for_stream
+from shardline.words import for_stream, masked, printable
 
 
 def program(words: Sequence[str] | None = None) -> int:
@@ -61,7 +61,7 @@ def main(given: Sequence[str]) -> int:
     except UserError as error:
         if "--debug" in given:
             traceback.print_exc()
-        first, *more = str(error).splitlines() or [""]
+        first, *more = masked(printable(str(error))).splitlines() or [""]
         text = "\n".join([f"error: {first}", *(f"       {line}" for line in more)])
         print(for_stream(text, sys.stderr), file=sys.stderr)
         return 2

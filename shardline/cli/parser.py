@@ -9,6 +9,7 @@ from typing import Any
 
 from shardline.errors import UserError
 from shardline.registry import nearest
+from shardline.words import password_problem
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ COMMON = (Option("debug", "Show the traceback of an error.", bool), Option("help
 
 def parse(command: Command, words: Sequence[str]) -> Parsed:
     """Sort words into options, positionals and config flags; a word that fits nowhere is a UserError."""
+    for problem in filter(None, map(password_problem, words)):
+        raise UserError(problem)
     options = (*command.options, *COMMON)
     known = {name: option for option in options for name in (option.name, *option.aliases)}
     defaults = {option.key: False if option.kind is bool else option.default for option in options}

@@ -53,7 +53,7 @@ class Status:
         return f"{step}in no collective for {self.idle:.0f} s{place}" + (f"; its last was {last}" if last else "")
 
 
-decode_status = TypeAdapter(Status).validate_json
+decode_status = TypeAdapter(Status).validate_python
 
 
 @dataclass(frozen=True)

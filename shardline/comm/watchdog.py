@@ -17,7 +17,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures._base
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -35,7 +34,7 @@ import torch.distributed as dist
 from shardline.comm.flight_recorder import Flight, FlightRecorder
 from shardline.comm.hang import Status, View, Wait, decode_status
 from shardline.comm.job import job
-from shardline.comm.store import backend_timeout, set_group_timeouts
+from shardline.comm.store import SignedStore, backend_timeout, rank_key, set_group_timeouts
 from shardline.report import HANG_CODE, this_report, write_report
 
 log = logging.getLogger("shardline")
@@ -72,7 +71,7 @@ class Watchdog:
     def __init__(
         self, store: dist.Store, rank: int, world_size: int, timeout_seconds: float, period: float = PERIOD
     ) -> None:
-        self.store = dist.PrefixStore("watchdog", store)
+        self.store = SignedStore(store, "watchdog", rank_key())
         self.rank, self.world_size, self.timeout_seconds, self.period = rank, world_size, timeout_seconds, period
         self.host, self.pid = socket.gethostname(), os.getpid()
         self.step_number, self.busy_with = 0, ""
@@ -88,7 +87,7 @@ class Watchdog:
         self._turn = ""
         self._main = threading.main_thread().ident
         self.recorder: FlightRecorder | None = None
-        self._dumped = 0  # requests for the recorder's file
+        self._dumped = 0.0  # when the recorder's file was asked for last
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -225,15 +224,17 @@ class Watchdog:
 
     def _publish(self) -> None:
         self._beat += 1
-        self.store.set(f"status/{self.rank}", json.dumps(asdict(self.status())))
+        self.store.write(f"status/{self.rank}", asdict(self.status()))
 
     def _watch(self) -> None:
         while not self._closed.wait(self.period):
             try:
                 self._publish()
-                if self.store.check(["hang"]):
-                    self._end(self.store.get("hang").decode())
-                if self.recorder is not None and (asked := self.store.add("dumps", 0)) > self._dumped:
+                hang = self.store.read("hang", str)
+                if hang is not None:
+                    self._end(hang)
+                asked = None if self.recorder is None else self.store.read("dumps", float)
+                if asked is not None and asked != self._dumped:
                     self._dumped = asked
                     self._write_flights("on request")
                 self._look()
@@ -256,8 +257,8 @@ class Watchdog:
         silent = {rank: now - since for rank, (_, since) in self._seen.items()}
         found = View(statuses, silent, self.world_size, self.timeout_seconds, silence).hang()
         if found is not None:
-            first = self.store.compare_set("hang", "", found).decode()
-            self._end(first, shown=first == found)
+            first = self.store.offer("hang", found, str)
+            self._end(first or found, shown=first is None)
 
     def _guard(self) -> None:
         """End this rank if it waits while the store is out of reach: then it cannot read what others published."""
@@ -286,20 +287,18 @@ class Watchdog:
         waits = list(self._waits)
         where = f"{waits[0].axis}/{waits[0].sequence}" if waits else "outside"
         turn = f"turn/{where}/{int((stuck - self.timeout_seconds) // TURN_SECONDS)}"
-        if turn != self._turn and self.store.add(turn, 1) == 1:
+        if turn != self._turn and self.store.offer(turn, self.rank, int) is None:
             self._turn = turn
         return turn == self._turn
 
     def _statuses(self) -> dict[int, Status]:
-        keys = [f"status/{rank}" for rank in range(self.world_size)]
-        if not self.store.check(keys):
-            keys = [key for key in keys if self.store.check([key])]
-        found = [decode_status(text) for text in self.store.multi_get(keys)]
         now = time.monotonic()
-        for status in found:
-            beat, since = self._seen.get(status.rank, (-1, now))
-            self._seen[status.rank] = (status.beat, since if beat == status.beat else now)
-        return {status.rank: status for status in found}
+        read = {rank: self.store.read(f"status/{rank}", decode_status) for rank in range(self.world_size)}
+        found = {rank: status for rank, status in read.items() if status is not None and status.rank == rank}
+        for rank, status in found.items():
+            beat, since = self._seen.get(rank, (-1, now))
+            self._seen[rank] = (status.beat, since if beat == status.beat else now)
+        return found
 
     def _end(self, message: str, shown: bool = False) -> None:
         """End this process, whatever its main thread is stuck in; the launcher shows the message."""
@@ -330,7 +329,7 @@ def keep_flights(size: int, folder: Path, prefix: str) -> None:
     dog = job.watchdog
     if dog is not None:
         dog.recorder = FlightRecorder(dog.rank, size, folder, prefix)
-        dog.recorder.listen(lambda: dog.store.add("dumps", 1))
+        dog.recorder.listen(lambda: dog.store.write("dumps", time.time()))
 
 
 def set_timeouts(seconds: float) -> None:

@@ -7,9 +7,12 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from shardline.config.types import Section, show
+from shardline.config.types import LARGEST, Section, show
 from shardline.errors import ConfigError
 from shardline.registry import nearest
+
+# Sizes beyond any model's: whoever builds one would wait or run out of memory before it is said that it cannot be.
+LAYERS, WIDTH, ROWS = 10_000, 2**24, 2**28
 
 # The fields that each scaling rule reads besides the factor.
 SCALING_FIELDS: dict[str, tuple[str, ...]] = {
@@ -33,7 +36,9 @@ class RopeScaling(Section):
         default=1.0, gt=0, description="llama3: wavelengths above original/this are divided."
     )
     high_freq_factor: float = Field(default=4.0, gt=0, description="llama3: wavelengths below original/this are kept.")
-    original_max_position_embeddings: int | None = Field(default=None, ge=1, description="Length before scaling.")
+    original_max_position_embeddings: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="Length before scaling."
+    )
     attention_factor: float | None = Field(
         default=None, gt=0, description="yarn, longrope: scale of cos and sin; unset: derived."
     )
@@ -77,11 +82,15 @@ class LatentAttention(Section):
     the key heads. `Architecture.head_dim` is their sum.
     """
 
-    kv_rank: int = Field(ge=1, description="Width of the latent vector of keys and values.")
-    q_rank: int | None = Field(default=None, ge=1, description="Width of the latent vector of queries; unset: none.")
-    nope_dim: int = Field(ge=1, description="Dimensions of a head without rotary positions.")
-    rope_dim: int = Field(ge=2, multiple_of=2, description="Dimensions of a head with rotary positions; even.")
-    v_dim: int = Field(ge=1, description="Width of a value head; at most nope_dim + rope_dim.")
+    kv_rank: int = Field(ge=1, le=WIDTH, description="Width of the latent vector of keys and values.")
+    q_rank: int | None = Field(
+        default=None, ge=1, le=WIDTH, description="Width of the latent vector of queries; unset: none."
+    )
+    nope_dim: int = Field(ge=1, le=WIDTH, description="Dimensions of a head without rotary positions.")
+    rope_dim: int = Field(
+        ge=2, le=WIDTH, multiple_of=2, description="Dimensions of a head with rotary positions; even."
+    )
+    v_dim: int = Field(ge=1, le=WIDTH, description="Width of a value head; at most nope_dim + rope_dim.")
 
     @property
     def head_dim(self) -> int:
@@ -91,19 +100,23 @@ class LatentAttention(Section):
 class MixtureOfExperts(Section):
     """The layers whose feed-forward part is a router and experts, of which each token uses `top_k`."""
 
-    n_experts: int = Field(ge=1, description="Routed experts of a layer.")
-    top_k: int = Field(ge=1, description="Experts that each token uses.")
-    expert_dim: int = Field(ge=1, description="Width inside one expert.")
-    shared_dim: int = Field(default=0, ge=0, description="Width of the shared expert that every token uses; 0: none.")
-    first_dense: int = Field(default=0, ge=0, description="Layers at the beginning without experts.")
-    every: int = Field(default=1, ge=1, description="After them, each n-th layer has experts (layers n-1, 2n-1, ...).")
+    n_experts: int = Field(ge=1, le=WIDTH, description="Routed experts of a layer.")
+    top_k: int = Field(ge=1, le=WIDTH, description="Experts that each token uses.")
+    expert_dim: int = Field(ge=1, le=WIDTH, description="Width inside one expert.")
+    shared_dim: int = Field(
+        default=0, ge=0, le=WIDTH, description="Width of the shared expert that every token uses; 0: none."
+    )
+    first_dense: int = Field(default=0, ge=0, le=LARGEST, description="Layers at the beginning without experts.")
+    every: int = Field(
+        default=1, ge=1, le=LARGEST, description="After them, each n-th layer has experts (layers n-1, 2n-1, ...)."
+    )
     score: Literal["softmax", "sigmoid"] = Field(default="softmax", description="Scores from the router's logits.")
     normalize: bool = Field(default=False, description="Divide the scores of the chosen experts by their sum.")
     scale: float = Field(default=1.0, gt=0, description="Factor of the scores of the chosen experts.")
     scale_input: bool = Field(default=False, description="Scores multiply an expert's input, not its output.")
     router_bias: bool = Field(default=False, description="Bias on the router's logits.")
-    n_groups: int = Field(default=1, ge=1, description="Groups of experts, of which a token uses some.")
-    top_groups: int = Field(default=1, ge=1, description="Groups that a token uses.")
+    n_groups: int = Field(default=1, ge=1, le=WIDTH, description="Groups of experts, of which a token uses some.")
+    top_groups: int = Field(default=1, ge=1, le=WIDTH, description="Groups that a token uses.")
     group_score: Literal["max", "top2"] = Field(
         default="max", description="A group's score: its best expert's, or the sum of its two best."
     )
@@ -202,16 +215,18 @@ _NOT_LATENT = ("norm_kind", "rope_fraction", "window_rope_theta", "attention_sca
 class Architecture(Section):
     """One decoder. By default, `n_kv_heads` is `n_heads` and `head_dim` is `dim // n_heads`."""
 
-    dim: int = Field(ge=1, description="Width of the residual stream.")
-    n_layers: int = Field(ge=1, description="Number of decoder layers.")
-    n_heads: int = Field(ge=1, description="Query heads.")
-    n_kv_heads: int = Field(default=0, ge=1, description="Key and value heads; divides n_heads.")
-    head_dim: int = Field(default=0, ge=2, description="Width of one head; even.")
-    ffn_dim: int = Field(ge=1, description="Width inside the feed-forward part of layers without experts.")
+    dim: int = Field(ge=1, le=WIDTH, description="Width of the residual stream.")
+    n_layers: int = Field(ge=1, le=LAYERS, description="Number of decoder layers.")
+    n_heads: int = Field(ge=1, le=WIDTH, description="Query heads.")
+    n_kv_heads: int = Field(default=0, ge=1, le=WIDTH, description="Key and value heads; divides n_heads.")
+    head_dim: int = Field(default=0, ge=2, le=WIDTH, description="Width of one head; even.")
+    ffn_dim: int = Field(ge=1, le=WIDTH, description="Width inside the feed-forward part of layers without experts.")
     latent: LatentAttention | None = Field(default=None, description="Multi-head latent attention.")
     moe: MixtureOfExperts | None = Field(default=None, description="Mixture of experts.")
-    vocab_size: int = Field(ge=1, description="Rows of the embedding.")
-    max_seq_len: int = Field(default=131072, ge=1, description="Longest sequence that the model is meant for.")
+    vocab_size: int = Field(ge=1, le=ROWS, description="Rows of the embedding.")
+    max_seq_len: int = Field(
+        default=131072, ge=1, le=LARGEST, description="Longest sequence that the model is meant for."
+    )
     rope_theta: float = Field(default=500000.0, gt=0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = Field(default=None, description="Scaling of the rotary frequencies.")
     rope_pairs: Literal["halves", "neighbors"] = Field(
@@ -232,7 +247,9 @@ class Architecture(Section):
         description="Layers without rotary positions multiply the query at position p by"
         " 1 + this * log(1 + floor((p + 1) / query_scale_step)); 0: they do not.",
     )
-    query_scale_step: int = Field(default=8192, ge=1, description="Tokens after which the queries' factor grows.")
+    query_scale_step: int = Field(
+        default=8192, ge=1, le=LARGEST, description="Tokens after which the queries' factor grows."
+    )
     norm_eps: float = Field(default=1e-5, gt=0, description="Epsilon of the norms.")
     norm_kind: Literal["rms", "rms_plus_one", "layer"] = Field(
         default="rms", description="rms_plus_one multiplies by 1 + weight; layer subtracts the mean, too."
@@ -275,7 +292,9 @@ class Architecture(Section):
         default=False, description="A learned logit of each head takes part in the softmax, without a value."
     )
     tie_word_embeddings: bool = Field(default=False, description="The output layer shares the embedding's weight.")
-    sliding_window: int | None = Field(default=None, ge=1, description="Tokens that a query sees; unset: all.")
+    sliding_window: int | None = Field(
+        default=None, ge=1, le=LARGEST, description="Tokens that a query sees; unset: all."
+    )
     sliding_window_layers: tuple[int, ...] | None = Field(
         default=None, description="Layers that use the window; unset means every layer."
     )
@@ -288,7 +307,7 @@ class Architecture(Section):
     attn_backend: Literal["auto", "sdpa", "flex", "varlen"] = Field(default="auto", description="Attention kernels.")
     family: Family = Field(default="llama", description="Family whose Hugging Face names are used.")
     foreign: ForeignModel | None = Field(default=None, description="The model whose code is that of transformers.")
-    init_std: float = Field(default=0.02, gt=0, description="Standard deviation of the initial weights.")
+    init_std: float = Field(default=0.02, gt=0, le=1000, description="Standard deviation of the initial weights.")
 
     @model_validator(mode="before")
     @classmethod
@@ -462,4 +481,5 @@ _EXPECTED = {
     "literal_error": "{expected}",
     "greater_than": "a number above {gt}",
     "greater_than_equal": "a number, {ge} or more",
+    "less_than_equal": "a number, {le} or less",
 }

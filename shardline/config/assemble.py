@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardline.config.sources import SOURCE_LISTS, plain_table, source_problems
 from shardline.config.types import is_optional, show, words
 from shardline.errors import ConfigError
 from shardline.registry import nearest
+from shardline.words import password_problem
 
 OVERRIDES = "model.overrides"
 OVERRIDE_TABLES = tuple(f"{OVERRIDES}.{name}" for name in TABLES)
@@ -40,6 +41,10 @@ _SAMPLE_TABLES: dict[str, dict[str, Any]] = {
 
 def build_config(values: Mapping[str, Any], origins: Mapping[str, str], alias_notes: Sequence[str] = ()) -> Config:
     """Check the values and build the Config; `origins` holds the place where each key was given."""
+    found = ((key, password_problem(text)) for key, value in values.items() for text in _texts(value))
+    passwords = [line(origins.get(key, ""), key, problem) for key, problem in found if problem]
+    if passwords:
+        raise ConfigError("\n".join(passwords))
     nested: dict[str, Any] = {}
     for name in tables():
         _put(nested, name, {})
@@ -61,6 +66,14 @@ def build_config(values: Mapping[str, Any], origins: Mapping[str, str], alias_no
     config._origins = dict(origins)
     config._alias_notes = tuple(alias_notes)
     return config
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a value, and in the lists and tables in it."""
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts(inner)
 
 
 def line(where: str, key: str, message: str) -> str:

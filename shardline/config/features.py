@@ -94,6 +94,7 @@ FEATURES: dict[str, Callable[[Config], bool]] = {
     "LAMB": lambda c: c.optimizer.name == "LAMB",
     "LARS": lambda c: c.optimizer.name == "LARS",
     "Muon": lambda c: c.optimizer.name == "Muon",
+    "Adafactor": lambda c: c.optimizer.name == "Adafactor",
     "LoRA": lambda c: c.lora.enable,
     "DPO": lambda c: c.training.objective == "dpo",
     "tied embeddings": _override("tie_word_embeddings", True),
@@ -112,13 +113,11 @@ EXCLUSIVE: tuple[frozenset[str], ...] = (
     *(frozenset({"DDP", name}) for name in ("CP ring", "CP allgather", "CP ulysses")),
     frozenset({"CP ring", "CP allgather", "CP ulysses"}),
     frozenset({"AC full", "AC selective", "AC memory budget", "AC offload"}),
-    frozenset({"LAMB", "LARS", "Muon"}),
+    frozenset({"LAMB", "LARS", "Muon", "Adafactor"}),
 )
 
-_TRUST_RATIO = Refusal(
-    "a trust ratio needs one all-reduce per parameter during backward",
-    'set optimizer.name = "AdamW", or optimizer.early_step_in_backward = false',
-)
+_NOT_IN_BACKWARD = 'set optimizer.name = "AdamW", or optimizer.early_step_in_backward = false'
+_TRUST_RATIO = Refusal("a trust ratio needs one all-reduce per parameter during backward", _NOT_IN_BACKWARD)
 _COMPILED = Refusal(
     "compiled blocks cannot compute weight gradients separately from input gradients",
     'set parallelism.pipeline_parallel_schedule = "Interleaved1F1B", or compile.enable = false',
@@ -151,9 +150,11 @@ REFUSED: dict[frozenset[str], Refusal] = {
     ),
     frozenset({"optimizer in backward", "LAMB"}): _TRUST_RATIO,
     frozenset({"optimizer in backward", "LARS"}): _TRUST_RATIO,
+    frozenset({"optimizer in backward", "Adafactor"}): Refusal(
+        "means over rows and columns need all-reduces of each parameter during backward", _NOT_IN_BACKWARD
+    ),
     frozenset({"optimizer in backward", "Muon"}): Refusal(
-        "ranks share out whole matrices, and have all of them only after backward",
-        'set optimizer.name = "AdamW", or optimizer.early_step_in_backward = false',
+        "ranks share out whole matrices, and have all of them only after backward", _NOT_IN_BACKWARD
     ),
     **{
         frozenset({"LoRA", name}): Refusal(

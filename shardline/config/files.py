@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,8 +16,16 @@ from typing import Any
 
 from shardline.errors import ConfigError
 from shardline.registry import nearest
+from shardline.words import sized
 
 PRESETS = Path(__file__).parent / "presets"
+MOST_BYTES = 4 << 20
+MOST_VALUES = 20_000  # of a YAML file, whose reader takes a tenth of a millisecond for each
+MOST_EXPANDED = 100_000  # with what aliases stand for: each may stand for many others
+# What can hold a bracket or the end of a line in TOML: strings of four kinds and comments; else they are themselves
+_TOML_TOKEN = re.compile(
+    r"""(?s)\"{3}(?:[^"\\]++|\\.|"(?!""))*+"{3,5}|'{3}.*?'{3,5}|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*'|\#[^\n]*|[\[\]{}\n]"""
+)
 
 
 @dataclass(frozen=True)
@@ -30,18 +43,33 @@ class ConfigFile:
         return f"{self.path}:{number}" if number else self.path
 
 
+@functools.cache
+def _presets() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(PRESETS.iterdir()) if path.suffix in (".toml", ".yaml")}
+
+
 def preset_names() -> list[str]:
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+    return list(_presets())
+
+
+def is_preset(name: str) -> bool:
+    """Whether a preset has this name; it may end as its file does."""
+    return name in _presets() or any(name == path.name for path in _presets().values())
 
 
 def preset_path(name: str) -> Path:
     """The packaged file of a preset."""
-    stem = name.removesuffix(".toml")
-    if stem not in preset_names():
-        raise ConfigError(
-            f"there is no preset {name!r}{nearest(stem, preset_names())}; presets: {', '.join(preset_names())}"
-        )
-    return PRESETS / f"{stem}.toml"
+    if not is_preset(name):
+        known = ", ".join(preset_names())
+        raise ConfigError(f"there is no preset {name!r}{nearest(Path(name).stem, preset_names())}; presets: {known}")
+    return _presets()[name] if name in _presets() else PRESETS / name
+
+
+def preset_lines() -> Iterator[tuple[str, list[str]]]:
+    """Each preset, and the comment at its beginning."""
+    for name, path in _presets().items():
+        lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        yield name, [line.lstrip("# ") for line in lines]
 
 
 def read_chain(path: str | Path, above: tuple[Path, ...] = ()) -> list[ConfigFile]:
@@ -71,7 +99,12 @@ def read_file(path: str | Path) -> ConfigFile:
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_bytes().decode("utf-8-sig")
+        if not path.startswith("/dev/") and stat.S_ISFIFO(os.stat(path).st_mode):  # `<(...)` of a shell is in /dev
+            raise ConfigError(f"{path}: is a FIFO, expected a TOML or YAML file")
+        content = Path(path).read_bytes()
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"{path}: has {sized(len(content))}; a config has at most {sized(MOST_BYTES)}")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
     except FileNotFoundError:
@@ -83,9 +116,8 @@ def _read_text(path: str) -> str:
 
 
 def _missing(path: str) -> str:
-    stem = Path(path).name.removesuffix(".toml")
-    if stem in preset_names():
-        return f"{path}: there is no such file; the preset of that name is --preset {stem}"
+    if is_preset(Path(path).name):
+        return f"{path}: there is no such file; the preset of that name is --preset {preset_path(Path(path).name).stem}"
     folder = Path(path).parent
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     return f"{path}: there is no such file{nearest(Path(path).name, names)}"
@@ -110,7 +142,7 @@ def _find_base(base: str, file: ConfigFile, folder: Path) -> Path:
             return folder / base
     except (OSError, ValueError):
         pass
-    if base.removesuffix(".toml") in preset_names():
+    if is_preset(base):
         return preset_path(base)
     close = nearest(base, [*preset_names(), *(entry.name for entry in folder.iterdir())])
     raise ConfigError(
@@ -141,27 +173,34 @@ def _toml_hint(text: str, number: int) -> str:
 
 
 def toml_lines(text: str) -> dict[str, int]:
-    """The line of every table and key. Lines are joined until they parse as one statement."""
+    """The line of every table and key of a text that is valid."""
     lines: dict[str, int] = {}
-    header, pending, start = "", "", 0
+    header = ""
     tables: dict[str, int] = {}  # name of a list of tables -> tables of it seen
-    for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), start=1):
-        start = start if pending else number
-        pending = f"{pending}\n{line}" if pending else line
-        try:
-            statement = tomllib.loads(pending)
-        except ValueError:
-            continue
-        is_header = pending.lstrip().startswith("[")
+    for number, statement in _statements(text.replace("\r\n", "\n")):
+        is_header = statement.lstrip().startswith("[")
         prefix = "" if is_header else header
-        for key in _dotted(statement, prefix):
-            lines.setdefault(_numbered(key, tables), start)
+        for key in _dotted(tomllib.loads(statement), prefix):
+            lines.setdefault(_numbered(key, tables), number)
             header = key if is_header else header
-        if pending.lstrip().startswith("[["):
+        if statement.lstrip().startswith("[["):
             tables[header] = tables.get(header, -1) + 1
-            lines.setdefault(_numbered(header, tables), start)
-        pending = ""
+            lines.setdefault(_numbered(header, tables), number)
     return lines
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Headers and keys with their values, each with the number of its first line: they end where a line does."""
+    start, number, depth = 0, 1, 0
+    for found in _TOML_TOKEN.finditer(text + "\n"):
+        token = found.group()
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token, 0)
+        if token == "\n" and not depth:
+            statement = text[start : found.start()]
+            if statement.strip():
+                yield number, statement
+            number += statement.count("\n") + 1
+            start = found.end()
 
 
 def _numbered(key: str, tables: dict[str, int]) -> str:
@@ -187,14 +226,28 @@ def _parse_yaml(path: str, text: str, repeated: dict[str, int]) -> tuple[dict[st
     """The tables and lines of a file; `repeated` gets the keys that it has twice."""
     import yaml
 
+    class Bounded(yaml.SafeLoader):
+        """A loader that does not go on reading what no config holds."""
+
+        values = 0
+
+        def compose_node(self, *place: Any) -> Any:
+            self.values += 1
+            if self.values > MOST_VALUES:
+                raise ConfigError(f"{path}: has more than {MOST_VALUES:,} values, which no config needs")
+            return super().compose_node(*place)
+
     try:
-        loader = yaml.SafeLoader(text)
+        loader = Bounded(text)
     except yaml.YAMLError:
         raise ConfigError(f"{path}: not valid YAML: it holds control characters") from None
     try:
         node = loader.get_single_node()
         if node is None:
             return {}, {}
+        if (values := _expanded(node, {})) > MOST_EXPANDED:
+            more = "a value that holds them" if values == math.inf else f"more than {MOST_EXPANDED:,} values"
+            raise ConfigError(f"{path}: its aliases stand for {more}")
         lines: dict[str, int] = {}
         _yaml_lines(node, "", lines, repeated, depth=0)
         tables = loader.construct_document(node)
@@ -209,6 +262,16 @@ def _parse_yaml(path: str, text: str, repeated: dict[str, int]) -> tuple[dict[st
     if not isinstance(tables, dict):
         raise ConfigError(f"{path}: expected sections with keys, such as 'training:' over '  steps: 100'")
     return tables, lines
+
+
+def _expanded(node: Any, known: dict[int, float]) -> float:
+    """How many values a YAML node holds where each alias counts as what it stands for; infinite within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        inner = node.value if isinstance(node.value, list) else []
+        nodes = [one for pair in inner for one in (pair if isinstance(pair, tuple) else (pair,))]
+        known[id(node)] = 1 + sum(_expanded(one, known) for one in nodes)
+    return known[id(node)]
 
 
 def _yaml_lines(node: Any, prefix: str, lines: dict[str, int], repeated: dict[str, int], depth: int) -> None:

@@ -27,12 +27,15 @@ from shardline.config.schema import Config, leaves, tables
 from shardline.config.sources import SOURCE_LISTS
 from shardline.config.types import is_optional, kinds, show
 from shardline.errors import ConfigError
+from shardline.words import listed
 
 Where = Callable[[str], str]  # key -> where it was given
 
 HANDED_OVER = "SHARDLINE_CONFIG"  # variable: the launcher's config as JSON
 LONGEST_VARIABLE = 100_000  # Linux takes 128 KiB
+MOST_PROBLEMS = 30  # that are collected: each wrong name is compared with all that there are
 RESET = object()  # an empty value in a file: the default is used
+MODEL_NAMES = {"model.name", "model.flavor"}
 
 
 @dataclass
@@ -112,7 +115,7 @@ def _merge(layers: Sequence[Layer], file: str | None) -> Config:
     emptied: dict[str, Given] = {}
     notes: list[str] = []
     for layer in layers:
-        notes += [*layer.notes, *_replaced(merged, layer)]
+        notes += [*layer.notes, *_replaced(merged, layer), *_left_with_its_model(merged, layer)]
         for key, given in layer.given.items():
             for covered in [old for old in merged if old.startswith(key + ".")]:
                 del merged[covered]
@@ -136,6 +139,30 @@ def _replaced(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
         if other in merged and other not in layer.given and given is not None and given.value not in (None, RESET):
             replaced = merged.pop(other)
             yield f"{given.where}: {key} replaces {other} = {show(replaced.value)} ({replaced.where})"
+
+
+def _left_with_its_model(merged: dict[str, Given], layer: Layer) -> Iterator[str]:
+    """Drop what lower layers say of their model where a higher one names another: its overrides, and the tokenizer
+    that it has in place of a Hugging Face folder's own.
+    """
+    before, after = _model_of(merged), _model_of(merged | layer.given)
+    if before == after or not MODEL_NAMES & merged.keys():  # overrides that were given without a model hold for any
+        return
+    own = [key for key in merged if key == OVERRIDES or key.startswith(f"{OVERRIDES}.")]
+    if after == ("auto",) and "model.tokenizer_path" in merged:
+        own.append("model.tokenizer_path")
+    dropped = {key: merged.pop(key) for key in own}
+    if dropped:
+        given, first = next(layer.given[key] for key in layer.given if key in MODEL_NAMES), dropped[own[0]]
+        said = f"{first.where} says of {' '.join(map(str, before))}"
+        yield f"{given.where}: {given.name} = {show(given.value)} drops what {said}: {listed(own, most=10)}"
+
+
+def _model_of(given: Mapping[str, Given]) -> tuple[Any, ...]:
+    """The name and the flavor of a model; a Hugging Face folder has no flavor."""
+    known = {key: given[key].value for key in MODEL_NAMES if key in given and given[key].value is not RESET}
+    name, flavor = (known.get(key, leaves()[key].default) for key in ("model.name", "model.flavor"))
+    return ("auto",) if name == "auto" else (name, flavor)
 
 
 def _file_layer(file: ConfigFile) -> Layer:
@@ -166,6 +193,8 @@ def _layer(tables: Mapping[Any, Any], where: Where, is_yaml: bool = False) -> La
         else:
             inside = _places(name, value, where) if name in SOURCE_LISTS else {}
             _add(layer, name, Given(name, where(name), _with_new_names(layer, name, value, where(name)), inside))
+    if len(layer.problems) >= MOST_PROBLEMS:
+        layer.problems.append("there may be more: these come first")
     return layer
 
 
@@ -181,6 +210,8 @@ def _places(key: str, value: Any, where: Where) -> dict[str, str]:
 def _flatten(table: Mapping[Any, Any], prefix: str, where: Where, problems: list[str]) -> Iterator[tuple[str, Any]]:
     """The (dotted key, value) pairs of nested tables; unknown names become problems."""
     for name, value in table.items():
+        if len(problems) >= MOST_PROBLEMS:
+            return
         key = f"{prefix}{name}"
         is_table = key in tables() or key in OLD_TABLES or key in (OVERRIDES, *OVERRIDE_TABLES)
         if is_table and isinstance(value, Mapping):

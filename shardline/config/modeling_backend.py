@@ -8,10 +8,7 @@ model.flavor = "debugmodel", also by default   ->  model.overrides of a small mo
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 BACKEND = "transformers_modeling_backend"
@@ -28,7 +25,7 @@ def translate_backend(values: dict[str, Any], origins: dict[str, str]) -> Iterat
     if ASSETS in values and values.get(TOKENIZER) is None:
         changes[TOKENIZER] = values[ASSETS]
     if values.get(MODEL):
-        changes[ASSETS] = folder_of(values.pop(MODEL))
+        changes[ASSETS] = values.pop(MODEL)
         origins[ASSETS] = origins.pop(MODEL)
     if values.pop("model.flavor", "debugmodel") == "debugmodel":
         given = [key for key in values if key.startswith("model.overrides")]
@@ -38,15 +35,3 @@ def translate_backend(values: dict[str, Any], origins: dict[str, str]) -> Iterat
     for key, value in changes.items():
         values[key] = value
         origins.setdefault(key, where)
-
-
-def folder_of(name: str) -> str:
-    """Where the Hugging Face cache has the model of that name, if it is no folder; `name` where it has not."""
-    if not Path(name).is_dir() and find_spec("huggingface_hub") is not None:
-        from huggingface_hub import try_to_load_from_cache
-
-        with contextlib.suppress(ValueError):  # not a name of the hub
-            found = try_to_load_from_cache(name, "config.json")
-            if isinstance(found, str):
-                return str(Path(found).parent)
-    return name

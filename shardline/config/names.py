@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline import registry
+from shardline.hub import local_path
+from shardline.json_text import parse_json
 from shardline.registry import nearest
 
 if TYPE_CHECKING:
@@ -30,8 +31,9 @@ ALTERNATIVES = {
 # ---- dtypes, optimizers, schedules, models ---------------------------------------------------------------------------
 
 DTYPES = ("float32", "bfloat16", "float16")  # of commands; the schema says what a key takes
-# Built-in optimizer -> tensors it keeps per parameter; Muon keeps one of a matrix of a block.
-MOMENTS = {"AdamW": 2, "Adam": 2, "SGD": 1, "Lion": 1, "LAMB": 2, "LARS": 1, "Muon": 2}
+# Built-in optimizer -> tensors it keeps per parameter; Muon keeps one of a matrix of a block, Adafactor one of what is
+# no matrix.
+MOMENTS = {"AdamW": 2, "Adam": 2, "Adafactor": 1, "SGD": 1, "Lion": 1, "LAMB": 2, "LARS": 1, "Muon": 2}
 LAYERWISE = ("LAMB", "LARS")  # optimizers with a trust ratio per layer
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 SPLIT_SCHEDULES = SCHEDULES[4:]  # compute weight gradients apart from input gradients
@@ -63,14 +65,23 @@ def unknown_schedule(name: str) -> str:
 TEXT_FILES = (".txt", ".text", ".md")
 LINE_FILES = (".jsonl", ".json", ".ndjson")
 DATA_FILES = (*TEXT_FILES, *LINE_FILES, ".parquet")
+CARD = "README.md"  # of a dataset; beside records it is no text to train on
+
+
+LARGEST_ON_DEMO = 100_000_000  # parameters of a model that trains on generated text without being asked to
 
 
 def is_demo(section: Any) -> bool:
     return bool(section.dataset == "demo" and not section.dataset_path)
 
 
+def names_text(section: Any) -> bool:
+    """Whether the section names data of its own."""
+    return bool(section.dataset_path) or section.dataset not in (None, "demo")
+
+
 def is_store(section: Any) -> bool:
-    return bool(section.dataset_path) and os.path.isfile(os.path.join(section.dataset_path, "store.json"))
+    return bool(section.dataset_path) and os.path.isfile(os.path.join(local_path(section.dataset_path), "store.json"))
 
 
 def is_registered(section: Any) -> bool:
@@ -90,12 +101,35 @@ def names_texts(section: Any) -> bool:
 
 def _file_endings(section: Any) -> list[str]:
     """The endings of the named files and globs; an empty list when the section names anything else."""
-    path = section.dataset_path or (section.dataset if os.path.isfile(section.dataset) else "")
+    path = section.dataset_path or (section.dataset if os.path.isfile(section.dataset or "") else "")
     names = [os.path.expanduser(name.strip()) for name in path.split(",") if name.strip()]
     endings = [os.path.splitext(name.removesuffix(".gz"))[1] for name in names]
     known = [end in DATA_FILES or glob.has_magic(name) for name, end in zip(names, endings, strict=True)]
     other = is_registered(section) or any(map(os.path.isdir, (path, *names))) or not all(known)
     return [] if other else endings
+
+
+def data_paths(config: Config, key: str) -> list[str]:
+    """The paths under `training.dataset_path`, `data.sources` and their like that a run reads and does not register."""
+    part, _, name = key.partition(".")
+    if name != "dataset_path":
+        named = [(str(table.get("path", "")), table.get("data_files") or []) for table in config.value(key)]
+        inside = [(path, [files] if isinstance(files, str) else files) for path, files in named]
+        return [place for path, files in inside for place in [os.path.join(path, str(f)) for f in files] or [path]]
+    section = config.value(part)
+    unread = config.data.sources or is_registered(section) or (part == "validation" and not section.enable)
+    return [] if unread else [item.strip() for item in (section.dataset_path or "").split(",") if item.strip()]
+
+
+def holds_parquet(path: str) -> bool:
+    place = Path(local_path(path)).expanduser()
+    return path.endswith(".parquet") or (place.is_dir() and next(place.rglob("*.parquet"), None) is not None)
+
+
+def is_saved_dataset(path: str) -> bool:
+    """Whether the path is a folder of `save_to_disk` of the package `datasets`."""
+    place = Path(path).expanduser()
+    return any((place / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -122,7 +156,7 @@ def is_foreign(config: Config) -> bool:
     if section.name != "auto" or section.implementation != "auto":
         return section.implementation == "transformers"
     try:
-        content = json.loads(Path(section.hf_assets_path, "config.json").read_text(encoding="utf-8"))
+        content = parse_json(Path(local_path(section.hf_assets_path), "config.json").read_bytes())
         return "model_type" in content and not is_built(content["model_type"])
     except (OSError, ValueError, TypeError):
         return False  # what is wrong with the file is said where it is read
@@ -132,7 +166,8 @@ def is_built(model_type: Any) -> bool:
     """Whether the decoder computes models of this type itself."""
     from shardline.config.architecture import NATIVE
 
-    return model_type in NATIVE or model_type in ("llama4", "gemma3")  # of which the text model is read
+    # of llama4 and gemma3 the text model is read
+    return isinstance(model_type, str) and (model_type in NATIVE or model_type in ("llama4", "gemma3"))
 
 
 def scaling_type(config: Config) -> str | None:

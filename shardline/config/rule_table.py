@@ -16,22 +16,28 @@ from shardline.config.names import (
     CONVERTERS,
     FLOAT8_EXPERTS,
     FLOAT8_LINEAR,
+    LARGEST_ON_DEMO,
     LAYERWISE,
     LOADABLE,
     MOMENTS,
     MX_CONVERTERS,
     NOT_BUILT,
+    data_paths,
     find_schedule,
     has_window,
+    holds_parquet,
     is_demo,
     is_registered,
+    is_saved_dataset,
     is_store,
     names_files,
+    names_text,
     names_texts,
     scaling_type,
     unknown_schedule,
 )
 from shardline.config.schema import Config, LRScheduler, leaves
+from shardline.config.sources import SOURCE_LISTS
 from shardline.config.types import show
 
 Kind = Literal["refused", "pending", "missing", "idle", "note"]
@@ -73,13 +79,37 @@ def _not_built(feature: Words, *keys: str, when: Test = lambda config: True) -> 
     return Rule("pending", keys, when, feature)
 
 
-def _missing(package: str, key: str, when: Test, instead: str) -> Rule:
-    """A key that needs a package where the test holds: `train` refuses it if that is not installed."""
+def _missing(package: str, key: str, when: Test, instead: str, of: Callable[[Config], Any] | None = None) -> Rule:
+    """A key that needs a package where the test holds: `train` refuses it if that is not installed.
+
+    `of` is what needs it, where that is not the value.
+    """
 
     def is_missing(config: Config) -> bool:
-        return when(config) and importlib.util.find_spec(package) is None
+        return importlib.util.find_spec(package) is None and when(config)
 
-    return Rule("missing", (key,), is_missing, f"needs the package {package}, which is not installed", instead)
+    def words(config: Config) -> str:
+        return f"{show(of(config) if of else config.value(key))} needs the package {package}, which is not installed"
+
+    return Rule("missing", (key,), is_missing, words, instead)
+
+
+def _missing_reader(package: str, extra: str, needs: Callable[[str], bool]) -> list[Rule]:
+    """Data whose paths need a package."""
+
+    def paths(config: Config, key: str) -> list[str]:
+        return [path for path in data_paths(config, key) if needs(path)]
+
+    return [
+        _missing(
+            package,
+            key,
+            lambda config, key=key: bool(paths(config, key)),  # type: ignore[misc]
+            f"pip install 'shardline[{extra}]'",
+            lambda config, key=key: paths(config, key)[0],  # type: ignore[misc]
+        )
+        for key in ("training.dataset_path", "validation.dataset_path", *SOURCE_LISTS)
+    ]
 
 
 def _idle(reason: str, when: Test, *keys: str) -> Rule:
@@ -201,10 +231,11 @@ def lr_notes(section: LRScheduler, total: int) -> dict[str, str]:
     elif warmup == total > 1:
         key = "warmup_steps" if section.warmup_ratio is None else "warmup_ratio"
         found[f"lr_scheduler.{key}"] = f"= {getattr(section, key):g} lasts for the whole schedule: {rises}"
-    decay = round(total * (section.decay_ratio or 0))
+    decay = section.decay(total, rest=0)
     if decay > total - warmup:
-        found["lr_scheduler.decay_ratio"] = (
-            f"= {section.decay_ratio} is {decay} of {total} steps, which do not fit after {warmup} of warmup:"
+        share = "" if section.decay_steps is not None else f"{section.decay_ratio} is "
+        found[f"lr_scheduler.{'decay_ratio' if share else 'decay_steps'}"] = (
+            f"= {share}{decay} of {total} steps, which do not fit after {warmup} of warmup:"
             f" the decay takes {total - warmup}"
         )
     return found
@@ -222,12 +253,13 @@ def _lr_rule(key: str) -> Rule:
 
 def _schedule_too_short(config: Config) -> bool:
     length, section = config.lr_scheduler.total_steps, config.training
-    return length is not None and section.epochs is None and length < section.steps
+    ends = config.lr_scheduler.decay_type != "inverse_sqrt"
+    return length is not None and section.epochs is None and length < section.steps and ends
 
 
 def _too_short_words(config: Config) -> str:
     section, length = config.lr_scheduler, config.lr_scheduler.total_steps or 0
-    has_decay = section.decay_ratio is None or round(length * section.decay_ratio) > 0
+    has_decay = section.decay(length, rest=1) > 0
     decays = section.warmup(length) < length and has_decay and section.decay_type != "constant"
     return (
         f"= {length} is shorter than training.steps = {config.training.steps}: from step {length + 1} on the learning"
@@ -269,7 +301,7 @@ def _data_rules() -> list[Rule]:
     return [
         _refuse(
             "data.sources",
-            lambda c: bool(c.data.sources) and not is_demo(c.training),
+            lambda c: bool(c.data.sources) and names_text(c.training),
             "the records of data.sources take the place of training.dataset and training.dataset_path",
             remedy="remove those, or make them a table of data.sources",
         ),
@@ -338,6 +370,12 @@ def _dpo_rules() -> list[Rule]:
             remedy="set it to 'copy', or leave lora.modules_to_save empty",
         ),
         _refuse(
+            "dpo.reference",
+            lambda c: _trains_on_pairs(c) and c.dpo.reference == "base" and c.lora.bias != "none",
+            lambda c: f"lora.bias = {c.lora.bias!r} trains weights of the model, which change",
+            remedy="set it to 'copy', or lora.bias = 'none'",
+        ),
+        _refuse(
             "dpo.label_smoothing",
             lambda c: _trains_on_pairs(c) and c.dpo.loss == "robust" and c.dpo.label_smoothing >= 0.5,
             lambda c: f"'robust' divides by 1 - 2 x label_smoothing, which is {1 - 2 * c.dpo.label_smoothing:g}",
@@ -352,8 +390,19 @@ def _dpo_rules() -> list[Rule]:
 
 def _prepares(config: Config) -> bool:
     """Whether raw data may be prepared into the cache."""
-    sections = [config.training, config.validation] if config.validation.enable else [config.training]
-    return bool(config.data.sources) or not all(is_demo(section) or is_store(section) for section in sections)
+    return bool(config.data.sources) or not all(
+        is_demo(section) or is_store(section) for section in _read_sections(config)
+    )
+
+
+def _reads_files(config: Config) -> bool:
+    """Whether a token store on disk is read; the demo is in memory."""
+    return bool(config.data.sources) or not all(is_demo(section) for section in _read_sections(config))
+
+
+def _read_sections(config: Config) -> list[Any]:
+    """The sections whose data is read."""
+    return [config.training, config.validation] if config.validation.enable else [config.training]
 
 
 def _uses_assets(config: Config) -> bool:
@@ -520,7 +569,7 @@ RULES: list[Rule] = [
     ),
     _refuse(
         "validation.dataset",
-        lambda c: c.validation.enable and is_demo(c.validation) and not is_demo(c.training),
+        lambda c: c.validation.enable and is_demo(c.validation) and names_text(c.training),
         "'demo' is generated text, and the training data is not",
         remedy="set validation.dataset_path, or validation.enable = false",
     ),
@@ -553,6 +602,18 @@ RULES: list[Rule] = [
         lambda c: c.optimizer.state_dtype != "parameter" and c.optimizer.name not in ("AdamW", "Adam"),
         lambda c: f"only AdamW and Adam can keep their moments in {c.optimizer.state_dtype}",
         remedy='set it to "parameter"',
+    ),
+    _refuse(
+        "lr_scheduler.decay_steps",
+        lambda c: c.lr_scheduler.decay_steps is not None and c.lr_scheduler.decay_ratio is not None,
+        lambda c: f"given together with lr_scheduler.decay_ratio = {c.lr_scheduler.decay_ratio}",
+        remedy="give one of them",
+    ),
+    _refuse(
+        "lr_scheduler.momentum_range",
+        lambda c: c.lr_scheduler.momentum_range is not None and c.optimizer.name == "Adafactor",
+        "Adafactor has no momentum that a schedule could change",
+        remedy="leave it unset",
     ),
     _refuse(
         "parallelism.context_parallel_load_balancer",
@@ -616,8 +677,27 @@ RULES: list[Rule] = [
     _not_built("memory estimation", "memory_estimation.enable"),
     _not_built("replica groups", "fault_tolerance.enable"),
     _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
-    # Missing: packages that are not installed.
+    # Missing: packages that are not installed, and data that nobody named.
     _missing("deep_ep", EXPERT_BACKEND, _sends_by_deepep, instead="'standard' sends tokens without it"),
+    *(
+        _missing(
+            package,
+            f"metrics.enable_{package}",
+            lambda c, package=package: bool(c.value(f"metrics.enable_{package}")),  # type: ignore[misc]
+            f"pip install 'shardline[{package}]'",
+        )
+        for package in ("wandb", "tensorboard")
+    ),
+    *_missing_reader("pyarrow", "parquet", holds_parquet),
+    *_missing_reader("datasets", "datasets", is_saved_dataset),
+    Rule(
+        "missing",
+        ("training.dataset",),
+        lambda c: c.training.dataset is None and not c.training.dataset_path and not c.data.sources,
+        "no data is named, and generated text is only for demos and models of up to"
+        f" {LARGEST_ON_DEMO // 10**6}M parameters, unless it is asked for; add two lines:\n  [training]\n"
+        '  dataset_path = "data/*.jsonl"  # text, JSONL, Parquet, a prepared store; dataset = "demo" is generated text',
+    ),
     # Idle: keys that are given and have no effect. Of several reasons the first is reported.
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),
     _idle(
@@ -672,7 +752,8 @@ RULES: list[Rule] = [
     _idle(
         "lora.adapter_path says what is trained",
         lambda c: c.lora.adapter_path is not None,
-        *_below("lora", "rank alpha use_rslora use_dora target_modules modules_to_save layers"),
+        *_below("lora", "rank alpha rank_pattern alpha_pattern bias use_rslora use_dora"),
+        *_below("lora", "target_modules modules_to_save layers"),
     ),
     _idle_without("fault_tolerance.enable", "checkpoint.enable_ft_dataloader_checkpoints"),
     *(
@@ -722,6 +803,7 @@ RULES: list[Rule] = [
     *_source_rules("training"),
     *_source_rules("validation"),
     _idle("no raw data is prepared", lambda c: not _prepares(c), "training.cache_folder"),
+    _idle("no prepared data is read", lambda c: not _reads_files(c), "training.verify_data"),
     _idle("training.gc_debug collects every step", lambda c: c.training.gc_debug, "training.gc_freq"),
     _idle("compile.components is empty", lambda c: not c.compile.components, "compile.enable"),
     _idle(
@@ -747,11 +829,31 @@ RULES: list[Rule] = [
         *_below("activation_checkpoint", "memory_budget visualize_memory_budget_pareto"),
     ),
     _idle_if("optimizer.name", LAYERWISE, *_below("optimizer", "implementation decay_norms")),
-    _idle_if("optimizer.name", ["SGD", "Lion"], "optimizer.implementation"),
-    _idle_if("optimizer.name", ["LARS", "SGD"], *_below("optimizer", "beta2 eps")),
+    _idle_if("optimizer.name", ["SGD", "Lion", "Adafactor"], "optimizer.implementation"),
+    _idle_if("optimizer.name", ["LARS", "SGD", "Adafactor"], *_below("optimizer", "beta2 eps")),
+    _idle_if("optimizer.name", ["Adafactor"], *_below("optimizer", "beta1")),
+    _idle_unless("optimizer.name", ["Adafactor"], *(key for key in leaves() if key.startswith("optimizer.adafactor_"))),
+    _idle_without("optimizer.adafactor_relative_step", "optimizer.adafactor_warmup_init"),
+    _idle(
+        "optimizer.adafactor_relative_step gives the learning rate",
+        lambda c: c.optimizer.name == "Adafactor" and c.optimizer.adafactor_relative_step,
+        *_below("optimizer", "lr lr_scaling lr_scaling_base_batch"),
+        *(key for key in leaves() if key.startswith("lr_scheduler.")),
+    ),
     _idle_if("optimizer.name", ["Lion"], "optimizer.eps"),
-    _idle_if("lr_scheduler.decay_type", ["constant"], *_below("lr_scheduler", "decay_ratio decay_end_ratio")),
-    _idle_if("lr_scheduler.decay_type", ["constant"], "lr_scheduler.min_lr_factor"),
+    _idle_if(
+        "lr_scheduler.decay_type",
+        ["constant"],
+        *_below("lr_scheduler", "decay_ratio decay_steps decay_end_ratio min_lr_factor"),
+    ),
+    _idle_if("lr_scheduler.decay_type", ["constant", "inverse_sqrt"], "lr_scheduler.cycles"),
+    _idle_unless("lr_scheduler.decay_type", ["polynomial"], "lr_scheduler.decay_power"),
+    _idle_unless("lr_scheduler.decay_type", ["inverse_sqrt"], "lr_scheduler.timescale"),
+    _idle(
+        "lr_scheduler.momentum_range gives it",
+        lambda c: c.lr_scheduler.momentum_range is not None,
+        *_below("optimizer", "beta1 muon_momentum"),
+    ),
     _idle_without("training.max_loss", "training.max_loss_steps"),
     _idle_without("metrics.enable_wandb", *(key for key in leaves() if key.startswith("metrics.wandb_"))),
     _idle_unless("optimizer.name", ["LARS"], "optimizer.trust_coefficient"),
@@ -817,4 +919,5 @@ RULES: list[Rule] = [
     _lr_rule("lr_scheduler.warmup_ratio"),
     Rule("note", ("lr_scheduler.total_steps",), _schedule_too_short, _too_short_words),
     _lr_rule("lr_scheduler.decay_ratio"),
+    _lr_rule("lr_scheduler.decay_steps"),
 ]

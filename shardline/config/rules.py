@@ -9,6 +9,7 @@ from shardline.config.assemble import line
 from shardline.config.axolotl import sizes
 from shardline.config.features import refusals
 from shardline.config.layout import Layout, resolve_layout, with_degrees
+from shardline.config.names import LARGEST_ON_DEMO, is_demo
 from shardline.config.rule_table import LESS_LAYERS, RULES, Kind, Rule, differs, lr_notes
 from shardline.config.schema import Config, leaves
 from shardline.errors import ConfigError
@@ -48,12 +49,20 @@ def pending(config: Config) -> dict[str, str]:
 
 
 def missing(config: Config) -> dict[str, str]:
-    """Keys whose value needs a package that is not installed here: key -> what it needs."""
-    return {key: f"{config.value(key)!r} {rule.sentence(config)}" for rule, key in _matches(config, "missing")}
+    """Keys whose value needs a package that is not installed here, and data that is not named: key -> what it needs."""
+    return {key: rule.sentence(config) for rule, key in _matches(config, "missing")}
+
+
+def with_data_named(config: Config, parameters: int) -> Config:
+    """The config with `training.dataset` unset, where nobody gave it and a model of this size wants its data named."""
+    defaulted = is_demo(config.training) and not config.is_set("training.dataset") and not config.data.sources
+    if not defaulted or parameters <= LARGEST_ON_DEMO:
+        return config
+    return config.replace({"training.dataset": None}, origin=None)
 
 
 def refuse_pending(config: Config) -> None:
-    """Raise a ConfigError that names the keys that `train` cannot run: not built yet, or a package is missing."""
+    """Raise a ConfigError that names the keys that `train` cannot run: not built yet, or something is missing."""
     rows = [
         line(config.origin(key), key, f"{config.value(key)!r} is not built yet ({feature})")
         for key, feature in pending(config).items()
@@ -72,6 +81,17 @@ def notes(config: Config) -> list[str]:
             found.setdefault(rule.sentence(config), []).append(key)
         seen.add(key)
     return [_about(keys, sentence) for sentence, keys in found.items()]
+
+
+def check_architecture(config: Config, arch: Architecture) -> None:
+    """Refuse what this model cannot do: a name alone does not tell whether it has experts."""
+    if arch.moe is not None and config.training.mixed_precision_param == "float16":
+        raise ConfigError(
+            "training.mixed_precision_param = 'float16': the losses that balance experts are not scaled; compute in"
+            " bfloat16 or float32"
+        )
+    if arch.foreign is not None and config.training.neftune_alpha is not None:
+        raise ConfigError("training.neftune_alpha: embeddings of a model that transformers computes take no noise")
 
 
 def expert_notes(config: Config, arch: Architecture) -> list[str]:

@@ -12,11 +12,15 @@ from pydantic.fields import FieldInfo
 
 from shardline.config.types import (
     URL,
+    AdafactorEps,
+    AlphaPattern,
     Beta,
+    DecayRate,
     Duration,
     EveryNth,
     ExitCode,
     Fraction,
+    MomentumRange,
     Name,
     NCCLVariables,
     NonNegative,
@@ -25,6 +29,7 @@ from shardline.config.types import (
     Positive,
     PositiveFloat,
     PositiveOrAll,
+    RankPattern,
     Section,
     SourceTables,
     SpecialTokens,
@@ -87,9 +92,11 @@ class Model(Section):
     implementation: Literal["auto", "native", "transformers"] = key(
         "auto", "Whose code computes a Hugging Face folder's model: auto is native where the family is built here."
     )
-    hf_assets_path: Text = key("./tests/assets/tokenizer", "Folder with tokenizer, config.json and weights.")
+    hf_assets_path: Text = key(
+        "./tests/assets/tokenizer", "Folder with tokenizer, config.json and weights, or owner/name@revision on the Hub."
+    )
     tokenizer_path: Text | None = key(
-        None, 'tokenizer.json or its folder; "bytes" is the embedded byte tokenizer; unset uses hf_assets_path.'
+        None, 'tokenizer.json, its folder or a name on the Hub; "bytes" is the embedded one; unset uses hf_assets_path.'
     )
     converters: list[Text] = key([], "Conversions applied to the model, such as quantize.linear.float8.")
     print_after_conversion: bool = key(False, "Print the model once it is built and has its weights.")
@@ -101,7 +108,9 @@ class HFTransformers(Section):
 
 
 class Optimizer(Section):
-    name: Name = key("AdamW", "AdamW, Adam, SGD, Lion, LAMB, LARS, Muon, or one that a custom module registered.")
+    name: Name = key(
+        "AdamW", "AdamW, Adam, Adafactor, SGD, Lion, LAMB, LARS, Muon, or one that a custom module registered."
+    )
     lr: NonNegativeFloat = key(8e-4, "Peak learning rate.")
     beta1: Beta = key(0.9, "Decay of the first moment; momentum of LARS and SGD.")
     beta2: Beta = key(0.95, "Decay of the second moment.")
@@ -120,6 +129,17 @@ class Optimizer(Section):
     muon_adjust_lr: Literal["original", "match_rms_adamw"] = key(
         "original", "Muon: step of a matrix by its shape; match_rms_adamw makes it as long as AdamW's."
     )
+    adafactor_scale_parameter: bool = key(False, "Adafactor: steps in proportion to the size of the weights.")
+    adafactor_relative_step: bool = key(
+        False, "Adafactor: a learning rate of its own, 0.01 and later 1 / sqrt(step), instead of lr and lr_scheduler."
+    )
+    adafactor_warmup_init: bool = key(False, "Adafactor: that rate begins at 1e-6 and grows by as much each step.")
+    adafactor_clip_threshold: PositiveFloat = key(1.0, "Adafactor: largest root mean square of an update, before lr.")
+    adafactor_decay_rate: DecayRate = key(-0.8, "Adafactor: second moments decay by 1 - step ** decay_rate.")
+    adafactor_momentum: Beta = key(0.0, "Adafactor: decay of the first moment; 0 keeps none.")
+    adafactor_eps: AdafactorEps = key(
+        [1e-30, 1e-3], "Adafactor: added to squared gradients, and the smallest size of weights (scale_parameter)."
+    )
     lr_scaling: Literal["none", "linear"] = key("none", "linear: lr x global batch size / lr_scaling_base_batch.")
     lr_scaling_base_batch: Positive = key(256, "Global batch size that lr is meant for (lr_scaling).")
     state_dtype: Literal["parameter", "bfloat16", "int8"] = key("parameter", "Type of the moments of AdamW and Adam.")
@@ -127,22 +147,37 @@ class Optimizer(Section):
 
 class LRScheduler(Section):
     warmup_steps: NonNegative = key(200, "Steps of warmup.")
-    warmup_type: Literal["linear", "quadratic"] = key("linear", "Shape of the warmup.")
+    warmup_type: Literal["linear", "quadratic", "cosine", "sqrt"] = key("linear", "Shape of the warmup.")
+    warmup_start_factor: Fraction = key(0.0, "The warmup begins at this fraction of the peak learning rate.")
     warmup_ratio: Fraction | None = key(None, "Fraction of the schedule that warms up, instead of warmup_steps.")
     total_steps: Positive | None = key(None, "Length of the schedule; unset means training.steps.")
     decay_ratio: Fraction | None = key(None, "Fraction of the schedule that decays; unset: all of it after warmup.")
+    decay_steps: NonNegative | None = key(None, "Steps of decay, instead of decay_ratio.")
     decay_end_ratio: Fraction | None = key(None, "Fraction of the schedule after which the decay has ended; unset: 1.")
-    decay_type: Literal["linear", "sqrt", "cosine", "rex", "constant"] = key(
+    decay_type: Literal["linear", "sqrt", "cosine", "rex", "polynomial", "inverse_sqrt", "constant"] = key(
         "linear", "Shape of the decay; rex stays high for long and falls at the end, constant: none."
     )
+    decay_power: PositiveFloat = key(1.0, "polynomial: the power of what is left of the decay.")
+    timescale: Positive | None = key(None, "inverse_sqrt: after 3 of these the rate is a half; unset: warmup steps.")
+    cycles: Positive = key(1, "How often the decay runs from the peak to its end: restarts and one.")
     min_lr_factor: Fraction = key(0.0, "The decay ends at this fraction of the peak learning rate.")
     bend_on_resume: bool = key(
         False, "Resume although this schedule would have given the last step another learning rate."
+    )
+    include_ends: bool = key(False, "The first and the last step are the ends of the curve, as in one-cycle schedules.")
+    momentum_range: MomentumRange | None = key(
+        None, "Lowest and highest momentum (Adam's beta1), which is lowest at the peak; unset: it stays as it is."
     )
 
     def warmup(self, total: int) -> int:
         """The steps of warmup in a schedule of `total` steps."""
         return min(total, self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * total))
+
+    def decay(self, total: int, rest: int) -> int:
+        """The steps of decay that are asked for in a schedule of `total` steps; `rest` where nothing is."""
+        if self.decay_steps is not None:
+            return self.decay_steps
+        return rest if self.decay_ratio is None else round(total * self.decay_ratio)
 
 
 class Dataloader(Section):
@@ -156,8 +191,12 @@ class Training(Section):
     objective: Literal["next_token", "dpo"] = key(
         "next_token", "Predict each next token, or prefer the better answer of each pair (direct preference)."
     )
-    dataset: Name = key("demo", '"demo", a registered source or a Hub dataset; only a label with dataset_path.')
-    dataset_path: Text | None = key(None, "Files, glob, folder, prepared store, or dataset name to read.")
+    dataset: Name | None = key(
+        "demo", '"demo", a registered source or a Hub dataset; a label with dataset_path. Unset above 100M parameters.'
+    )
+    dataset_path: Text | None = key(
+        None, "Files, glob, folder, or prepared store to read; on the Hub: hf://datasets/owner/name/path."
+    )
     local_batch_size: Positive = key(8, "Sequences per data-parallel rank in one forward pass.")
     global_batch_size: PositiveOrAll = key(-1, "Sequences per step over all ranks; -1: one forward pass per rank.")
     gradient_accumulation_steps: Positive | None = key(
@@ -180,6 +219,9 @@ class Training(Section):
     dataset_text_field: Name = key("text", "Field of each record that holds the text.")
     dataset_split: Name = key("train", "Split of a Hugging Face dataset.")
     cache_folder: Name | None = key(None, "Folder of prepared data; unset: $SHARDLINE_CACHE or ~/.cache/shardline.")
+    verify_data: bool = key(
+        True, "Compare prepared data, for validation too, with its checksums when it is first read."
+    )
     nonfinite: Literal["stop", "skip"] = key(
         "stop", "After a NaN or infinite loss or gradient: stop the run, or skip the step."
     )
@@ -397,6 +439,13 @@ class Lora(Section):
     enable: bool = key(False, "Train matrices of low rank beside frozen weights.")
     rank: Positive = key(16, "Rows of A and columns of B.")
     alpha: PositiveFloat = key(16.0, "The product of A and B counts alpha / rank.")
+    rank_pattern: RankPattern = key(
+        {}, "Other ranks of some targets: regular expressions for the ends of their names; the first that fits counts."
+    )
+    alpha_pattern: AlphaPattern = key({}, "Other alphas of some targets, in the same way.")
+    bias: Literal["none", "all", "lora_only"] = key(
+        "none", "Train the biases that the model has, too: all of them, or those of targets."
+    )
     dropout: Beta = key(0.0, "Share of what A reads that is set to zero in training.")
     use_rslora: bool = key(False, "Count alpha / sqrt(rank) instead.")
     use_dora: bool = key(False, "DoRA: also train the length of each row of the weight.")
@@ -431,7 +480,7 @@ class Comm(Section):
     save_traces_file_prefix: Name = key("rank_", "Prefix of those file names.")
     mode: Literal["default", "fake_backend", "local_tensor"] = key("default", "Real or simulated communication.")
     stop_timeout_seconds: Positive = key(
-        30, "Longest time for ranks to save and stop after Ctrl-C or SIGTERM; then they are killed."
+        30, "Longest time to stop after Ctrl-C or SIGTERM; then ranks are killed, and a single process ends."
     )
     lost_machine_seconds: Positive = key(10, "Silence after which a machine is lost (--max-restarts, --nnodes 1:4).")
     bind_cpus: bool = key(False, "Bind ranks to their share of the cores, on the NUMA node of their GPU if known.")
@@ -461,7 +510,7 @@ class Experimental(Section):
 class Validation(Section):
     enable: bool = key(False, "Run a validation loop.")
     dataset: Name = key("demo", "Held-out data, named as training.dataset is.")
-    dataset_path: Text | None = key(None, "Files, glob, folder, prepared store, or dataset name to read.")
+    dataset_path: Text | None = key(None, "Held-out files, named as training.dataset_path is.")
     local_batch_size: Positive = key(8, "Sequences per data-parallel rank in one forward pass.")
     seq_len: Positive = key(2048, "Tokens per sequence.")
     freq: Positive = key(10, "Training steps between validations.")
@@ -513,6 +562,7 @@ class Config(Section):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     _alias_notes: tuple[str, ...] = PrivateAttr(default=())
+    _set: set[str] | None = PrivateAttr(default=None)  # the keys in _origins, and the tables that hold them
     _checked_for: int | None = PrivateAttr(default=None)  # ranks, see rules.checked_layout
 
     @property
@@ -522,7 +572,10 @@ class Config(Section):
 
     def is_set(self, key: str) -> bool:
         """Whether a file, a flag or `replace` gave this key, or any key below it."""
-        return key in self._origins or any(given.startswith(key + ".") for given in self._origins)
+        if self._set is None:
+            paths = [given.split(".") for given in self._origins]
+            self._set = {".".join(path[:depth]) for path in paths for depth in range(1, len(path) + 1)}
+        return key in self._set
 
     def origin(self, key: str) -> str:
         """Where the key was given (`file:line`, `command line`); empty for a default."""
@@ -539,15 +592,15 @@ class Config(Section):
             found = found[part] if isinstance(found, dict) else getattr(found, part)
         return found
 
-    def replace(self, changes: Mapping[str, Any]) -> Config:
-        """A copy with some keys changed, checked like any other config."""
+    def replace(self, changes: Mapping[str, Any], origin: str | None = "replace") -> Config:
+        """A copy with some keys changed, checked like any other config; without an origin, theirs stay as they are."""
         from shardline.config.assemble import build_config
 
         unknown = [key for key in changes if key not in leaves()]
         if unknown:
             raise ConfigError(f"replace: there are no such keys: {', '.join(unknown)}")
         values = {key: self.value(key) for key in leaves()} | dict(changes)
-        origins = self._origins | dict.fromkeys(changes, "replace")
+        origins = self._origins | (dict.fromkeys(changes, origin) if origin is not None else {})
         return build_config(values, origins, self._alias_notes)
 
     def __eq__(self, other: object) -> bool:

@@ -43,7 +43,7 @@ class PromptTable(Section):
 class SourceTable(Section):
     """One table of `data.sources`."""
 
-    path: Name = Field(description="File, folder, glob, prepared store, or Hub name owner/name.")
+    path: Name = Field(description="File, folder or glob; on the Hub owner/name, or hf://datasets/owner/name/path.")
     type: Text | PromptTable | None = _field("Format of the records, such as chat_template or alpaca; unset: tokens.")
     split: Name | None = _field("Split, also a part of one: train[:10%]; unset: train.")
     name: Name | None = _field("Configuration of a Hub dataset.")

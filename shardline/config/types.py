@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from shardline.words import masked
+
 _PLURALS: dict[Any, str] = {int: "whole numbers", Literal["model", "loss"]: "'model' and 'loss'"}
 LARGEST = 2**63 - 1  # the largest integer a TOML file can hold
 
@@ -43,6 +45,16 @@ NonNegativeFloat = Annotated[float, Field(ge=0), Expect("a finite number, 0 or m
 PositiveFloat = Annotated[float, Field(gt=0), Expect("a finite number above 0")]
 Fraction = Annotated[float, Field(ge=0, le=1), Expect("a number from 0 to 1")]
 Beta = Annotated[float, Field(ge=0, lt=1), Expect("a number from 0 to below 1")]
+
+DecayRate = Annotated[float, Field(lt=0), Expect("a finite number below 0")]
+AdafactorEps = Annotated[
+    list[NonNegativeFloat], _holds(lambda value: len(value) == 2), Expect("a list of two numbers, 0 or more")
+]
+MomentumRange = Annotated[
+    list[Beta],
+    _holds(lambda value: len(value) == 2 and value[0] <= value[1]),
+    Expect("a list of two numbers from 0 to below 1, the lower one first"),
+]
 
 
 def _is_text(value: str) -> bool:
@@ -102,6 +114,8 @@ NCCLVariables = Annotated[
     _holds(lambda table: all(name.startswith("NCCL_") and _is_text(name) and _is_text(table[name]) for name in table)),
     Expect("a table of strings whose names begin with NCCL_"),
 ]
+RankPattern = Annotated[dict[Name, Positive], Expect("a table of names and whole numbers, 1 or more")]
+AlphaPattern = Annotated[dict[Name, PositiveFloat], Expect("a table of names and numbers above 0")]
 SPECIAL_TOKENS = (
     *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
     "additional_special_tokens",
@@ -145,7 +159,8 @@ def words(annotation: Any, metadata: Any = ()) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as an error shows it, shortened."""
+    """A value as an error shows it, shortened and without passwords."""
+    value = without_passwords(value)
     short = reprlib.Repr()
     short.maxstring = short.maxother = 80
     if isinstance(value, bool):
@@ -154,6 +169,17 @@ def show(value: Any) -> str:
         return short.repr(value)
     except ValueError:  # Python refuses to print integers of thousands of digits
         return "a number with thousands of digits"
+
+
+def without_passwords(value: Any) -> Any:
+    """A value of a config whose URLs hold no passwords."""
+    if isinstance(value, str):
+        return masked(value)
+    if isinstance(value, list):
+        return [without_passwords(one) for one in value]
+    if isinstance(value, dict):
+        return {key: without_passwords(one) for key, one in value.items()}
+    return value
 
 
 def short_type(annotation: Any) -> str:

@@ -6,21 +6,23 @@ with the next one later. `opens` and `closes` say whether a chunk's first docume
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
 import gzip
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from shardline.config.names import TEXT_FILES
 from shardline.data.files import file_kind
 from shardline.errors import UserError
+from shardline.json_text import parse_json
 
 CHUNK_BYTES = 2**20
+CONTEXT_BYTES = 2**13  # of text on each side of a piece of a large file: what decides its first and last tokens
 BATCH_ROWS = 256
 
 
@@ -28,13 +30,22 @@ BATCH_ROWS = 256
 class Chunk:
     """`documents` reads the documents of a chunk from what it carries, and travels to a worker process with it.
 
-    They are texts, or, of a source with a format, records with the place where each is.
+    They are texts, or, of a source with a format, records with the place where each is. A chunk that does not open or
+    close its only document has a `Window` of it.
     """
 
     documents: Callable[[], list[Any]]
     size: float
     opens: bool = True
     closes: bool = True
+
+
+class Window(NamedTuple):
+    """The characters [first, last) of a text, with those around them."""
+
+    text: str
+    first: int
+    last: int
 
 
 def file_chunks(file: Path, field: str) -> Iterator[Chunk]:
@@ -68,37 +79,54 @@ def _line_chunks(file: Path, field: str) -> Iterator[Chunk]:
 
 
 def _text_chunks(file: Path) -> Iterator[Chunk]:
-    rest, opens = b"", True
+    """A file as one chunk, or as pieces of a large one, each with the text around it.
+
+    buffer      | context | piece            | context |
+                0         begin              cut
+    """
+    buffer, begin, opens = b"", 0, True
     with reading(file) as (stream, taken):
         while True:
-            piece = stream.read(CHUNK_BYTES)
-            last = len(piece) < CHUNK_BYTES
-            text = rest + piece
-            cut = len(text) if last else _cut(text)
-            yield Chunk(functools.partial(_passage, str(file), text[:cut], opens), taken(), opens, closes=last)
-            rest, opens = text[cut:], False
+            wanted = begin + CHUNK_BYTES + CONTEXT_BYTES
+            buffer += stream.read(wanted - len(buffer))
+            last = len(buffer) < wanted
+            if opens:
+                buffer = buffer.removeprefix(codecs.BOM_UTF8)
+            cut = len(buffer) if last else _cut(buffer, begin, begin + CHUNK_BYTES)
+            end = len(buffer) if last else _whole_characters(buffer, len(buffer) - 1)
+            read = functools.partial(_passage, str(file), buffer[:end], begin, cut, opens and last)
+            yield Chunk(read, taken(), opens, closes=last)
             if last:
                 return
+            first = _whole_characters(buffer, max(cut - CONTEXT_BYTES, 0))
+            buffer, begin, opens = buffer[first:], cut - first, False
 
 
-def _cut(text: bytes) -> int:
+def _cut(text: bytes, begin: int, end: int) -> int:
     """The place to cut a long text: after its last line, else before its last word, else between two characters."""
-    if line := text.rfind(b"\n") + 1:
+    if (line := text.rfind(b"\n", begin, end) + 1) > begin:
         return line
-    if (space := text.rfind(b" ")) > 0:
+    if (space := text.rfind(b" ", begin, end)) > begin:
         return space
-    at = len(text) - 1
-    while at > 1 and text[at] & 0xC0 == 0x80:  # inside a character
+    return max(_whole_characters(text, end - 1), begin + 1)
+
+
+def _whole_characters(text: bytes, at: int) -> int:
+    """The nearest place before or at `at` that is not inside a character."""
+    while at > 0 and text[at] & 0xC0 == 0x80:
         at -= 1
     return at
 
 
-def _passage(file: str, text: bytes, opens: bool) -> list[str]:
-    """A text file, which is one document, or some whole lines of a large one."""
+def _passage(file: str, text: bytes, begin: int, cut: int, whole: bool) -> list[Any]:
+    """A text file, which is one document, or a piece of a large one with the text around it."""
     try:
-        return [text.decode("utf-8-sig" if opens else "utf-8")]
+        if whole:
+            return [text.decode()]
+        before, piece, after = text[:begin].decode(), text[begin:cut].decode(), text[cut:].decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{file} is not UTF-8 text: {error}") from error
+    return [Window(before + piece + after, len(before), len(before) + len(piece))]
 
 
 def _documents_of_lines(file: str, first: int, lines: bytes, field: str) -> list[str]:
@@ -109,7 +137,7 @@ def _documents_of_lines(file: str, first: int, lines: bytes, field: str) -> list
 
 def _text_of_line(file: str, number: int, line: bytes, field: str) -> str:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise UserError(f"{file}:{number}: not JSON: {error}") from error
     if not isinstance(row, dict):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import glob
+import importlib.util
 import re
 from pathlib import Path
 
-from shardline.config.names import DATA_FILES, LINE_FILES, TEXT_FILES
+from shardline.config.names import CARD, DATA_FILES, LINE_FILES, TEXT_FILES
 from shardline.errors import UserError
+from shardline.hub import local_path, place_on_hub
 from shardline.storage.progress import say
+from shardline.words import counted
 
 SPLITS = {
     "train": "train",
@@ -40,8 +43,15 @@ def find_files(path: str, split: str) -> list[Path]:
     return list(found)
 
 
+def file_mark(file: Path) -> tuple[str, int, int]:
+    """What a file is known by: its path, size and date; of a file of the Hub its place there, which does not change."""
+    known = place_on_hub(file)
+    stat = file.stat()
+    return (known, stat.st_size, 0) if known else (str(file.resolve()), stat.st_size, stat.st_mtime_ns)
+
+
 def _expand(item: str, split: str) -> list[Path]:
-    place = Path(item).expanduser()
+    place = Path(local_path(item)).expanduser()
     if place.is_dir():
         return _in_folder(place, split)
     if place.is_file():
@@ -50,7 +60,7 @@ def _expand(item: str, split: str) -> list[Path]:
         files = sorted(Path(name) for name in glob.glob(str(place), recursive=True) if Path(name).is_file())
     if not files:
         what = "no file matches" if glob.has_magic(item) else "there is no file or folder"
-        raise UserError(f"{what} {item!r} (a Hub dataset is named by dataset = 'owner/name')")
+        raise UserError(f"{what} {item!r} (on the Hub: dataset = 'owner/name', or hf://datasets/owner/name/path)")
     unknown = [str(file) for file in files if not file_kind(file)]
     if unknown:
         raise UserError(
@@ -60,15 +70,37 @@ def _expand(item: str, split: str) -> list[Path]:
 
 
 def readable_files(folder: Path) -> list[Path]:
-    files = (file for file in folder.rglob("*") if file.is_file() and file_kind(file))
-    return sorted(file for file in files if not _hidden(file.relative_to(folder)))
+    """The files below a folder that can be read; the card of a dataset is none of its texts."""
+    files = [file for file in _all_files(folder) if file_kind(file)]
+    is_dataset = any(file_kind(file) not in TEXT_FILES or place_on_hub(file) for file in files)
+    return [file for file in files if file.name != CARD or not is_dataset]
+
+
+def leave_to_datasets(folder: Path) -> None:
+    """Raise where the package `datasets` cannot read a folder without readable files either."""
+    if _all_files(folder) and importlib.util.find_spec("datasets") is not None:
+        return
+    more = "; pip install 'shardline[datasets]' reads more kinds" if _all_files(folder) else ""
+    raise UserError(_without_data(folder) + more)
+
+
+def _without_data(folder: Path) -> str:
+    files = _all_files(folder)
+    if not files:
+        return f"the folder {str(folder)!r} is empty"
+    others = f"{counted(len(files), 'other file')}, such as {files[0].name!r}"
+    return f"the folder {str(folder)!r} holds no file that can be read ({', '.join(DATA_FILES)}), but {others}"
+
+
+def _all_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file() and not _hidden(file.relative_to(folder)))
 
 
 def _in_folder(folder: Path, split: str) -> list[Path]:
     """Readable files below a folder; where every file names its split (train-0.parquet), only those of `split`."""
     files = readable_files(folder)
     if not files:
-        raise UserError(f"the folder {str(folder)!r} holds no file that can be read: {', '.join(DATA_FILES)}")
+        raise UserError(_without_data(folder))
     splits = [_split_of(file.relative_to(folder)) for file in files]
     if None in splits:
         return files

@@ -1,8 +1,9 @@
 """Tokenize a source once into a token store: in parallel and resumable; an unfinished store is never taken for one.
 
 Each finished part leaves a note (part-00003.json) with its checksums and the number of chunks read so far. An
-interrupted run continues after the last finished part. `store.json` is written last and makes the folder a store. A
-store that is being replaced stays intact until then: the new parts have numbers that it does not use.
+interrupted run continues after the last finished part that is still as it was written. `store.json` is written last
+and makes the folder a store. A store that is being replaced stays intact until then: the new parts have numbers that it
+does not use.
 """
 
 from __future__ import annotations
@@ -15,27 +16,39 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shardline.data import token_store
-from shardline.data.chunks import chunks_of_texts
+from shardline.data.chunks import CONTEXT_BYTES, chunks_of_texts
 from shardline.data.demo import demo_store, documents
 from shardline.data.files import file_kind
 from shardline.data.sources import Source, fingerprint_of, open_source
-from shardline.data.token_store import END_TYPE, StorePart, TokenStore, is_store, token_type
-from shardline.data.tokenize_workers import Encoder, RecordEncoder, TextEncoder, encode_all
+from shardline.data.token_store import (
+    END_TYPE,
+    StorePart,
+    TokenStore,
+    checksum_text,
+    is_store,
+    manifest_checksum,
+    part_files,
+    token_type,
+)
+from shardline.data.tokenize_workers import Encoded, Encoder, RecordEncoder, TextEncoder, encode_all
 from shardline.data.tokenizer import Tokenizer, load_tokenizer
 from shardline.errors import UserError, blame
-from shardline.storage.atomic import write_atomically
-from shardline.storage.blocks import BlockWriter
+from shardline.hub import local_path
+from shardline.json_text import parse_json
+from shardline.storage.atomic import plain_file, read_plain, write_atomically
+from shardline.storage.blocks import BlockWriter, find_damage
+from shardline.storage.location import locate
 from shardline.storage.progress import Progress, say
-from shardline.words import counted
+from shardline.words import counted, sized
 
 PART_TOKENS = 64 * 2**20
+CACHE_VERSION = 1  # of the names of folders in the cache: stores of older versions there are still read
 OURS = re.compile(r"(part-\d+\.(tokens|ends|trained|json)|prepare\.json|store\.json)(\.tmp)?|\.lock")
 
 
@@ -119,15 +132,22 @@ def store_for(config: Any, section: str, tokenizer: Tokenizer) -> TokenStore:
     path = settings.dataset_path
     if settings.dataset == "demo" and not path:
         return demo_store(section, tokenizer)
-    if path and is_store(path):
-        return _check_tokenizer(TokenStore.open(path), path, tokenizer)
-    blamed = f"{section}.dataset_path" if path else f"{section}.dataset"
-    with blame(blamed):
-        source = open_source(
-            settings.dataset, path, text_field=settings.dataset_text_field, split=settings.dataset_split
-        )
-    with blame(blamed):
+    if path and is_store(local_path(path)):
+        store = _check_tokenizer(TokenStore.open(local_path(path)), path, tokenizer)
+        store.verifies = config.training.verify_data
+        return store
+    source = section_source(config, section)
+    with blame(f"{section}.{'dataset_path' if path else 'dataset'}"):
         return store_in_cache(config, source, tokenizer)
+
+
+def section_source(config: Any, section: str) -> Source:
+    """The raw data that `[training]` or `[validation]` names."""
+    given = getattr(config, section)
+    with blame(f"{section}.{'dataset_path' if given.dataset_path else 'dataset'}"):
+        return open_source(
+            given.dataset or "", given.dataset_path, text_field=given.dataset_text_field, split=given.dataset_split
+        )
 
 
 def store_in_cache(config: Any, source: Source, tokenizer: Tokenizer | RecordEncoder) -> TokenStore:
@@ -136,7 +156,7 @@ def store_in_cache(config: Any, source: Source, tokenizer: Tokenizer | RecordEnc
         mark = f"{tokenizer.tokenizer.fingerprint} {tokenizer.mark}"
     else:
         mark = tokenizer.fingerprint
-    marks = f"{token_store.VERSION} {source.fingerprint} {mark}"
+    marks = f"{CACHE_VERSION} {source.fingerprint} {mark}"
     key = hashlib.sha256(marks.encode()).hexdigest()[:20]
     out = cache_folder(config.training.cache_folder) / "tokens" / key
     try:
@@ -148,7 +168,9 @@ def store_in_cache(config: Any, source: Source, tokenizer: Tokenizer | RecordEnc
         ) from error
     if not is_store(out):
         say(f"preparing {source.name} into {out} (once; later runs read it there)")
-    return prepare(source, tokenizer, out)
+    store = prepare(source, tokenizer, out)
+    store.verifies = config.training.verify_data
+    return store
 
 
 def cache_folder(setting: str | None) -> Path:
@@ -180,7 +202,7 @@ def _write_parts(
     chunks = source.chunks()
     skipped = sum(chunk.size for chunk in itertools.islice(chunks, done))
     with Progress(f"preparing {Path(source.name).name}", source.size, skipped, progress, unit="tokens") as bar:
-        results = encode_all(chunks, encoder, workers)
+        results = _compared(encode_all(chunks, encoder, workers), source.name)
         try:
             for first in results:
                 note = _write_part(out, first_part + len(notes), itertools.chain([first], results), part_tokens, bar)
@@ -191,37 +213,59 @@ def _write_parts(
             results.close()  # type: ignore[attr-defined]  # a generator; this ends the processes
 
 
+def _compared(results: Iterator[Encoded], name: str) -> Iterator[Encoded]:
+    """Say once if pieces of a large document do not agree on the tokens where it was cut."""
+    before, said = b"", False
+    try:
+        for result in results:
+            if before and result.seams[0] and before != result.seams[0] and not said:
+                said = True
+                say(
+                    f"note: {name}: with this tokenizer, tokens depend on text that is more than"
+                    f" {sized(CONTEXT_BYTES)} away; where a large text was cut they may not be those of the whole"
+                )
+            before = result.seams[1]
+            yield result
+    finally:
+        results.close()  # type: ignore[attr-defined]  # a generator; this ends the processes
+
+
 def _write_part(out: Path, number: int, results: Iterator[Any], part_tokens: int, bar: Progress) -> dict[str, Any]:
     name = f"part-{number:05d}"
-    part = StorePart(name, 0, 0)
-    tokens = BlockWriter(out / f"{name}.tokens.tmp", token_store.BLOCK_BYTES)
-    ends = BlockWriter(out / f"{name}.ends.tmp", token_store.BLOCK_BYTES)
-    trained = BlockWriter(out / f"{name}.trained.tmp", token_store.BLOCK_BYTES)
+    writers = [
+        BlockWriter(out / f"{name}.{kind}.tmp", token_store.BLOCK_BYTES) for kind in ("tokens", "ends", "trained")
+    ]
+    tokens, ends, trained = writers
     bits = np.empty(0, bool)  # fewer than 8 that are not written yet
-    chunks = empty = 0
+    count = documents = chunks = empty = 0
+    has_trained = False
     with tokens, ends, trained:
-        while part.tokens < part_tokens and (result := next(results, None)) is not None:
+        while count < part_tokens and (result := next(results, None)) is not None:
             tokens.write(_bytes(result.tokens))
-            ends.write(_bytes((result.ends + part.tokens).astype(END_TYPE)))
+            ends.write(_bytes((result.ends + count).astype(END_TYPE)))
             if result.trained is not None:
                 bits = np.concatenate([bits, result.trained])
                 whole = len(bits) // 8 * 8
                 trained.write(_bytes(np.packbits(bits[:whole])))
-                bits, part.trained_checksums = bits[whole:], []
-            part.tokens += len(result.tokens)
-            part.documents += len(result.ends)
+                bits, has_trained = bits[whole:], True
+            count, documents = count + len(result.tokens), documents + len(result.ends)
             chunks, empty = chunks + 1, empty + result.empty
             bar.advance(result.size, len(result.tokens))
         trained.write(_bytes(np.packbits(bits)))
-        part.token_checksums, part.end_checksums = tokens.finish()["crc32"], ends.finish()["crc32"]
-        checksums = trained.finish()["crc32"]
-    if part.trained_checksums is None:
+        checksums = [checksum_text(writer.finish()["crc32"]) for writer in writers]
+    if not has_trained:
         (out / f"{name}.trained.tmp").unlink()
-    else:
-        part.trained_checksums = checksums
+    part = StorePart(
+        name=name,
+        tokens=count,
+        documents=documents,
+        token_checksums=checksums[0],
+        end_checksums=checksums[1],
+        trained_checksums=checksums[2] if has_trained else None,
+    )
     for file in out.glob(f"{name}.*.tmp"):
         file.replace(file.with_suffix(""))
-    return asdict(part) | {"chunks": chunks, "empty": empty}
+    return part.model_dump() | {"chunks": chunks, "empty": empty}
 
 
 def _bytes(array: np.ndarray) -> memoryview:
@@ -229,7 +273,19 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    write_atomically(file, json.dumps(value, indent=1))
+    """Write a table with its checksum."""
+    write_atomically(file, json.dumps(value | {"checksum": manifest_checksum(value)}, indent=1))
+
+
+def _read_note(file: Path) -> dict[str, Any] | None:
+    """A table of `_write_json`, without its checksum; None if it is not what was written."""
+    try:
+        value = parse_json(read_plain(file))
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or value.pop("checksum", None) != manifest_checksum(value):
+        return None
+    return value
 
 
 def _job(source: Source, tokenizer: Tokenizer, mark: str = "") -> dict[str, Any]:
@@ -247,14 +303,12 @@ def _job(source: Source, tokenizer: Tokenizer, mark: str = "") -> dict[str, Any]
 
 
 def _begun(out: Path) -> tuple[dict[str, Any], int] | None:
-    """The job of an unfinished preparation, and the number of its first part."""
+    """The job of an unfinished preparation, and the number of its first part; None also where its note is damaged."""
     try:
-        job = json.loads((out / "prepare.json").read_text(encoding="utf-8"))
+        job = _read_note(out / "prepare.json")
     except OSError:
         return None
-    except ValueError:  # damaged: no job equals it
-        return {}, 0
-    return job, job.pop("first_part", 0)
+    return None if job is None else (job, job.pop("first_part"))
 
 
 def _done(out: Path, job: dict[str, Any]) -> bool:
@@ -269,7 +323,10 @@ def _start(out: Path, job: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
     """The number of the first part, and the notes of the parts that an interrupted run of the same job finished."""
     begun = _begun(out)
     if begun is None:
-        first = 1 + max(map(_part_number, out.glob("part-*")), default=-1) if is_store(out) else 0
+        if (out / "prepare.json").exists():
+            say(f"{out / 'prepare.json'} is damaged or of an older version: preparing starts anew")
+        _remove_ours(out, _kept(out))  # no note is believed that the job of another source may have left
+        first = 1 + max(map(_part_number, out.glob("part-*")), default=-1)
         _write_json(out / "prepare.json", job | {"first_part": first})
         return first, []
     if begun[0] != job:
@@ -278,11 +335,14 @@ def _start(out: Path, job: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
         )
     first, notes = begun[1], list[dict[str, Any]]()
     for file in sorted(out.glob("part-*.json")):
-        note = json.loads(file.read_text(encoding="utf-8"))
-        if note["name"] == f"part-{first + len(notes):05d}" and _whole(out, note, np.dtype(job["dtype"]).itemsize):
+        note = _read_note(file)
+        expected = f"part-{first + len(notes):05d}"
+        if file.stem == expected and (problem := _problem(file, note, job)):
+            say(f"{problem}: that part is made again, and those after it")
+        elif file.stem == expected and note is not None:
             notes.append(note)
-        else:  # it is made again, and all parts after it too
-            file.unlink()
+            continue
+        file.unlink()
     if notes:
         say(f"continuing after {counted(len(notes), 'finished part')} in {out}")
     return first, notes
@@ -292,28 +352,30 @@ def _part_number(file: Path) -> int:
     return int(file.name.removeprefix("part-").split(".")[0])
 
 
-def _whole(out: Path, note: dict[str, Any], token_bytes: int) -> bool:
-    sizes = {".tokens": note["tokens"] * token_bytes, ".ends": note["documents"] * END_TYPE.itemsize}
-    if note.get("trained_checksums") is not None:
-        sizes[".trained"] = -(-note["tokens"] // 8)
-    paths = {out / (note["name"] + suffix): size for suffix, size in sizes.items()}
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+def _problem(file: Path, note: dict[str, Any] | None, job: dict[str, Any]) -> str:
+    """What is wrong with a part that a note calls finished: the note, or a file that is not what was written."""
+    if note is None:
+        return f"{file} is damaged"
+    fields = {key: note[key] for key in StorePart.model_fields}
+    token_bytes = np.dtype(job["dtype"]).itemsize
+    for path, recorded in part_files(file.parent, StorePart(**fields), token_bytes, job["block_bytes"]):
+        for problem in find_damage(locate(path), recorded):
+            return str(problem)
+    return ""
 
 
 def _finish(out: Path, job: dict[str, Any], notes: list[dict[str, Any]]) -> None:
-    fields = StorePart.__dataclass_fields__
     manifest = job | {
         "tokens": sum(note["tokens"] for note in notes),
         "documents": sum(note["documents"] for note in notes),
         "empty_documents": sum(note["empty"] for note in notes),
-        "parts": [{key: note[key] for key in fields} for note in notes],
+        "parts": [{key: note[key] for key in StorePart.model_fields} for note in notes],
     }
     if not manifest["documents"]:
         empty = counted(manifest["empty_documents"], "empty document")
         raise UserError(f"{job['source']['name']!r} holds no text ({empty})")
     if manifest["empty_documents"]:
         say(f"left out {counted(manifest['empty_documents'], 'empty document')}")
-    manifest["checksum"] = token_store.manifest_checksum(manifest)
     _write_json(out / "store.json", manifest)
     _remove_ours(out, _kept(out))
 
@@ -361,7 +423,7 @@ def _remove_ours(out: Path, keep: Collection[str]) -> None:
 @contextlib.contextmanager
 def _lock(out: Path) -> Iterator[None]:
     """Let one process at a time prepare a folder; the system frees the lock however the process ends."""
-    with (out / ".lock").open("w") as stream:
+    with open(out / ".lock", "w", opener=plain_file) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

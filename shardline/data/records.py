@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,9 +16,11 @@ from shardline.config.names import TEXT_FILES
 from shardline.config.sources import SourceTable
 from shardline.data.chunks import BATCH_ROWS, CHUNK_BYTES, Chunk, open_parquet, reading
 from shardline.data.demo import conversations
-from shardline.data.files import SPLITS, file_kind, find_files, readable_files
+from shardline.data.files import SPLITS, file_kind, file_mark, find_files, leave_to_datasets, readable_files
 from shardline.data.sources import Source, fingerprint_of, load_datasets
 from shardline.errors import UserError
+from shardline.hub import local_path
+from shardline.json_text import parse_json, parse_one
 
 DEMO = "demo"  # a path: generated conversations
 Place = tuple[str, dict[str, Any]]  # where a record is, and the record
@@ -37,15 +38,19 @@ def record_source(table: SourceTable) -> Source:
         some = rows[first:last]
         mark = fingerprint_of(DEMO, 2, first, last)
         return Source(DEMO, mark, len(some), lambda: _selected(_numbered(iter([some]), DEMO, 1.0), 0, None))
-    where, is_local = table.path, Path(table.path).expanduser().exists() or any(sign in table.path for sign in "*?,")
+    where = local_path(table.path)
+    is_local = Path(where).expanduser().exists() or any(sign in where for sign in "*?,")
     if not is_local and (file_kind(Path(where)) or where[:1] in "./~" or where.count("/") != 1):
         raise UserError(f"there is no file or folder {where!r}")
     folder = Path(where).expanduser()
     saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
-    if saved or not is_local or (folder.is_dir() and not readable_files(folder)):
+    of_other_kinds = not saved and folder.is_dir() and not readable_files(folder)
+    if of_other_kinds:
+        leave_to_datasets(folder)
+    if saved or not is_local or of_other_kinds:
         return _dataset(table, name, saved)
     files = _files(table, name)
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stats = [file_mark(file) for file in files]
 
     def batches() -> Batches:
         return itertools.chain.from_iterable(_of_file(file, table.ds_type) for file in files)
@@ -57,7 +62,7 @@ def record_source(table: SourceTable) -> Source:
         return _selected(batches(), first, last)
 
     marks = [start, stop, table.shards, table.shards_idx, table.ds_type]
-    return Source(where, fingerprint_of("records", stats, marks), sum(size for _, size, _ in stats), chunks)
+    return Source(table.path, fingerprint_of("records", stats, marks), sum(size for _, size, _ in stats), chunks)
 
 
 def parse_split(text: str) -> tuple[str, str | None, str | None]:
@@ -90,7 +95,7 @@ def _files(table: SourceTable, split: str) -> list[Path]:
     if table.data_files is None:
         return find_files(table.path, split)
     given = [table.data_files] if isinstance(table.data_files, str) else table.data_files
-    return find_files(",".join(str(Path(table.path).expanduser() / name) for name in given), split)
+    return find_files(",".join(str(Path(local_path(table.path)).expanduser() / name) for name in given), split)
 
 
 def _selected(batches: Batches, first: int, last: int | None) -> Iterator[Chunk]:
@@ -148,7 +153,7 @@ def _parsed(file: str, lines: list[tuple[int, bytes]]) -> list[Place]:
     found = []
     for number, line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             raise UserError(f"{file}:{number}: not JSON: {error}") from error
         found.append(_checked(row, f"{file}:{number}"))
@@ -166,7 +171,7 @@ def _json_list(file: Path) -> Batches:
     with reading(file) as (stream, taken):
         text = stream.read().decode("utf-8-sig", errors="replace")
         size = taken()
-    decoder, at, line, counted_to = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    at, line, counted_to = text.index("[") + 1, 1, 0
     found: list[Place] = []
     while True:
         at = _skip(text, at)
@@ -174,7 +179,7 @@ def _json_list(file: Path) -> Batches:
             break
         line, counted_to = line + text.count("\n", counted_to, at), at
         try:
-            row, at = decoder.raw_decode(text, at)
+            row, at = parse_one(text, at)
         except ValueError as error:
             raise UserError(f"{file}:{line}: not JSON: {error}") from error
         found.append(_checked(row, f"{file}:{line}"))

@@ -14,8 +14,9 @@ from typing import Any
 
 from shardline import registry
 from shardline.data.chunks import BATCH_ROWS, Chunk, chunks_of_rows, chunks_of_texts, fields_there, file_chunks
-from shardline.data.files import find_files, readable_files
+from shardline.data.files import file_mark, find_files, leave_to_datasets, readable_files
 from shardline.errors import UserError
+from shardline.hub import local_path
 
 C4_NAMES = ("c4", "c4_test", "c4_validation")
 
@@ -63,13 +64,14 @@ def fingerprint_of(*values: Any) -> str:
 
 
 def _local(path: str, field: str, split: str) -> Source:
-    folder = Path(path)
+    folder = Path(local_path(path))
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
         return _dataset_source(path, load_datasets(path).load_from_disk(path), field, split)
     if folder.is_dir() and not readable_files(folder):
+        leave_to_datasets(folder)
         return _hub(path, field, split)
     files = find_files(path, split)
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    stats = [file_mark(file) for file in files]
     return Source(
         path,
         fingerprint_of("files", stats, field),

@@ -8,9 +8,13 @@ as many workers as cores, which scales where threads of one process do not.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import multiprocessing
 import os
+import pickle
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -24,12 +28,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardline.data.chunks import Chunk
+from shardline.data.chunks import Chunk, Window
 from shardline.data.formats.base import Format, Tokens
 from shardline.data.token_store import END_TYPE, join_documents, token_type
-from shardline.data.tokenizer import Tokenizer
+from shardline.data.tokenizer import Pieces, Tokenizer
 from shardline.errors import UserError
+from shardline.words import sized
 
+CHUNK_SECONDS, LEAST_SPEED = 300.0, 20_000.0  # a chunk takes a second or a few; bytes of a large one in a second
+CHUNK_MEMORY = 2 << 30  # beside 256 times its size
+SEAM = 256  # characters on each side of a cut on whose tokens both pieces should agree
 # Ctrl-C reaches the whole process group; the caller handles it and ends the workers
 START = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from shardline.data.tokenize_workers import main; "
@@ -40,7 +48,8 @@ START = (
 class Encoded:
     """A chunk in tokens: ids, where documents end in them, and how many documents were empty and left out.
 
-    `trained` says of each token whether it is trained; None where all are.
+    `trained` says of each token whether it is trained; None where all are. `seams` are marks of the tokens around the
+    beginning and the end of a piece of a large document, each of which the neighbor should have too.
     """
 
     tokens: np.ndarray
@@ -48,6 +57,7 @@ class Encoded:
     empty: int
     size: float
     trained: np.ndarray | None = None
+    seams: tuple[bytes, bytes] = (b"", b"")
 
 
 class Encoder(Protocol):
@@ -71,13 +81,25 @@ class TextEncoder:
 
     def encode(self, chunk: Chunk) -> Encoded:
         texts = chunk.documents()
-        if chunk.opens and chunk.closes:
-            kept = [text for text in texts if text.strip()]
-        else:
-            kept = texts  # pieces of one large document: white space between them belongs to it
+        if not (chunk.opens and chunk.closes):
+            return self._piece(chunk, *texts)
+        kept = [text for text in texts if text.strip()]
         arrays = self.tokenizer.encode_arrays(kept) if kept else []
-        tokens, ends = join_documents(arrays, self.tokenizer, chunk.opens, chunk.closes)
+        tokens, ends = join_documents(arrays, self.tokenizer)
         return Encoded(tokens, ends, len(texts) - len(kept), chunk.size)
+
+    def _piece(self, chunk: Chunk, window: Window) -> Encoded:
+        """The tokens that begin in a piece of a large document; which those are, the text around it decides.
+
+        So they are those of the whole document, unless what is farther away than the context has a say.
+        """
+        found = self.tokenizer.encode_pieces(window.text)
+        first = -1 if chunk.opens else window.first
+        last = len(window.text) + 1 if chunk.closes else window.last
+        here = (found.starts >= first) & (found.starts < last)
+        tokens, ends = join_documents([found.ids[here]], self.tokenizer, chunk.opens, chunk.closes)
+        seams = (_seam(found, window.first), _seam(found, window.last))
+        return Encoded(tokens, ends, 0, chunk.size, seams=seams)
 
 
 @dataclass(frozen=True)
@@ -106,6 +128,12 @@ class RecordEncoder:
             raise UserError(f"{where}: {error}") from error
 
 
+def _seam(found: Pieces, place: int) -> bytes:
+    """A mark of the tokens that begin near a place, and of where they do."""
+    near = np.abs(found.starts - place) < SEAM
+    return hashlib.blake2b(np.stack([found.ids[near], found.starts[near] - place]).tobytes(), digest_size=8).digest()
+
+
 def encode_all(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Iterator[Encoded]:
     """Tokenize with `workers` processes; results come in the order of the chunks, a few per worker at a time."""
     local = threading.local()
@@ -113,7 +141,7 @@ def encode_all(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Itera
 
     def run(chunk: Chunk) -> Encoded:
         if not hasattr(local, "worker"):
-            local.worker = _Worker()
+            local.worker = _Worker(f"tokenizing with {encoder.tokenizer.name!r}")
             started.append(local.worker)
             local.worker.send(encoder)
         return local.worker.encode(chunk)
@@ -139,11 +167,13 @@ def encode_all(chunks: Iterable[Chunk], encoder: Encoder, workers: int) -> Itera
 class _Worker:
     """One process, and the pipe to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: str) -> None:
+        self.work = work
         self.pipe, theirs = multiprocessing.Pipe()
         package_root = str(Path(__file__).resolve().parents[2])
         paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+        library = {"TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+        environment = os.environ | library | {"PYTHONPATH": os.pathsep.join(paths)}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", f"{START}main({theirs.fileno()})"],
@@ -153,13 +183,20 @@ class _Worker:
                 pass_fds=[theirs.fileno()],
             )
 
-    def send(self, value: Any) -> None:
+    def send(self, value: Any) -> int:
+        """Send an object; returns its size in bytes."""
+        content = pickle.dumps(value)
         with self._alive():
-            self.pipe.send(value)
+            self.pipe.send_bytes(content)
+        return len(content)
 
     def encode(self, chunk: Chunk) -> Encoded:
-        self.send(chunk)
+        size = self.send(chunk)
+        seconds = CHUNK_SECONDS + size / LEAST_SPEED
         with self._alive():
+            if not self.pipe.poll(seconds):
+                self.process.kill()
+                raise UserError(f"{self.work} took more than {seconds:.0f} s for {sized(size)} of text")
             result = self.pipe.recv()
         if isinstance(result, BaseException):
             raise result
@@ -176,7 +213,13 @@ class _Worker:
             yield
         except (EOFError, OSError):
             code = self.process.wait()
+            if code == -signal.SIGABRT:  # how the library ends a process that gets no memory
+                raise UserError(_too_much(self.work)) from None
             raise RuntimeError(f"a tokenizing process died (exit code {code}); is there enough memory?") from None
+
+
+def _too_much(work: str) -> str:
+    return f"{work} took more than {sized(CHUNK_MEMORY)} of memory for a chunk"
 
 
 def main(descriptor: int) -> None:
@@ -184,11 +227,32 @@ def main(descriptor: int) -> None:
     with Connection(descriptor) as pipe, contextlib.suppress(EOFError, ConnectionError):
         encoder = pipe.recv()
         while True:
-            chunk = pipe.recv()
+            content = pipe.recv_bytes()
+            chunk = pickle.loads(content)
             try:
-                answer: Any = encoder.encode(chunk)
+                with memory_limit(CHUNK_MEMORY + 256 * len(content)):
+                    answer: Any = encoder.encode(chunk)
             except UserError as error:
                 answer = UserError(*error.args)
+            except MemoryError:
+                answer = UserError(_too_much(f"tokenizing with {encoder.tokenizer.name!r}"))
             except Exception as error:
                 answer = RuntimeError(f"{type(error).__name__}: {error}")
             pipe.send(answer)
+
+
+@contextlib.contextmanager
+def memory_limit(extra: int) -> Iterator[None]:
+    """Let this process have so much memory beside what it has: a tokenizer or a template may ask for any amount.
+
+    Python raises MemoryError then; the library of tokenizers aborts the process.
+    """
+    before, hard = resource.getrlimit(resource.RLIMIT_AS)
+    has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    wanted = has + extra
+    if before == resource.RLIM_INFINITY or wanted < before:
+        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, hard))

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from shardline.config.architecture import ROWS
+from shardline.config.types import show
 from shardline.errors import UserError, blame
+from shardline.hub import local_path
+from shardline.json_text import parse_json
 
 BYTES = "bytes"
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<|startoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+BROKEN = "cannot tokenize this text"
 OPTION = "--model.tokenizer_path"  # for a run; other commands have --tokenizer
 
 
@@ -110,22 +116,15 @@ class ByteTokenizer:
         return list(_utf8(text)) if self._cut is None else self.encode_pieces(text).ids.tolist()
 
     def encode_pieces(self, text: str) -> Pieces:
-        ids: list[int] = []
-        places: list[int] = []
-        ends: list[int] = []
-        at = 0
+        parts, at = list[tuple[np.ndarray, ...]](), 0
         for found in [*(self._cut.finditer(text) if self._cut else ()), None]:
-            for place, letter in enumerate(text[at : found.start() if found else None], start=at):
-                letters = _utf8(letter)
-                ids += letters
-                places += [place] * len(letters)
-                ends += [place + 1] * len(letters)
+            ids = np.frombuffer(_utf8(text[at : found.start() if found else None]), np.uint8).astype(np.int64)
+            starts = at + np.cumsum((ids & 0xC0) != 0x80) - 1  # other bytes continue a letter
+            parts.append((ids, starts, starts + 1))
             if found is not None:
-                ids.append(self.extra[found.group()])
-                places.append(found.start())
-                ends.append(found.end())
+                parts.append(tuple(np.array([n]) for n in (self.extra[found.group()], found.start(), found.end())))
                 at = found.end()
-        return Pieces(np.array(ids, np.int64), np.array(places, np.int64), np.array(ends, np.int64))
+        return Pieces(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
         if self._cut is not None:
@@ -158,10 +157,8 @@ class JsonTokenizer:
         from tokenizers import Tokenizer as Backend
 
         content = file.read_bytes()
-        try:
+        with _reported(file, "is not a tokenizer.json that can be read"):
             self.backend = Backend.from_str(content.decode("utf-8"))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"{file} is not a tokenizer.json that can be read: {error}") from error
         # A file saved with truncation or padding would cut or fill documents.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -173,6 +170,8 @@ class JsonTokenizer:
             self.backend.add_tokens([AddedToken(token, normalized=False) for token in self.additions.added])
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
+        if not 0 < self.vocab_size <= ROWS:
+            raise UserError(f"{file}: its largest id is {self.vocab_size - 1:,}, expected 0 to {ROWS - 1:,}")
         chosen = {name: vocabulary[token] for name, token in self.additions.names().items()}
         self.bos_id = chosen.get("bos_token", _special_id("bos", BOS_NAMES, file.parent, vocabulary))
         self.eos_id = chosen.get("eos_token", _special_id("eos", EOS_NAMES, file.parent, vocabulary))
@@ -205,7 +204,8 @@ class JsonTokenizer:
 
             self._pieces = copy.deepcopy(self.backend)
             self._pieces.post_processor = ByteLevel(trim_offsets=False, add_prefix_space=False)
-        found = self._pieces.encode(text, add_special_tokens=False)
+        with _reported(self.file, BROKEN):
+            found = self._pieces.encode(text, add_special_tokens=False)
         places = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
         return Pieces(np.array(found.ids, dtype=np.int64), places[:, 0], places[:, 1])
 
@@ -218,17 +218,35 @@ class JsonTokenizer:
 
     def token_text(self, token: int) -> str:
         added = self.backend.get_added_tokens_decoder().get(token)
-        return str(added.content if added is not None else self.backend.decode([token], skip_special_tokens=False))
+        if added is not None:
+            return str(added.content)
+        with _reported(self.file, BROKEN):
+            return str(self.backend.decode([token], skip_special_tokens=False))
 
     def encode(self, text: str) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=False).ids
+        with _reported(self.file, BROKEN):
+            return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)  # fast: no character offsets
+        with _reported(self.file, BROKEN):  # fast: no character offsets
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+        with _reported(self.file, BROKEN):
+            return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+
+@contextlib.contextmanager
+def _reported(file: Path, what: str) -> Iterator[None]:
+    """Name the file in an error of the library: bare exceptions, and those of a panic, which are no `Exception`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, UserError):
+        raise
+    except BaseException as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{file} {what}: {first[:300]}") from error
 
 
 def load_tokenizer(path: str | Path, option: str = "--tokenizer", additions: Additions | None = None) -> Tokenizer:
@@ -238,7 +256,7 @@ def load_tokenizer(path: str | Path, option: str = "--tokenizer", additions: Add
     """
     if str(path) == BYTES:
         return ByteTokenizer(additions)
-    file = tokenizer_file(Path(path))
+    file = tokenizer_file(Path(local_path(str(path))))
     if file is None:
         raise UserError(f"no tokenizer at {str(path)!r}{_what_is_there(Path(path))}: {_remedy(option)}")
     return JsonTokenizer(file, additions)
@@ -251,11 +269,12 @@ def choose_tokenizer(config: Any) -> Tokenizer:
     if model.tokenizer_path:
         with blame("model.tokenizer_path"):
             return load_tokenizer(model.tokenizer_path, OPTION, additions)
-    if model.hf_assets_path and tokenizer_file(Path(model.hf_assets_path)) is not None:
+    assets = Path(local_path(model.hf_assets_path))
+    if model.hf_assets_path and tokenizer_file(assets) is not None:
         with blame("model.hf_assets_path"):
             return load_tokenizer(model.hf_assets_path, OPTION, additions)
     if model.hf_assets_path and model.hf_assets_path != type(model).model_fields["hf_assets_path"].default:
-        there = _what_is_there(Path(model.hf_assets_path))
+        there = _what_is_there(assets)
         raise UserError(f"model.hf_assets_path = {model.hf_assets_path!r} holds no tokenizer{there}: {_remedy(OPTION)}")
     if training.dataset == "demo" and not training.dataset_path and not config.data.sources:
         return ByteTokenizer(additions)
@@ -269,12 +288,18 @@ def chat_template_of(folder: Path) -> str | None:
     """The chat template in the files of a tokenizer: chat_template.jinja, else tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = _read_json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several, by name
-        named = {row.get("name"): row.get("template") for row in found if isinstance(row, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{file} cannot be read: {error}") from error
+    found = given = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(given, list):  # several, by name
+        rows = [row for row in given if isinstance(row, dict) and row.get("name") == "default"]
+        found = rows[0].get("template") if rows else None
+    if found is not None and not isinstance(found, str):
+        file = folder / "tokenizer_config.json"
+        raise UserError(f"{file}: chat_template: expected a text or a list of named ones, got {show(given)}")
+    return found
 
 
 def _remedy(option: str) -> str:
@@ -308,8 +333,10 @@ def _special_id(kind: str, usual: Sequence[str], folder: Path, vocabulary: dict[
     """The id of `bos` or `eos`; where tokenizer_config.json says that bos is null, the tokenizer has none."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         entries = _read_json(folder / name)
-        token = entries.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
+        given = entries.get(f"{kind}_token")
+        token = given.get("content") if isinstance(given, dict) else given
+        if token is not None and not isinstance(token, str):
+            raise UserError(f"{folder / name}: {kind}_token: expected a text, got {show(given)}")
         if token in vocabulary:
             return vocabulary[token]
         if kind == "bos" and f"{kind}_token" in entries and token is None:
@@ -318,6 +345,8 @@ def _special_id(kind: str, usual: Sequence[str], folder: Path, vocabulary: dict[
     for name in ("config.json", "generation_config.json"):
         value = _read_json(folder / name).get(f"{kind}_token_id")
         first = value[0] if isinstance(value, list) and value else value
+        if not (first is None or value == [] or type(first) is int):
+            raise UserError(f"{folder / name}: {kind}_token_id: expected a whole number, got {show(value)}")
         if isinstance(first, int) and first in known:
             return first
     return next((vocabulary[token] for token in usual if token in vocabulary), None)
@@ -327,7 +356,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(file.read_bytes())
     except (ValueError, OSError) as error:
         raise UserError(f"{file} cannot be read: {error}") from error
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: expected a JSON object, got {show(value)}")
+    return value

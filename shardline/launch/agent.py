@@ -14,11 +14,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,16 +25,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from shardline.comm.store import KEY_VARIABLE
 from shardline.config.names import LAUNCHER_VARIABLE
-from shardline.launch.endpoint import Endpoint, interface_towards, print_line
+from shardline.launch import secret
+from shardline.launch.endpoint import LOOPBACK, Endpoint, gloo_interface, print_line
 from shardline.launch.failures import choose_cause, in_a_line, show
 from shardline.launch.ranks import RankProcess, kill_ranks, remove_empty_outputs, start_rank
 from shardline.launch.recovery import MARKS, Recovery
 from shardline.launch.rendezvous import Rendezvous
 from shardline.launch.rounds import End, Round, Terms
+from shardline.launch.scratch import scratch_folder
 from shardline.report import Report, this_report
 from shardline.run import attempt, signals
 from shardline.run.options import TrainOptions, node_range
+from shardline.storage.atomic import forbid_others_to_write
 from shardline.words import for_stream, numbered
 
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of a rank that a signal ended at a step boundary
@@ -56,6 +58,7 @@ class Launch:
     entry: str
     words: tuple[str, ...]
     options: TrainOptions
+    secret: bytes = field(default=b"", repr=False)
     environment: Mapping[str, str] = field(default_factory=dict)  # of every rank, besides this process's
     stop_timeout_seconds: float = 30.0
     preempted_exit_code: int = 128 + signal.SIGTERM  # of ranks that SIGTERM or a time limit ended at a step boundary
@@ -72,7 +75,7 @@ class Launch:
         """Where launchers meet; one machine takes any free port."""
         options = self.options
         if self.terms().most == 1:
-            return Endpoint("127.0.0.1:0", 0, MEETING_SECONDS)
+            return Endpoint(f"{LOOPBACK}:0", 0, MEETING_SECONDS)
         number = options.node_rank if options.rdzv_backend == "static" else None
         return Endpoint(options.rdzv_endpoint, number, MEETING_SECONDS)
 
@@ -87,17 +90,18 @@ class RoundStatus(enum.Enum):
 
 def start_ranks(launch: Launch) -> int:
     """Run the ranks of this machine to their end and return the exit code. Raises what was a rank's UserError."""
-    folder = Path(tempfile.mkdtemp(prefix="shardline-"))
-    agent = Agent(launch, folder)
-    try:
-        with _handling_signals(agent):
-            agent.run()
-        return agent.exit_code()
-    finally:
-        kill_ranks(agent.ranks)
-        agent.rendezvous.close()
-        remove_empty_outputs(agent.ranks)
-        shutil.rmtree(folder, ignore_errors=True)
+    umask = forbid_others_to_write()
+    with scratch_folder() as folder:
+        agent = Agent(launch, folder)
+        try:
+            with _handling_signals(agent):
+                agent.run()
+            return agent.exit_code()
+        finally:
+            kill_ranks(agent.ranks)
+            agent.rendezvous.close()
+            remove_empty_outputs(agent.ranks)
+            os.umask(umask)
 
 
 @contextlib.contextmanager
@@ -129,8 +133,9 @@ class Agent:
             launch.lost_machine_seconds,
             launch.misfit if self.terms.is_elastic else lambda ranks: "",  # no other machines would come
             self._may_regroup,
+            launch.secret,
         )
-        self.signals: list[int] = []
+        self.signals: list[signal.Signals] = []
         self.forwarded = 0
         self.recovery: Recovery | None = None  # under way
         self.ranks: list[RankProcess] = []
@@ -175,7 +180,7 @@ class Agent:
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count)),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
         }
-        interface = interface_towards(address) if len(met.peers) > 1 else None
+        interface = gloo_interface(address, alone=len(met.peers) == 1)
         if interface is not None:
             defaults["GLOO_SOCKET_IFNAME"] = interface
         for local in range(count):
@@ -193,9 +198,11 @@ class Agent:
                 "TORCHELASTIC_RESTART_COUNT": str(met.number),
                 **attempt.variable(state),
                 LAUNCHER_VARIABLE: str(os.getpid()),
+                KEY_VARIABLE: self.rendezvous.rank_key(),
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             }
             environment = {**defaults, **os.environ, **variables, **self.launch.environment}
+            environment.pop(secret.VARIABLE, None)
             self.ranks.append(start_rank(folder, self.launch.entry, self.launch.words, first + local, environment))
 
     # ---- watching ----------------------------------------------------------------------------------------------------
@@ -206,7 +213,7 @@ class Agent:
             signals.leave_terminal()
         if not self.ranks:
             raise KeyboardInterrupt(number)
-        self.signals.append(signals.counts_as(number))
+        self.signals.append(signal.Signals(number))
 
     def _watch(self) -> RoundStatus:
         """One look at the ranks and at what other machines report."""
@@ -242,8 +249,8 @@ class Agent:
         """Report the first signal: a machine leaves the others where they can do without it, else all stop."""
         if not self.signals or self.forwarded:
             return
-        name = signal.Signals(self.signals[0]).name
-        leaves = name == "SIGTERM" and self.terms.least < self.terms.most and not self.rendezvous.leads
+        name, is_asked = self.signals[0].name, signals.counts_as(self.signals[0]) == signal.SIGTERM
+        leaves = is_asked and self.terms.least < self.terms.most and not self.rendezvous.leads
         text = f"host {socket.gethostname()} {'leaves' if leaves else 'stops'} ({name})"
         self.rendezvous.report(End(this_report("leave" if leaves else "stop", text)))
 
@@ -396,6 +403,7 @@ class Agent:
                 print(f"error: stopped in the middle of a step: {self.stopping_for.report.text}", file=sys.stderr)
             return 128 + signal.SIGTERM
         is_preempted = all(rank.code in (0, preempted) for rank in self.ranks)
-        if self.signals and not (self.signals[0] == signal.SIGTERM and is_preempted):
-            return 128 + self.signals[0]
+        first = signals.counts_as(self.signals[0]) if self.signals else None
+        if first is not None and not (first == signal.SIGTERM and is_preempted):
+            return 128 + first
         return next((rank.code for rank in self.ranks if rank.code in (preempted, *STOPPED)), None) or 0

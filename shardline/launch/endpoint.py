@@ -3,13 +3,16 @@
     --rdzv-backend static   numbers are given (--node-rank); number 0 serves the store
     --rdzv-backend c10d     the machine that has the endpoint's address serves it and is 0, others count as they come
 
-The ranks use the same store, so the endpoint is the only address that every machine must be able to reach by name.
+The ranks use the same store, so the endpoint is the only address that every machine must be able to reach by name. The
+store listens at that address alone, and that of a single machine on the loopback.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import ipaddress
 import socket
 import struct
 import sys
@@ -25,6 +28,8 @@ PERIOD = 0.2
 PATIENCE = 5.0  # seconds after which a launcher prints what it waits for
 CONNECT_SECONDS = 30
 STORE_SECONDS = 300
+BACKLOG = 2048  # connections that may wait: all ranks come at once
+LOOPBACK, EVERYWHERE = "127.0.0.1", ""
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -36,6 +41,7 @@ class Endpoint:
         self.address, self.host, self.port = address, host.strip("[]"), int(port)
         self.number, self.timeout_seconds = number, timeout_seconds
         self.server: dist.TCPStore | None = None
+        self.near = self.host  # the address of the store as this machine reaches it
         self.announce_after("")
 
     def open(self) -> dist.TCPStore:
@@ -56,41 +62,61 @@ class Endpoint:
         time.sleep(seconds)
 
     def _serve(self) -> None:
-        is_here = self._is_here()
-        if not (is_here if self.number is None else self.number == 0):
+        addresses = self._addresses()
+        listener = self._listener(addresses) if self.number in (None, 0) else None
+        if listener is None:
             return
-        if not is_here:
-            print(f"note: {self.host} is no address of this machine, which has --node-rank 0", file=sys.stderr)
-        try:
-            self.server = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
-        except RuntimeError as error:
-            if self.number is None:  # another launcher of this job runs on this machine, too
-                return
-            raise UserError(
-                f"--rdzv-endpoint {self.address}: port {self.port} of this machine is taken, by another job or"
-                " by another machine's launcher with --node-rank 0"
-            ) from error
-        self.port = self.server.port
+        bound, self.port = listener.getsockname()[:2]
+        wildcard = ipaddress.ip_address(bound).is_unspecified
+        self.near = LOOPBACK if wildcard else bound
+        # torch binds no address of its own choice: it gets a socket that listens, and closes it in the end.
+        self.server = dist.TCPStore(
+            self.near, self.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
-    def _is_here(self) -> bool:
-        """Whether the endpoint is an address of this machine: no other address can be bound."""
+    def _listener(self, addresses: list[str]) -> socket.socket | None:
+        """A socket that listens at the endpoint; None where another machine, or a launcher beside, serves the store."""
+        named = self.host != "localhost" and not _is_address(self.host)
+        here = [address for address in addresses if not (named and ipaddress.ip_address(address).is_loopback)]
+        why = ""  # not at one address: only other machines know what the name of this one stands for there
+        if len(here) < len(addresses):
+            why = f"{self.host} stands for a loopback here"
+        elif self.number == 0:
+            why = f"{self.host} is no address of this one"
+        taken: OSError | None = None
+        for address in (*here, EVERYWHERE) if why else here:
+            try:
+                listener = self._bind(address)
+            except OSError as error:
+                taken = error if error.errno == errno.EADDRINUSE else taken
+                continue
+            if address == EVERYWHERE:
+                print(f"note: the store listens on all addresses of this machine: {why}", file=sys.stderr)
+            return listener
+        if self.number is None:
+            return None
+        raise UserError(
+            f"--rdzv-endpoint {self.address}: port {self.port} of this machine is taken, by another job or"
+            " by another machine's launcher with --node-rank 0"
+        ) from taken
+
+    def _addresses(self) -> list[str]:
+        """What the host of the endpoint stands for on this machine."""
         try:
             found = socket.getaddrinfo(self.host, 0, type=socket.SOCK_STREAM)
         except OSError as error:
             raise UserError(f"--rdzv-endpoint {self.address}: {self.host!r} has no address: {error}") from error
-        for family, kind, _, _, address in found:
-            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind(address)
-                return True
-        return False
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+    def _bind(self, address: str) -> socket.socket:
+        if address == EVERYWHERE and socket.has_dualstack_ipv6():
+            return socket.create_server(("", self.port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, self.port), family=family, backlog=BACKLOG)
 
     def _connect(self) -> dist.TCPStore:
-        """Wait until the store answers. The attempts are made in Python, because torch's ignore a Ctrl-C.
-
-        The machine that serves the store uses the loopback, which stays when the network goes.
-        """
-        deadline = time.monotonic() + self.timeout_seconds
-        host = "127.0.0.1" if self.server is not None else self.host
+        """Wait until the store answers. The attempts are made in Python, because torch's ignore a Ctrl-C."""
+        deadline, host = time.monotonic() + self.timeout_seconds, self.near
         while True:
             try:
                 socket.create_connection((host, self.port), timeout=PATIENCE).close()
@@ -119,18 +145,28 @@ class Endpoint:
         return stores[0]
 
 
-def interface_towards(host: str) -> str | None:
-    """The interface that leads to `host`, or that has its address; None where only a loopback does, or for IPv6.
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
-    Gloo takes the address that this machine's own name stands for, which on many systems is a loopback's.
+
+def gloo_interface(host: str, alone: bool) -> str | None:
+    """The interface that gloo listens on: the loopback of a machine that is alone, else the one that leads to `host`.
+
+    By itself gloo takes the address that this machine's own name stands for: on many systems a loopback's, which other
+    machines do not reach, on others one that they reach though nobody has to. None where no interface is right, or for
+    IPv6.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
+        probe.connect((LOOPBACK if alone else host, 9))  # sends nothing
         address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == address and not address.startswith("127."):
+                if socket.inet_ntoa(answer[20:24]) == address and (alone or not address.startswith("127.")):
                     return name
     return None
 

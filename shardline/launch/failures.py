@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardline.errors import UserError
 from shardline.report import Report, report_of
+from shardline.words import printable
 
 # What a rank did, before the text of its report; where nothing stands here, the text says all.
 HAPPENED = {
@@ -58,7 +59,7 @@ def explain(error: RuntimeError) -> str | None:
 
 def in_a_line(cause: Report) -> str:
     """Describe a failure in a few words, for the line about a restart."""
-    what = cause.text.strip().partition("\n")[0]
+    what = printable(cause.text.strip()).partition("\n")[0]
     if cause.kind not in HAPPENED:
         return what
     return f"rank {cause.rank} on host {cause.host} {HAPPENED[cause.kind]} {what}"
@@ -70,7 +71,7 @@ def show(cause: Report, debug: bool = False) -> int:
         sys.stderr.write("\r\x1b[K\x1b[?25h")  # a bar may have been there: its line and the hidden cursor
     if cause.kind == "user":
         if debug:
-            print(f"{cause.who}:\n{cause.details.rstrip()}", file=sys.stderr)
+            print(printable(f"{cause.who}:\n{cause.details.rstrip()}"), file=sys.stderr)
         raise UserError(cause.text)
     if cause.kind in ("hang", "machine"):
         message = cause.text
@@ -80,5 +81,5 @@ def show(cause: Report, debug: bool = False) -> int:
         hint = " (out of memory?)" if cause.text == "SIGKILL" else ""
         output = f"\nits last output:\n{cause.details.rstrip()}" if cause.details else ""
         message = f"{cause.who} {HAPPENED[cause.kind]} {cause.text}{hint}{output}"
-    print(f"error: {message}", file=sys.stderr)
+    print(printable(f"error: {message}"), file=sys.stderr)
     return 1

@@ -9,15 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-from shardline.config.layout import Layout, check_experts
 from shardline.config.load import handed_over
 from shardline.config.names import LAUNCHER_VARIABLE
-from shardline.config.rules import checked_layout
 from shardline.config.schema import Config, leaves
 from shardline.errors import UserError
+from shardline.launch.preflight import check_data, check_start, fitting_layout
+from shardline.launch.secret import job_secret
+from shardline.run.downloads import downloaded
+from shardline.run.enforcer import enforced_stop
 from shardline.run.options import TrainOptions, node_range
 from shardline.run.signals import starting_job
-from shardline.run.stop import exit_code
+from shardline.run.stop import exit_code, why_not_saved
 
 BACKENDS = ("static", "c10d")
 NAME_SECONDS = 10.0  # where machines start together, the name of the first one may resolve a little later
@@ -29,7 +31,7 @@ def train(config: Config, options: TrainOptions) -> int:
     started = started_ranks()
     is_elastic = least < nodes or options.max_restarts > 0
     if started or not is_elastic:
-        _fitting_layout(config, started or nodes * options.nproc)
+        fitting_layout(config, started or nodes * options.nproc)
     else:  # the launcher later takes as many machines as fit
         reasons = [misfit(config, number * options.nproc) for number in range(least, nodes + 1)]
         if all(reasons):
@@ -39,6 +41,11 @@ def train(config: Config, options: TrainOptions) -> int:
     if is_elastic and not started and not config.checkpoint.enable:
         print("warning: checkpoint.enable is false: every restart begins at step 0", file=sys.stderr)
     starts = not started and (is_elastic or nodes * options.nproc > 1)
+    if starts:
+        check_start(config, options, alone=nodes == 1)
+    config = downloaded(config)
+    if starts:
+        check_data(config)
     if starts or started > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
     with starting_job(LAUNCHER_VARIABLE in os.environ):
@@ -47,24 +54,11 @@ def train(config: Config, options: TrainOptions) -> int:
 
 def misfit(config: Config, ranks: int) -> str:
     """Why the layout or the batch cannot be had with this number of ranks; "" where it can."""
-    from shardline.data.order import global_batch
-
     try:
-        data_ranks = _fitting_layout(config, ranks).data_ranks
-        global_batch(config.training, data_ranks)
+        fitting_layout(config, ranks)
     except UserError as error:
         return str(error)
     return ""
-
-
-def _fitting_layout(config: Config, ranks: int) -> Layout:
-    """The layout of this many ranks, which can share the model's experts too."""
-    layout = checked_layout(config, ranks)
-    if layout.ep > 1:
-        from shardline.models.flavors import resolve
-
-        check_experts(resolve(config.model), layout)
-    return layout
 
 
 def started_ranks() -> int:
@@ -109,10 +103,12 @@ def _name_problem(host: str) -> str:
 
 
 def _run(config: Config, options: TrainOptions) -> int:
-    from shardline.training.trainer import Trainer
-
+    saving = 0 if why_not_saved(config) else config.checkpoint.save_timeout_seconds
     try:
-        result = Trainer(config, options).train()
+        with enforced_stop(config.comm.stop_timeout_seconds, saving, is_rank=started_ranks() > 0):
+            from shardline.training.trainer import Trainer  # after the fork of the enforcer
+
+            result = Trainer(config, options).train()
     except RuntimeError as error:
         if started_ranks() < 2 or LAUNCHER_VARIABLE in os.environ or options.debug:
             raise
@@ -133,6 +129,7 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
         _check_endpoint(options, nodes)
     if least < nodes and options.rdzv_backend != "c10d":
         raise UserError(f"--nnodes {options.nnodes}: machines that come and go need --rdzv-backend c10d")
+    secret = job_secret(options)
     from shardline.launch.agent import Launch, start_ranks
 
     return start_ranks(
@@ -140,6 +137,7 @@ def start(command: str, config: Config, options: TrainOptions) -> int:
             entry="shardline.cli.main:dispatch",
             words=(*command.split(), *options.words),
             options=options,
+            secret=secret,
             environment=handed_over(config),
             stop_timeout_seconds=config.comm.stop_timeout_seconds,
             preempted_exit_code=exit_code("SIGTERM", config),
@@ -200,7 +198,7 @@ def _note_idle(options: TrainOptions, nodes: int, is_rank: bool) -> None:
     if is_rank and (LAUNCHER_VARIABLE in os.environ or os.environ["RANK"] != "0"):
         return  # our own launcher gives its ranks its own command line, and has printed it
     if is_rank:
-        names, why = ["nproc", "nnodes", *names, "max_restarts"], "under another launcher"
+        names, why = ["nproc", "nnodes", *names, "rdzv_secret_file", "max_restarts"], "under another launcher"
     elif nodes > 1:
         names, why = ["node_rank"], "with --rdzv-backend c10d, where machines are numbered as they come"
         if options.rdzv_backend != "c10d":

@@ -7,18 +7,27 @@ in the only round of a job without restarts.
 from __future__ import annotations
 
 import contextlib
-import json
+import secrets
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
+from shardline.comm.store import SignedStore
 from shardline.launch import rounds
 from shardline.launch.endpoint import print_line
-from shardline.launch.rounds import End, JobHistory, Peer, Round, decode_peer, read_end, write_end
+from shardline.launch.rounds import (
+    End,
+    JobHistory,
+    LeaderRecord,
+    MachineRecord,
+    Peer,
+    Round,
+    decode_machine,
+    read_end,
+    write_end,
+)
 from shardline.report import Report, this_report
 from shardline.words import listed, numbered
 
@@ -31,12 +40,18 @@ LINGER = 3.0
 
 @dataclass
 class Leader:
-    """Decides who takes part. Runs in the thread of the launcher that serves the store."""
+    """Decides who takes part. Runs in the thread of the launcher that serves the store.
 
-    store: dist.Store
+    `job` takes its own record, `store` all that belongs to its session.
+    """
+
+    job: SignedStore
     own: Rendezvous
+    record: LeaderRecord = field(default_factory=lambda: LeaderRecord(secrets.token_hex(16)))
     peers: dict[int, Peer] = field(default_factory=dict)
-    seen: dict[int, tuple[str, float]] = field(default_factory=dict)  # index -> beat, and when it was first seen
+    records: dict[int, MachineRecord] = field(default_factory=dict)  # the last one of each peer
+    refused: dict[str, str] = field(default_factory=dict)  # token -> why
+    seen: dict[int, tuple[int, float]] = field(default_factory=dict)  # index -> beat, and when it was first seen
     came: dict[int, float] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)  # those of the gone that reported it
@@ -47,12 +62,26 @@ class Leader:
     since: float = field(default_factory=time.monotonic)  # when the wait for the next round began
     enough_since: float | None = None
 
-    def lead(self, index: int) -> None:
-        """Look at all machines once, and decide what there is to decide."""
-        self.index = index
+    def __post_init__(self) -> None:
+        self.store = self.own.session_store(self.job, self.record.session)
+        self.own_record: MachineRecord | None = None
+        self.sealed_round: tuple[str, str] | None = None  # its name in the store, and what stands there
+        self.write()
+
+    def write(self) -> None:
+        """Write what is decided, again where it stands already."""
+        if self.sealed_round is not None:
+            self.store.store.set(*self.sealed_round)
+        for token, why in self.refused.items():
+            self.store.write(f"refused/{token}", why)
+        self.job.write("leader", asdict(self.record))
+
+    def lead(self, mine: MachineRecord) -> None:
+        """Look at all machines once, and decide what there is to decide. `mine` is this machine's record."""
+        self.index, self.own_record = mine.peer.index, mine
         mismatch = self._meet_newcomers()
         alive = self.alive()
-        ready = {index: self._state(index) for index in alive}
+        ready = {index: self.records[index].ready for index in alive}
         waiting = [index for index in alive if self._is_waiting(index, ready[index])]
         if self.last is not None:
             self._watch_members(self.last, alive, waiting)
@@ -60,16 +89,15 @@ class Leader:
             self._look_for_more(waiting)
         else:
             self._gather(alive, waiting, ready, mismatch)
+        self.write()
 
     # ---- who is there ------------------------------------------------------------------------------------------------
 
     def _meet_newcomers(self) -> str:
         """Admit or refuse those who have come; returns how a new one that was started differently differs."""
         mismatch = ""
-        for index in range(self.store.add("count", 0)):
-            if index in self.peers or index in self.gone or not self.store.check([f"machine/{index}"]):
-                continue
-            peer = decode_peer(self.store.get(f"machine/{index}"))
+        for index, record in self._newcomers():
+            peer = record.peer
             for other in list(self.peers.values()):
                 if other.token == peer.token:  # it was cut off and came again
                     self.gone.add(other.index)
@@ -78,14 +106,25 @@ class Leader:
                 continue
             if refusal:
                 difference = self.own.terms.difference(peer.terms)
-                if difference and self._state(index).round == 0:  # not one that is left over from another job
+                if difference and record.ready.round == 0:  # not one that is left over from another job
                     mismatch = f"{difference} on {peer.host}"
-                self._refuse(index, refusal)
+                self._refuse(peer, refusal)
                 print_line(f"note: the launcher on host {peer.host} (pid {peer.pid}) is refused: {refusal}")
                 continue
-            self.peers[index] = peer
-            self.seen[index] = ("", time.monotonic())
+            self.peers[index], self.records[index] = peer, record
+            self.seen[index] = (-1, time.monotonic())
         return mismatch
+
+    def _newcomers(self) -> Iterator[tuple[int, MachineRecord]]:
+        """Launchers that are not decided on yet, by place. Places are taken in order: after a free one is nobody."""
+        index = 0
+        while True:
+            if index not in self.peers and index not in self.gone:
+                record = self.store.read(f"machine/{index}", decode_machine)
+                if record is None or record.peer.index != index:
+                    return
+                yield index, record
+            index += 1
 
     def _refusal(self, peer: Peer, since: float) -> str | None:
         """Why a newcomer must go, "" where it may stay, None where that is not known yet: its rival may be dead."""
@@ -105,9 +144,9 @@ class Leader:
             f" give each machine its own, 0 to {terms.most - 1}"
         )
 
-    def _refuse(self, index: int, why: str) -> None:
-        self.store.set(f"refused/{index}", why)
-        self.gone.add(index)
+    def _refuse(self, peer: Peer, why: str) -> None:
+        self.refused[peer.token] = why
+        self.gone.add(peer.index)
 
     def _present(self) -> Iterator[Peer]:
         now = time.monotonic()
@@ -123,19 +162,19 @@ class Leader:
             self.seen = {index: (beat, now) for index, (beat, _) in self.seen.items()}
         self.looked = now
         gives_up = self.own.terms.is_elastic or not self.under_way
-        for index, text in zip(asked, self.store.multi_get([f"beat/{index}" for index in asked]), strict=True):
-            beat = text.decode()
-            if beat == "left":
+        for index in asked:
+            is_own = self.own_record is not None and index == self.index  # whatever a stranger has written there
+            record = self.own_record if is_own else self.store.read(f"machine/{index}", decode_machine)
+            if record is not None and record.peer.token != self.peers[index].token:
+                self.refused[record.peer.token] = "its place in the store was taken by another machine: start it again"
+            elif record is not None and record.beat > self.seen[index][0]:  # an older one is a stranger's copy
+                self.records[index], self.seen[index] = record, (record.beat, now)
+            if self.records[index].left:
                 self.gone.add(index)
                 self.left.add(index)
-            elif beat != self.seen[index][0]:
-                self.seen[index] = (beat, now)
             elif gives_up and now - self.seen[index][1] > self.own.lost_seconds:
                 self.gone.add(index)
         return [index for index in asked if index not in self.gone]
-
-    def _state(self, index: int) -> JobHistory:
-        return JobHistory(**json.loads(self.store.get(f"ready/{index}")))
 
     def _is_waiting(self, index: int, state: JobHistory) -> bool:
         """Whether a machine waits for the next round; those of the last one may still be in it."""
@@ -152,7 +191,9 @@ class Leader:
         end = read_end(self.store, current.number)
         if end is not None:  # who leaves now has read it
             lost = [peer for peer in lost if peer.index not in self.left]
-        done = self.store.add(f"done/{current.number}", 0) >= len(current.peers)
+        done = all(self.records[peer.index].done >= current.number for peer in current.peers)
+        if done:
+            self.record = replace(self.record, done=current.number)
         if lost and pending and not done and (end is None or not end.is_failure):
             silent = time.monotonic() - self.seen[lost[0].index][1]
             why = "ended" if lost[0].index in self.left else f"is lost: no sign of life for {silent:.0f} s"
@@ -170,9 +211,9 @@ class Leader:
         larger = self._choose([*members, *waiting])
         new = [self.peers[index].host for index in larger if index not in members]
         if len(larger) <= len(members):
-            self.store.set("waits", "a place: the job runs with as many machines as it can use")
+            self._wait_for("a place: the job runs with as many machines as it can use")
         elif not self.own.may_regroup():
-            self.store.set("waits", "the running ranks: they can stop after their first step, with checkpoint.enable")
+            self._wait_for("the running ranks: they can stop after their first step, with checkpoint.enable")
         else:
             text = f"host {listed(new)} {'join' if len(new) > 1 else 'joins'}"
             write_end(self.store, self.last.number, End(this_report("regroup", text)))
@@ -205,9 +246,11 @@ class Leader:
         if now - self.since > endpoint.timeout_seconds:
             why = why or f"waited {endpoint.timeout_seconds:g} s at {endpoint.address} for {what}"
         if everybody and not chosen and why:
-            for index in waiting:
-                self.store.set(f"refused/{index}", why)
-        self.store.set("waits", what)
+            self.refused |= {self.peers[index].token: why for index in waiting}
+        self._wait_for(what)
+
+    def _wait_for(self, what: str) -> None:
+        self.record = replace(self.record, waits=what)
 
     def _choose(self, indices: Sequence[int]) -> list[int]:
         """The machines of this list that fit the layout, in the order of their ranks; none if there are too few.
@@ -244,18 +287,21 @@ class Leader:
         number = max([ready[index].round for index in chosen] + ([self.last.number + 1] if self.last else []))
         state = replace(known, round=number, restarts=max(ready[index].restarts for index in chosen))
         self.last = Round(number, tuple(self.peers[index] for index in chosen), state)
-        self.store.set(f"round/{number}", json.dumps(asdict(self.last)))
-        self.store.set("latest", str(number))
+        name = f"round/{number}"
+        self.sealed_round = (name, self.store.sealed(name, asdict(self.last)))
+        self.record = replace(self.record, latest=number)
         self.under_way = True
         if not self.own.terms.is_elastic:
+            address, nodes = self.own.endpoint.address, self.own.terms.nodes
+            why = f"--rdzv-endpoint {address}: {nodes} machines are there already (--nnodes)"
             for index in set(waiting) - set(chosen):
-                address, nodes = self.own.endpoint.address, self.own.terms.nodes
-                self._refuse(index, f"--rdzv-endpoint {address}: {nodes} machines are there already (--nnodes)")
+                self._refuse(self.peers[index], why)
 
     def linger(self) -> None:
         """Stay until the others have gone, or for a few seconds: the store ends with this process."""
+        self.record = replace(self.record, over=True)
         with contextlib.suppress(RuntimeError):
-            self.store.set("over", "1")
+            self.write()
         deadline = time.monotonic() + LINGER
         while time.monotonic() < deadline and any(peer.index != self.index for peer in self._present()):
             time.sleep(rounds.PERIOD / 8)

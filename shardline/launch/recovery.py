@@ -11,6 +11,7 @@ from shardline.launch.endpoint import print_line
 from shardline.launch.failures import in_a_line
 from shardline.launch.rounds import Round
 from shardline.report import Report
+from shardline.storage.atomic import plain_file
 from shardline.words import counted
 
 LOG_FILE = Path("log") / "restarts.jsonl"
@@ -70,7 +71,7 @@ class Recovery:
         try:
             path = Path(folder) / LOG_FILE
             path.parent.mkdir(exist_ok=True)
-            with path.open("a") as file:
+            with open(path, "a", opener=plain_file) as file:
                 file.write(json.dumps(self.record(step)) + "\n")
         except OSError as error:
             print_line(f"note: {folder}/{LOG_FILE} is not written: {error.strerror}")

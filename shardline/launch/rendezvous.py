@@ -11,7 +11,7 @@ because a short break in the network need not end the job. Its ranks notice one 
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import secrets
 import socket
@@ -20,13 +20,28 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-import torch.distributed as dist
-
+from shardline.comm.store import SignedStore, derived_key
 from shardline.errors import UserError
 from shardline.launch import rounds
-from shardline.launch.endpoint import Endpoint
+from shardline.launch.endpoint import Endpoint, print_line
 from shardline.launch.leader import Leader
-from shardline.launch.rounds import End, JobHistory, Peer, Round, Terms, decode_round, read_end, write_end
+from shardline.launch.rounds import (
+    End,
+    JobHistory,
+    LeaderRecord,
+    MachineRecord,
+    Peer,
+    Round,
+    Terms,
+    decode_leader,
+    decode_machine,
+    decode_round,
+    read_end,
+    write_end,
+)
+
+SCOPE = "shardline/launchers"
+STRANGER_SECONDS = 10.0  # for the leader's signature to be right; a stranger may have written over it
 
 FENCE = 0.6  # of the time after which a silent machine is given up; its launcher ends its ranks by then
 
@@ -35,7 +50,7 @@ class Rendezvous:
     """Where a launcher waits for its rounds. `ranks` is how many it starts on this machine.
 
     `misfit(ranks)` returns why the layout cannot be had with so many ranks, `may_regroup()` whether the ranks of the
-    running round could stop without loss.
+    running round could stop without loss. `secret` signs what launchers write; an empty one is known to everybody.
     """
 
     def __init__(
@@ -46,7 +61,9 @@ class Rendezvous:
         lost_seconds: float,
         misfit: Callable[[int], str],
         may_regroup: Callable[[], bool],
+        secret: bytes = b"",
     ) -> None:
+        self._secret, self._met_stranger = secret, False
         self.endpoint, self.terms, self.ranks, self.lost_seconds = endpoint, terms, ranks, lost_seconds
         self.misfit, self.may_regroup = misfit, may_regroup
         self.state = JobHistory()
@@ -98,8 +115,29 @@ class Rendezvous:
         """Reach the store, which is another one where the machine that served it was started again."""
         if self.thread is not None:
             self.thread.close()
-        store = dist.PrefixStore("shardline/launchers", self.endpoint.open())
+        first = self.endpoint.server is None
+        store = SignedStore(self.endpoint.open(), SCOPE, derived_key(self._secret, "leader"), self._ignore)
+        if first and self.leads and not self._secret and self.terms.most > 1:
+            print_line(
+                f"note: this job has no secret: whoever reaches {self.endpoint.address} can stop or change it;"
+                " SHARDLINE_JOB_SECRET on every machine keeps others out"
+            )
         self.thread = StoreThread(store, self, Leader(store, self) if self.leads else None)
+
+    def _ignore(self, name: str) -> None:
+        if not self._met_stranger:
+            print_line(f"note: {name} in the store at {self.endpoint.address} was not written by this job: ignored")
+        self._met_stranger = True
+
+    def session_store(self, job: SignedStore, session: str) -> SignedStore:
+        """What belongs to one session of a leader."""
+        key = derived_key(self._secret, "session", session)
+        return SignedStore(job.base, f"{SCOPE}/{session}", key, job.on_stranger)
+
+    def rank_key(self) -> str:
+        """The key of what the ranks of this round write, in hexadecimal."""
+        assert self.round is not None
+        return derived_key(self._secret, "ranks", self._talking.session, self.round.number).hex()
 
     @property
     def _talking(self) -> StoreThread:
@@ -123,8 +161,8 @@ class Rendezvous:
 
     @property
     def store_address(self) -> tuple[str, int]:
-        """Host and port of the store for the ranks; those of a single machine need no network."""
-        return "127.0.0.1" if self.machines == 1 else self.endpoint.host, self.endpoint.port
+        """Host and port of the store for the ranks; those of a single machine need no name server."""
+        return self.endpoint.near if self.machines == 1 else self.endpoint.host, self.endpoint.port
 
     @property
     def end(self) -> End | None:
@@ -174,8 +212,8 @@ class Rendezvous:
 class StoreThread:
     """The thread of a launcher that talks to one store. The main thread reads and sets its attributes."""
 
-    def __init__(self, store: dist.Store, own: Rendezvous, leader: Leader | None) -> None:
-        self.store, self.leader = store, leader
+    def __init__(self, job: SignedStore, own: Rendezvous, leader: Leader | None) -> None:
+        self.job, self.own, self.leader = job, own, leader
         self.is_elastic, self.fence_seconds = own.terms.is_elastic, FENCE * own.lost_seconds
         self.ready = own.state
         self.outbox: End | None = None
@@ -186,9 +224,11 @@ class StoreThread:
         self.reached = time.monotonic()
         self.error: BaseException | None = None
         self.wake = threading.Event()  # there is something to report
-        self._reported_ready: JobHistory | None = None
-        self._reported_done = -1
+        self.session = ""
+        self.store = job  # that of the session, once that is known
+        self._done = -1
         self._beat = 0
+        self._unknown_since: float | None = None  # when what stands for the leader was first seen not to be the job's
         self._closed = threading.Event()
         self.index = -1
         self.me = Peer(-1, socket.gethostname(), os.getpid(), own.ranks, own.endpoint.number, own.terms, own.token)
@@ -236,61 +276,77 @@ class StoreThread:
             self.wake.wait(rounds.PERIOD)
 
     def _exchange(self) -> None:
+        decided = self._decisions()
+        if decided is None:
+            self.has_left = self.leaving
+            return
         if self.index < 0:
-            self._announce()
+            self._take_place()
+        if self.leaving and self.round is not None and self.outbox is not None:
+            self._exchange_ends(self.round)  # why it leaves was not sent yet
+        if self.finished and self.round is not None:
+            self._done = self.round.number
+        self._beat += 1
+        own = self._record()
+        self.store.write(f"machine/{self.index}", asdict(own))
         if self.leaving:
-            if self.round is not None and self.outbox is not None:
-                self._exchange_ends(self.round)  # why it leaves was not sent yet
-            self.store.set(f"beat/{self.index}", "left")
             self.has_left = True
             if self.leader is not None:
+                self.leader.own_record = own
                 self.leader.alive()
             return
-        self._beat += 1
-        self.store.set(f"beat/{self.index}", str(self._beat))
-        if self._reported_ready != self.ready:
-            ready = self.ready
-            self.store.set(f"ready/{self.index}", json.dumps(asdict(ready)))
-            self._reported_ready = ready
         if self.round is not None:
             self._exchange_ends(self.round)
         if self.leader is not None:
-            self.leader.lead(self.index)
-        self._read_decisions()
+            self.leader.lead(own)
+            decided = self.leader.record
+        self._follow(decided)
 
-    def _announce(self) -> None:
-        index = self.store.add("count", 1) - 1
-        self.store.set(f"beat/{index}", "0")
-        self.store.set(f"ready/{index}", json.dumps(asdict(self.ready)))
-        self.me = replace(self.me, index=index)
-        self.store.set(f"machine/{index}", json.dumps(asdict(self.me)))
-        self.index = index
+    def _decisions(self) -> LeaderRecord | None:
+        """What the leader has decided; None where that is not known, or was not written by this job."""
+        found = self.leader.record if self.leader is not None else self.job.read("leader", decode_leader)
+        if found is not None and self.session in ("", found.session):
+            if not self.session:
+                self.session = found.session
+                self.store = self.own.session_store(self.job, found.session)
+            self._unknown_since = None
+            return found
+        self._unknown_since = self._unknown_since or time.monotonic()
+        if self.job.met_stranger and self.index < 0 and time.monotonic() - self._unknown_since > STRANGER_SECONDS:
+            self.refusal = (
+                f"--rdzv-endpoint {self.own.endpoint.address}: the launcher there has another secret, or none: give all"
+                " machines the same SHARDLINE_JOB_SECRET or --rdzv-secret-file"
+            )
+        return None
+
+    def _record(self) -> MachineRecord:
+        return MachineRecord(self.me, self._beat, self.ready, self._done, self.leaving)
+
+    def _take_place(self) -> None:
+        """Announce this launcher in the first place that is free."""
+        for index in itertools.count():
+            self.me = replace(self.me, index=index)
+            if self.store.offer(f"machine/{index}", asdict(self._record()), decode_machine) is None:
+                self.index = index
+                return
 
     def _exchange_ends(self, current: Round) -> None:
-        reported = self.outbox
-        if reported is not None:
-            self.end = write_end(self.store, current.number, reported)
-            self.outbox = None if self.outbox is reported else self.outbox  # the main thread may wait for this
-        else:
-            self.end = read_end(self.store, current.number)
-        if self.finished and self._reported_done < current.number:
-            self.store.add(f"done/{current.number}", 1)
-            self._reported_done = current.number
-        if self._reported_done == current.number:
-            self.all_done = self.store.add(f"done/{current.number}", 0) >= len(current.peers)
+        """Read why the round has ended; what is known of it is written, again where it stands already."""
+        reported, number = self.outbox, current.number
+        known = reported or self.end
+        self.end = read_end(self.store, number) if known is None else write_end(self.store, number, known)
+        self.outbox = None if self.outbox is reported else self.outbox  # the main thread may wait for this
 
-    def _read_decisions(self) -> None:
-        if self.store.check([f"refused/{self.index}"]):
-            self.refusal = self.store.get(f"refused/{self.index}").decode()
-        self.is_over = self.store.check(["over"])
-        if self.store.check(["waits"]):
-            self.waits_for = self.store.get("waits").decode()
-        if not self.store.check(["latest"]):
-            return
-        number = int(self.store.get("latest"))
+    def _follow(self, decided: LeaderRecord) -> None:
+        """Do as the leader has decided."""
+        self.refusal = self.store.read(f"refused/{self.me.token}", str) or ""
+        self.is_over, self.waits_for = decided.over, decided.waits
+        if self.round is not None and decided.done == self.round.number:
+            self.all_done = True
+        number = decided.latest
         if number < self.ready.round or (self.round is not None and number <= self.round.number):
             return
-        found = decode_round(self.store.get(f"round/{number}"))
-        if any(peer.index == self.index for peer in found.peers):
+        found = self.store.read(f"round/{number}", decode_round)
+        if found is not None and any((peer.index, peer.token) == (self.index, self.me.token) for peer in found.peers):
             self.end, self.outbox, self.finished, self.all_done = None, None, False, False
             self.round = found

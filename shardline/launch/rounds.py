@@ -1,23 +1,24 @@
 """The rounds of a job, as they stand in the launchers' store. A round is one start of all ranks.
 
-count, machine/I      every launcher that has arrived, in the order of arrival
-beat/I                grows as long as that launcher lives and reaches the store; "left" once it has gone
-ready/I               the round that the launcher waits for, and what it knows of the job so far
-latest, round/N       written by the leader: the machines of round N, in the order of their ranks
+leader                who serves the store: its session, its last round, what it waits for, whether the job has ended
+machine/I             a launcher that has arrived, by place: beats, the round it waits for, what it knows of the job
+round/N               written by the leader: the machines of round N, in the order of their ranks
 end/N                 why round N ended, written by whoever knows first; a failure replaces any other reason
-done/N                how many machines have finished the round
-waits, refused/I      written by the leader: what it waits for; why that launcher has to go
-over                  written by the leader: the job has ended
+refused/TOKEN         written by the leader: why that launcher has to go
+
+All of it is signed with the job's secret: `leader` with a key of the job, the rest with one of the session, so that
+what was written for another job, or before the leader was started again, does not count. Every launcher writes its own
+record again in each period. So a name that a stranger has changed or deleted is right again a moment later, and there
+are no counters, which cannot be signed.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
 from pydantic import TypeAdapter
 
+from shardline.comm.store import SignedStore
 from shardline.report import Report
 
 PERIOD = 0.25  # seconds between looks at the store
@@ -77,6 +78,28 @@ class Peer:
 
 
 @dataclass(frozen=True)
+class MachineRecord:
+    """What a launcher writes in each period. `done` is the last round that its ranks have finished."""
+
+    peer: Peer
+    beat: int
+    ready: JobHistory
+    done: int = -1
+    left: bool = False
+
+
+@dataclass(frozen=True)
+class LeaderRecord:
+    """What the leader writes in each period. `done` is the last round that all machines have finished."""
+
+    session: str
+    latest: int = -1  # round
+    done: int = -1
+    waits: str = "the first machine"
+    over: bool = False
+
+
+@dataclass(frozen=True)
 class Round:
     number: int
     peers: tuple[Peer, ...]
@@ -103,25 +126,19 @@ class End:
         return self.report.kind not in NO_FAILURE
 
 
-decode_peer = TypeAdapter(Peer).validate_json
-decode_round = TypeAdapter(Round).validate_json
+decode_machine = TypeAdapter(MachineRecord).validate_python
+decode_leader = TypeAdapter(LeaderRecord).validate_python
+decode_round = TypeAdapter(Round).validate_python
+decode_end = TypeAdapter(End).validate_python
 
 
-def read_end(store: dist.Store, number: int) -> End | None:
-    if not store.check([f"end/{number}"]):
-        return None
-    return _end_of(store.get(f"end/{number}"))
+def read_end(store: SignedStore, number: int) -> End | None:
+    return store.read(f"end/{number}", decode_end)
 
 
-def write_end(store: dist.Store, number: int, end: End) -> End:
+def write_end(store: SignedStore, number: int, end: End) -> End:
     """Record why a round ended and return what counts: the first failure, or else the first reason."""
-    key, text = f"end/{number}", json.dumps(asdict(end))
-    held = store.compare_set(key, "", text)
-    if end.is_failure and not _end_of(held).is_failure:
-        held = store.compare_set(key, held.decode(), text)
-    return _end_of(held)
-
-
-def _end_of(text: bytes) -> End:
-    entry = json.loads(text)
-    return End(Report(**entry["report"]), entry["delay"])
+    standing = store.offer(
+        f"end/{number}", asdict(end), decode_end, yields=lambda held: end.is_failure and not held.is_failure
+    )
+    return end if standing is None else standing

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardline.config.architecture import Architecture, LatentAttention, MixtureOfExperts
-from shardline.models.adapted.low_rank import Adapted, LowRankSpec, Weight, adapt, joined, some_groups
+from shardline.models.adapted.low_rank import Adapted, LowRankSpec, Projection, Weight, adapt, joined, some_groups
 from shardline.models.attention import (
     AttentionMask,
     KVCache,
@@ -230,6 +230,9 @@ class CodedWeight(nn.Module):
             setattr(self, name, None if given is None else nn.Parameter(given, requires_grad=False))
 
 
+NO_MATRICES = LowRankSpec(0.0, (Projection("", 1, 1.0),))
+
+
 class Adaptable(nn.Module):
     """A module with a weight beside which matrices of low rank may be trained (`adapters`)."""
 
@@ -247,7 +250,7 @@ class Adaptable(nn.Module):
         if self.stored is not None:
             held = tuple(part(parameter) for parameter in self.stored.parameters())
             beside = None if self.bare else self.lora
-            return adapt(held, self.stored.kind, beside, self.low_rank or LowRankSpec(1.0, 0.0, (("", 1),)), part)
+            return adapt(held, self.stored.kind, beside, self.low_rank or NO_MATRICES, part)
         if self.lora is None or self.low_rank is None or self.bare:
             return part(self.weight)
         return adapt((part(self.weight),), "", self.lora, self.low_rank, part)

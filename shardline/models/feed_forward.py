@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardline.models.adapted.low_rank import Adapted, Weight, adapted_down
+from shardline.models.adapted.low_rank import (
+    Adapted,
+    Weight,
+    adapted_down,
+    joined,
+    low_rank_gradients,
+    merged_weight,
+    merges,
+)
 from shardline.models.products.cpu_product import multiply
 from shardline.models.products.linear import gradient_of, linear, weight_gradient
 from shardline.models.products.swiglu import swiglu, swiglu_gradient_op, swiglu_op
@@ -69,9 +77,13 @@ def feed_forward(
 ) -> Tensor:
     """down(silu(gate(x)) * up(x)), or another activation; where `gate_block` is 0, down(silu(up(x)))."""
     on_cpu = x.device.type == "cpu" and products.column is columns and gate_block > 0
-    plain = not isinstance(w.w13, Adapted) and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    if on_cpu and plain:
-        return products.row(_Gated.apply(x, w.w13, w.w13_bias, gate_block, activation), w.w2, w.w2_bias)
+    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    adapted = w.w13 if isinstance(w.w13, Adapted) else None
+    if on_cpu and eager and (adapted is None or (merges(x, adapted) and not adapted.has_magnitude)):
+        a, b = (None, None) if adapted is None else joined(adapted, x.dtype)
+        stored, kind = ((w.w13,), "") if adapted is None else (adapted.stored, adapted.kind)
+        middle = _Gated.apply(x, w.w13_bias, a, b, gate_block, activation, kind, *stored)
+        return products.row(middle, w.w2, w.w2_bias)
     return narrow(widen(x, w, products), w, gate_block, products, activation)
 
 
@@ -129,31 +141,49 @@ class _Down(torch.autograd.Function):
 class _Gated(torch.autograd.Function):
     """silu(gate(x)) * up(x) on a CPU, whose loops are slow over blocks: the weight's rows are put in two halves first.
 
-    That copy is small beside the product. Backward computes silu(gate) again; `activation` may be another one.
+    That copy is small beside the product. Backward computes silu(gate) again; `activation` may be another one. Beside a
+    frozen weight, which `kind` says how to read, A and B may be trained.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, block: int, activation: str) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        block: int,
+        activation: str,
+        kind: str,
+        *stored: Tensor,
+    ) -> Tensor:
         narrow_bias = None if bias is None else _halves(bias.to(x.dtype), block)
-        product = multiply(x, _halves(weight.to(x.dtype), block), narrow_bias)
-        ctx.save_for_backward(x, weight, product)
-        ctx.block, ctx.activation = block, activation
+        product = multiply(x, _halves(merged_weight(stored, kind, a, b, x.dtype), block), narrow_bias)
+        ctx.save_for_backward(x, product, a, b, *stored)
+        ctx.block, ctx.activation, ctx.kind = block, activation, kind
         gate, up = product.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, product = ctx.saved_tensors
+        x, product, a, b, *stored = ctx.saved_tensors
         gate, up = product.chunk(2, dim=-1)
         change = torch.empty_like(product)
         of_gate, of_up = change.chunk(2, dim=-1)
         torch.mul(gradient, ACTIVATIONS[ctx.activation](gate), out=of_up)
         _GRADIENTS[ctx.activation](gradient * up, gate, grad_input=of_gate)
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dx = multiply(change, _halves(weight.to(x.dtype), ctx.block).t()) if needs_x else None
-        compute = lambda: _blocks(weight_gradient(x, change, weight.dtype), ctx.block)  # noqa: E731
+        needs_x, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:4]
+        dx = None
+        if needs_x:
+            dx = multiply(change, _halves(merged_weight(stored, ctx.kind, a, b, x.dtype), ctx.block).t())
+        compute = lambda: _blocks(weight_gradient(x, change, stored[0].dtype), ctx.block)  # noqa: E731
         db = _blocks(change.flatten(0, -2).sum(0), ctx.block) if needs_bias else None
-        return dx, gradient_of(weight, needs_weight, compute), db, None, None
+        da = dmatrix = None
+        if needs_a or needs_b:
+            da, dmatrix = low_rank_gradients(change.flatten(0, -2), x.flatten(0, -2), a, _halves(b, ctx.block))
+            dmatrix = _blocks(dmatrix, ctx.block)
+        dw = gradient_of(stored[0], ctx.needs_input_grad[7], compute)
+        return dx, db, da, dmatrix, None, None, None, dw, *(None for _ in stored[1:])
 
 
 def _halves(rows: Tensor, block: int) -> Tensor:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardline import registry
 from shardline.config.architecture import Architecture, MixtureOfExperts, RopeScaling, build
-from shardline.config.names import NOT_BUILT
-from shardline.config.schema import Model
+from shardline.config.names import NOT_BUILT, is_built
+from shardline.config.schema import Config, Model
 from shardline.errors import ConfigError
-from shardline.models.huggingface.config import architecture_from_hf
+from shardline.hub import local_path, model_name, repo_of_snapshot
+from shardline.models.fused_weights import logical_shapes
+from shardline.models.huggingface.config import architecture_from_hf, read_config
+from shardline.words import listed
+
+SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "vocab_size")
 
 
 def _sized(dim: int, layers: int, heads: int, kv_heads: int, ffn_dim: int, **more: Any) -> Architecture:
@@ -379,7 +383,7 @@ def resolve(model: Model) -> Architecture:
     """The architecture that a config's model section names, with `model.overrides` applied."""
     if model.name == "auto":
         try:
-            return architecture_from_hf(Path(model.hf_assets_path), model.implementation, model.overrides)
+            return architecture_from_hf(Path(local_path(model.hf_assets_path)), model.implementation, model.overrides)
         except ConfigError as error:
             if str(error).startswith(("model.", "model:")):  # a key is named already
                 raise
@@ -390,15 +394,51 @@ def resolve(model: Model) -> Architecture:
     raise ConfigError(_unknown(model.name, model.flavor, known))
 
 
+def check_weights(config: Config, arch: Architecture) -> None:
+    """Refuse a Hugging Face folder whose weights are those of another model than the config names."""
+    section, model = config.checkpoint, config.model
+    own = model.name == "auto" and section.initial_load_path is None
+    if own or not (section.enable and section.initial_load_in_hf) or arch.foreign is not None:
+        return
+    folder = Path(local_path(section.initial_load_path or model.hf_assets_path))
+    if not (folder / "config.json").is_file():
+        return  # the weights may be there
+    kind = str(read_config(folder).get("model_type"))
+    found = architecture_from_hf(folder, "native") if is_built(kind) else None
+    differing = _differences(found, arch, bool(config.data.added_tokens or config.data.special_tokens))
+    if differing:
+        named = "model.name = 'auto'" if model.name == "auto" else f"{model.name} {model.flavor}"
+        raise ConfigError(
+            f"{'checkpoint.initial_load_path' if section.initial_load_path else 'model.hf_assets_path'}: {folder} holds"
+            f" another model, of type {kind!r}, than {named} ({differing}); take the folder's own model with"
+            f" model.name = 'auto' and model.hf_assets_path = {str(folder)!r}, or name another folder"
+        )
+
+
+def _differences(found: Architecture | None, arch: Architecture, adds_tokens: bool) -> str:
+    """In which sizes a folder's model and another one differ; which weights, where that is not a matter of size."""
+    if found is None:
+        return "a family that is not built here"
+    if adds_tokens:
+        found = found.model_copy(update={"vocab_size": arch.vocab_size})
+    theirs, ours = ({**logical_shapes(one), "output.weight": ()} for one in (found, arch))  # may be tied in files alone
+    if theirs == ours:
+        return ""
+    sizes = [name for name in SIZES if getattr(found, name) != getattr(arch, name)]
+    rows = [f"{name} {getattr(found, name)}, here {getattr(arch, name)}" for name in sizes]
+    return (
+        ", ".join(rows)
+        or f"weights: {listed([name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)], 3)}"
+    )
+
+
 def model_label(model: Model) -> str:
     """How logs name a model: by its flavor, or by the folder that it comes from."""
     if model.name != "auto":
         return f"{model.name} {model.flavor}"
-    path = Path(model.hf_assets_path)
-    of_hub = re.fullmatch(r"models--(.+)", path.parent.parent.name)  # models--OWNER--NAME/snapshots/REVISION
-    if of_hub and path.parent.name == "snapshots":
-        return of_hub[1].replace("--", "/")
-    return path.resolve().name if path.exists() else model.hf_assets_path
+    name, path = model_name(model.hf_assets_path), Path(model.hf_assets_path)
+    repo = name.repo if name else repo_of_snapshot(path)
+    return repo or (path.resolve().name if path.exists() else model.hf_assets_path)
 
 
 def _architecture(name: str, flavor: str, given: Any) -> Architecture:

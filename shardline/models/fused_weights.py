@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardline.config.architecture import Architecture, MixtureOfExperts
+
+if TYPE_CHECKING:  # the sizes of a model are known without torch
+    from torch import Tensor
 
 
 def gate_block(width: int) -> int:
@@ -45,6 +45,8 @@ def unfuse(arch: Architecture, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 def fuse(arch: Architecture, name: str, parts: Mapping[str, Tensor]) -> Tensor:
     """The parameter `name` from its logical tensors: the inverse of `unfuse`."""
+    import torch
+
     if _halves(name):
         return torch.stack([parts[half] for half in _halves(name)], dim=1)
     runs = fused_runs(arch, name)
@@ -75,6 +77,8 @@ class LogicalRows(NamedTuple):
 
 def logical_rows(arch: Architecture, name: str, size: int, held: slice) -> list[LogicalRows]:
     """Rows `held` of the parameter `name`, which has `size` rows, as rows of its logical tensors."""
+    import torch
+
     ends = torch.tensor([held.start, held.stop], device="cpu")
     found = []
     for part, order in unfuse(arch, name, torch.arange(size, device="cpu")).items():  # where each logical row is

@@ -35,7 +35,7 @@ class EarlyStep:
 
     `enabled` is False for all micro-batches but the last. Parameters in `late` have no hook: their gradients are
     complete only after backward, and `finish` uses them. `share` is the part of a local squared sum that counts in the
-    sum over all ranks: 1 / (ranks that hold the same shard).
+    sum over all ranks: 1 / (ranks that hold the same shard). `prepare` may change gradients before they are used.
     """
 
     def __init__(
@@ -43,9 +43,10 @@ class EarlyStep:
         optimizer: torch.optim.Optimizer,
         late: Iterable[nn.Parameter] = (),
         share: Callable[[nn.Parameter], float] = lambda parameter: 1.0,
+        prepare: Callable[[list[nn.Parameter]], None] = lambda parameters: None,
     ) -> None:
         self.enabled = True
-        self.optimizer = optimizer
+        self.optimizer, self._prepare = optimizer, prepare
         self._groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         self._order = {parameter: index for index, parameter in enumerate(self._groups)}
         self._shares = [share(parameter) for parameter in self._groups]
@@ -85,6 +86,7 @@ class EarlyStep:
     def _use(self, parameters: list[Any]) -> None:
         if not parameters or not (self._steps or self._measures):
             return
+        self._prepare(parameters)
         gradients = [local(parameter.grad) for parameter in parameters]
         if self._measures:
             for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardline.comm.collectives import sum_over_group
 from shardline.models.dtensor import local, local_slices
@@ -54,11 +55,21 @@ def fused_parts(model: nn.Module) -> dict[nn.Parameter, Tensor]:
 def whole_norms(tensors: Sequence[Tensor], parts: Sequence[Tensor | None] | None = None) -> Tensor:
     """L2 norms of whole tensors, sharded or not, float32: one per tensor, or one per part where `parts` has an entry.
 
-    Every rank of a DTensor's mesh calls this with the same list. All tensors whose mesh holds every rank share one
-    all-reduce; others take one per mesh dimension that shards any of them.
+    Every rank of a DTensor's mesh calls this with the same list.
     """
-    parts = parts or [None] * len(tensors)
-    sums = _local_squared_sums([local(tensor) for tensor in tensors], parts)
+    sums = whole_sums(
+        _local_squared_sums([local(tensor) for tensor in tensors], parts or [None] * len(tensors)), tensors
+    )
+    return torch.cat(sums).sqrt() if sums else torch.zeros(0)
+
+
+def whole_sums(sums: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Sums over whole tensors from those over what this rank holds of each; every one is a vector.
+
+    All tensors whose mesh holds every rank share one all-reduce; others take one per mesh dimension that shards any of
+    them.
+    """
+    sums = list(sums)
     sharded = [index for index, tensor in enumerate(tensors) if _copies(tensor) < _mesh_size(tensor)]
     ranks = dist.get_world_size() if sharded else 1
     everywhere = [index for index in sharded if _mesh_size(tensors[index]) == ranks]
@@ -73,7 +84,31 @@ def whole_norms(tensors: Sequence[Tensor], parts: Sequence[Tensor | None] | None
             if not all(copied):
                 scales = [1 / mesh.size(dimension) if is_copied else 1.0 for is_copied in copied]
                 _sum_over(mesh.get_group(dimension), mesh, sums, of_mesh, scales)
-    return torch.cat(sums).sqrt() if sums else torch.zeros(0)
+    return sums
+
+
+def sums_along(sums: Sequence[Tensor], tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
+    """Sums along one dimension of each whole tensor from those along what this rank holds of it.
+
+    Every mesh dimension that cuts some tensor along its dimension takes one all-reduce.
+    """
+    sums = list(sums)
+    for mesh in dict.fromkeys(_mesh(tensor) for tensor in tensors if isinstance(tensor, DTensor)):
+        for dimension in range(mesh.ndim):
+            chosen = [
+                index
+                for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True))
+                if isinstance(tensor, DTensor) and _mesh(tensor) == mesh and cuts(tensor, dimension, dim)
+            ]
+            if chosen and mesh.size(dimension) > 1:
+                _sum_over(mesh.get_group(dimension), mesh, sums, chosen, [1.0] * len(chosen))
+    return sums
+
+
+def cuts(tensor: DTensor, mesh_dimension: int, dim: int) -> bool:
+    """Whether a dimension of the mesh cuts the tensor along `dim`."""
+    placement: Any = tensor.placements[mesh_dimension]
+    return isinstance(placement, Shard | _StridedShard) and placement.dim % tensor.ndim == dim % tensor.ndim
 
 
 def _local_squared_sums(tensors: list[Tensor], parts: Sequence[Tensor | None]) -> list[Tensor]:
@@ -99,10 +134,10 @@ def _sum_over(
 ) -> None:
     """Replace the chosen sums by those over the group, in one collective; `scales` make copies count once."""
     scaled = torch._foreach_mul([sums[index] for index in chosen], scales)
-    flat = torch.cat(scaled).to(mesh.device_type)  # a process group takes tensors of its own device
-    flat = sum_over_group(flat, group).to(sums[chosen[0]].device)
-    for index, values in zip(chosen, flat.split([len(part) for part in scaled]), strict=True):
-        sums[index] = values
+    flat = torch.cat([part.flatten() for part in scaled])
+    flat = sum_over_group(flat.to(mesh.device_type), group).to(flat.device)  # a group takes tensors of its own device
+    for index, values in zip(chosen, flat.split([part.numel() for part in scaled]), strict=True):
+        sums[index] = values.view_as(sums[index])
 
 
 def _copies(tensor: Tensor) -> int:

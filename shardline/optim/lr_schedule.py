@@ -6,55 +6,101 @@
        |   /                \\__ min_lr_factor
        +--/------------------------> step
          warmup    stable    decay
+
+The first step already learns, and the last one still does: the curve's ends are a step before and a step after them.
+With `include_ends` they are the first and the last step, as in one-cycle schedules, whose momentum falls and rises
+again against the learning rate (`momentum_range`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from shardline.config.schema import Config
+from shardline.config.schema import Config, LRScheduler
 from shardline.errors import UserError
 
 log = logging.getLogger("shardline")
 
 # progress of the decay, from 0 to 1 -> share of the way from min_lr_factor to 1 that is left
-DECAYS = {
+DECAYS: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "rex": lambda progress: (1 - progress) / (0.1 + 0.9 * (1 - progress)),  # reflected exponential, arXiv 2107.04197
     "constant": lambda progress: 1.0,
 }
+# share of the warmup that is done -> share of the way to 1
+WARMUPS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: done,
+    "quadratic": lambda done: done**2,
+    "cosine": lambda done: (1 - math.cos(math.pi * done)) / 2,
+    "sqrt": lambda done: 1 - math.sqrt(1 - done),
+}
+INVERSE_SQRT_STEPS = 10_000  # timescale of a schedule without warmup
 
-WARMUPS = {"linear": 1, "quadratic": 2}  # shape -> power of the share of the warmup that is done
+
+def learning_rate(peak: float, step: int, config: Config, steps: int | None = None) -> float:
+    """The rate of the step after `step` finished ones, from its peak; Adafactor may have one of its own."""
+    section = config.optimizer
+    if section.name != "Adafactor" or not section.adafactor_relative_step:
+        return peak * lr_factor(step, config, steps)
+    return min(1e-6 * (step + 1) if section.adafactor_warmup_init else 1e-2, 1 / math.sqrt(step + 1))
 
 
 def lr_factor(step: int, config: Config, steps: int | None = None) -> float:
     """Share of `optimizer.lr` for the step after `step` finished ones (0 for the first).
 
     The schedule lasts `lr_scheduler.total_steps`, else `steps`, else `training.steps`; warmup and decay are cut to what
-    fits into it (`rules.notes` reports that). Its end, where the factor is min_lr_factor, is one step after the last:
-    the last step still learns something when that is 0.
+    fits into it (`rules.notes` reports that).
     """
+    height, lowest = _height(step, config.lr_scheduler, _length(config, steps))
+    return lowest + (1 - lowest) * height
+
+
+def momentum(step: int, config: Config, steps: int | None = None) -> float | None:
+    """What `momentum_range` makes of the momentum at a step: highest where the learning rate is lowest."""
     section = config.lr_scheduler
-    total = section.total_steps or steps or config.training.steps
+    if section.momentum_range is None:
+        return None
+    lowest, highest = section.momentum_range
+    height, _ = _height(step, section, _length(config, steps))
+    return highest - (highest - lowest) * height
+
+
+def _length(config: Config, steps: int | None) -> int:
+    return config.lr_scheduler.total_steps or steps or config.training.steps
+
+
+def _height(step: int, section: LRScheduler, total: int) -> tuple[float, float]:
+    """How high the curve is at a step, from 0 to 1, and the factor that its 0 stands for."""
     warmup = section.warmup(total)
-    end = total if section.decay_end_ratio is None else max(warmup, int(total * section.decay_end_ratio))
-    decay = end - warmup
-    if section.decay_ratio is not None:
-        decay = min(decay, round(total * section.decay_ratio))
     if step < warmup:
-        return float((step + 1) / warmup) ** WARMUPS[section.warmup_type]
-    decayed = step - (end - decay)
+        done = step / max(1, warmup - 1) if section.include_ends and warmup > 1 else (step + 1) / warmup
+        return WARMUPS[section.warmup_type](done), section.warmup_start_factor
+    end = total if section.decay_end_ratio is None else max(warmup, int(total * section.decay_end_ratio))
+    decay = min(end - warmup, section.decay(total, end - warmup))
+    decayed = step - (end - decay) + section.include_ends
     if decayed <= 0 or decay == 0:
-        return 1.0
-    left = DECAYS[section.decay_type](min(1.0, decayed / decay))
-    return section.min_lr_factor + (1 - section.min_lr_factor) * left
+        return 1.0, section.min_lr_factor
+    return _left(decayed, decay, warmup, section), section.min_lr_factor
+
+
+def _left(decayed: int, decay: int, warmup: int, section: LRScheduler) -> float:
+    """The height after `decayed` of `decay` steps."""
+    if section.decay_type == "inverse_sqrt":  # has no end
+        timescale = section.timescale or warmup or INVERSE_SQRT_STEPS
+        return 1 / math.sqrt(1 + decayed / timescale)
+    progress = min(1.0, decayed / decay)
+    if progress < 1:  # every cycle begins at the top
+        progress = section.cycles * progress % 1
+    if section.decay_type == "polynomial":
+        return (1 - progress) ** section.decay_power
+    return DECAYS[section.decay_type](progress)
 
 
 def check_resumed(trainer: Mapping[str, Any], config: Config, peak: float, end: int, where: object) -> None:
@@ -85,6 +131,11 @@ def check_resumed(trainer: Mapping[str, Any], config: Config, peak: float, end: 
 RATIO = "lr_ratio"  # of a group of parameters: its learning rate over that of the run
 
 
-def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, momentum: float | None = None) -> None:
+    """Give every group its learning rate, and, where one is given, its momentum, which is Adam's beta1."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(RATIO, 1.0)
+        if momentum is not None and "betas" in group:
+            group["betas"] = (momentum, *group["betas"][1:])
+        elif momentum is not None:
+            group["momentum"] = momentum

@@ -22,6 +22,7 @@ from shardline.config.schema import Optimizer as Section
 from shardline.errors import ConfigError, UserError
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import is_low_rank
+from shardline.optim.adafactor import Adafactor, parts_of
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lamb import Lamb, Lars, fused_parts
 from shardline.optim.lion import Lion, Sgd
@@ -46,6 +47,16 @@ NARROW = {"bfloat16": torch.bfloat16, "int8": torch.int8}  # types of moments
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that `optimizer.name` names, built in or registered, over the parameters that are trained."""
+    optimizer = _build(config, model)
+    if config.lr_scheduler.momentum_range is not None:
+        for group in optimizer.param_groups:
+            if "betas" not in group and "momentum" not in group:
+                name = config.optimizer.name
+                raise ConfigError(f"lr_scheduler.momentum_range: {name} has neither momentum nor betas; leave it unset")
+    return optimizer
+
+
+def _build(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     section = config.optimizer
     groups = parameter_groups(section, model, section.decay_norms)
     if config.lora.enable and config.lora.lr_ratio != 1:
@@ -62,6 +73,8 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return _build_layerwise(section, model)
     if section.name == "Muon":
         return _build_muon(section, model)
+    if section.name == "Adafactor":
+        return _build_adafactor(section, model, groups)
     if section.name == "SGD":
         return Sgd(groups, {"lr": section.lr, "momentum": section.beta1})
     if section.name == "Lion":
@@ -127,6 +140,18 @@ def _build_layerwise(section: Section, model: nn.Module) -> Lamb | Lars:
         return Lamb(groups, options, parts)
     options = {"lr": section.lr, "momentum": section.beta1, "trust_coefficient": section.trust_coefficient}
     return Lars(groups, options, parts)
+
+
+def _build_adafactor(section: Section, model: nn.Module, groups: list[dict[str, Any]]) -> Adafactor:
+    options = {
+        "lr": section.lr,
+        "beta1": section.adafactor_momentum,
+        "decay_rate": section.adafactor_decay_rate,
+        "clip_threshold": section.adafactor_clip_threshold,
+        "eps": tuple(section.adafactor_eps),
+        "scale_parameter": section.adafactor_scale_parameter,
+    }
+    return Adafactor(groups, options, parts_of(model, plain_parameters(model)))
 
 
 def _build_muon(section: Section, model: nn.Module) -> Muon:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardline.errors import UserError
 from shardline.models.dtensor import local
 from shardline.models.state import misfits
+from shardline.optim.adafactor import COLUMNS, ROWS, Adafactor
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.int8_moments import SCALES
 from shardline.optim.lamb import Lamb, Lars
@@ -90,9 +91,15 @@ def _is_scales(key: str, optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_rows_of(kind: str, state: Tensor, parameter: Tensor) -> bool:
-    """Whether state is sharded and fused as its parameter is: it has the same shape, or the scales of its rows."""
-    scales = kind.endswith(SCALES) and parameter.ndim > 1 and state.shape[:-1] == parameter.shape[:-1]
-    return state.shape == parameter.shape or scales
+    """Whether state is sharded and fused as its parameter is: it has the same shape, or numbers of its rows."""
+    of_rows = (kind.endswith(SCALES) or kind == ROWS) and parameter.ndim > 1
+    return state.shape == parameter.shape or (of_rows and state.shape[:-1] == parameter.shape[:-1])
+
+
+def has_columns_of(kind: str, state: Tensor, parameter: Tensor) -> bool:
+    """Whether state has one row for each matrix of its parameter, or for each that is fused in it."""
+    alike = state.ndim == parameter.ndim > 1 and state.shape[:-2] == parameter.shape[:-2]
+    return kind == COLUMNS and alike and state.shape[-1] == parameter.shape[-1]
 
 
 def _check_names(own: Mapping[str, Tensor], given: Collection[str], parameters: Mapping[str, Tensor]) -> None:
@@ -120,7 +127,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     state, options = optimizer.state[parameter], optimizer.defaults
     if state:
         return state
-    if isinstance(optimizer, GPUAdam | Lamb | Lars | Muon | NarrowAdam | OneMoment):
+    if isinstance(optimizer, Adafactor | GPUAdam | Lamb | Lars | Muon | NarrowAdam | OneMoment):
         state.update(optimizer.initial_state(parameter))
     elif type(optimizer) in BUILT_IN.values() and not options["amsgrad"]:
         on_device = options["fused"] or options["capturable"]

@@ -23,13 +23,13 @@ from shardline.adapters.lora import Adaptation, attach
 from shardline.adapters.peft_files import adaptation_of
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
-from shardline.config.layout import check_experts
+from shardline.config.layout import Layout, check_experts
 from shardline.config.schema import Config
 from shardline.data.order import global_batch
 from shardline.errors import ConfigError
 from shardline.memory.activation import apply_activation_checkpoint
 from shardline.memory.offload import Offload, offload_activations
-from shardline.models.decoder import Decoder
+from shardline.models.decoder import Adaptable, Decoder
 from shardline.models.experts.moe import RouterRun
 from shardline.parallel.compiled_graphs import Operations, noting
 from shardline.parallel.context.context import check_context_parallel, context_plan, describe
@@ -69,16 +69,30 @@ class Applied:
     graphs: list[Operations] | None = None  # that were compiled so far; None where nothing is to be
 
 
-def tensor_plan(config: Config, mesh: Mesh) -> TensorParallel | None:
+def tensor_plan(config: Config, layout: Layout) -> TensorParallel | None:
     section = config.parallelism
-    if mesh.layout.tp == 1:
+    if layout.tp == 1:
         return None
     return TensorParallel(
-        mesh.layout.tp,
+        layout.tp,
         section.enable_sequence_parallel,
         not section.disable_loss_parallel,
         section.enable_async_tensor_parallel,
     )
+
+
+def check_layout(config: Config, arch: Architecture, layout: Layout) -> None:
+    """Refuse a model that cannot be cut for this layout; the launcher does so before it starts ranks."""
+    check_experts(arch, layout)
+    plan = tensor_plan(config, layout)
+    if layout.cp > 1:
+        check_context_parallel(context_plan(config, layout.cp, 0), config, arch, layout.tp)
+    if plan is not None:
+        check_tensor_parallel(arch, plan.degree)
+        if layout.cp == 1:  # check_context_parallel has checked them too
+            check_rows(config, plan)
+    for _, batch, length in batch_shapes(config) if config.model.converters else ():
+        check_float8_rows(config, batch * length // layout.cp)
 
 
 def make_model(
@@ -106,8 +120,6 @@ def make_model(
         if config is not None:
             hold_quantized(model, config.lora, 1 if mesh is None else mesh.layout.tp)
         model.renew_blocks()
-    if config is not None and config.training.neftune_alpha is not None and arch.foreign is not None:
-        raise ConfigError("training.neftune_alpha: embeddings of a model that transformers computes take no noise")
     if how is None and config is not None and config.training.unfrozen_parameters:
         freeze_except(model, config.training.unfrozen_parameters)
     if mesh is None or config is None:
@@ -128,13 +140,11 @@ def router_run(config: Config, mesh: Mesh) -> RouterRun:
 
 def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> Applied:
     """Transform `model`, which has no memory yet, for this run's layout."""
-    done = Applied(tensor_plan(config, mesh))
+    check_layout(config, model.arch, mesh.layout)
+    done = Applied(tensor_plan(config, mesh.layout))
     if mesh.layout.cp > 1:
-        context = context_plan(config, mesh.layout.cp, mesh.coordinates["cp"])
-        check_context_parallel(context, config, model.arch, mesh.layout.tp)
-        model.context = context
-        log.info("%s", describe(context, config.training.seq_len))
-    check_experts(model.arch, mesh.layout)
+        model.context = context_plan(config, mesh.layout.cp, mesh.coordinates["cp"])
+        log.info("%s", describe(model.context, config.training.seq_len))
     if model.arch.moe is not None:
         sequence_parallel = done.tensor is not None and done.tensor.sequence_parallel
         narrow = config.parallelism.expert_parallel_dispatch_dtype == "float8"
@@ -143,9 +153,6 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
         if mesh.layout.ep > 1:
             log.info("%d experts over %d ranks", model.arch.moe.n_experts, mesh.layout.ep)
     if done.tensor is not None:
-        check_tensor_parallel(model.arch, done.tensor.degree)
-        if model.context is None:  # check_context_parallel has checked them too
-            check_rows(config, done.tensor)
         apply_tensor_parallel(model, mesh, done.tensor)
         kind = "sequence parallel" if done.tensor.sequence_parallel else "without sequence parallel"
         log.info("tensor parallel over %d ranks, %s", done.tensor.degree, kind)
@@ -174,8 +181,6 @@ def _convert(model: Decoder, config: Config, done: Applied) -> None:
     """Let the blocks' products compute in float8, as model.converters says."""
     if not config.model.converters:
         return
-    for _, batch, length in batch_shapes(config):
-        check_float8_rows(config, batch * length // config.parallelism.context_parallel_degree)
     products = products_here if done.tensor is None else functools.partial(parallel_products, done.tensor)
     recipes = choose_recipes(model, config)
     for block, of in recipes.items():
@@ -188,14 +193,30 @@ def _convert(model: Decoder, config: Config, done: Applied) -> None:
     done.float8_modules = converted_modules(model, recipes)
 
 
-def _compile_blocks(model: Decoder, backend: str, graphs: list[Operations], rows_travel: bool) -> None:
-    """Compile each block's function, once for all blocks that share it."""
+def check_backend(backend: str) -> None:
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
         raise ConfigError(
             f"compile.backend: expected one of {', '.join(known)}, got {backend!r}{nearest(backend, known)}"
         )
+
+
+GRAPHS_OF_A_KIND = 4  # blocks of one shape: with and without gradients, and for another length
+
+
+def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What blocks share that one graph serves: LoRA's ranks and scales may differ between layers."""
+    specs = [inner.low_rank for inner in module.modules() if isinstance(inner, Adaptable)]
+    return (*specs, *((name, parameter.shape) for name, parameter in module.named_parameters()))
+
+
+def _compile_blocks(model: Decoder, backend: str, graphs: list[Operations], rows_travel: bool) -> None:
+    """Compile each block's function, once for all blocks that share it."""
+    check_backend(backend)
     torch._dynamo.reset()  # graphs of an earlier run in this process count against the limit of recompilations
+    limits: Any = torch._dynamo.config
+    kinds = {_kind(block.module) for block in model.blocks()}
+    limits.recompile_limit = max(limits.recompile_limit, GRAPHS_OF_A_KIND * len(kinds))
     compiler: Any = backend
     if rows_travel:
         from shardline.parallel.expert.compiled_order import compiler as of_transfers

@@ -7,13 +7,17 @@ import os
 import platform
 import re
 import resource
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from shardline.errors import UserError
+from shardline.models.dtensor import local
 from shardline.models.fused_weights import layer_sizes
+from shardline.words import sized
 
 if TYPE_CHECKING:
     from shardline.config.architecture import Architecture
@@ -96,6 +100,24 @@ def peak_by_name(name: str) -> float | None:
 def supports_bf16(device: torch.device) -> bool:
     """Whether bf16 runs in the hardware; a CPU always computes it right, if slowly."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has; of the host also those that it can swap."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return 1024 * sum(_kib(Path("/proc/meminfo"), name) or 0 for name in ("MemTotal", "SwapTotal"))
+
+
+def check_memory(weights: Iterable[Tensor], device: torch.device) -> None:
+    """Refuse a model whose weights alone do not fit: filling memory until the system ends the process takes long."""
+    held = [local(one.detach()) for one in weights]
+    needed, there = sum(one.numel() * one.element_size() for one in held), total_memory(device)
+    if 0 < there < needed:  # 0: not known
+        raise UserError(
+            f"the weights of this rank take {sized(needed)}, and the {device.type.upper()} has {sized(there)}: make the"
+            " model smaller (model.flavor, model.overrides), or cut it over more ranks ([parallelism])"
+        )
 
 
 def peak_memory_gib(device: torch.device) -> float:

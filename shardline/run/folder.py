@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.errors import UserError
+from shardline.json_text import parse_json
 from shardline.models.flavors import model_label
 from shardline.run.attempt import this_attempt
 from shardline.run.lock import Lock, take
@@ -31,7 +32,7 @@ from shardline.run.previous_run import (
     put_back,
     set_aside,
 )
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import read_plain, write_atomically
 from shardline.storage.progress import say
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def open_run_folder(
     if resume and overwrite:
         raise UserError("--resume and --overwrite contradict each other: give one of them")
     folder = RunFolder(_make_folder(config, resume), config.checkpoint.folder)
+    _refuse_planted_links(folder.path)
     attempt = this_attempt()
     folder.lock = _lock(folder.path, LOCK_PATIENCE if attempt.folder is not None else 0.0)
     try:
@@ -124,6 +126,37 @@ def open_run_folder(
         folder.close()
         raise
     return folder
+
+
+def check_folder(config: Config, *, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder that `open_run_folder` would refuse whatever its checkpoints are, without taking it."""
+    given = config.job.dump_folder
+    _check_resume(config, resume)
+    if overwrite or given is None or config.checkpoint.enable:
+        return
+    path = Path(given).expanduser()
+    for found in filter(is_result, own_files(config, path)):
+        raise _holds_a_run(config, path, found)
+
+
+def _check_resume(config: Config, resume: bool) -> None:
+    """Refuse --resume where there is nothing to resume, or nothing would be read."""
+    given = config.job.dump_folder
+    if resume and given is None:
+        raise UserError("--resume needs the folder of the run to continue: give --job.dump_folder FOLDER")
+    if resume and config.checkpoint.mirror is None and not Path(str(given)).expanduser().exists():
+        raise UserError(f"--resume: there is no folder {Path(str(given)).expanduser()}")  # a mirror would fill it
+    if resume and not config.checkpoint.enable:
+        raise UserError("--resume needs checkpoints: add --checkpoint.enable")
+
+
+def _holds_a_run(config: Config, path: Path, found: Path) -> UserError:
+    has_no = "it has no good checkpoint to resume from"
+    why = has_no if config.checkpoint.enable else "checkpoint.enable is false, so it cannot be resumed"
+    return UserError(
+        f"{path} already holds a run ({found.name}) and {why}:"
+        " --overwrite moves that run aside, --job.dump_folder names another folder"
+    )
 
 
 def _decide(
@@ -143,8 +176,6 @@ def _decide(
         )
     outside = _checkpoints_outside(config, folder)
     found = [*filter(is_result, own_files(config, path)), *outside]
-    if resume and not config.checkpoint.enable:
-        raise UserError("--resume needs checkpoints: add --checkpoint.enable")
     if overwrite and outside:
         raise UserError(
             f"checkpoint.folder = {config.checkpoint.folder!r} lies outside the run folder and holds {outside[0].name}:"
@@ -165,12 +196,7 @@ def _decide(
             folder.again = True
             log.info("the run in %s ended before its first save and begins at step 0 again", path)
         else:
-            has_no = "it has no good checkpoint to resume from"
-            why = has_no if config.checkpoint.enable else "checkpoint.enable is false, so it cannot be resumed"
-            raise UserError(
-                f"{path} already holds a run ({found[0].name}) and {why}:"
-                " --overwrite moves that run aside, --job.dump_folder names another folder"
-            )
+            raise _holds_a_run(config, path, found[0])
 
 
 def _go_on(config: Config, folder: RunFolder, has_good_checkpoint: Callable[[Path], int | None]) -> None:
@@ -203,9 +229,9 @@ def _last_logged_step(metrics: Path) -> int:
     if not metrics.exists():
         return 0
     steps = [0]
-    for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_plain(metrics).splitlines():
         with contextlib.suppress(ValueError, TypeError, AttributeError):  # the last line may be torn
-            steps.append(int(json.loads(line).get("step", 0)))
+            steps.append(int(parse_json(line).get("step", 0)))
     return max(steps)
 
 
@@ -228,16 +254,23 @@ def _run_name(config: Config) -> str:
 
 def _make_folder(config: Config, resume: bool) -> Path:
     given = config.job.dump_folder
-    if resume and given is None:
-        raise UserError("--resume needs the folder of the run to continue: give --job.dump_folder FOLDER")
+    _check_resume(config, resume)
     path = Path("outputs" if given is None else given).expanduser()
-    if resume and config.checkpoint.mirror is None and not path.exists():  # a mirror would fill it
-        raise UserError(f"--resume: there is no folder {path}")
     try:
         path.mkdir(parents=True, exist_ok=True)
         return new_folder(path, _run_name(config)) if given is None else path
     except OSError as error:
         raise _unusable(path, error) from error
+
+
+def _refuse_planted_links(path: Path) -> None:
+    """Refuse links to elsewhere that another user has put into the folder; the user's own may lead to a larger disk."""
+    for child in os.scandir(path):
+        if child.is_symlink() and child.stat(follow_symlinks=False).st_uid not in (os.geteuid(), 0):
+            raise UserError(
+                f"{child.path} is a symbolic link of another user, through which a run does not write: remove it, or"
+                " give another --job.dump_folder"
+            )
 
 
 def _unusable(path: Path, error: OSError) -> UserError:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardline.errors import UserError
+from shardline.storage.atomic import plain_file
 
 log = logging.getLogger("shardline")
 
@@ -61,7 +62,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 def take(file: Path) -> Lock:
     """Hold `file`, or raise a UserError that names who does. OSError: it cannot be written."""
     file.parent.mkdir(exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = plain_file(str(file), os.O_RDWR | os.O_CREAT)
     try:
         _claim(file, descriptor)
         os.ftruncate(descriptor, 0)
@@ -142,11 +143,10 @@ def _beats(file: Path) -> bool:
 def _now(file: Path) -> int:
     """The file system's own time in ns, because machines' clocks differ."""
     probe = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}")
-    probe.touch()
-    try:
-        return probe.stat().st_mtime_ns
-    finally:
+    probe.unlink(missing_ok=True)
+    with open(probe, "x", opener=plain_file) as made:
         probe.unlink()
+        return os.fstat(made.fileno()).st_mtime_ns
 
 
 def _holder(descriptor: int, seconds: float = 0.0) -> str:

@@ -19,6 +19,7 @@ class TrainOptions:
     rdzv_id: str = "none"
     rdzv_backend: str = "static"
     rdzv_endpoint: str = ""
+    rdzv_secret_file: str = ""
     max_restarts: int = 0
     debug: bool = False  # show tracebacks of user errors
     words: tuple[str, ...] = field(default=(), compare=False)  # the command line, with which every rank is started

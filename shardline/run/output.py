@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from shardline.storage.atomic import plain_file
+
 OUTPUT_VARIABLE = "SHARDLINE_OUTPUT"  # file that takes what this rank prints; rank 0 prints to the console
 
 
@@ -18,7 +20,7 @@ def keep_output(folder: Path) -> None:
     kept = folder / f"rank-{os.environ['RANK']}.out.log"
     sys.stdout.flush()
     sys.stderr.flush()
-    with open(place, "rb") as before, open(kept, "ab") as after:
+    with open(place, "rb") as before, open(kept, "ab", opener=plain_file) as after:
         after.write(before.read())
         after.flush()
         os.dup2(after.fileno(), 1)

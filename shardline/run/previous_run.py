@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardline.config.schema import leaves
 from shardline.errors import UserError
-from shardline.storage.atomic import write_atomically
+from shardline.json_text import parse_json
+from shardline.storage.atomic import plain_file, read_plain, write_atomically
 
 if TYPE_CHECKING:
     from shardline.config.schema import Config
@@ -51,8 +52,10 @@ def own_files(config: Config, path: Path) -> Iterator[Path]:
     for section, key, default, names in FOLDERS:
         used = {default}
         if section:
-            used |= {getattr(getattr(config, section), key), str(previous.get(section, {}).get(key, default))}
-        patterns |= {(path / name, names) for name in used if is_inside(path / name, path)}
+            table = previous.get(section)
+            named = table.get(key, default) if isinstance(table, dict) else default
+            used |= {getattr(getattr(config, section), key), str(named)}
+        patterns |= {(path / name, names) for name in used if "\0" not in name and is_inside(path / name, path)}
     for folder, names in sorted(patterns):
         for name in names:
             yield from sorted(folder.glob(name))
@@ -71,7 +74,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 def is_our_config(path: Path) -> bool:
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8", errors="replace", opener=plain_file) as file:
             return file.readline().rstrip("\n") == CONFIG_HEADER
     except OSError:
         return False
@@ -82,8 +85,8 @@ def previous_config(path: Path) -> dict[str, Any]:
     if not is_our_config(path / "config.toml"):
         return {}
     try:
-        return tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return tomllib.loads(read_plain(path / "config.toml"))
+    except (OSError, ValueError, RecursionError):  # not TOML, or nested deeply
         return {}
 
 
@@ -127,10 +130,20 @@ def pending(path: Path) -> list[Path]:
     return [mark.parent for mark in sorted(path.glob(f"replaced-*/{PENDING}"))]
 
 
+def _names(file: Path) -> list[str]:
+    """The list of names that a file holds, none of which leads out of its folder."""
+    names = parse_json(read_plain(file))
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file.name} is no list of names")
+    if outside := [name for name in names if {"", ".."} & set(name.split("/"))]:
+        raise ValueError(f"{file.name} names {outside[0]!r}")
+    return names
+
+
 def put_back(aside: Path) -> None:
     """Give a run its folder back; what a start that made no step has written gives way to it."""
     try:
-        for name in json.loads((aside / PENDING).read_text(encoding="utf-8")):
+        for name in _names(aside / PENDING):
             now, before = aside / name, aside.parent / name
             if os.path.lexists(now):  # not yet moved back, or never moved, by a start that was killed
                 before.parent.mkdir(parents=True, exist_ok=True)
@@ -138,8 +151,9 @@ def put_back(aside: Path) -> None:
                     shutil.rmtree(before)
                 now.replace(before)
         (aside / PENDING).unlink()
-    except OSError as error:
-        raise UserError(f"the run in {aside} cannot be moved back: {error.strerror}; move it yourself") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"the run in {aside} cannot be moved back: {reason}; move it yourself") from error
     for place, _, _ in os.walk(aside, topdown=False):
         with contextlib.suppress(OSError):  # something of the user's is in it
             os.rmdir(place)

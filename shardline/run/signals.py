@@ -1,6 +1,6 @@
 """Signals of a run: those that stop it or ask for a save become requests (stop.py), at any moment of its life.
 
-SIGHUP is treated as SIGTERM; where it was ignored, as under nohup, it stays so.
+SIGHUP is treated as SIGTERM, under its own name; where it was ignored, as under nohup, it stays so.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def counts_as(number: int) -> signal.Signals:
-    """The signal that a signal is treated as."""
+    """The signal whose exit code stands for a signal."""
     return signal.Signals(signal.SIGTERM if number == signal.SIGHUP else number)
 
 
@@ -82,7 +82,7 @@ def listening(requests: Requests) -> Iterator[Requests]:
                 _end_at_once(requests.final_code)
             if requests.is_stopping:
                 raise KeyboardInterrupt(number)
-            requests.stop = counts_as(number).name
+            requests.stop = signal.Signals(number).name
             text = "%s: stopping after this step (again: at once)"
         # From a thread: the signal may have come in the middle of a print, and one inside another repeats its text.
         _thread.start_new_thread(log.info, (text, signal.Signals(number).name))

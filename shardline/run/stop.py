@@ -33,7 +33,7 @@ from shardline.run.signals import STARTED_VARIABLE
 log = logging.getLogger("shardline")
 
 TIME_LIMIT = "time limit"
-STOPS = ("SIGINT", "SIGTERM", TIME_LIMIT)  # reasons to stop; of several the first one here counts
+STOPS = ("SIGINT", "SIGTERM", "SIGHUP", TIME_LIMIT)  # reasons to stop; of several the first one here counts
 STEPS_REMEMBERED = 100
 SCONTROL_SECONDS = 10
 

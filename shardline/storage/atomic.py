@@ -1,12 +1,63 @@
-"""Files that are replaced whole: a reader or a crash sees the old content or the new one, never a part."""
+"""Files that are replaced whole, so that a reader or a crash never sees a part, and files that are what they seem.
+
+Others may be able to write into a run's folder. What a run opens for writing is therefore never a symbolic link, and
+neither reading nor writing waits for the other end of a FIFO.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
 
 from shardline.errors import UserError
+
+OTHERS_WRITE = 0o022  # the bits that no file of a run has
+
+
+def forbid_others_to_write() -> int:
+    """Leave group and others no right to write to files of this process from now on; returns the umask before."""
+    before = os.umask(OTHERS_WRITE)
+    os.umask(before | OTHERS_WRITE)
+    return before
+
+
+def plain_file(path: str, flags: int) -> int:
+    """The `opener` of `open` for a run's files: an OSError for all but regular files, and for links that are written.
+
+    A link that is read is followed: what it leads to may be a file on another disk.
+    """
+    name, writes = os.path.basename(path), bool(flags & (os.O_WRONLY | os.O_RDWR))
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0), 0o644)
+    except OSError as error:
+        if writes and error.errno == errno.ELOOP:
+            raise OSError(error.errno, f"{name} is a symbolic link, through which a run does not write") from error
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+            raise _not_a_file(name) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_a_file(name)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def _not_a_file(name: str) -> OSError:
+    return OSError(errno.EINVAL, f"{name} is a FIFO, a device or a folder, not a file")
+
+
+def read_plain(path: Path) -> str:
+    """The text of a run's file; a `UserError` for one that is no file, other errors are left to the caller."""
+    try:
+        with open(path, encoding="utf-8", errors="replace", opener=plain_file) as file:
+            return file.read()
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        raise
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -14,7 +65,8 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        temporary.unlink(missing_ok=True)  # left by a crash, or planted
+        with open(temporary, "x", encoding="utf-8", opener=plain_file) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardline.errors import UserError
+from shardline.storage.atomic import plain_file
 from shardline.storage.location import Location
 
 BLOCK_BYTES = 4 << 20
@@ -48,7 +49,8 @@ class BlockWriter:
     """Writes a new file and computes its checksums, those of whole blocks in threads while the file is written."""
 
     def __init__(self, path: Path, block_bytes: int | None = None) -> None:
-        self.file, self.block_bytes, self.size = path.open("wb"), block_bytes or BLOCK_BYTES, 0
+        self.file = open(path, "wb", opener=plain_file)  # noqa: SIM115
+        self.block_bytes, self.size = block_bytes or BLOCK_BYTES, 0
         self._checksums: list[int] = []
         self._begun = 0  # the checksum of the last block so far
 

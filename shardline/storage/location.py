@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from shardline.errors import UserError
+from shardline.storage.atomic import plain_file
+from shardline.words import password_problem
 
 
 def is_url(text: str | Path) -> bool:
@@ -77,6 +79,8 @@ class Location:
         return changed.astimezone()
 
     def open(self, mode: str = "rb") -> BinaryIO:
+        if self.local is not None:
+            return cast(BinaryIO, open(self.path, mode, opener=plain_file))
         return cast(BinaryIO, self.fs.open(self.path, mode))
 
     def text(self) -> str:
@@ -102,11 +106,13 @@ class Location:
 
 
 def locate(where: str | Path) -> Location:
-    """Open a path or URL; a URL that no installed file system understands is a `UserError`."""
+    """Open a path or URL; one that holds a password, or that no installed file system understands, is refused."""
     from fsspec.core import url_to_fs
     from fsspec.implementations.local import LocalFileSystem
 
     text = str(where)
+    if problem := password_problem(text):
+        raise UserError(problem)
     if not is_url(text):
         return Location(LocalFileSystem(), str(Path(text).absolute()), text)
     try:

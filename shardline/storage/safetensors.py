@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from shardline.errors import UserError
+from shardline.json_text import parse_json
 from shardline.storage.blocks import BlockWriter
 from shardline.storage.crash_points import reach
 from shardline.words import listed
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("shardline")
-_TYPES = {  # the format's name -> torch's name, bytes of an element
+TYPES = {  # the format's name -> torch's name, bytes of an element
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "BF16": ("bfloat16", 2),
@@ -37,13 +38,13 @@ _TYPES = {  # the format's name -> torch's name, bytes of an element
     "I8": ("int8", 1),
     "BOOL": ("bool", 1),
 }
-_NAMES = {torch_name: name for name, (torch_name, _) in _TYPES.items()}
+_NAMES = {torch_name: name for name, (torch_name, _) in TYPES.items()}
 
 
 def torch_type(type_name: str) -> torch.dtype:
     import torch
 
-    found: torch.dtype = getattr(torch, _TYPES[type_name][0])
+    found: torch.dtype = getattr(torch, TYPES[type_name][0])
     return found
 
 
@@ -69,7 +70,7 @@ def read_header(read: Callable[[int, int], bytes | memoryview], size: int) -> di
     length = int.from_bytes(read(0, min(8, size)), "little")
     if not 2 <= length <= size - 8:
         raise ValueError(f"its header would have {length} bytes, the file has {size}")
-    rows = json.loads(bytes(read(8, 8 + length)))
+    rows = parse_json(bytes(read(8, 8 + length)))
     if not isinstance(rows, dict):
         raise ValueError("its header is no table of tensors")
     header: dict[str, HeaderRow] = {}
@@ -80,7 +81,9 @@ def read_header(read: Callable[[int, int], bytes | memoryview], size: int) -> di
         try:
             first, last = row["data_offsets"]
             header[name] = entry = HeaderRow(row["dtype"], tuple(row["shape"]), 8 + length + first)
-            wanted = entry.elements * _TYPES[entry.dtype][1] if entry.dtype in _TYPES else last - first
+            wanted = entry.elements * TYPES[entry.dtype][1] if entry.dtype in TYPES else last - first
+            if not all(type(number) is int and number >= 0 for number in (first, last, *entry.shape)):
+                raise ValueError
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"its header does not describe {name}") from error
         if not 0 <= first <= last <= size - 8 - length or wanted != last - first:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import logging
 import logging.handlers
 import os
@@ -21,6 +22,7 @@ from rich.text import Text
 
 from shardline.errors import UserError
 from shardline.run.folder import RunFolder
+from shardline.storage.atomic import plain_file
 from shardline.words import TableRows, fitted, table_lines, wrapped
 
 log = logging.getLogger("shardline")
@@ -74,6 +76,9 @@ class FileHandler(logging.FileHandler):
     """The log file. If it cannot be written, as on a full disk, the run goes on after one warning."""
 
     failed = False
+
+    def _open(self) -> io.TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=plain_file)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not self.failed:

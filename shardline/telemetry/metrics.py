@@ -7,20 +7,24 @@ import errno
 import json
 import logging
 import math
+import netrc
 import os
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
 
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.json_text import parse_json
 from shardline.run.device import flops_per_token, peak_flops
 from shardline.run.folder import RunFolder
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import plain_file, read_plain, write_atomically
 
 log = logging.getLogger("shardline")
 
@@ -143,7 +147,7 @@ class MetricsLog:
             if run_folder.resume or run_folder.again:
                 move_rows_after(run_folder, start_step)
             with _writing(self.path):
-                self.file = open(self.path, "ab", buffering=0)  # noqa: SIM115
+                self.file = open(self.path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
         self.sinks: list[Sink] = []
         if rank == 0 or config.metrics.save_for_all_ranks:
             if config.metrics.enable_tensorboard:
@@ -199,7 +203,7 @@ def read_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(line, row) of each complete line; an incomplete one, as a crash leaves it at the end, is logged and skipped."""
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row["step"], int):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
@@ -213,11 +217,11 @@ def move_rows_after(run_folder: RunFolder, step: int) -> None:
     path, moved_path = run_folder.metrics_path, run_folder.moved_metrics_path
     if not path.exists():
         return
-    rows = list(read_rows(path.read_text(encoding="utf-8", errors="replace")))
+    rows = list(read_rows(read_plain(path)))
     moved = [line for line, row in rows if row["step"] > step]
     if moved:
         # First the copy, durably, then the removal: a crash in between repeats rows and loses none.
-        with _writing(moved_path), moved_path.open("a", encoding="utf-8") as file:
+        with _writing(moved_path), open(moved_path, "a", encoding="utf-8", opener=plain_file) as file:
             file.writelines(moved)
             file.flush()
             os.fsync(file.fileno())
@@ -276,6 +280,34 @@ class TensorBoard:
         self.writer.close()
 
 
+def check_wandb(config: Config) -> None:
+    """Refuse W&B without a login, before data is read: it would ask for one, or fail, when the run is ready."""
+    if not config.metrics.enable_wandb:
+        return
+    try:
+        settings = import_module("wandb").setup().settings
+    except Exception as error:  # a package without settings starts, or says why not, when the run does
+        log.debug("settings of W&B: %s", error)
+        return
+    mode = config.metrics.wandb_mode or getattr(settings, "mode", None) or "online"
+    keys = [getattr(settings, name, None) for name in ("api_key", "identity_token_file")]
+    if mode in ("online", "shared", "run") and not any(keys) and not _has_netrc(getattr(settings, "base_url", "")):
+        raise UserError(
+            "metrics.enable_wandb: W&B has no login here: run `wandb login`, set WANDB_API_KEY, or write the run to"
+            " disk with metrics.wandb_mode = 'offline' (`wandb sync` sends it later)"
+        )
+
+
+def _has_netrc(url: str) -> bool:
+    """Whether a netrc file, which `wandb login` writes, has a password for a host."""
+    places = [os.environ.get("NETRC") or "~/.netrc", "~/_netrc"]
+    for place in places:
+        with contextlib.suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(os.path.expanduser(place)).authenticators(urlsplit(url).hostname or "api.wandb.ai"):
+                return True
+    return False
+
+
 class WandB:
     """One W&B run per run folder; a resumed run continues it. W&B reads its own WANDB_* variables too."""
 
@@ -287,7 +319,7 @@ class WandB:
                 "metrics.enable_wandb needs a package that is not installed: pip install 'shardline[wandb]'"
             ) from error
         id_path = run_folder.path / "log" / f"wandb-{rank}.txt"
-        earlier = id_path.read_text().strip() if (run_folder.resume or run_folder.again) and id_path.exists() else None
+        earlier = read_plain(id_path).strip() if (run_folder.resume or run_folder.again) and id_path.exists() else None
         section, known = config.metrics, os.environ.get
         name = section.wandb_name or known("WANDB_NAME") or known("WANDB_RUN_NAME") or run_folder.path.resolve().name
         every_rank = section.save_for_all_ranks
@@ -305,7 +337,11 @@ class WandB:
                 config=config.model_dump(mode="json"),
             )
         except Exception as error:
-            raise UserError(f"W&B did not start: {error} (WANDB_MODE=offline needs no account or network)") from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"metrics.enable_wandb: W&B did not start: {reason} (metrics.wandb_mode = 'offline' needs no account or"
+                " network)"
+            ) from error
         write_atomically(id_path, f"{self.run.id}\n")
         # Rows are ordered by our step: W&B's own counter cannot go back when a run resumes from an earlier one.
         self.run.define_metric("*", step_metric="step")

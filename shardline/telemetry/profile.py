@@ -114,6 +114,8 @@ class Profiler:
         table = folder / ("ops.txt" if self.rank == 0 else f"rank{self.rank}_ops.txt")
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for file in (path, table):  # torch would follow a link
+                file.unlink(missing_ok=True)
             trace.export_chrome_trace(str(path))
             add_spans(path, self.rank, self.since + 1, job.axes, job.spans.take("trace"))
             table.write_text(ops_table(list(trace.key_averages()), self.options.top_ops))
@@ -142,6 +144,7 @@ class Profiler:
         path = folder / f"rank{self.rank}_memory_snapshot.pickle"
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # torch would follow a link
             torch.cuda.memory._dump_snapshot(str(path))
             log.info("memory snapshot of step %d: %s", self.at, path)
         except (OSError, RuntimeError) as error:

@@ -4,7 +4,8 @@
                    |      serial            serial
 
 A step runs serially by its number alone, so a resumed run repeats it. A serial step also shows how long communication
-takes by itself, which is what hidden time is compared with from then on.
+takes by itself, which is what hidden time is compared with from then on. A run with the profiler compares nothing: its
+traces show the products as they run otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ SERIAL_PLACE = 2  # of the logged steps between two comparisons: the first ones 
 def runs_serially(config: Config, step: int) -> bool:
     """Whether a logged step of a run with async TP is one of those that are compared with."""
     section, freq = config.parallelism, config.parallelism.async_tensor_parallel_compare_freq
-    if not section.enable_async_tensor_parallel or section.async_tensor_parallel_backend == "serial" or freq == 0:
+    overlaps = section.enable_async_tensor_parallel and section.async_tensor_parallel_backend != "serial"
+    if not overlaps or freq == 0 or config.profiling.enable_profiling:
         return False
     place, rest = divmod(step, config.metrics.log_freq)
     return rest == 0 and place % freq == SERIAL_PLACE % freq

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardline.comm.collectives import Axis
 from shardline.comm.spans import Span
+from shardline.storage.atomic import plain_file
 
 log = logging.getLogger("shardline")
 # Where torch's file begins its list of events, which is never empty.
@@ -37,7 +38,8 @@ def add_spans(path: Path, rank: int, first_step: int, axes: Mapping[str, Axis], 
     header = json.dumps({"rank": rank, "first_step": first_step, "axes": known})
     events = "".join(f"{json.dumps(event)},\n" for event in span_events(spans, int(base[1]), ranks))
     part = path.with_name(f"{path.name}.tmp")
-    with part.open("w", encoding="utf-8") as file:
+    part.unlink(missing_ok=True)
+    with open(part, "x", encoding="utf-8", opener=plain_file) as file:
         file.write(f'{text[: found.start()]}"shardline": {header},\n{found[0]}\n{events}')
         file.write(text[found.end() :])
     os.replace(part, path)

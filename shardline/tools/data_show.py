@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +13,11 @@ import numpy as np
 
 from shardline.config.schema import Config
 from shardline.config.sources import SourceTable, source_tables
+from shardline.data.chunks import Chunk
 from shardline.data.formats.base import FormatOptions, Tokens
 from shardline.data.formats.choose import choose_format
 from shardline.data.records import record_source
-from shardline.data.tokenize_workers import RecordEncoder
+from shardline.data.tokenize_workers import CHUNK_MEMORY, RecordEncoder, encode_all, memory_limit
 from shardline.data.tokenizer import Tokenizer, choose_tokenizer
 from shardline.errors import UserError, blame
 from shardline.words import counted
@@ -47,7 +51,8 @@ def command(config: Config, file: str | None, *, samples: int, type: str | None)
     if not tables:
         raise UserError("the config has no data.sources: name a data file, or a config with sources")
     for place, table in enumerate(tables):
-        with blame(f"data.sources[{place}]") if file is None else blame(str(file)):
+        blamed = f"data.sources[{place}]" if file is None else str(file)
+        with blame(blamed), memory_limit(CHUNK_MEMORY):
             for line in show_source(config, table, tokenizer, samples, colour=sys.stdout.isatty()):
                 print(line)
     return 0
@@ -76,23 +81,35 @@ def show_source(
     encoder = RecordEncoder(tokenizer, kind, mark)
     lengths: list[int] = []
     trained = records = 0
-    more = False
-    for where, record in _records(table):
-        if more := records == COUNTED:
-            break
-        rows = encoder.rows(where, record)
+    found = _records(table)
+    for where, rows in _encoded(itertools.islice(found, COUNTED), encoder):
         if records < samples:
             yield from _sample(where, rows, tokenizer, colour)
         records += 1
         lengths += [len(row.ids) for row in rows]
         trained += sum(int(row.trained[1:].sum()) for row in rows)
-    name = f"{table.path}: {'the first ' if more else ''}"
+    name = f"{table.path}: {'the first ' if next(found, None) else ''}"
     yield from _counts(name, lengths, trained, records, config.training.seq_len)
 
 
 def _records(table: SourceTable) -> Iterator[tuple[str, Any]]:
     for chunk in record_source(table).chunks():
         yield from chunk.documents()
+
+
+def _encoded(records: Iterator[tuple[str, Any]], encoder: RecordEncoder) -> Iterator[tuple[str, list[Tokens]]]:
+    """The place and the rows of each record; another process tokenizes, which a tokenizer without limits may end."""
+    places: deque[str] = deque()
+
+    def chunks() -> Iterator[Chunk]:
+        for record in records:
+            places.append(record[0])
+            yield Chunk(functools.partial(list, [record]), 1)
+
+    for result in encode_all(chunks(), encoder, workers=1):
+        trained = result.trained if result.trained is not None else np.ones(len(result.tokens), bool)
+        parts = zip(np.split(result.tokens, result.ends), np.split(trained, result.ends), strict=True)
+        yield places.popleft(), [Tokens(*part) for part in itertools.islice(parts, len(result.ends))]
 
 
 def _sample(where: str, rows: list[Tokens], tokenizer: Tokenizer, colour: bool) -> Iterator[str]:

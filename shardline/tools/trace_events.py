@@ -88,7 +88,7 @@ def _load(path: Path) -> Any:
         raise UserError(f"{path}: there is no such file") from None
     except (OSError, EOFError) as error:  # a gzip file that is damaged, too
         raise UserError(f"{path}: cannot be read: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: damaged, or not JSON: {error}") from error
 
 

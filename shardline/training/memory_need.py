@@ -24,6 +24,7 @@ from shardline.data.order import global_batch
 from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import is_low_rank, layers_name
+from shardline.optim import adafactor
 from shardline.optim.int8_moments import int8_bytes
 from shardline.optim.matrices import is_block_matrix
 from shardline.parallel.tensor.tensor import batch_shapes
@@ -86,6 +87,8 @@ def state_bytes(config: Config, name: str, shard: Sequence[int], whole: Sequence
     section, elements, wide = config.optimizer, math.prod(shard), precision.storage
     if section.name == "Muon" and is_block_matrix(name, shard):
         return elements * wide.itemsize
+    if section.name == "Adafactor":
+        return adafactor.state_bytes(name, tuple(shard), section.adafactor_momentum > 0)
     if section.state_dtype == "int8" and wide != torch.bfloat16 and len(shard) > 1:
         return 2 * int8_bytes(shard, whole[-1])
     size = torch.bfloat16.itemsize if section.state_dtype == "bfloat16" else wide.itemsize

@@ -56,11 +56,12 @@ def reference_kind(config: Config, how: Adaptation | None) -> str | None:
     if config.training.objective != "dpo":
         return None
     asked = config.dpo.reference
-    if asked == "base" and how is not None and how.saved:  # an adapter that was given may have such modules
-        raise ConfigError(f"dpo.reference = 'base': {how.saved[0]} is trained whole, and changes; set it to 'copy'")
+    if asked == "base" and how is not None and how.changes_model:  # an adapter that was given may do so
+        what = how.saved[0] if how.saved else "each bias of lora.bias"
+        raise ConfigError(f"dpo.reference = 'base': {what} is trained whole, and changes; set it to 'copy'")
     if asked != "auto":
         return asked
-    return "copy" if how is None or how.saved else "base"
+    return "copy" if how is None or how.changes_model else "base"
 
 
 def pair_losses(policy: Tensor, reference: Tensor, tokens: Tensor, section: Dpo) -> Tensor:

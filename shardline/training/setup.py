@@ -37,17 +37,26 @@ from shardline.comm.mesh import (
 from shardline.comm.store import connect_store, gather_ranks, ranks_from_environment
 from shardline.config.architecture import Architecture
 from shardline.config.layout import check_experts, with_degrees
-from shardline.config.rules import checked_layout, expert_notes, notes, refuse_pending, schedule_notes
+from shardline.config.rules import (
+    check_architecture,
+    checked_layout,
+    expert_notes,
+    notes,
+    refuse_pending,
+    schedule_notes,
+    with_data_named,
+)
 from shardline.config.schema import Config, Job
 from shardline.config.write import to_toml
 from shardline.data.loader import Loader, build_loader, fitted, steps_for_epochs
 from shardline.data.order import global_batch
 from shardline.data.prepare import cache_folder
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
-from shardline.errors import ConfigError, blame
+from shardline.errors import blame
 from shardline.models.attention import check_attention
 from shardline.models.decoder import Decoder
-from shardline.models.flavors import resolve
+from shardline.models.flavors import check_weights, resolve
+from shardline.models.fused_weights import parameter_count
 from shardline.models.huggingface.foreign_notes import check_lengths, foreign_line, foreign_notes
 from shardline.models.products.narrow import keep_narrow
 from shardline.optim.gpu_adam import GPUAdam
@@ -63,17 +72,18 @@ from shardline.parallel.tensor import async_tp
 from shardline.precision.convert import check_device
 from shardline.precision.mixed import Precision, choose_precision
 from shardline.run import attempt
-from shardline.run.device import choose_device, device_identity, flops_per_token, supports_bf16
+from shardline.run.device import check_memory, choose_device, device_identity, flops_per_token, supports_bf16
+from shardline.run.downloads import downloaded
 from shardline.run.folder import RunFolder, open_run_folder
 from shardline.run.numa import prepare_rank
 from shardline.run.options import TrainOptions
 from shardline.run.output import keep_output
 from shardline.run.previous_run import changed_keys
 from shardline.run.stop import Requests
-from shardline.storage.atomic import write_atomically
+from shardline.storage.atomic import forbid_others_to_write, write_atomically
 from shardline.telemetry.engaged import StepObserver
 from shardline.telemetry.log import hold_log, log_table, passing_line, setup_logging
-from shardline.telemetry.metrics import Meter
+from shardline.telemetry.metrics import Meter, check_wandb
 from shardline.telemetry.telemetry import Telemetry
 from shardline.training.overview import overview, overview_notes, overview_warnings
 from shardline.training.pairs import Reference, reference_kind
@@ -92,6 +102,7 @@ class Setup:
         hold_log()
         self.config, self.options = attempt.continued(config, options)
         self.closing = closing
+        closing.callback(os.umask, forbid_others_to_write())
         self._check()
         self._join()
         self._keep_batch()
@@ -112,20 +123,21 @@ class Setup:
             log.info("%s", line)
         registry.import_custom(config.experimental.custom_import)
         refuse_pending(config)
+        self.config = config = downloaded(config)
+        arch = resolve(config.model)
+        check_architecture(config, arch)
+        check_weights(config, arch)
+        refuse_pending(with_data_named(config, parameter_count(arch)))
+        check_wandb(config)
         self.device = choose_device()
         self.layout = checked_layout(config, world_size())
         set_determinism(config, self.device)  # first: kernels are chosen by it
         self.tokenizer = choose_tokenizer(config)
-        self.arch = fitted(resolve(config.model), config, self.tokenizer)
+        self.arch = fitted(arch, config, self.tokenizer)
         check_experts(self.arch, self.layout)
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
         check_device(config, self.device, self.precision.compute)
-        if self.arch.moe is not None and self.precision.compute == torch.float16:
-            raise ConfigError(
-                "training.mixed_precision_param = 'float16': the losses that balance experts are not scaled; compute in"
-                " bfloat16 or float32"
-            )
         if self.arch.foreign is not None:
             check_lengths(self.arch, config)
             self.kernel = "transformers"
@@ -150,7 +162,7 @@ class Setup:
         """Keep the checkpoint's global batch on another number of ranks: accumulation adapts."""
         config, ranks = self.config, self.layout.data_ranks
         resume, overwrite = self.options.resume, self.options.overwrite
-        saved = None if overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config, resume))
+        saved = None if overwrite else self.mesh.from_rank_0(lambda: batch_to_keep(config, self.arch, resume))
         if saved is not None and saved.size != global_batch(config.training, ranks):
             self.config = keep_batch(config, saved, ranks, lambda other: plan_pipeline(other, self.arch, self.layout))
             checked_layout(self.config, self.mesh.world_size)
@@ -452,5 +464,7 @@ def build_model(
 def give_memory(model: Decoder, device: torch.device, config: Config | None) -> None:
     """Give the parameters memory, without values, where they are kept."""
     offloaded = config is not None and config.training.enable_cpu_offload
-    model.to_empty(device=torch.device("cpu") if offloaded else device)
+    place = torch.device("cpu") if offloaded else device
+    check_memory([*model.parameters(), *model.buffers()], place)
+    model.to_empty(device=place)
     model.train()

@@ -20,6 +20,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.noise import noise_keys
 from shardline.optim.clip import clip_, clipping_factor, nonfinite_parameters, shards, squared_norm
 from shardline.optim.early_step import EarlyStep, step_early
+from shardline.optim.frozen_rows import FrozenRows
 from shardline.optim.gpu_adam import GPUAdam
 from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.apply import Applied
@@ -33,7 +34,7 @@ from shardline.training.loss import Head
 from shardline.training.pairs import PairedModel, Reference
 from shardline.training.pipelined_step import PipelinedModel
 from shardline.training.whole_model import WholeModel
-from shardline.words import listed
+from shardline.words import counted, listed
 
 log = logging.getLogger("shardline")
 RequestNumbers = Callable[[], Sequence[float]]  # read as late as possible: a signal during the step still counts
@@ -89,10 +90,17 @@ class Stepper:
         self.float8_gather = Float8Gather(model, gathered, section.precompute_float8_dynamic_scale_for_fsdp)
         if gathered and mesh.size("fsdp") > 1:
             log.info("%d of %d weights in float8 are gathered in float8", len(self.float8_gather), len(gathered))
+        self.frozen_rows = FrozenRows(model, optimizer)
+        if self.frozen_rows.places:
+            tensors = counted(len(self.frozen_rows.places), "tensor")
+            log.info("%s trained in part (unfrozen_parameters): gradients and state have all rows", tensors)
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
-                optimizer, late=self.summed_over_tp, share=lambda parameter: shards(parameter) / mesh.world_size
+                optimizer,
+                late=self.summed_over_tp,
+                share=lambda parameter: shards(parameter) / mesh.world_size,
+                prepare=self.frozen_rows.clear,
             )
 
     def forward_backward(self, batches: list[Batch]) -> Tensor:
@@ -120,15 +128,23 @@ class Stepper:
         self.passes.finish()
         sum_replicated_gradients(self.summed_over_tp)
         self.passes.sum_tied()
+        self.frozen_rows.clear()
         return total
 
     def _with_noise(self, batch: Batch) -> Batch:
         """A batch whose embeddings get noise, which depends on its samples and their positions alone."""
         return replace(batch, noise=noise_keys(self.seed, batch.sample_ids, batch.tokens.shape[1]))
 
-    def step(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers = no_requests) -> StepResult:
-        """One optimizer step, unless its loss or gradients are not finite."""
-        set_lr(self.optimizer, lr)
+    def step(
+        self,
+        batches: list[Batch],
+        lr: float,
+        number: int,
+        requests: RequestNumbers = no_requests,
+        momentum: float | None = None,
+    ) -> StepResult:
+        """One optimizer step, unless its loss or gradients are not finite; `momentum` where the schedule has one."""
+        set_lr(self.optimizer, lr, momentum)
         if self.early is not None:
             result = self._step_early(self.early, batches, lr, number, requests)
         else:

@@ -16,8 +16,9 @@ from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.schema import Config
 from shardline.data.batch import Batch
 from shardline.errors import UserError
-from shardline.optim.lr_schedule import lr_factor
+from shardline.optim.lr_schedule import learning_rate, momentum
 from shardline.parallel.replica_check import check_replicas
+from shardline.run import enforcer
 from shardline.run.device import read
 from shardline.run.next_steps import after_end, resume_command
 from shardline.run.options import TrainOptions
@@ -85,6 +86,8 @@ class Trainer:
                         telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, result.more)
                         self._after_step(result)
                         request = self.validator.run_if_due(progress.step, result.request)
+                        if request.stop is not None:
+                            enforcer.reached_boundary()
                         self._stop_if_worse(self.validator.loss)
                         self.saver.save_if_due(progress, self.total_steps, request, self._saving)
                 self.saver.complete()
@@ -104,8 +107,9 @@ class Trainer:
     def train_step(self, batches: list[Batch], requests: RequestNumbers = no_requests) -> StepResult:
         """One optimizer step at the learning rate of its place in the schedule."""
         origin = self.progress.schedule_start
-        factor = lr_factor(self.progress.step - origin, self.config, self.total_steps - origin)
-        return self.stepper.step(batches, self.base_lr * factor, self.progress.step + 1, requests)
+        place = (self.progress.step - origin, self.config, self.total_steps - origin)
+        lr = learning_rate(self.base_lr, *place)
+        return self.stepper.step(batches, lr, self.progress.step + 1, requests, momentum(*place))
 
     def close(self) -> None:
         """Release the run's folder, stop data workers, leave the other ranks."""
@@ -116,7 +120,8 @@ class Trainer:
     def _has_steps(self) -> bool:
         """Whether there is anything to train; a seed checkpoint is all that its run makes."""
         if self.finished:
-            log.info("%s already finished at step %d; nothing to do", self.folder.path, self.progress.step)
+            longer = "" if self.config.training.epochs else f"; more training.steps than {self.total_steps} continue it"
+            log.info("%s already finished at step %d; nothing to do%s", self.folder.path, self.progress.step, longer)
         elif self.config.checkpoint.create_seed_checkpoint:
             self.saver.save(self.progress, wait=True)
             self.saver.complete()
@@ -172,7 +177,7 @@ class Trainer:
     def _saving(self) -> Iterator[None]:
         """Around a save: it is no training time, no reason for a time-out, and its length counts for the time limit."""
         waiting = watchdog.patiently("saving a checkpoint")
-        with self.telemetry.paused(), waiting, self.requests.saving():
+        with self.telemetry.paused(), waiting, self.requests.saving(), enforcer.saving():
             yield
 
     # ---- requests to stop or to save ---------------------------------------------------------------------------------

@@ -104,6 +104,22 @@ def test_other_data_and_optimizers_train(folder, text):
     assert len(trained(folder, text)) == 2
 
 
+def test_a_one_cycle_schedule_changes_rate_and_momentum(folder):
+    """Two steps of OneCycleLR with no warmup: half of the way down, and its end."""
+    written = trained(folder, FULL + "lr_scheduler: one_cycle\nwarmup_steps: 0\nmax_steps: 2\n")
+    end = 1 / 25e4
+    assert [row["lr"] for row in written] == pytest.approx([2e-5 * (1 + end) / 2, 2e-5 * end])
+    text = Path("run/config.toml").read_text()
+    assert "momentum_range = [0.85, 0.95]" in text
+
+
+def test_adafactor_trains_rows_of_fused_weights(folder):
+    text = FULL.replace("2e-5", "1e-2") + "optimizer: adafactor\nunfrozen_parameters: [.*0.self_attn.v_proj, .*norm]\n"
+    written = trained(folder, text, "--training.steps=6")
+    assert written[-1]["loss"] < written[0]["loss"]
+    assert "1 tensor trained in part" in Path("run/log/rank-0.log").read_text()
+
+
 def test_keys_of_older_guides_have_their_effect(folder):
     text = COMMON.replace("5.0", "50.0").replace("lr_scheduler: cosine", "lr_scheduler: rex")
     text += """
@@ -126,8 +142,9 @@ unfrozen_parameters: ["^model.layers.1.mlp.down_proj", "^lm_head.weight$"]
     ids=["lora", "qlora"],
 )
 def test_adapters_train_and_are_written_as_peft_reads_them(folder, text):
-    trained(folder, text, *ONE_RANK)
-    assert Path("run/checkpoint/step-2/adapter_config.json").is_file()
+    trained(folder, text + "lora_rank_pattern: {down_proj: 2}\n", *ONE_RANK)
+    written = json.loads(Path("run/checkpoint/step-2/adapter_config.json").read_text())
+    assert written["rank_pattern"] == {"down_proj": 2}
 
 
 @pytest.mark.slow

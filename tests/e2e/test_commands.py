@@ -18,6 +18,7 @@ import rich.console
 
 from shardline.checkpoint import format as files
 from shardline.cli.main import main
+from shardline.config.files import preset_names, preset_path
 from shardline.config.load import load_config
 from shardline.run.folder import RunFolder
 from shardline.run.signals import listening
@@ -355,6 +356,40 @@ def test_errors_name_the_key_and_what_to_do(words, expected, tmp_path, monkeypat
     assert "Traceback" not in error
 
 
+@pytest.fixture
+def logged_out(tmp_path):
+    """The environment of somebody whom W&B does not know."""
+    pytest.importorskip("wandb")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WANDB") and key != "NETRC"}
+    return kept | {"HOME": str(tmp_path / "home"), "SHARDLINE_CACHE": str(tmp_path / "cache")}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_wandb_without_a_login_is_one_line_before_data_is_read(ranks, tmp_path, logged_out):
+    (tmp_path / "mine.txt").write_text("the green bottle on the wall. " * 100)
+    data = {"training__dataset_path": "mine.txt", "model__tokenizer_path": "bytes"}
+    words = flags("run", metrics__enable_wandb=True, **data)
+    refused = command("train", *words, "--nproc", str(ranks), cwd=tmp_path, env=logged_out)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("error: command line: metrics.enable_wandb: W&B has no login here: run `wandb login`")
+    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_offline_writes_the_run_it_was_told_to(tmp_path, logged_out):
+    names = {"project": "a-project", "name": "a-name", "group": "a-group", "tags": "tag-1,tag-2", "mode": "offline"}
+    keys = {f"metrics__wandb_{key}": value for key, value in names.items()}
+    folder = tmp_path / "run"
+    done = command("train", *flags(folder, metrics__enable_wandb=True, **keys), cwd=tmp_path, env=logged_out)
+    assert done.returncode == 0, done.stderr
+    (written,) = (folder / "log" / "wandb").glob("offline-run-*/run-*.wandb")
+    content = written.read_bytes()
+    for text in ("a-project", "a-name", "a-group", "tag-1", "tag-2", "grad_norm"):
+        assert text.encode() in content
+    assert (folder / "log" / "wandb-0.txt").read_text().strip() in written.name
+
+
 def test_the_run_s_log_says_why_it_ended(tmp_path, capsys):
     assert main(["train", *flags(tmp_path / "run", optimizer__lr=1e9, training__steps=20)]) == 2
     shown = capsys.readouterr()
@@ -445,7 +480,8 @@ def test_the_wheel_holds_the_presets(tmp_path):
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     with zipfile.ZipFile(next(tmp_path.glob("shardline-*.whl"))) as wheel:
         names = wheel.namelist()
-    presets = {path.name for path in (ROOT / "shardline" / "config" / "presets").iterdir() if path.suffix == ".toml"}
+    presets = {preset_path(name).name for name in preset_names()}
+    assert {"finetune.yaml", "text.toml", "demo.toml"} <= presets
     assert {Path(name).name for name in names if "/presets/" in name} == presets
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "shardline").rglob("*.py")}
     assert modules <= set(names)

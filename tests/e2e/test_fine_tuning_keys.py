@@ -8,6 +8,8 @@ from shardline.checkpoint.resume_batch import batch_to_keep
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.data.order import global_batch
 from shardline.errors import ConfigError, UserError
+from shardline.models.flavors import resolve
+from shardline.models.fused_weights import unfuse
 from shardline.run.options import TrainOptions
 from shardline.training.setup import set_determinism
 from shardline.training.trainer import Trainer
@@ -33,7 +35,8 @@ def test_the_global_batch_grows_with_the_ranks():
 def test_a_resumed_run_keeps_its_global_batch(tmp_path):
     settings = {**SAVING, "training__gradient_accumulation_steps": 2, "training__steps": 2}
     run(tmp_path / "run", **settings)
-    kept = batch_to_keep(tiny_config(tmp_path / "run", **settings))
+    config = tiny_config(tmp_path / "run", **settings)
+    kept = batch_to_keep(config, resolve(config.model))
     assert kept is not None
     assert kept.size == 8
 
@@ -140,6 +143,48 @@ def test_a_run_with_frozen_weights_resumes_exactly(tmp_path):
     run(tmp_path / "parts", **settings, training__steps=3)
     parts = run(tmp_path / "parts", TrainOptions(resume=True), **settings)
     assert [row["loss"] for row in parts] == [row["loss"] for row in straight]
+
+
+IN_PART = {
+    "training__unfrozen_parameters": [r"layers.\d.attention.wk", "model.layers.1.mlp.gate_proj"],
+    "optimizer__weight_decay": 0.5,
+}
+IN_PART_NAMES = {f"layers.{layer}.attention.wk.weight" for layer in (0, 1)} | {"layers.1.feed_forward.w1.weight"}
+OPTIMIZERS = ["AdamW", "Adam", "SGD", "Lion", "LAMB", "Muon", "Adafactor"]
+EARLY = {"optimizer__early_step_in_backward": True, "training__max_norm": 0.0}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, EARLY, *(pytest.param({"optimizer__name": name}, marks=pytest.mark.slow) for name in OPTIMIZERS[1:])],
+    ids=["AdamW", "early", *OPTIMIZERS[1:]],
+)
+def test_rows_of_a_fused_weight_that_are_not_named_stay_bit_by_bit(tmp_path, settings):
+    trainer = Trainer(tiny_config(tmp_path / "run", **IN_PART, **settings))
+    before = {part: tensor.clone() for part, tensor in logical_state(trainer.model).items()}
+    trainer.train()
+    after = logical_state(trainer.model)
+    assert {part for part in after if not torch.equal(after[part], before[part])} == IN_PART_NAMES
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert "3 tensors trained in part" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
+
+
+def test_gradients_of_rows_that_are_not_named_count_nowhere(tmp_path):
+    """Those of the others are those of full training, and the norm is theirs."""
+
+    def gradients(folder, **settings):
+        trainer = Trainer(tiny_config(folder, **settings))
+        trainer.stepper.forward_backward(trainer.loader.step())
+        named = [(name, one) for name, one in trainer.model.named_parameters() if one.grad is not None]
+        trainer.close()
+        return {part: rows for name, one in named for part, rows in unfuse(trainer.model.arch, name, one.grad).items()}
+
+    whole, some = gradients(tmp_path / "whole"), gradients(tmp_path / "some", **IN_PART)
+    assert len(some) == 2 * 3 + 2
+    for name, gradient in some.items():
+        assert torch.equal(gradient, whole[name] if name in IN_PART_NAMES else torch.zeros_like(gradient)), name
+    norm = torch.stack([whole[name].square().sum() for name in IN_PART_NAMES]).sum().sqrt().item()
+    assert run(tmp_path / "run", **IN_PART)[0]["grad_norm"] == pytest.approx(norm, rel=1e-6)
 
 
 def test_tf32_sets_the_precision_of_products_on_gpus(monkeypatch):

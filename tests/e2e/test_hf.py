@@ -236,7 +236,7 @@ def test_the_last_save_can_be_a_hugging_face_folder(
     started = start(tmp_path / "next", original, checkpoint__initial_load_path=str(tmp_path / "run"))
     assert torch.equal(started["norm.weight"], weights["model.norm.weight"].float())
     assert Trainer(from_hf(tmp_path / "run", original, **settings)).train().finished_before
-    with pytest.raises(UserError, match="no good checkpoint to resume from: --overwrite"):
+    with pytest.raises(UserError, match=r"holds weights only \(checkpoint.last_save_in_hf\)"):
         Trainer(from_hf(tmp_path / "run", original, **{**settings, "training__steps": 4}))
 
 
@@ -294,7 +294,7 @@ def test_imported_weights_are_never_resumed(make: Maker, tmp_path: Path) -> None
     original, imported = make(), tmp_path / "run" / "checkpoint" / "step-0"
     assert call("import", original, imported) == 0
     for options in (TrainOptions(), TrainOptions(resume=True)):
-        with pytest.raises(UserError, match="no good checkpoint"):
+        with pytest.raises(UserError, match=r"holds weights only .* or an import"):
             Trainer(from_hf(tmp_path / "run", original, model__tokenizer_path="bytes"), options)
     whole = {"checkpoint__initial_load_path": str(imported), "checkpoint__initial_load_model_only": False}
     with pytest.raises(UserError, match=r"holds weights only; set checkpoint\.initial_load_model_only = true"):
@@ -302,6 +302,35 @@ def test_imported_weights_are_never_resumed(make: Maker, tmp_path: Path) -> None
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (["--model.flavor=debugmodel"], "than llama3 debugmodel (dim 32, here 256, n_layers 2, here 6, "),
+        (["--model.name=qwen3", *(f"--model.overrides.{field}" for field in
+          ("dim=32", "n_layers=2", "n_heads=4", "n_kv_heads=2", "head_dim=8", "ffn_dim=40", "vocab_size=320"))],
+         "than qwen3 debugmodel (weights: layers.0.attention.q_norm.weight, "),
+        (["--model.name=auto", "--checkpoint.initial_load_path={other}"], "{other} holds another model, of type "),
+        (["--model.name=auto", "--checkpoint.initial_load_path={foreign}"], "of type 'gpt2', than model.name = 'auto'"),
+    ],
+)  # fmt: skip
+def test_the_folder_of_another_model_is_named_as_such(model: list[str], expected: str, make: Maker, tmp_path: Path,
+                                                      capsys: Any) -> None:  # fmt: skip
+    """By the config alone: ranks and data are not touched, and the batch, which does not fit either, is not named."""
+    original = make()
+    places = {"other": str(write_model(tmp_path / "other", hidden_size=64)), "foreign": str(tmp_path / "foreign")}
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "config.json").write_text('{"model_type": "gpt2"}')
+    words = [word.format(**places) for word in model]
+    words += [f"--model.hf_assets_path={original}", "--checkpoint.enable", "--checkpoint.initial_load_in_hf"]
+    capsys.readouterr()
+    assert call("config", *words) == 2
+    assert call("train", *words, "--nproc=2", "--training.global_batch_size=7", "--training.dataset_path=none") == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == second
+    assert expected.format(**places) in first
+    assert "take the folder's own model with model.name = 'auto'" in first
 
 
 def test_what_is_there_stays_unless_overwrite_is_given(make: Maker, tmp_path: Path, capsys: Any) -> None:

@@ -95,6 +95,34 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_its_checkpoints_are_
         run(tmp_path / "run", **{**options, "training__steps": 8, "debug__seed": 7, **others})
 
 
+def test_ranks_by_pattern_and_biases_resume_and_others_are_refused(tmp_path: Path) -> None:
+    biased = {**TINY["model.overrides"], "qkv_bias": True}
+    options = {**LORA, **SAVING, "model__overrides": biased, "lora__rank_pattern": {"wk": 2}, "lora__bias": "all"}
+    whole = run(tmp_path / "whole", **options)
+    run(tmp_path / "run", **{**options, "training__steps": 4, "lr_scheduler__total_steps": 6})
+    resumed = run(tmp_path / "run", **options)
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
+    saved = files.find_checkpoint(tmp_path / "run").tensors("model/")
+    assert saved["layers.0.attention.wk.lora.a"].shape == (2, 64)
+    assert saved["layers.1.attention.wv.bias"].any(), "it has left its first value, 0"
+    longer = {**options, "training__steps": 8}
+    with pytest.raises(UserError, match=r"another adapter \(lora.ranks: .*'layers.1.attention.wk': 2.* -> {}"):
+        run(tmp_path / "run", **{**longer, "lora__rank_pattern": {}})
+    with pytest.raises(UserError, match=r"another adapter \(lora.bias: all -> none"):
+        run(tmp_path / "run", **{**longer, "lora__bias": "none"})
+
+
+@pytest.mark.slow
+def test_layers_with_ranks_of_their_own_compile(tmp_path: Path) -> None:
+    """More kinds of blocks than the compiler makes graphs of one function by itself."""
+    sizes = {**TINY["model.overrides"], "n_layers": 10, "dim": 32, "head_dim": 8, "ffn_dim": 32}
+    ranks = {rf"layers\.{layer}\..*": layer + 1 for layer in range(10)}
+    options = {**LORA, "model__overrides": sizes, "training__steps": 2, "lora__rank_pattern": ranks}
+    plain = run(tmp_path / "plain", **options)
+    compiled = run(tmp_path / "compiled", compile__enable=True, compile__backend="aot_eager", **options)
+    assert [row["loss"] for row in compiled] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
+
+
 def test_b_learns_faster_with_a_ratio(tmp_path: Path) -> None:
     trainer = Setup(tiny_config(tmp_path / "run", lora__lr_ratio=16.0, **LORA), *_no_options())
     names = {p: name for name, p in trainer.model.named_parameters()}

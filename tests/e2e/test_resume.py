@@ -1,6 +1,7 @@
 """Checkpoints: an interrupted run goes on as if nothing had happened; what is broken or foreign is refused."""
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -93,8 +94,30 @@ def test_weights_only_never_resume_as_full(tmp_path):
     run(folder, training__steps=3, **settings)
     assert files.find_checkpoint(folder).kind == "model"
     assert Trainer(tiny_config(folder, training__steps=3, **settings)).train().finished_before
-    with pytest.raises(UserError, match="no good checkpoint to resume from: --overwrite"):
-        Trainer(tiny_config(folder, training__steps=6, **settings))
+    weights = folder / "checkpoint" / "step-3"
+    for options in (None, TrainOptions(resume=True)):
+        with pytest.raises(
+            UserError, match=r"holds weights only \(checkpoint.last_save_model_only, or an import\)"
+        ) as caught:
+            Trainer(tiny_config(folder, training__steps=6, **settings), options)
+    (remedy,) = re.findall(r"--checkpoint.(initial_load_path)=(\S+);", str(caught.value))
+    assert remedy == ("initial_load_path", str(weights))
+    begun = run(tmp_path / "other", training__steps=1, checkpoint__enable=True, checkpoint__initial_load_path=remedy[1])
+    assert begun[-1]["loss"] < rows(folder)[0]["loss"]
+
+
+def test_a_finished_run_is_trained_longer(tmp_path):
+    """Where the learning rate does not depend on the number of steps, as the run that was never finished."""
+    settings = {"checkpoint__enable": True, "lr_scheduler__decay_type": "constant"}
+    straight = run(tmp_path / "straight", training__steps=6, **settings)
+    run(tmp_path / "run", training__steps=3, **settings)
+    log = tmp_path / "run" / "log" / "rank-0.log"
+    assert re.search(r"last save +step 3, [\d.]+ [KM]iB: all of the run is in it", log.read_text())
+    assert Trainer(tiny_config(tmp_path / "run", training__steps=3, **settings)).train().finished_before
+    assert "nothing to do; more training.steps than 3 continue it" in log.read_text()
+    longer = run(tmp_path / "run", training__steps=6, **settings)
+    assert numbers(longer) == numbers(straight)
+    assert files.find_checkpoint(tmp_path / "run", 6).kind == "full"
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_copy_it_replaced(tmp_path):

@@ -1,6 +1,6 @@
 """What ranks do in these tests: a loop of collectives with one fault in it, and a launcher of such ranks.
 
-The words are: name of the fault, number of ranks, folder for signs of life.
+The words are: name of the fault, number of ranks, folder for signs of life, and perhaps a number of restarts.
 """
 
 import os
@@ -19,10 +19,10 @@ def loop(words):
     import torch
     import torch.distributed as dist
 
-    from shardline.comm.store import connect_store, gather_ranks
+    from shardline.comm.store import connect_store, gather_ranks, start_groups
     from shardline.comm.watchdog import Watchdog
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    start_groups("gloo", timedelta(seconds=60))
     rank, world = dist.get_rank(), dist.get_world_size()
     watchdog = Watchdog(connect_store(), rank, world, timeout_seconds=2.0, period=0.25)
     watchdog.start()
@@ -79,12 +79,16 @@ def main():
     from shardline.cli.main import main as command
     from shardline.launch import launch
     from shardline.launch.agent import Launch, start_ranks
+    from shardline.launch.secret import job_secret
     from shardline.run.options import TrainOptions
 
-    fault, ranks, folder = sys.argv[1:4]
+    fault, ranks, folder, *restarts = sys.argv[1:5]
+    options = TrainOptions(nproc=int(ranks), max_restarts=int(restarts[0]) if restarts else 0)
     # The command's way of showing errors, with this program in the place of the trainer.
-    launch.train = lambda config, options: start_ranks(
-        Launch("tests.faults.programs:loop", (fault, folder), TrainOptions(nproc=int(ranks)), stop_timeout_seconds=2)
+    launch.train = lambda config, given: start_ranks(
+        Launch(
+            "tests.faults.programs:loop", (fault, folder), options, secret=job_secret(options), stop_timeout_seconds=2
+        )
     )
     return command(["train"])
 

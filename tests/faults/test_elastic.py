@@ -79,6 +79,8 @@ class Job:
         flags = [f"--{key}={value}" for key, value in keys.items() if value is not None]
         self.words = [sys.executable, "-m", "shardline", "train", "--nproc", str(nproc), *flags, *options]
         self.environment = {"FAULT_FOLDER": str(folder), "FAULTS": faults, "STEP_SECONDS": str(step_seconds)}
+        if hosts:
+            self.environment["SHARDLINE_JOB_SECRET"] = "shared by all: 3f1c0b"
         for host in hosts or (None,):
             self.start(host)
 

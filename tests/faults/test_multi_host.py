@@ -12,13 +12,14 @@ from tests.faults.test_trainer import HOOKS, SMALL
 from tests.hosts import two_hosts
 
 MEETING = ["--rdzv-endpoint", "{first}:29871", "--nnodes", "2"]
+SECRET = "shared by both: 11c7a9"
 TORCHRUN = ["-m", "torch.distributed.run", "--node-rank", "{rank}", "--rdzv-backend", "c10d", *MEETING]
 
 
 class Job:
     """A command on both hosts, each in a folder of its own."""
 
-    def __init__(self, hosts, folder, launcher=(), options=(), fault=""):
+    def __init__(self, hosts, folder, launcher=(), options=(), fault="", **variables):
         self.hosts, self.folder = hosts, folder
         (folder / "hooks.py").write_text(HOOKS)
         keys = {**SMALL, "training.steps": 4, "metrics.log_freq": 1, "job.dump_folder": "run"}
@@ -32,7 +33,7 @@ class Job:
             self.processes.append(
                 host.start(
                     [sys.executable, *words],
-                    {"FAULT_FOLDER": str(folder), "FAULT": fault},
+                    {"FAULT_FOLDER": str(folder), "FAULT": fault, **variables},
                     cwd=folder / host.name,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -58,11 +59,14 @@ class Job:
 def test_machines_find_each_other_whatever_their_names_stand_for(tmp_path):
     """They are not numbered, and where its own name leads, no other machine can reach one."""
     with two_hosts(loopback_names=True) as hosts:
-        job = Job(hosts, tmp_path, options=["--rdzv-backend", "c10d", *MEETING])
+        options = ["--rdzv-backend", "c10d", *MEETING]
+        job = Job(hosts, tmp_path, options=options, SHARDLINE_JOB_SECRET=SECRET)
         codes, ((shown, error_a), (nothing, error_b)) = job.end(90)
     assert (codes, error_a, nothing, error_b) == ([0, 0], "", "", "")
     assert "2 ranks: dp_shard 2" in shown
     job.check_run()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
 
 
 def test_a_failure_on_one_host_ends_both_and_is_shown_once_on_each(tmp_path):

@@ -83,7 +83,7 @@ def test_a_closed_terminal_is_a_reason_to_save(tmp_path, ranks):
     assert process.wait(60) == 75
     log = (tmp_path / "run/log/rank-0.log").read_text()
     (name,) = (path.name for path in (tmp_path / "run/checkpoint").iterdir())
-    assert f"stopped at step {name.removeprefix('step-')} at your request (SIGTERM)" in log
+    assert f"stopped at step {name.removeprefix('step-')} at your request (SIGHUP)" in log
 
 
 def wait_for_saves(run, count):
@@ -194,3 +194,34 @@ def test_a_signal_that_comes_when_all_is_done_does_not_change_the_end(tmp_path, 
             process.terminate()
             time.sleep(0.02)
         assert (process.returncode, process.stderr.read()) == (code, "")
+
+
+NATIVE = """
+import hashlib
+from pathlib import Path
+from shardline.registry import register_hook
+
+@register_hook("after_step")
+def after(trainer, row):
+    if row["step"] == 2:
+        (Path(__file__).parent / "inside").touch()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # for many minutes
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_signal_is_heard_in_a_long_native_call(tmp_path, ranks):
+    """With one process there is no launcher that could kill it."""
+    (tmp_path / "hooks.py").write_text(NATIVE)
+    more = {"comm__stop_timeout_seconds": 2, "experimental__custom_import": tmp_path / "hooks.py"}
+    words = command(tmp_path / "run", **more, checkpoint__interval=1, training__steps=100)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = processes.start([*words, f"--nproc={ranks}"], **pipes)
+    wait_until(lambda: (tmp_path / "inside").exists(), 90)
+    process.terminate()
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert "the run did not come to the end of its step within 2 s" in stderr or "did not stop within 2 s" in stderr
+    assert [path.name for path in (tmp_path / "run/checkpoint").iterdir()] == ["step-1"]
+    if ranks == 1:
+        assert "SIGTERM: the run did not come" in (tmp_path / "run/log/rank-0.log").read_text()

@@ -18,9 +18,9 @@ PROMPT = 10.0  # seconds within which one rank's end is everybody's
 class Job:
     """A launcher and its ranks, running `tests.faults.programs`."""
 
-    def __init__(self, folder, fault, ranks=2):
+    def __init__(self, folder, fault, ranks=2, restarts=0):
         self.folder, self.ranks = folder, ranks
-        command = [sys.executable, "-m", "tests.faults.programs", fault, str(ranks), str(folder)]
+        command = [sys.executable, "-m", "tests.faults.programs", fault, str(ranks), str(folder), str(restarts)]
         self.process = processes.start(
             command,
             shared=True,

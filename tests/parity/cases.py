@@ -114,9 +114,32 @@ NO_OVERLAP = {"parallelism.overlap_gradient_reduction": False}
 LAMB = {"optimizer.name": "LAMB", "optimizer.lr": 1e-2}
 LARS = {"optimizer.name": "LARS", "optimizer.lr": 10.0}
 MUON = {"optimizer.name": "Muon", "optimizer.muon_lr_factor": 5.0}
+# Biases of keys have next to no gradient: with the usual eps whole steps would be made of rounding.
+ADAFACTOR = {"optimizer.name": "Adafactor", "optimizer.lr": 1e-3, "optimizer.adafactor_eps": [1e-12, 1e-3]}
+# Rates in proportion to the weights, and a first moment.
+SCALED_ADAFACTOR = ADAFACTOR | {
+    "optimizer.lr": 0.02,
+    "optimizer.adafactor_scale_parameter": True,
+    "optimizer.adafactor_momentum": 0.9,
+}
+RELATIVE_ADAFACTOR = {"optimizer.name": "Adafactor", "optimizer.adafactor_relative_step": True}
+ONE_CYCLE_LR = {
+    "lr_scheduler.warmup_steps": 3,
+    "lr_scheduler.warmup_type": "cosine",
+    "lr_scheduler.warmup_start_factor": 0.04,
+    "lr_scheduler.decay_type": "cosine",
+    "lr_scheduler.min_lr_factor": 4e-6,
+    "lr_scheduler.include_ends": True,
+}
+ONE_CYCLE = ONE_CYCLE_LR | {"lr_scheduler.momentum_range": [0.85, 0.95]}
 OFFLOAD = {"training.enable_cpu_offload": True}
 FROZEN = {"training.unfrozen_parameters": [r"model\.layers\.\d+\.self_attn", "model.layers.0.mlp.down_proj", "lm_head"]}
 FROZEN_EXPERTS = {"training.unfrozen_parameters": [r"layers.1.moe.(router|experts)", "layers.0.attention.wo"]}
+# Some of the weights that are one tensor here.
+FROZEN_ROWS = {
+    "training.unfrozen_parameters": [r"layers.\d+.attention.(wq|wv)", "model.layers.0.mlp.up_proj", "lm_head"]
+}
+FROZEN_GATES = {"training.unfrozen_parameters": [r"layers.\d.moe.experts.w1", "layers.1.moe.shared_experts.w3"]}
 NOISE = {"training.neftune_alpha": 20.0}  # several times what is usual, so that its lack would show
 # B begins at zero and is nothing but the sum of its updates: an eps that is small beside rounding would show that.
 LORA = {"lora.enable": True, "lora.rank": 4, "lora.alpha": 8.0, "optimizer.lr": 3e-3, "optimizer.eps": 1e-3}
@@ -128,6 +151,14 @@ NF4 = model(head_dim=16, ffn_dim=256)  # two ranks that share columns have 64 of
 def lora(*targets: str, **more: Any) -> dict[str, Any]:
     return LORA | {"lora.target_modules": list(targets)} | {f"lora.{name}": value for name, value in more.items()}
 
+
+# Projections of one weight with different ranks and scales.
+PATTERNS = lora(
+    "all-linear",
+    rank_pattern={"wk": 2, r"layers\.0\..*w1": 3, "down_proj": 6},
+    alpha_pattern={"wv": 4.0, "o_proj": 16.0},
+)
+BIASED = {"lora.bias": "lora_only"}
 
 # A model that transformers computes; the folder has a config.json, whose sizes the harness overrides.
 FOREIGN = {
@@ -228,6 +259,7 @@ CASES = [
     case("offload-bf16-documents", OFFLOAD, BF16, DOCUMENTS, tolerances=BFLOAT16, slow=True),
     case("offload-lamb", OFFLOAD, LAMB, slow=True),
     case("offload-muon", OFFLOAD, MUON, slow=True),
+    case("offload-adafactor", OFFLOAD, ADAFACTOR, slow=True),
     # a model that transformers computes
     case("transformers-fsdp2-full-ac", FOREIGN, FULL_AC, fsdp=2),
     case("transformers-ddp2-tied-accumulation", FOREIGN, TIED, SMALL_BATCHES, ddp=2),
@@ -307,6 +339,15 @@ CASES = [
     case("float8-pp2-zbv", ROWWISE, layers(4), ZBV, pp=2, tolerances=FLOAT8, slow=True),
     case("float8-fsdp2-op-ac-compile", TENSORWISE, OP_AC, COMPILE, fsdp=2, tolerances=FLOAT8, slow=True),
     # LoRA
+    case("frozen-rows-tp2", FROZEN_ROWS, BIASES, tp=2),
+    case("frozen-rows-fsdp2-accumulation", FROZEN_ROWS, SMALL_BATCHES, fsdp=2),
+    case("frozen-rows-fsdp2-early", FROZEN_ROWS, EARLY, TWO_PASSES, fsdp=2, slow=True),
+    case("frozen-rows-ddp2-fsdp2-tp2-adafactor", FROZEN_ROWS, ADAFACTOR, ddp=2, fsdp=2, tp=2, slow=True),
+    case("frozen-rows-tp4-split-kv-async-compile", FROZEN_ROWS, ONE_KV_HEAD, ASYNC, COMPILE, tp=4, slow=True),
+    case("frozen-rows-pp2-zbv-muon", FROZEN_ROWS, MUON, layers(4), ZBV, pp=2, slow=True),
+    case("frozen-rows-cp2-lamb", FROZEN_ROWS, LAMB, cp=2, slow=True),
+    case("frozen-rows-fsdp2-ep2", FROZEN_GATES, EXPERTS, ep(2), fsdp=2, slow=True),
+    case("frozen-rows-fsdp2-offload", FROZEN_ROWS, OFFLOAD, fsdp=2, slow=True),
     case("frozen-ddp2", FROZEN, ddp=2, slow=True),
     case("frozen-fsdp2-accumulation", FROZEN, SMALL_BATCHES, fsdp=2),
     case("frozen-tp2", FROZEN, tp=2),
@@ -350,6 +391,20 @@ CASES = [
         ASYNC,
         NO_SEQUENCE,
         tp=2,
+        slow=True,
+    ),
+    case("lora-tp2-patterns", PATTERNS, tp=2),
+    case("lora-fsdp2-patterns-biases", PATTERNS | BIASED, BIASES, fsdp=2),
+    case("lora-tp2-async-patterns-biases-compile", PATTERNS | BIASED, BIASES, ASYNC, COMPILE, tp=2, slow=True),
+    case("lora-tp2-biases", lora("wq", "wo", "w2", bias="all"), BIASES, tp=2, slow=True),
+    case("lora-tp4-split-kv-patterns", PATTERNS, ONE_KV_HEAD, tp=4, slow=True),
+    case("lora-pp2-zbv-patterns-nf4", PATTERNS | {"lora.base_dtype": "nf4"}, NF4, layers(4), ZBV, pp=2, slow=True),
+    case(
+        "lora-fsdp2-ep2-patterns",
+        lora("experts", "wq", rank_pattern={"gate_up_proj": 2}),
+        EXPERTS,
+        ep(2),
+        fsdp=2,
         slow=True,
     ),
     case("lora-experts-fsdp2-ep2", lora("experts", "wq"), EXPERTS, ep(2), fsdp=2),
@@ -396,6 +451,9 @@ CASES = [
     case("ddp2-lamb", LAMB, ddp=2, slow=True),
     case("ddp2-lars", LARS, ddp=2, slow=True),
     case("ddp2-muon", MUON, ddp=2, slow=True),
+    case("ddp2-adafactor", ADAFACTOR, ddp=2, slow=True),
+    case("ddp2-fsdp2-tp2-adafactor-few-heads", ADAFACTOR, ONE_KV_HEAD, BIASES, ddp=2, fsdp=2, tp=2, slow=True),
+    case("ddp2-one-cycle", ONE_CYCLE, ddp=2, slow=True),
     case("ddp2-fsdp2-tp2-muon-few-heads", MUON, ONE_KV_HEAD, ddp=2, fsdp=2, tp=2, slow=True),
     case("ddp8", ddp=8, slow=True),
     # data parallel: shards
@@ -666,6 +724,12 @@ CASES = [
     case("fsdp2-tp2-lamb", LAMB, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-lars", LARS, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-muon", MUON, fsdp=2, tp=2),
+    case("fsdp2-tp2-adafactor", ADAFACTOR, ODD_VOCABULARY, BIASES, fsdp=2, tp=2),
+    case("fsdp2-tp2-adafactor-scaled", SCALED_ADAFACTOR, fsdp=2, tp=2, slow=True),
+    case("fsdp2-adafactor-experts", ADAFACTOR, EXPERTS, ep(2), fsdp=2),
+    case("fsdp2-tp2-adafactor-scaled-ep2-etp2", SCALED_ADAFACTOR, EXPERTS, ep(2, etp=2), fsdp=2, tp=2, slow=True),
+    case("tp2-adafactor-relative", RELATIVE_ADAFACTOR, tp=2, slow=True),
+    case("pp2-fsdp2-adafactor-tied", layers(4), ADAFACTOR, TIED, pp=2, fsdp=2, slow=True),
     case("fsdp2-tp2-bf16", BF16, fsdp=2, tp=2, tolerances=BFLOAT16, slow=True),
     case("fsdp2-tp2-compile", COMPILE, fsdp=2, tp=2, slow=True),
     case("fsdp2-tp2-validation-epochs", EPOCHS, WHOLE_VALIDATION, fsdp=2, tp=2, slow=True),

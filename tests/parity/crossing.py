@@ -45,6 +45,7 @@ HOW: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "LAMB": ("lamb", {}, cases.LAMB),
     "LARS": ("lars", {}, cases.LARS),
     "Muon": ("muon", {}, cases.MUON),
+    "Adafactor": ("adafactor", {}, cases.ADAFACTOR),
     "LoRA": ("lora", {}, cases.LORA),
     "DPO": ("dpo", {}, cases.DPO),
     "tied embeddings": ("tied", {}, cases.TIED),

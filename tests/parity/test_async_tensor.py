@@ -59,7 +59,7 @@ def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: 
         told.append(1e-3 * (1 + chance.random()))
         return told[-1]
 
-    plan, arch, device = tensor_plan(config, mesh), resolve(config.model), torch.device(DEVICE)
+    plan, arch, device = tensor_plan(config, mesh.layout), resolve(config.model), torch.device(DEVICE)
     before = torch.get_rng_state()
     with contextlib.ExitStack() as changes:
         if real:
@@ -358,6 +358,7 @@ def test_hidden_time_is_compared_with_communication_alone() -> None:
         ({"parallelism.async_tensor_parallel_compare_freq": 0}, []),
         ({"parallelism.async_tensor_parallel_backend": "serial"}, []),
         ({"parallelism.enable_async_tensor_parallel": False}, []),
+        ({"profiling.enable_profiling": True}, []),
     ],
 )
 def test_which_logged_steps_run_serially(changes: dict[str, Any], serial: list[int]) -> None:

@@ -77,9 +77,18 @@ CHAINS = {
         (layers(4), cases.lora("all-linear", "embed_tokens", modules_to_save=["lm_head"], use_rslora=True)),
         ["one", "fsdp2-tp2", "pp2", "ddp2", "tp4", "pp2-fsdp2-interleaved", "one"],
     ),
+    "lora-patterns": (
+        (layers(4), cases.BIASES, cases.PATTERNS | cases.BIASED),
+        ["fsdp2-tp2", "pp2", "tp4", "one"],
+    ),
     "lora-experts": ((cases.EXPERTS, cases.lora("experts", "wk")), ["one", "fsdp2-ep2", "tp2", "fsdp4-ep4", "one"]),
     "lamb": ((layers(4), cases.LAMB), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
     "muon": ((layers(4), cases.MUON), ["fsdp2-tp2", "pp2", "ddp2", "offload"]),
+    "adafactor": (
+        (layers(4), cases.TWO_KV_HEADS, cases.BIASES, cases.SCALED_ADAFACTOR),
+        ["fsdp2-tp2", "pp2", "tp4", "ddp2", "offload"],
+    ),
+    "adafactor-experts": ((cases.EXPERTS, cases.ADAFACTOR), ["one", "fsdp4-ep2", "fsdp2-tp2-ep2-etp2", "one"]),
     "int8": ((layers(4), cases.INT8_STATE, cases.WHOLE_BLOCKS), ["fsdp2-tp2", "one", "pp2", "fsdp2-offload"]),
     "transformers-lora": (
         (cases.FOREIGN, cases.lora("all-linear", "embed_tokens", modules_to_save=["norm"])),
@@ -142,7 +151,7 @@ def assert_same(a, b, words):
     assert not differing, f"{words}: {len(differing)} differ, such as {differing[:3]}"
 
 
-QUICK_CHAINS = ("plain", "transformers", "experts", "lora", "tied", "muon", "int8")
+QUICK_CHAINS = ("plain", "transformers", "experts", "lora", "tied", "muon", "adafactor", "int8")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,13 @@ def test_a_model_of_transformers_resumes_bitwise(harness, tmp_path, layout):
 
 
 @pytest.mark.parametrize(
-    "change", [cases.MUON, pytest.param(cases.INT8_STATE, marks=pytest.mark.slow)], ids=["muon", "int8"]
+    "change",
+    [
+        cases.MUON,
+        pytest.param(cases.SCALED_ADAFACTOR | cases.ONE_CYCLE_LR, marks=pytest.mark.slow),
+        pytest.param(cases.INT8_STATE | cases.ONE_CYCLE, marks=pytest.mark.slow),
+    ],
+    ids=["muon", "adafactor", "int8-one-cycle"],
 )
 def test_other_optimizer_state_resumes_bitwise(harness, tmp_path, change):
     runs = Runs(harness, tmp_path)

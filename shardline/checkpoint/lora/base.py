@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
+from shardline.hub import local_path
 from shardline.storage.location import is_url
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def base_of(config: Config, seed: int) -> Base:
     """The frozen weights that a config names."""
     section = config.checkpoint
     if section.enable and section.initial_load_in_hf:
-        return hf_base(Path(section.initial_load_path or config.model.hf_assets_path))
+        return hf_base(Path(local_path(section.initial_load_path or config.model.hf_assets_path)))
     if section.enable and section.initial_load_path is not None and is_url(section.initial_load_path):
         raise UserError(
             "checkpoint.initial_load_path: with frozen weights it must be a folder; fetch the checkpoint first"
@@ -142,8 +143,10 @@ def find_base(saved: Saved, given: str | None) -> Base:
 
 def changed(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The settings of LoRA in which a checkpoint and a run differ, dropout left out."""
+    earlier: dict[str, Any] = {"ranks": {}, "alphas": {}, "bias": "none"}  # of checkpoints without these
+    before = {**earlier, **saved}
     return [
-        f"lora.{name}: {saved.get(name)} -> {now[name]}"
-        for name in ("rank", "alpha", "use_rslora", "use_dora", "targets", "saved")
-        if json.dumps(saved.get(name)) != json.dumps(now[name])
+        f"lora.{name}: {before.get(name)} -> {now[name]}"
+        for name in ("rank", "alpha", "ranks", "alphas", "use_rslora", "use_dora", "targets", "saved", "bias")
+        if json.dumps(before.get(name), sort_keys=True) != json.dumps(now[name], sort_keys=True)
     ]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from shardline.config.axolotl.reader import Reader, choice, number, switch, table, text, texts, whole
+from shardline.config.axolotl.reader import Read, Reader, choice, number, switch, table, text, texts, whole
 
 OF_ADAPTERS = (
-    *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "lora_target_parameters"),
+    *("lora_r", "lora_alpha", "lora_rank_pattern", "lora_alpha_pattern", "lora_dropout"),
+    *("lora_target_modules", "lora_target_linear", "lora_target_parameters"),
     "lora_modules_to_save",
     *("lora_model_dir", "peft_use_dora", "peft_use_rslora", "peft_layers_to_transform", "peft_init_lora_weights"),
     *("loraplus_lr_ratio", "bnb_config_kwargs", "peft"),
@@ -49,6 +50,8 @@ def adapter(reader: Reader) -> None:
     for name, native, read in (
         ("lora_r", "rank", whole),
         ("lora_alpha", "alpha", number),
+        ("lora_rank_pattern", "rank_pattern", _each(whole)),
+        ("lora_alpha_pattern", "alpha_pattern", _each(number)),
         ("lora_dropout", "dropout", number),
         ("lora_modules_to_save", "modules_to_save", texts),
         ("lora_model_dir", "adapter_path", text),
@@ -69,6 +72,15 @@ def adapter(reader: Reader) -> None:
 
 def _numbers(value: Any) -> list[int]:
     return [whole(item) for item in value] if isinstance(value, list) else [whole(value)]
+
+
+def _each(read: Read) -> Read:
+    """A table whose values are all read in one way."""
+
+    def read_table(value: Any) -> dict[str, Any]:
+        return {name: read(inner) for name, inner in table(value).items()}
+
+    return read_table
 
 
 def _targets(reader: Reader) -> None:

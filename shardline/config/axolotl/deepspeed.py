@@ -9,11 +9,11 @@ Stage 1 also keeps whole gradients until the end of a step; here they are always
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from shardline.config.axolotl.reader import Reader, number, table, text, whole
+from shardline.json_text import parse_json
 from shardline.registry import nearest
 
 AUTO = "auto"
@@ -97,8 +97,8 @@ def _read(reader: Reader) -> dict[str, Any] | None:
         offload = {"device": "cpu"} if offloads else None
         return {"zero_optimization": {"stage": stage, "offload_param": offload}}
     try:
-        with open(found or path, encoding="utf-8") as file:
-            return table(json.load(file))
+        with open(found or path, "rb") as file:
+            return table(parse_json(file.read()))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or f"not a JSON file: {error}"
         reader.problem("deepspeed", f"{path}: {reason}; files that come with Axolotl: {', '.join(SHIPPED)}")
@@ -114,7 +114,7 @@ def _precision(reader: Reader, config: Reader, name: str) -> None:
 
 def _only_auto(config: Reader, name: str) -> None:
     """The optimizer and the schedule are the YAML file's, unless this file gives them numbers."""
-    options = config.get(name, table, {}).get("params", {})
+    options = config.below(name, config.get(name, table, {})).get("params", table, {})
     fixed = [option for option, value in options.items() if value != AUTO]
     if fixed:
         config.problem(name, f"{', '.join(fixed)}: give numbers in the YAML file; here only 'auto' is read")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config.files import ConfigFile
-from shardline.config.types import show
+from shardline.config.types import LARGEST, show
 
 Read = Callable[[Any], Any]  # a value in the file -> what it stands for; raises ValueError with what was expected
 DEFAULT = "default of"  # in the place of a key that the file does not give
@@ -20,13 +20,16 @@ _ORIGIN = re.compile(r"(?::(\d+))?: (default of )?([\w.\[\]]+)$")
 
 def whole(value: Any) -> int:
     number = _number(value, "a whole number")
-    if number != int(number):
+    if not -LARGEST <= number <= LARGEST or number != int(number):
         raise ValueError("a whole number")
     return int(number)
 
 
 def number(value: Any) -> float:
-    return float(_number(value, "a number"))
+    number = _number(value, "a number")
+    if isinstance(number, int) and not -LARGEST <= number <= LARGEST:
+        raise ValueError("a number")
+    return float(number)
 
 
 def switch(value: Any) -> bool:

@@ -1,70 +1,34 @@
-"""Axolotl's keys of model, batch, length, schedule, optimizer, precision and memory: those that are read together."""
+"""Axolotl's keys of model, batch, length, precision and memory: those that are read together."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardline.config.axolotl.reader import Reader, choice, number, table, text, texts, whole
 from shardline.config.names import FLOAT8_LINEAR
-from shardline.registry import nearest
 
-# Fields of a Hugging Face config.json -> fields of model.overrides; None: without effect here
-MODEL_FIELDS: dict[str, str | None] = {
+# Fields of a Hugging Face config.json -> fields of model.overrides
+MODEL_FIELDS = {
     "tie_word_embeddings": "tie_word_embeddings",
     "rope_theta": "rope_theta",
     "sliding_window": "sliding_window",
     "max_position_embeddings": "max_seq_len",
     "num_hidden_layers": "n_layers",
     "rope_scaling": "rope_scaling",
-    "output_router_logits": None,
-    "use_cache": None,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "attention_dropout": None,
-    "torch_dtype": None,
-    "dtype": None,
 }
-SCHEDULERS = {
-    "cosine": "cosine",
-    "cosine_with_restarts": "cosine",  # with one cycle
-    "cosine_with_min_lr": "cosine",
-    "linear": "linear",
-    "polynomial": "linear",  # of power 1
-    "rex": "rex",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-}
-POLYNOMIAL_END = 1e-7  # transformers' lr_end
-
-
-class NativeOptimizer(NamedTuple):
-    """A native optimizer in place of one of Axolotl's names, and what differs."""
-
-    name: str
-    state_dtype: str = "parameter"
-    note: str = ""
-
-
-_PAGED = "its state is not paged; training.enable_cpu_offload keeps it in host memory"
-_WIDER = "moments take 8 bits, the fewest there are"
-_OPTIMIZERS: dict[NativeOptimizer, str] = {
-    NativeOptimizer("AdamW"): "adamw_torch adamw_torch_fused adamw_hf adamw_torch_xla adamw_torch_npu_fused"
-    " adamw_apex_fused optimi_adamw flash_adamw",
-    NativeOptimizer("AdamW", "int8"): "adamw_bnb_8bit adamw_8bit adamw_torch_8bit ao_adamw_8bit",
-    NativeOptimizer("AdamW", "int8", _WIDER): "adamw_torch_4bit ao_adamw_4bit ao_adamw_fp8",
-    NativeOptimizer("AdamW", "int8", _PAGED): "paged_adamw_8bit",
-    NativeOptimizer("AdamW", "parameter", _PAGED): "paged_adamw paged_adamw_32bit",
-    NativeOptimizer("Adam"): "flash_adam",
-    NativeOptimizer("SGD"): "sgd flash_sgd",
-    NativeOptimizer("Lion"): "lion lion_32bit lion_pytorch flash_lion",
-    NativeOptimizer("Lion", "parameter", _PAGED): "paged_lion_32bit",
-    NativeOptimizer("Lion", "parameter", "its moment has the type of the weights"): "lion_8bit paged_lion_8bit",
-    NativeOptimizer("Muon"): "muon",
+_TOKENS, _TYPES = "special tokens are those of special_tokens", "types are those of bf16, fp16 and float32"
+IDLE_FIELDS = {
+    "output_router_logits": "--model.overrides.moe.aux_loss_coeff adds the loss that balances experts",
+    "use_cache": "training has no cache",
+    "pad_token_id": _TOKENS,
+    "bos_token_id": _TOKENS,
+    "eos_token_id": _TOKENS,
+    "attention_dropout": "attention has no dropout",
+    "torch_dtype": _TYPES,
+    "dtype": _TYPES,
 }
 DPO_NUMBERS = {"dpo_beta": "dpo.beta", "rl_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing"}
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
-OPTIMIZERS = {name: choice for choice, names in _OPTIMIZERS.items() for name in names.split()}
 
 
 def model(reader: Reader) -> None:
@@ -82,11 +46,14 @@ def model(reader: Reader) -> None:
     overrides = {}
     for name in ("model_config", "overrides_of_model_config"):
         for field, value in reader.get(name, table, {}).items():
-            if field not in MODEL_FIELDS:
-                known = ", ".join(field for field, native in MODEL_FIELDS.items() if native)
-                reader.problem(name, f"{field}: only {known} are changed; --model.overrides has the other fields")
-            elif (native := MODEL_FIELDS[field]) is not None:
+            if field in IDLE_FIELDS:
+                reader.idle(f"{name}.{field}", IDLE_FIELDS[field])
+            elif field in MODEL_FIELDS:
+                native = MODEL_FIELDS[field]
                 overrides[native] = _rope_scaling(value) if native == "rope_scaling" else value
+            else:
+                known = ", ".join(MODEL_FIELDS)
+                reader.problem(name, f"{field}: only {known} are changed; --model.overrides has the other fields")
         if overrides and reader.has(name):
             reader.set("model.overrides", overrides, name)
 
@@ -132,117 +99,6 @@ def length(reader: Reader) -> None:
     reader.set("training.steps", steps, "max_steps")
     if reader.has("num_epochs"):
         reader.note("num_epochs", "gives only how often saves_per_epoch and evals_per_epoch come: max_steps is given")
-
-
-def schedule(reader: Reader) -> None:
-    """The shape of the learning rate."""
-    name = reader.get("lr_scheduler", text, "cosine")
-    if name not in SCHEDULERS:
-        close = nearest(name, SCHEDULERS)
-        reader.problem("lr_scheduler", f"expected one of {', '.join(SCHEDULERS)}, got {name!r}{close}")
-        return
-    reader.set("lr_scheduler.decay_type", SCHEDULERS[name], "lr_scheduler")
-    _schedule_options(reader, name)
-    _cosine_options(reader, name)
-    reader.together("warmup_ratio", "warmup_steps")
-    if name == "constant":
-        reader.set("lr_scheduler.warmup_steps", 0, "lr_scheduler")
-        for key in ("warmup_steps", "warmup_ratio"):
-            if reader.has(key):
-                reader.idle(key, "lr_scheduler: constant has no warmup; constant_with_warmup has")
-    else:
-        _warmup(reader)
-
-
-def _warmup(reader: Reader) -> None:
-    given = reader.get("warmup_steps", number)
-    if given is not None and 0 < given < 1:
-        reader.note("warmup_steps", f"{given:g} is a fraction of the run, as warmup_ratio is")
-        reader.set("lr_scheduler.warmup_ratio", given, "warmup_steps")
-    elif given is not None:
-        reader.set("lr_scheduler.warmup_steps", reader.get("warmup_steps", whole, 0), "warmup_steps")
-    elif reader.has("warmup_ratio"):
-        reader.set("lr_scheduler.warmup_ratio", reader.get("warmup_ratio", number), "warmup_ratio")
-    elif (steps := steps_of(reader)) is not None:
-        reader.set("lr_scheduler.warmup_steps", min(int(0.03 * steps), 100), "warmup_ratio")
-    else:
-        reader.set("lr_scheduler.warmup_ratio", 0.03, "warmup_ratio")
-
-
-def _cosine_options(reader: Reader, name: str) -> None:
-    """Keys that Axolotl reads with its own schedules only; a ratio of 0 is off, as there."""
-    lowest, constant = reader.get("cosine_min_lr_ratio", number), reader.get("cosine_constant_lr_ratio", number)
-    quadratic = reader.on("lr_quadratic_warmup")
-    of_cosine = f"lr_scheduler is {name}"
-    if lowest is not None and name in ("cosine", "rex"):
-        reader.set("lr_scheduler.min_lr_factor", lowest, "cosine_min_lr_ratio")
-    elif lowest is not None:
-        reader.idle("cosine_min_lr_ratio", of_cosine)
-    if constant and lowest and name == "cosine":
-        reader.set("lr_scheduler.decay_end_ratio", constant, "cosine_constant_lr_ratio")
-    elif constant is not None:
-        off = "it is 0" if not constant else of_cosine if name != "cosine" else "cosine_min_lr_ratio is not given"
-        reader.idle("cosine_constant_lr_ratio", off)
-    if quadratic and name == "cosine":
-        reader.set("lr_scheduler.warmup_type", "quadratic", "lr_quadratic_warmup")
-    elif quadratic:
-        reader.idle("lr_quadratic_warmup", of_cosine)
-
-
-def _schedule_options(reader: Reader, name: str) -> None:
-    """What `lr_scheduler_kwargs` says of the end; transformers' polynomial ends above 0."""
-    rate = reader.get("learning_rate", number) or 1.0
-    options = {"lr_end": POLYNOMIAL_END} if name == "polynomial" else {}
-    options |= reader.get("lr_scheduler_kwargs", table, {})
-    plain = {"num_cycles": (1, 0.5), "power": (1,), "last_epoch": (-1,)}
-    for option, value in options.items():
-        if option in ("min_lr", "lr_end"):
-            reader.set("lr_scheduler.min_lr_factor", float(value) / rate, "lr_scheduler_kwargs")
-        elif option == "min_lr_rate":
-            reader.set("lr_scheduler.min_lr_factor", float(value), "lr_scheduler_kwargs")
-        elif option not in plain or value not in plain[option]:
-            reader.problem(
-                "lr_scheduler_kwargs", f"{option} = {value!r}: only min_lr, min_lr_rate and lr_end are known"
-            )
-
-
-def optimizer(reader: Reader) -> None:
-    """The native optimizer of the same update."""
-    name = reader.get("optimizer", text, "adamw_torch_fused").removeprefix("OptimizerNames.").lower()
-    if name not in OPTIMIZERS:
-        close = nearest(name, OPTIMIZERS) or "; the nearest in memory is adamw_torch_8bit"
-        reader.problem("optimizer", f"{name!r} is not built{close} ({', '.join(OPTIMIZERS)})")
-        return
-    chosen = OPTIMIZERS[name]
-    reader.set("optimizer.name", chosen.name, "optimizer")
-    if chosen.state_dtype != "parameter":
-        reader.set("optimizer.state_dtype", chosen.state_dtype, "optimizer")
-    if chosen.name == "SGD":
-        reader.set("optimizer.beta1", 0.0, "optimizer")
-    if chosen.name == "Muon":
-        reader.set("optimizer.muon_adjust_lr", "match_rms_adamw", "optimizer")
-    if chosen.note:
-        reader.note("optimizer", f"{name}: {chosen.note}")
-    for option, value in _optimizer_options(reader):
-        if option == "betas" and isinstance(value, list | tuple) and len(value) == 2:
-            reader.set("optimizer.beta1", float(value[0]), "optim_args")
-            reader.set("optimizer.beta2", float(value[1]), "optim_args")
-        elif option in ("eps", "weight_decay"):
-            reader.set(f"optimizer.{option}", float(value), "optim_args")
-        elif option == "momentum" and chosen.name == "SGD":
-            reader.set("optimizer.beta1", float(value), "optim_args")
-        elif option in ("fused", "foreach"):
-            reader.idle(f"optim_args.{option}", "the kernel is optimizer.implementation")
-        else:
-            reader.problem("optim_args", f"{option}: only betas, eps, weight_decay and momentum (of sgd) are known")
-
-
-def _optimizer_options(reader: Reader) -> list[tuple[str, Any]]:
-    given = reader.get("optim_args")
-    if isinstance(given, str):
-        pairs = [part.partition("=") for part in given.replace(" ", "").split(",") if part]
-        return [(name, value) for name, _, value in pairs]
-    return list(reader.get("optim_args", table, {}).items())
 
 
 def precision(reader: Reader) -> None:
@@ -357,4 +213,4 @@ def objective(reader: Reader) -> None:
         reader.set("dpo.loss", losses[0], "dpo_loss_type" if reader.has("dpo_loss_type") else "rl")
 
 
-HANDLERS = (model, batch, length, schedule, optimizer, precision, weights, memory, profiler, objective)
+HANDLERS = (model, batch, length, precision, weights, memory, profiler, objective)

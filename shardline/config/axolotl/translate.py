@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardline.config.axolotl import adapter, datasets, saving, sizes, training
+from shardline.config.axolotl import adapter, datasets, saving, sizes, training, update
 from shardline.config.axolotl.reader import Reader, Translation
 from shardline.config.axolotl.table import (
     BY_RULE,
@@ -46,7 +46,7 @@ def translate(file: ConfigFile) -> Translation:
         reader.problem(MARK, "is empty: give the folder of a model")
     if not reader.has("learning_rate"):
         reader.problem("learning_rate", "is missing")
-    for part in (training, datasets, adapter, sizes, saving):
+    for part in (training, update, datasets, adapter, sizes, saving):
         for handler in part.HANDLERS:
             handler(reader)
     _plugins(reader)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +32,7 @@ ALIASES = {
     "aya": "cohere",
 }
 FROM_TOKENIZER, FALLBACK = "tokenizer_default", "tokenizer_default_fallback_"
+MOST_SECONDS, MOST_LETTERS = 3.0, 2**24  # of one conversation
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # around what {% generation %} encloses; Unicode has no characters there
 
 Message = dict[str, Any]
@@ -61,12 +65,37 @@ class ChatTemplate:
         try:
             names = dict(self.special_tokens) | dict(self.options)
             names |= {"messages": list(messages), "tools": tools, "add_generation_prompt": answer}
-            text = _compiled(self.text).render(**names)
+            with _time_limit(MOST_SECONDS):
+                text = _compiled(self.text).render(**names)
+            if len(text) > MOST_LETTERS:
+                raise ValueError(f"it writes {len(text):,} letters for one conversation")
+        except MemoryError as error:
+            raise TemplateError(f"the chat template {self.name!r} takes more memory than it may have") from error
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(f"the chat template {self.name!r}, line {error.lineno}: {error.message}") from error
         except Exception as error:  # a template can raise anything
-            raise TemplateError(f"the chat template {self.name!r}: {error or type(error).__name__}") from error
+            reason = (str(error) or type(error).__name__)[:500]
+            raise TemplateError(f"the chat template {self.name!r}: {reason}") from error
         return _without_marks(text)
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError after so much time of the processor; there are no signals outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s for one conversation")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def template_names() -> list[str]:
@@ -110,8 +139,8 @@ def _text_or_file(jinja: str) -> tuple[str, str]:
         return "chat_template_jinja", jinja
     try:
         return jinja, Path(jinja).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"chat_template_jinja = {jinja!r} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"chat_template_jinja = {jinja!r} cannot be read: {error}") from error
 
 
 def _without_marks(text: str) -> Rendered:
@@ -153,9 +182,17 @@ def _compiled(text: str) -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, **rest: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, **rest)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    class BoundedTemplates(ImmutableSandboxedEnvironment):
+        """A sandbox without powers that take minutes, which no signal can interrupt."""
+
+        intercepted_binops = frozenset({"**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if isinstance(left, int) and isinstance(right, int) and abs(right) * left.bit_length() > 10_000:
+                raise JinjaError(f"{left} {operator} {right} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    environment = BoundedTemplates(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

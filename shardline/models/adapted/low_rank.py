@@ -11,12 +11,15 @@ once; the rows of B have the order of the fused weight and are zero where they d
 
 The low-rank term is written first and the large product added to it: no further pass over y. Backward gives gradients
 of x, A and B; that of W does not exist. It keeps x, which the block keeps anyway, and x A^T, which is r / K of it.
+
+On a CPU in float32, W + scale B A is made first where that takes less work than the low-rank term of all rows: one
+product in forward, and one for the gradient of x. Nothing but x is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +27,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardline.models.adapted.quantized import dequantize
-from shardline.models.products.cpu_product import multiply
+from shardline.models.products.cpu_product import multiply, multiply_add
 from shardline.models.products.swiglu import swiglu_gradient_op, swiglu_op
 
 
-class LowRankSpec(NamedTuple):
-    """How the matrices of a weight are used; `runs` has the rows of each projection in a group of a fused weight."""
+class Projection(NamedTuple):
+    """One of the projections in a weight: its rows in a group of a fused one, and what B A counts."""
 
+    name: str
+    rows: int
     scale: float
+
+
+class LowRankSpec(NamedTuple):
+    """How the matrices of a weight are used."""
+
     dropout: float
-    runs: tuple[tuple[str, int], ...]
+    projections: tuple[Projection, ...]
 
 
 class LowRank(nn.Module):
@@ -57,6 +67,7 @@ class LowRankPart(NamedTuple):
     a: Tensor
     b: Tensor
     magnitude: Tensor | None
+    scale: float
 
 
 class Adapted(NamedTuple):
@@ -66,7 +77,6 @@ class Adapted(NamedTuple):
     kind: str  # of quantisation; "" for none
     parts: tuple[LowRankPart | None, ...]  # in the order of `runs`, None for projections without matrices
     runs: tuple[int, ...]
-    scale: float
     dropout: float
 
     @property
@@ -99,15 +109,15 @@ def adapt(
 ) -> Adapted:
     """A weight with what is trained beside it; `part` gives what this rank holds of a parameter."""
     found: list[LowRankPart | None] = []
-    for name, _ in spec.runs:
+    for name, _, scale in spec.projections:
         if modules is None or name not in modules:
             found.append(None)
             continue
         of = modules[name]
         assert isinstance(of, LowRank)
         magnitude = None if of.magnitude is None else part(of.magnitude)
-        found.append(LowRankPart(part(of.a), part(of.b), magnitude))
-    return Adapted(stored, kind, tuple(found), tuple(rows for _, rows in spec.runs), spec.scale, spec.dropout)
+        found.append(LowRankPart(part(of.a), part(of.b), magnitude, scale))
+    return Adapted(stored, kind, tuple(found), tuple(one.rows for one in spec.projections), spec.dropout)
 
 
 def some_groups(w: Adapted, first: int, count: int) -> Adapted:
@@ -119,32 +129,34 @@ def some_groups(w: Adapted, first: int, count: int) -> Adapted:
         rows = slice(first * run, (first + count) * run)
         if part is not None:
             magnitude = None if part.magnitude is None else part.magnitude[rows]
-            part = LowRankPart(part.a, part.b[rows], magnitude)
+            part = part._replace(b=part.b[rows], magnitude=magnitude)
         parts.append(part)
     return w._replace(stored=stored, parts=tuple(parts))
 
 
 def joined(w: Adapted, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """A (R, K) of all projections, and B (N, R) times the scale; None where there are none."""
+    """A (R, K) of all projections, and B (N, R) times their scales; None where there are none."""
     present = [part for part in w.parts if part is not None]
     if not present:
         return None, None
     a = present[0].a if len(present) == 1 else torch.cat([part.a for part in present])
-    b = present[0].b if len(w.parts) == 1 else _block_rows(w, present)
-    return a.to(dtype), (b * w.scale).to(dtype)
+    b = present[0].b * present[0].scale if len(w.parts) == 1 else _block_rows(w, present)
+    return a.to(dtype), b.to(dtype)
 
 
 def _block_rows(w: Adapted, present: list[LowRankPart]) -> Tensor:
-    rank, width = present[0].b.shape[-1], sum(part.b.shape[-1] for part in present)
+    width, alike = sum(part.b.shape[-1] for part in present), len({part.scale for part in present}) == 1
     groups = w.shape[0] // sum(w.runs)
     blocks, place = [], 0
     for part, run in zip(w.parts, w.runs, strict=True):
         if part is None:
             blocks.append(present[0].b.new_zeros(groups, run, width))
         else:
-            blocks.append(F.pad(part.b.unflatten(0, (groups, run)), (place, width - place - rank)))
+            rows, rank = part.b.unflatten(0, (groups, run)), part.b.shape[-1]
+            blocks.append(F.pad(rows if alike else rows * part.scale, (place, width - place - rank)))
             place += rank
-    return torch.cat(blocks, dim=1).flatten(0, 1)
+    whole = torch.cat(blocks, dim=1).flatten(0, 1)
+    return whole * present[0].scale if alike else whole
 
 
 def dropped(x: Tensor, w: Adapted) -> Tensor | None:
@@ -164,8 +176,12 @@ def without_magnitude(x: Tensor, w: Adapted, bias: Tensor | None) -> Tensor:
     a, b = joined(w, x.dtype)
     narrow_bias = None if bias is None else bias.to(x.dtype)
     rows = x.flatten(0, -2)
-    other = None if a is None else dropped(rows, w)
-    out: Tensor = _linear(rows, list(w.stored), w.kind, a, b, narrow_bias, other)[0]
+    out: Tensor
+    if merges(x, w):
+        out = _Merged.apply(rows, a, b, narrow_bias, w.kind, *w.stored)
+    else:
+        other = None if a is None else dropped(rows, w)
+        out = _linear(rows, list(w.stored), w.kind, a, b, narrow_bias, other)[0]
     return out.unflatten(0, x.shape[:-1])
 
 
@@ -208,6 +224,52 @@ def factors(w: Adapted, squares: Tensor) -> Tensor:
         else:
             blocks.append(part.magnitude.float().unflatten(0, (groups, run)) / norm)
     return torch.cat(blocks, dim=1).flatten()
+
+
+# ---- on a CPU --------------------------------------------------------------------------------------------------------
+
+
+def merges(x: Tensor, w: Adapted) -> bool:
+    """Whether W + scale B A (N, K) is made for a product with x (..., K): it has more rows than N K / (N + K)."""
+    eager = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
+    drops = w.dropout and torch.is_grad_enabled()
+    if not eager or drops or all(part is None for part in w.parts):
+        return False
+    rows, columns = w.shape[0], x.shape[-1]
+    return x.numel() // columns * (rows + columns) >= rows * columns
+
+
+def merged_weight(
+    stored: Sequence[Tensor], kind: str, a: Tensor | None, b: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """W + B A; W where there are no matrices."""
+    weight = _wide(list(stored), kind, dtype)
+    return weight if a is None or b is None else multiply_add(b, a.t(), weight)
+
+
+def low_rank_gradients(gradient: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Of A and B, from that of the product (t, N) and x (t, K)."""
+    of_low, low = multiply(gradient, b.t()), multiply(x, a)
+    return multiply(of_low.t(), x.t()), multiply(low.t(), gradient.t()).t()
+
+
+class _Merged(torch.autograd.Function):
+    """The product with W + B A, which backward makes again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, kind: str, *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(x, a, b, *stored)
+        ctx.kind = kind
+        return multiply(x, merged_weight(stored, kind, a, b, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, a, b, *stored = ctx.saved_tensors
+        for_x, for_a, for_b, for_bias = ctx.needs_input_grad[:4]
+        gradient = gradient.contiguous()
+        of_x = multiply(gradient, merged_weight(stored, ctx.kind, a, b, x.dtype).t()) if for_x else None
+        of_a, of_b = low_rank_gradients(gradient, x, a, b) if for_a or for_b else (None, None)
+        return of_x, of_a, of_b, gradient.sum(0) if for_bias else None, None, *(None for _ in stored)
 
 
 # ---- the operation ---------------------------------------------------------------------------------------------------

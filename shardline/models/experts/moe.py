@@ -314,7 +314,7 @@ def _product(products: ExpertProducts, rows: Tensor, weight: Weight, ends: Tenso
     assert part is not None
     other = dropped(rows, weight)
     low = grouped_linear(rows if other is None else other, part.a, ends)
-    return product + grouped_linear(low, part.b.flatten(1, -2) * weight.scale, ends)
+    return product + grouped_linear(low, part.b.flatten(1, -2) * part.scale, ends)
 
 
 def activated(gate: Tensor, up: Tensor, spec: MixtureOfExperts) -> Tensor:

@@ -6,7 +6,6 @@ ignored here too.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,9 @@ from typing import Any, NamedTuple
 
 from shardline.config.architecture import TRAINING_FIELDS, Architecture, MixtureOfExperts, build
 from shardline.config.names import is_built
+from shardline.config.types import show
 from shardline.errors import ConfigError, UserError
+from shardline.json_text import parse_json
 from shardline.models.huggingface import deepseek
 from shardline.models.huggingface.dense import (
     ACTIVATION_NAMES,
@@ -25,6 +26,7 @@ from shardline.models.huggingface.dense import (
     dropouts,
     usual_dense_windows,
 )
+from shardline.models.huggingface.key_types import check_per_layer, check_types, in_their_names
 from shardline.models.huggingface.rotary import dense_rotary_keys, rotary_fields, rotary_keys, window_theta
 
 log = logging.getLogger("shardline")
@@ -169,7 +171,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; a Hugging Face model folder has a {name}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_bytes())
     except (ValueError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(config, dict):
@@ -185,8 +187,11 @@ def architecture_from_hf(
     `implementation` is model.implementation: whether transformers computes families that are not built here, or all.
     """
     config = read_config(folder)
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{folder / 'config.json'}: model_type: expected a name, got {show(kind)}")
     foreign = implementation == "transformers"
-    foreign |= implementation == "auto" and not is_built(config.get("model_type"))
+    foreign |= implementation == "auto" and not is_built(kind)
     try:
         if foreign:
             from shardline.models.huggingface.foreign_config import foreign_architecture
@@ -200,11 +205,12 @@ def architecture_from_hf(
             raise
         other = "" if foreign else '; model.implementation = "transformers" leaves the model to other code'
         remedy = other if "is not supported" in str(error) or "are not supported" in str(error) else ""
-        raise ConfigError(f"{folder / 'config.json'}: {error}{remedy}") from None
+        raise ConfigError(f"{folder / 'config.json'}: {in_their_names(str(error))}{remedy}") from None
     return found.with_overrides(overrides or {})
 
 
 def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
+    check_types(config)
     family = config.get("model_type")
     if family in ("llama4", "gemma3"):  # text and images: the text model is read
         return architecture_from_dict(
@@ -212,10 +218,13 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
         )
     if family not in CLASSES:
         raise ConfigError(f"model_type {family!r} is not supported (supported: {', '.join(CLASSES)})")
-    merged = {**_COMMON, **_DEFAULTS[family], **config}
-    absent = [key for key in _NEEDED if not isinstance(merged.get(key), int)]
+    defaults = {**_COMMON, **_DEFAULTS[family]}
+    merged = {**defaults, **config}
+    valued = [key for key, default in defaults.items() if default is not None and key not in _MAY_BE_NULL]
+    absent = [key for key in (*_NEEDED, *valued) if merged.get(key) is None]
     if absent:
-        raise ConfigError(f"{absent[0]} is {'missing' if absent[0] not in merged else 'not a whole number'}")
+        raise ConfigError(f"{absent[0]} is {'null' if absent[0] in merged else 'missing'}")
+    check_per_layer(merged, "no_rope_layers")
     _refuse(family, merged)
     theta, scaling = rotary_fields(family, merged)
     window, layers = _sliding(family, merged)
@@ -250,6 +259,15 @@ def architecture_from_dict(config: Mapping[str, Any]) -> Architecture:
             **(_dense_fields(family, merged, window, layers) if family in DENSE else {}),
         }
     )
+
+
+# Keys with a default by which null turns something off, or leaves it to other keys
+_MAY_BE_NULL = (
+    *("num_key_value_heads", "head_dim", "sliding_window", "attention_chunk_size", "rope_theta", "rope_scaling"),
+    *("final_logit_softcapping", "attn_logit_softcapping", "q_lora_rank", "initializer_range", "tie_word_embeddings"),
+    *("attention_bias", "norm_topk_prob", "rope_interleave", "use_qk_norm", "attn_temperature_tuning", "use_bias"),
+    *("original_max_position_embeddings", "partial_rotary_factor", "use_sliding_window", "n_group", "topk_group"),
+)
 
 
 def _dense_fields(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardline.config.architecture import TRAINING_FIELDS, Architecture
 from shardline.errors import UserError
+from shardline.json_text import parse_json
 from shardline.models.fused_weights import keeps_type, logical_shapes
 from shardline.models.huggingface.config import CLASSES, architecture_from_hf, export_family, hf_config, read_config
 from shardline.models.huggingface.mxfp4 import dequantize
@@ -279,14 +280,17 @@ def stored_rows(folder: Path, readable: bool = True) -> dict[str, Row]:
 
 def _indexed(folder: Path, index: Path) -> dict[str, tuple[Path, HeaderRow]]:
     try:
-        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        places = {str(name): folder / str(file) for name, file in table.items()}
+        table = parse_json(index.read_bytes())["weight_map"]
+        odd = [name for name, file in table.items() if not isinstance(file, str) or not file or "\0" in file]
+        if odd:
+            raise ValueError(f"weight_map names no file for {odd[0]}")
+        places = {name: folder / file for name, file in table.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: cannot be read ({error})") from None
     headers: dict[Path, dict[str, HeaderRow]] = {}
     for path in sorted(set(places.values())):
         if path.parent != folder or not path.is_file():
-            raise UserError(f"{index} names {path.name!r}, which is not in {folder}")
+            raise UserError(f"{index} names {path.name[:200]!r}, which is not in {folder}")
         headers[path] = _header(path)
         absent = [name for name, place in places.items() if place == path and name not in headers[path]]
         if absent:

@@ -19,20 +19,8 @@ from torch.overrides import TorchFunctionMode
 from shardline.config.architecture import Architecture, ForeignModel, build
 from shardline.errors import ConfigError
 from shardline.models.fused_weights import is_halved
+from shardline.models.huggingface.key_types import NAMES, check_sizes, in_their_names
 
-# Fields of an architecture, and the names that transformers gives them in every config that has them.
-NAMES = {
-    "dim": "hidden_size",
-    "n_layers": "num_hidden_layers",
-    "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-    "max_seq_len": "max_position_embeddings",
-    "init_std": "initializer_range",
-    "tie_word_embeddings": "tie_word_embeddings",
-}
 OURS = ("attn_mask_type",)  # fields that no config.json has
 LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes whose arithmetic is x W^T + bias; Conv1D has W^T
 CHANGES_WEIGHTS = ("rwkv",)  # types whose code scales weights in place, and not what is trained beside them
@@ -42,8 +30,12 @@ def foreign_architecture(config: Mapping[str, Any], overrides: Mapping[str, Any]
     """The architecture of the model that transformers builds from a config.json with some fields changed."""
     overrides = dict(overrides or {})
     content = {**config, **_renamed(config, overrides)}
+    check_sizes(content)
     model = build_foreign(content)
-    return describe(model, content, {name: overrides[name] for name in OURS if name in overrides})
+    try:
+        return describe(model, content, {name: overrides[name] for name in OURS if name in overrides})
+    except ConfigError as error:
+        raise ConfigError(in_their_names(str(error))) from None
 
 
 def describe(model: nn.Module, content: Mapping[str, Any], fields: Mapping[str, Any]) -> Architecture:
@@ -71,7 +63,7 @@ def describe(model: nn.Module, content: Mapping[str, Any], fields: Mapping[str, 
             "vocab_size": embedding.weight.shape[0],
             "max_seq_len": _number(config, "max_position_embeddings", Architecture.model_fields["max_seq_len"].default),
             "tie_word_embeddings": bool(ties),
-            "init_std": float(getattr(config, "initializer_range", None) or 0.02),
+            "init_std": _deviation(config),
             "foreign": ForeignModel(
                 config=dict(content),
                 shapes=shapes,
@@ -101,7 +93,8 @@ def build_foreign(content: Mapping[str, Any]) -> nn.Module:
         custom = "; code beside the weights (auto_map) is not run" if content.get("auto_map") else ""
         raise ConfigError(f"model_type {kind!r} is not one that transformers builds{custom}")
     if content.get("quantization_config"):
-        method = dict(content["quantization_config"]).get("quant_method", "unknown")
+        given = content["quantization_config"]
+        method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else "unknown"
         raise ConfigError(f"quantization_config ({method}) is not supported; use the unquantized weights")
     try:
         config = CONFIG_MAPPING[kind].from_dict(_with_floats(dict(content)))
@@ -199,6 +192,12 @@ def _renamed(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[s
 def _number(config: Any, name: str, otherwise: int) -> int:
     value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else otherwise
+
+
+def _deviation(config: Any) -> float:
+    """The standard deviation of initial weights, where the config has one that can be."""
+    value: Any = getattr(config, "initializer_range", None)
+    return float(value) if type(value) in (int, float) and 0 < value <= 1000 else 0.02
 
 
 class _WithoutMatrices(TorchFunctionMode):

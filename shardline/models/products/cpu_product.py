@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 
@@ -23,6 +23,14 @@ def served(x: Tensor) -> bool:
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., in) times weight (out, in), both possibly views; for use inside autograd functions."""
     return onednn()(x, weight, bias, "none", [], "") if served(x) else F.linear(x, weight, bias)
+
+
+def multiply_add(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+    """`other` plus x (n, in) times weight (out, in), in one pass. Tensors without memory have torch's own op alone."""
+    if type(x) not in (Tensor, nn.Parameter) or not served(x):
+        return torch.addmm(other, x, weight.t())
+    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, None, "add")
+    return out
 
 
 @functools.cache

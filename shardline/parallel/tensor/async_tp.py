@@ -157,9 +157,10 @@ def beside_products(config: Config, arch: Architecture, low: str) -> Beside:
     def widths(projections: Projections) -> set[tuple[int, ...]]:
         found = set()
         for layer in range(arch.n_layers):
-            names = {name.rpartition(".")[2] for name in targets if name.startswith(f"layers.{layer}.")}
-            counts = [sum(one in names for one in of_weight) for of_weight in projections]
-            found.add(tuple(count * how.rank for count in counts if how is not None and count))
+            here = {name.rpartition(".")[2]: name for name in targets if name.startswith(f"layers.{layer}.")}
+            ranks = {last: how.rank_of(name) for last, name in here.items() if how is not None}
+            wide = [sum(ranks.get(one, 0) for one in of_weight) for of_weight in projections]
+            found.add(tuple(width for width in wide if width))
         return found
 
     return widths

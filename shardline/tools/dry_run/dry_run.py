@@ -67,7 +67,7 @@ def describe(config: Config, world_size: int | None = None, ranks_per_node: int 
     else:
         lines += _step_lines(config, layout)
     lines += [f"not built yet: {key} = {config.value(key)!r} ({feature})" for key, feature in unbuilt.items()]
-    lines += [f"note: {key} = {sentence}" for key, sentence in missing(config).items()]
+    lines += [f"note: {key}: {sentence}" for key, sentence in missing(config).items()]
     lines += [f"note: {line}" for line in (*config.alias_notes, *notes(with_degrees(config, layout)))]
     return "\n".join(lines)
 

@@ -75,7 +75,9 @@ def _layers(config: Config, layout: Layout, arch: Architecture) -> tuple[int, in
     period = int(option) if section.mode == "selective" and option.isdecimal() and int(option) > 0 else 1
     period = math.lcm(period, every)
     few = FEW_LAYERS * period + (layers - dense) % period + dense
-    named = bool(config.training.unfrozen_parameters) or (config.lora.enable and config.lora.layers is not None)
+    lora = config.lora
+    of_layers = lora.layers is not None or bool(lora.rank_pattern or lora.alpha_pattern)
+    named = bool(config.training.unfrozen_parameters) or (lora.enable and of_layers)
     all_layers = plain_replicas or named or arch.foreign is not None or layers <= few + period
     return (layers, period) if all_layers else (few, period)
 
@@ -115,6 +117,7 @@ def _step(
                 if arch.foreign is None:
                     module.to_empty(device="cpu", recurse=False)
             model.train()
+            model.frozen = frozenset()  # rows that stay as they are send nothing, and to find them takes values
             stepper = Stepper(
                 config,
                 model,

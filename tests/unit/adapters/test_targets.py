@@ -1,5 +1,6 @@
 """Names of targets: ours and Hugging Face's, endings and expressions; a name that means nothing is an error."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,40 @@ def test_modules_to_save_are_whole_and_not_targets_too() -> None:
 
 def test_the_scale_and_the_number_of_parameters() -> None:
     how = adaptation(Lora(rank=4, alpha=8.0, target_modules=["q_proj", "up_proj"]), ARCH)
-    assert how.scale == 2.0
-    assert adaptation(Lora(rank=4, alpha=8.0, use_rslora=True), ARCH).scale == 4.0
+    assert how.scale_of("layers.0.attention.wq") == 2.0
+    assert adaptation(Lora(rank=4, alpha=8.0, use_rslora=True), ARCH).scale_of("layers.0.attention.wq") == 4.0
     assert how.added(ARCH) == 2 * 4 * ((32 + 32) + (48 + 32))
+
+
+def test_patterns_give_some_targets_another_rank_and_alpha() -> None:
+    patterns = {"layers.1.self_attn.q_proj": 2, "wq": 6, "(up|gate)_proj": 3}
+    how = adaptation(Lora(rank=4, alpha=8.0, rank_pattern=patterns, alpha_pattern={"w3": 3.0}), ARCH)
+    assert [how.rank_of(f"layers.{layer}.attention.wq") for layer in (0, 1)] == [6, 2]
+    assert how.rank_of("layers.0.attention.wk") == 4
+    assert how.rank_of("layers.1.feed_forward.w1") == 3
+    assert how.scale_of("layers.1.feed_forward.w3") == 1.0
+    assert how.scale_of("layers.1.feed_forward.w1") == 8 / 3
+    assert how.shapes(ARCH)["layers.1.attention.wq.lora.a"] == (2, 32)
+    for patterns, words in (
+        ({"q_prj": 2}, "lora.rank_pattern: no target ends with 'q_prj', did you mean 'q_proj'"),
+        ({"lm_head": 2}, "no target ends with 'lm_head'"),
+        ({"(q_proj": 2}, "lora.rank_pattern: a pattern is no regular expression"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            adaptation(Lora(rank_pattern=patterns), ARCH)
+
+
+def test_biases_that_are_one_tensor_are_trained_together() -> None:
+    biased = ARCH.model_copy(update={"qkv_bias": True})
+    assert "layers.1.attention.wk.bias" in adaptation(Lora(bias="all", target_modules=["wo"]), biased).whole(biased)
+    with torch.device("meta"):
+        model = Decoder(biased)
+    with pytest.raises(ConfigError, match=r"lora.bias: layers.0.attention.wq.bias is one tensor with"):
+        attach(model, adaptation(Lora(bias="lora_only", target_modules=["q_proj"]), biased), *[torch.float32] * 2)
+    with pytest.raises(ConfigError, match=r"lora.bias = 'all': the model has no biases"):
+        adaptation(Lora(bias="all"), ARCH)
+    with pytest.raises(ConfigError, match=r"lora.bias = 'lora_only': the targets have no biases"):
+        adaptation(Lora(bias="lora_only", target_modules=["wo"]), biased)
 
 
 def test_async_tp_measures_products_with_the_width_of_a() -> None:
@@ -84,6 +116,7 @@ def test_async_tp_measures_products_with_the_width_of_a() -> None:
 
     assert widths() == ({(12,)}, {(4, 8)}, {(8,)})
     assert widths(target_modules=["q_proj", "v_proj"], layers=[1]) == ({(), (8,)}, {(), (4, 4)}, {()})
+    assert widths(rank_pattern={"wk": 2, "layers.0.attention.wq": 6}) == ({(10,), (12,)}, {(4, 6), (6, 6)}, {(8,)})
     assert widths(dropout=0.1) == ({()}, {()}, {()}), "x A^T travels by itself"
 
 

@@ -14,6 +14,7 @@ from shardline.checkpoint.background import Background, Cancelled
 from shardline.checkpoint.commit import Messages
 from shardline.checkpoint.shards import HeldTensor, TensorPiece, whole_place
 from shardline.checkpoint.staging import Staging
+from shardline.comm.store import SignedStore
 from shardline.errors import UserError
 
 
@@ -110,7 +111,8 @@ def interrupted(seconds):
 
 def test_messages_arrive_and_what_is_late_is_named():
     store = dist.HashStore()
-    one, two = Messages(store), Messages(store)
+    one, two = (Messages(SignedStore(store, "checkpoint", b"key")) for _ in range(2))
+    store.set("checkpoint/1/verdict", '{"is": {"error": "of a stranger"}}')
     threading.Timer(0.3, lambda: one.send("1/verdict", {"error": ""})).start()
     assert two.receive("1/verdict", time.monotonic() + 30, lambda: None, "late") == {"error": ""}
     with pytest.raises(UserError, match="rank 1 is late"):

@@ -16,9 +16,13 @@ from shardline.models.flavors import resolve
 from shardline.parallel.pipeline.stages import plan_pipeline
 from shardline.run.options import TrainOptions
 from shardline.training.trainer import Trainer
-from tests.e2e.tiny import run, tiny_config
+from tests.e2e.tiny import TINY, run, tiny_config
 
 SAVING = {"checkpoint__enable": True, "checkpoint__interval": 2, "checkpoint__last_save_model_only": False}
+
+
+def kept_batch(config):
+    return batch_to_keep(config, resolve(config.model))
 
 
 def numbers_after(words, text):
@@ -66,14 +70,14 @@ def test_a_resumed_run_takes_the_batch_of_its_checkpoint(tmp_path):
     whole = run(tmp_path / "whole", training__steps=6, training__local_batch_size=8, **SAVING)
     folder = tmp_path / "run"
     run(folder, training__steps=4, lr_scheduler__total_steps=6, training__local_batch_size=8, **SAVING)
-    assert batch_to_keep(tiny_config(folder, training__local_batch_size=2, **SAVING)).size == 8
+    assert kept_batch(tiny_config(folder, training__local_batch_size=2, **SAVING)).size == 8
     for other in (
         {"training__global_batch_size": 8},
         {"checkpoint__exclude_from_loading": ["dataloader"]},
         {"checkpoint__enable": False},
         {"checkpoint__load_step": 3},
     ):
-        assert batch_to_keep(tiny_config(folder, **{**SAVING, **other})) is None
+        assert kept_batch(tiny_config(folder, **{**SAVING, **other})) is None
     resumed = run(folder, training__steps=6, training__local_batch_size=2, **SAVING)
     assert [row["tokens"] for row in resumed] == [row["tokens"] for row in whole]
     np.testing.assert_allclose([row["loss"] for row in resumed], [row["loss"] for row in whole], rtol=1e-4)
@@ -87,6 +91,9 @@ def test_a_batch_that_does_not_divide_is_refused_and_one_that_is_given_is_not_ch
     run(folder, training__steps=2, training__local_batch_size=8, **SAVING)
     with pytest.raises(UserError, match=r"global batch of 8, .* = 3 x 1 = 3 does not divide: set training.local_batch"):
         Trainer(tiny_config(folder, training__local_batch_size=3, **SAVING))
+    other = {**TINY["model.overrides"], "dim": 32}
+    with pytest.raises(UserError, match=r"step-2 is of another model \(dim: 64 -> 32\); use another job.dump_folder"):
+        Trainer(tiny_config(folder, training__local_batch_size=3, model__overrides=other, **SAVING))
     with pytest.raises(UserError, match="global_batch_size: 8 -> 4"):
         Trainer(tiny_config(folder, training__local_batch_size=2, training__global_batch_size=4, **SAVING))
     trainer = Trainer(
@@ -113,11 +120,11 @@ def test_the_batch_of_a_checkpoint_at_a_url_is_read_there(tmp_path):
     memory.put(str(tmp_path / "first" / "checkpoint"), "/batches/run/checkpoint", recursive=True)
     initial = {"checkpoint__initial_load_path": "memory://batches/run", "checkpoint__initial_load_model_only": False}
     try:
-        kept = batch_to_keep(tiny_config(tmp_path / "a", **initial, **SAVING))
+        kept = kept_batch(tiny_config(tmp_path / "a", **initial, **SAVING))
         assert (kept.size, kept.path) == (8, "memory://batches/run/checkpoint/step-2")
     finally:
         memory.rm("/batches", recursive=True)
-    assert batch_to_keep(tiny_config(tmp_path / "a", **initial, **SAVING)) is None  # reported when it is loaded
+    assert kept_batch(tiny_config(tmp_path / "a", **initial, **SAVING)) is None  # reported when it is loaded
 
 
 def test_a_run_that_is_fetched_from_its_mirror_keeps_its_batch(tmp_path):

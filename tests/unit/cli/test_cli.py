@@ -44,6 +44,21 @@ def stub(monkeypatch):
     return function
 
 
+@pytest.mark.parametrize(
+    "model", [["--preset=llama3_8b"], ["--model.flavor=1B"], ["--model.name=qwen3", "--model.flavor=0.6B"]]
+)
+def test_a_real_model_is_not_trained_on_generated_text_unasked(run, tmp_path, model):
+    """Nor is it by way of the file that `shardline config` writes."""
+    code, out, _ = run("config", *model)
+    assert code == 0
+    (tmp_path / "run.toml").write_text(out)
+    for words in (model, [str(tmp_path / "run.toml")]):
+        code, _, err = run("train", *words)
+        assert code == 2
+        assert "training.dataset: no data is named" in err
+        assert '[training]\n         dataset_path = "data/*.jsonl"' in err
+
+
 def test_help_and_version(run):
     for words in ([], ["--help"], ["-h"]):
         code, out, _ = run(*words)

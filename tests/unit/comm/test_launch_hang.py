@@ -107,7 +107,7 @@ def test_calls_are_counted_by_axis_and_published(store):
     assert [dog.enter("a", "tp"), dog.leave(), dog.enter("b", "dp"), dog.issue("c", "tp")] == [1, None, 1, 2]
     time.sleep(0.01)
     dog._publish()
-    status = decode_status(store.get("watchdog/status/0"))
+    status = dog.store.read("status/0", decode_status)
     assert status.counts == {"tp": (2, "c"), "dp": (1, "b")}
     assert (status.wait.axis, status.wait.sequence, status.wait.tag) == ("dp", 1, "b")
     dog.leave()

@@ -294,6 +294,8 @@ peft_use_dora: true
 peft_use_rslora: true
 peft_layers_to_transform: [0, 1]
 loraplus_lr_ratio: 16
+lora_rank_pattern: {"layers.0.*": 4, q_proj: 16}
+lora_alpha_pattern: {q_proj: 64}
 lora_mlp_kernel: true
 lora_qkv_kernel: true
 lora_o_kernel: true
@@ -304,6 +306,8 @@ lora_o_kernel: true
             "lora.use_rslora": True,
             "lora.layers": [0, 1],
             "lora.lr_ratio": 16.0,
+            "lora.rank_pattern": {"layers.0.*": 4, "q_proj": 16},
+            "lora.alpha_pattern": {"q_proj": 64.0},
         },
     ),
     Example(
@@ -724,7 +728,7 @@ save_steps: 100
     Example(
         "polynomial",
         FULL + "lr_scheduler: polynomial\n",
-        {"lr_scheduler.decay_type": "linear", "lr_scheduler.min_lr_factor": 1e-7 / 2e-5},
+        {"lr_scheduler.decay_type": "polynomial", "lr_scheduler.min_lr_factor": 1e-7 / 2e-5},
     ),
     Example(
         "constant",
@@ -733,6 +737,87 @@ save_steps: 100
     ),
     Example(
         "sgd", FULL + "optimizer: sgd\noptim_args: momentum=0.9\n", {"optimizer.name": "SGD", "optimizer.beta1": 0.9}
+    ),
+    Example(
+        "adafactor",
+        FULL + "optimizer: adafactor\nweight_decay: 0.01\nlr_scheduler: polynomial\n"
+        "lr_scheduler_kwargs: {power: 2, lr_end: 2e-6}\noptim_args: {scale_parameter: false}\n",
+        {
+            "optimizer.name": "Adafactor",
+            "optimizer.weight_decay": 0.01,
+            "optimizer.decay_norms": False,
+            "lr_scheduler.decay_power": 2.0,
+            "lr_scheduler.min_lr_factor": 0.1,
+        },
+    ),
+    Example(
+        "one-cycle",
+        FULL + "lr_scheduler: one_cycle\nwarmup_steps: 30\nmax_steps: 100\n",
+        {
+            "lr_scheduler.decay_type": "cosine",
+            "lr_scheduler.warmup_type": "cosine",
+            "lr_scheduler.warmup_steps": 30,
+            "lr_scheduler.warmup_start_factor": 0.04,
+            "lr_scheduler.min_lr_factor": 4e-6,
+            "lr_scheduler.include_ends": True,
+            "lr_scheduler.momentum_range": [0.85, 0.95],
+        },
+    ),
+    Example(
+        "one-cycle-options",
+        FULL
+        + """
+lr_scheduler: one_cycle
+warmup_ratio: 0.1
+lr_scheduler_kwargs:
+  pct_start: 0.3
+  anneal_strategy: linear
+  div_factor: 10
+  final_div_factor: 10
+  cycle_momentum: false
+""",
+        {
+            "lr_scheduler.decay_type": "linear",
+            "lr_scheduler.warmup_type": "linear",
+            "lr_scheduler.warmup_ratio": 0.3,
+            "lr_scheduler.warmup_start_factor": 0.1,
+            "lr_scheduler.min_lr_factor": 0.01,
+            "lr_scheduler.momentum_range": None,
+        },
+    ),
+    Example(
+        "restarts",
+        FULL + "lr_scheduler: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}\n",
+        {"lr_scheduler.decay_type": "cosine", "lr_scheduler.cycles": 3},
+    ),
+    Example(
+        "inverse-sqrt",
+        FULL + "lr_scheduler: inverse_sqrt\nlr_scheduler_kwargs: {timescale: 500}\nwarmup_steps: 100\n",
+        {"lr_scheduler.decay_type": "inverse_sqrt", "lr_scheduler.timescale": 500, "lr_scheduler.warmup_steps": 100},
+    ),
+    Example(
+        "warmup-stable-decay",
+        FULL
+        + """
+lr_scheduler: warmup_stable_decay
+lr_scheduler_kwargs: {num_decay_steps: 200, min_lr_ratio: 0.1, decay_type: 1-sqrt, warmup_type: cosine}
+""",
+        {
+            "lr_scheduler.decay_type": "sqrt",
+            "lr_scheduler.decay_steps": 200,
+            "lr_scheduler.min_lr_factor": 0.1,
+            "lr_scheduler.warmup_type": "cosine",
+            "lr_scheduler.warmup_start_factor": 0.1,
+        },
+    ),
+    Example(
+        "cosine-with-a-start",
+        FULL + "lr_scheduler: cosine_warmup_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}\nwarmup_steps: 10\n",
+        {
+            "lr_scheduler.include_ends": True,
+            "lr_scheduler.min_lr_factor": 0.1,
+            "lr_scheduler.warmup_start_factor": 0.1,
+        },
     ),
     Example("lion", FULL + "optimizer: lion_8bit\n", {"optimizer.name": "Lion", "optimizer.state_dtype": "parameter"}),
     Example(
@@ -1025,9 +1110,19 @@ WRONG = {
     "context_parapllel_size: 2": ["context_parapllel_size", "did you mean 'context_parallel_size'"],
     "adam_eps: 1e-8": ["adam_eps", "did you mean 'adam_epsilon'"],
     "micro_batchsize: 2": ["did you mean 'micro_batch_size'"],
-    "optimizer: adafactor": ["line", "optimizer: 'adafactor' is not built"],
+    "optimizer: galore_adamw": ["line", "optimizer: 'galore_adamw' is refused: gradients are not projected"],
+    "optimizer: schedule_free_adamw": ["'schedule_free_adamw' is refused: it trains other weights"],
+    "optimizer: adafacter": ["did you mean 'adafactor'"],
     "optimizer: adamw_torch_fuzed": ["did you mean 'adamw_torch_fused'"],
-    "lr_scheduler: one_cycle": ["lr_scheduler: expected one of cosine"],
+    "lr_scheduler: cosinus": ["lr_scheduler: expected one of cosine"],
+    "lr_scheduler: reduce_lr_on_plateau": ["is refused: the learning rate depends on the step alone"],
+    "lr_scheduler_kwargs: {num_cycles: 2}": ["lr_scheduler_kwargs: num_cycles: expected 0.5, got 2"],
+    "lr_scheduler: polynomial\nlr_scheduler_kwargs: {pow: 2}": ["pow: there is no such option", "did you mean 'power'"],
+    "lr_scheduler: one_cycle\nlr_scheduler_kwargs: {three_phase: true}": ["three_phase: expected False"],
+    "lr_scheduler: one_cycle\noptimizer: adafactor": ["set lr_scheduler_kwargs: {cycle_momentum: false}"],
+    "lr_scheduler: cosine_with_min_lr": ["needs lr_scheduler_kwargs: {min_lr_rate: ...}"],
+    "lr_scheduler: warmup_stable_decay": ["needs lr_scheduler_kwargs: {num_decay_steps: ...}"],
+    "lr_scheduler: cosine_warmup_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}": ["needs warmup_steps"],
     "neftune_noise_alpha: -5": ["neftune_noise_alpha: training.neftune_alpha: expected"],
     "rl: dpo\nneftune_noise_alpha: 5": ["neftune_noise_alpha: training.neftune_alpha: the reference of a pair"],
     "rl: kto\nkto_desirable_weight: 0.2": ["rl: 'kto' is not built"],

@@ -30,6 +30,11 @@ SPECIAL = {
         {}, optional={"pad_token": NAMES, "additional_special_tokens": st.lists(NAMES, max_size=2)}
     ),
     "job.config_file": st.none(),
+    "lora.rank_pattern": st.dictionaries(NAMES, st.integers(1, 99), max_size=2),
+    "lora.alpha_pattern": st.dictionaries(NAMES, st.floats(0.5, 99), max_size=2),
+    "lr_scheduler.momentum_range": st.none() | st.floats(0, 0.9).map(lambda low: [low, low + 0.05]),
+    "optimizer.adafactor_decay_rate": st.floats(-10, 0, exclude_max=True),
+    "optimizer.adafactor_eps": st.tuples(st.floats(0, 1), st.floats(0, 1)).map(list),
     "activation_checkpoint.selective_ac_option": st.sampled_from(["op", "1", "7"]),
     "model.converters": st.lists(NAMES, max_size=3, unique=True).map(
         lambda names: [name for name in names if name not in ("float8", "mx")]

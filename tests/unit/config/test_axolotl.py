@@ -1,21 +1,27 @@
 """Axolotl configs: what each key becomes, where errors point, and the files that come with the project."""
 
+import contextlib
+import itertools
 import json
 import re
 from pathlib import Path
 
 import pytest
+from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
 
 from shardline.cli.main import main
 from shardline.config.axolotl.datasets import OF_TOKENIZERS
 from shardline.config.axolotl.reader import source_of
 from shardline.config.axolotl.table import BY_RULE, DIRECT, PLUGINS, REFUSED, WITHOUT_EFFECT, keys_page, known_keys
+from shardline.config.axolotl.update import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULERS, SCHEDULERS
 from shardline.config.load import load_config
 from shardline.config.rules import check, checked_layout
 from shardline.config.schema import leaves
 from shardline.config.write import to_toml
 from shardline.data.formats.template import template_names
 from shardline.errors import ConfigError
+from tests import bad_values
 from tests.unit.config.axolotl_corpus import COMMON, EXAMPLES, FULL, SEEDS, WRONG, Example
 
 LATER = {"training.objective", "lora.base_dtype", "lora.double_quantization"} - set(leaves())
@@ -132,6 +138,16 @@ def test_an_empty_key_has_the_default(name):
     assert config.value(DIRECT[name].native) == (leaves()[DIRECT[name].native].default if default is None else default)
 
 
+def test_every_name_of_optimizers_and_schedulers_is_known_or_refused():
+    """The names that transformers and Axolotl's enumeration have."""
+    own = "optimi_adamw ao_adamw_4bit ao_adamw_8bit ao_adamw_fp8 adopt_adamw came_pytorch muon dion sinkgd flash_adamw"
+    own += " flash_adam flash_sgd flash_sgdw flash_lion q_galore_adamw8bit"
+    for name in (*(one.value for one in OptimizerNames), *own.split()):
+        assert (name in OPTIMIZERS) != (name in REFUSED_OPTIMIZERS), name
+    for name in (*(one.value for one in SchedulerType), "one_cycle", "rex"):
+        assert (name in SCHEDULERS) != (name in REFUSED_SCHEDULERS), name
+
+
 def test_plugins_are_known_by_the_end_of_their_name():
     plugins = "\n".join(f"  - axolotl.integrations.some.{name}" for name in PLUGINS)
     notes = load(FULL + f"plugins:\n{plugins}\n").alias_notes
@@ -205,6 +221,25 @@ def test_a_file_of_zero_settings_beside_the_config_is_read(tmp_path):
     config = load_config("folder/a.yml")
     assert config.parallelism.fsdp_reshard_after_forward == "always"
     assert config.training.enable_cpu_offload
+
+
+def test_a_file_of_zero_settings_with_any_value_in_any_place(tmp_path):
+    good = {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "overlap_comm": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+        "bf16": {"enabled": True},
+        "gradient_clipping": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+    (tmp_path / "a.yml").write_text(FULL + "deepspeed: mine.json\n")
+    for place, value in itertools.product(list(bad_values.places(good)), bad_values.VALUES.values()):
+        (tmp_path / "mine.json").write_text(bad_values.text_of(bad_values.changed(good, place, value)))
+        with contextlib.suppress(ConfigError):
+            load_config(tmp_path / "a.yml")
+    (tmp_path / "mine.json").write_text("[" * 50_000)
+    with pytest.raises(ConfigError, match=r"mine\.json: not a JSON file: nested more than 100 deep"):
+        load_config(tmp_path / "a.yml")
 
 
 def test_where_a_native_key_comes_from():

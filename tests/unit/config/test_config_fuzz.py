@@ -5,6 +5,7 @@ import io
 import json
 import re
 import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardline.cli.main import main
+from shardline.config import files
 from shardline.config.assemble import build_config
 from shardline.config.features import active
 from shardline.config.load import HANDED_OVER, handed_over, load_config, take_handed_over
@@ -144,7 +146,7 @@ def test_whether_a_key_was_given_is_asked_only_where_the_written_config_tells_it
     names = {"key", 'f"model.{key}"'}
     names |= {"other"}  # one of names.ALTERNATIVES, which the writer knows
     names |= {'"optimizer.lr"'}  # a note of the start alone
-    assert asked - names == {'"training.mixed_precision_param"'}
+    assert asked - names == {'"training.mixed_precision_param"', '"training.dataset"'}
 
 
 @pytest.mark.parametrize("given", [{}, {"parallelism.tensor_parallel_degree": 2}])
@@ -171,3 +173,94 @@ def test_numbers_too_long_to_print():
         load_text("training.steps = 0x" + "f" * 5000)
     with pytest.raises(ConfigError, match="thousands of digits"):
         load_config(overrides={"model.overrides.dim": 0, "training.steps": 10**5000})
+
+
+def aliases(first, text, count):
+    """Lines of YAML of which each stands for several of the one before."""
+    return "\n".join(
+        [f"a0: &a0 {first}", *(f"a{n}: &a{n} " + text.replace("*", f"*a{n - 1}") for n in range(1, count))]
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        aliases("{x: 1, y: 2}", "{x: *, y: *}", 26) + "\ndata: {sources: [*a25]}",
+        aliases("{x: 1}", "{a: *, b: *, c: *, d: *, e: *, f: *, g: *}", 12) + "\ndata: {chat_template_kwargs: *a11}",
+        aliases("{x: 1, y: 2}", "{<<: [*, *], z: *}", 26) + "\nmodel: {overrides: *a25}",
+        aliases("[x, y]", "[*, *]", 30) + "\ndata: {sources: *a29}",
+    ],
+)
+def test_aliases_of_yaml_that_stand_for_too_much_are_refused(text):
+    with pytest.raises(ConfigError, match="its aliases stand for more than 100,000 values"):
+        load_text(text, ".yaml")
+    assert len(text) < 1024
+    few = load_text(
+        "data: {added_tokens: &a [x, y]}\nmodel: {flavor: tiny}\ntraining: {unfrozen_parameters: *a}", ".yaml"
+    )
+    assert few.training.unfrozen_parameters == ["x", "y"]
+
+
+def test_files_that_no_config_needs_are_refused():
+    with pytest.raises(ConfigError, match="has more than 20,000 values"):
+        load_text("".join(f"k{n}: 1\n" for n in range(20_000)), ".yaml")
+    with pytest.raises(ConfigError, match=r"has 4.00 MiB; a config has at most 4.00 MiB"):
+        load_text("# " + "x" * (4 << 20))
+    with pytest.raises(ConfigError) as error:
+        load_text("".join(f"[training.t{n}]\nk{n} = 1\n" for n in range(3000)))
+    assert str(error.value).endswith("there may be more: these come first")
+    assert len(str(error.value).splitlines()) == 31
+
+
+def test_values_of_thousands_of_lines_have_their_line():
+    tokens = "".join(f'  "<{n}]>",  # a comment with a bracket [\n' for n in range(20_000))
+    config = load_text(f"[data]\nadded_tokens = [\n{tokens}]\n[training]\nsteps = 7\n")
+    assert len(config.data.added_tokens) == 20_000
+    assert config.origin("data.added_tokens").endswith(":2")
+    assert config.origin("training.steps").endswith(":20005")
+
+
+def _growing(text):
+    """The lines of keys by joining lines until they parse: slow, and plainly right."""
+    lines, header, pending, start, tables = {}, "", "", 0, {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        start = start if pending else number
+        pending = f"{pending}\n{line}" if pending else line
+        try:
+            statement = tomllib.loads(pending)
+        except ValueError:
+            continue
+        is_header = pending.lstrip().startswith("[")
+        for key in files._dotted(statement, "" if is_header else header):
+            lines.setdefault(files._numbered(key, tables), start)
+            header = key if is_header else header
+        if pending.lstrip().startswith("[["):
+            tables[header] = tables.get(header, -1) + 1
+            lines.setdefault(files._numbered(header, tables), start)
+        pending = ""
+    return lines
+
+
+PIECES = [
+    *('a = """x\n[b]\n"quote"" \\" \n"""""', "b = '''\n\"\"\" [ \n''''", 'c = "\\"[{#"', "d = '[\"'", "'e]' = 1 # ]"),
+    *(
+        "f = [ # ]\n 1,\n]",
+        "g = {x = '}', y = [1,\n2]}",
+        "[t]",
+        '[ "u#" . v ]',
+        "[[l]]",
+        "h.i.j = [[1],\n[2]]",
+        "",
+        "# [x",
+    ),
+]
+
+
+@quick
+@given(st.lists(st.sampled_from(PIECES), max_size=8).map("\n".join))
+def test_statements_of_toml_are_told_apart(text):
+    try:
+        tomllib.loads(text)
+    except ValueError:
+        return  # a key or a table twice
+    assert files.toml_lines(text) == _growing(text)

@@ -1,12 +1,17 @@
 """Loading: files, extends, presets, flags, older names, and what errors say."""
 
+from pathlib import Path
+
 import pytest
 
+from shardline.cli.main import main
 from shardline.config.aliases import ALIASES, NO_EFFECT
-from shardline.config.files import preset_names, toml_lines
+from shardline.config.files import preset_lines, preset_names, preset_path, toml_lines
 from shardline.config.load import load_config
 from shardline.config.schema import leaves
-from shardline.errors import ConfigError
+from shardline.errors import ConfigError, UserError
+from shardline.storage.location import locate
+from shardline.words import masked, password_problem
 
 
 @pytest.fixture
@@ -49,6 +54,44 @@ def test_extends_chains_lists_and_presets(write):
     assert load_config(overrides=["--preset=demo", "--training.steps=5"]).training.steps == 5
 
 
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["--model.flavor=tiny"], {}),
+        (["--model.name=qwen3"], {}),
+        (["--model.flavor=tiny", "--model.overrides.dim=32"], {"dim": 32}),
+        (["--model.flavor=debugmodel", "--model.name=llama3"], {"dim": 128, "n_layers": 4}),
+    ],
+)
+def test_another_model_leaves_the_overrides_of_the_one_before(write, words, kept):
+    file = write("run.toml", '[model]\nflavor = "debugmodel"\ntokenizer_path = "bytes"\n[model.overrides]\ndim = 128\n'
+                 "n_layers = 4\n")  # fmt: skip
+    config = load_config(file, words)
+    assert config.model.overrides == kept
+    assert config.model.tokenizer_path == "bytes"
+    name, _, value = words[0].removeprefix("--").partition("=")
+    dropped = f"command line: {name} = {value!r} drops what {file}:5 says of llama3 debugmodel: model.overrides.dim"
+    assert config.alias_notes == (() if "n_layers" in kept else (f"{dropped}, model.overrides.n_layers",))
+
+
+def test_a_file_that_extends_another_model_leaves_its_overrides(write):
+    write("base.toml", '[model]\nflavor = "debugmodel"\noverrides = {dim = 128}\n')
+    child = load_config(write("run.toml", 'extends = "base.toml"\n[model]\nflavor = "1B"\n'))
+    assert child.model.overrides == {}
+    assert "base.toml:3 says of llama3 debugmodel: model.overrides" in child.alias_notes[0]
+    write("packed.toml", '[model.overrides]\nattn_mask_type = "block_causal"\n')  # of no model
+    child = load_config(write("run.toml", 'extends = "packed.toml"\n[model]\nflavor = "1B"\n'))
+    assert child.model.overrides == {"attn_mask_type": "block_causal"}
+
+
+def test_a_hugging_face_folder_in_place_of_a_flavor_has_its_own_tokenizer():
+    config = load_config(overrides=["--preset=lora-demo", "--model.name=auto", "--model.hf_assets_path=./model"])
+    assert config.model.tokenizer_path is None
+    assert config.model.overrides == {}
+    again = load_config(overrides=["--preset=lora-demo", "--model.name=auto", "--model.tokenizer_path=bytes"])
+    assert again.model.tokenizer_path == "bytes"
+
+
 def test_steps_and_epochs_replace_each_other(write):
     file = write("run.toml", "[training]\nsteps = 4\n")
     config = load_config(file, ["--training.epochs=2"])
@@ -79,7 +122,22 @@ def test_extends_errors(write):
 
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_load(name):
-    assert load_config(preset=name).is_set("training.steps")
+    config = load_config(preset=name)
+    assert config.is_set("training.steps") != config.is_set("training.epochs")
+    assert load_config(preset=preset_path(name).name) == config
+
+
+@pytest.mark.parametrize(("file", "preset"), [("finetune_hf.yaml", "finetune"), ("my_text.toml", "text")])
+def test_a_config_that_is_packaged_is_written_once(file, preset):
+    path = Path(__file__).parents[3] / "configs" / file
+    assert path.resolve() == preset_path(preset).resolve()
+    assert load_config(path) == load_config(preset=preset)
+
+
+def test_every_preset_says_what_it_is_for():
+    described = dict(preset_lines())
+    assert list(described) == preset_names()
+    assert all(lines for lines in described.values())
 
 
 @pytest.mark.parametrize(
@@ -274,7 +332,7 @@ def test_an_empty_yaml_override_leaves_the_flavors_own_value(write):
         ("training: [1\n", "bad.yaml:2: not valid YAML"),
         ("- 1\n", "expected sections with keys"),
         ("training: 2024-99-99\n", "not valid YAML"),
-        ("a: &a {b: *a}\n", "there is no such section"),
+        ("a: &a {b: *a}\n", "its aliases stand for a value that holds them"),
         ("1: 2\n", "there is no such key"),
         ("a: \x01\n", "control characters"),
         ("!!python/object:os.system {}\n", "not valid YAML"),
@@ -378,3 +436,88 @@ def test_line_numbers_of_statements():
         "k.0": 13,
         "k.0.l": 14,
     }
+
+
+# ---- passwords in URLs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://key:pass@bucket/run", "s3://***@bucket/run"),
+        ("s3://key:sl/ash+@bucket/run", "s3://***@bucket/run"),
+        ("simplecache::sftp://me:pass@host/run", "simplecache::sftp://***@host/run"),
+        ("ftp://:pass@host", "ftp://***@host"),
+        ("https://hf_token@host/file", "https://***@host/file"),
+        ("https://host/a?sv=1&sig=pass%3D&x=2", "https://host/a?sv=1&***&x=2"),
+        ("https://host/a?X-Amz-Signature=pass", "https://host/a?***"),
+        ("see s3://a:pass@b and s3://c:pass@d", "see s3://***@b and s3://***@d"),
+    ],
+)
+def test_a_password_in_a_url_is_masked(text, shown):
+    assert masked(text) == shown
+    assert password_problem(text).startswith(f"{shown} holds a password")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://bucket/run",
+        "sftp://me@host/run",
+        "abfs://container@account.dfs.core.windows.net/run",
+        "hdfs://host:9000/user@realm/run",
+        "http://[::1]:8080/a@b",
+        "http://host:8080",
+        "/data/a:b@c.txt",
+        "owner/name@main:split",
+        "gs://bucket/a?versionId=7",
+    ],
+)
+def test_other_urls_and_paths_are_left_alone(text):
+    assert (masked(text), password_problem(text)) == (text, "")
+
+
+SECRET = "hunter2hunter2"
+URL_WITH_PASSWORD = f"s3://key:{SECRET}@bucket/x"
+PLACES = [
+    '[checkpoint]\nenable = true\nmirror = "URL"',
+    '[checkpoint]\nenable = true\ninitial_load_path = "URL"',
+    '[training]\ndataset = "x"\ndataset_path = "URL"',
+    '[model]\nhf_assets_path = "URL"',
+    '[job]\ndescription = "from URL"',
+    '[experimental]\ncustom_args_module = "URL"',
+    '[[data.sources]]\npath = "URL"\ntype = "completion"',
+    '[training]\nsteps = "URL"',
+    '[training]\nsteps = ["URL"]',
+]
+
+
+@pytest.mark.parametrize("text", PLACES)
+def test_a_url_with_a_password_is_refused_wherever_it_stands_and_printed_nowhere(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(text.replace("URL", URL_WITH_PASSWORD))
+    for command in (["train"], ["train", "--dry-run"], ["config"], ["config", "--comments"], ["config", "--debug"]):
+        assert main([*command, "run.toml"]) == 2
+        out, err = capsys.readouterr()
+        assert SECRET not in out + err
+        assert "s3://***@bucket/x holds a password" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_a_password_on_the_command_line_of_any_command_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ["train", f"--checkpoint.mirror={URL_WITH_PASSWORD}"],
+        ["train", "--checkpoint.mirror", URL_WITH_PASSWORD],
+        ["train", "--nosuch", URL_WITH_PASSWORD],
+        ["checkpoint", "ls", URL_WITH_PASSWORD],
+        ["data", "prepare", URL_WITH_PASSWORD, "store"],
+        ["generate", URL_WITH_PASSWORD],
+    ):
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert SECRET not in out + err
+        assert "s3://***@bucket/x holds a password" in err
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"s3://\*\*\*@bucket/x holds a password"):
+        locate(URL_WITH_PASSWORD)

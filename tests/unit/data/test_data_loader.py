@@ -261,8 +261,15 @@ def test_build_refuses_what_cannot_work(tmp_path: Path) -> None:
         build(training__dataset_path=str(tmp_path / "a.txt"), training__cache_folder=str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_damaged_store_is_named_and_its_workers_end(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("workers", "verified", "words"),
+    [
+        (0, True, r"bytes 0 to 4404 fail their checksum"),
+        (1, True, r"bytes 0 to 4404 fail their checksum"),
+        (1, False, r"its token 700 is 65535, but the vocabulary has 258 ids"),
+    ],
+)
+def test_a_damaged_store_is_named_and_its_workers_end(tmp_path: Path, workers: int, verified: bool, words: str) -> None:
     (tmp_path / "a.txt").write_text("some words " * 200)
     prepare(open_source("mine", str(tmp_path / "a.txt")), ByteTokenizer(), tmp_path / "store", workers=1)
     file = tmp_path / "store" / "part-00000.tokens"
@@ -272,8 +279,9 @@ def test_a_damaged_store_is_named_and_its_workers_end(tmp_path: Path, workers: i
     loader = build(
         training__dataset_path=str(tmp_path / "store"),
         training__dataloader__num_workers=workers,
+        training__verify_data=verified,
     )
-    said = "is damaged: its token 700 is 65535, but the vocabulary has 258 ids: prepare it again"
+    said = f"is damaged: {words}: prepare it again"
     with pytest.raises(UserError, match=rf"^{re.escape(str(file))} {said}") as caught:
         stream(loader, 20)
     loader.close()

@@ -69,7 +69,7 @@ def test_tokens_and_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert store.document_numbers(start, count).tolist() == relative.tolist()
     with pytest.raises(IndexError):
         store.read(store.tokens - 1, 2)
-    store.verify()
+    assert store.find_damage() == []
     left = {file.name for file in (tmp_path / "out").iterdir() if not file.name.endswith((".tokens", ".ends"))}
     assert left == {"store.json", ".lock"}
 
@@ -100,13 +100,13 @@ def test_damage_is_found(tmp_path: Path) -> None:
     tokens = out / "part-00000.tokens"
     good = tokens.read_bytes()
     tokens.write_bytes(good[:100] + bytes([good[100] ^ 4]) + good[101:])
-    with pytest.raises(UserError, match=r"part-00000.tokens is damaged: bytes 0 to \d+ fail their checksum"):
-        TokenStore.open(out).verify()
+    problem = TokenStore.open(out).find_damage()[0]
+    assert (problem.file, problem.start, problem.end) == (str(tokens), 0, len(good))
     tokens.write_bytes(good[:-2])
     with pytest.raises(UserError, match=r"bytes, \d+ were written: it is torn"):
         TokenStore.open(out)
     tokens.write_bytes(good)
-    TokenStore.open(out).verify()
+    assert TokenStore.open(out).find_damage() == []
     manifest = (out / "store.json").read_text()
     (out / "store.json").write_text(manifest.replace('"documents": 300', '"documents": 301', 1))
     with pytest.raises(UserError, match=r"its checksum does not match"):
@@ -210,7 +210,7 @@ def test_killed_and_continued(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "continuing after" in caplog.text
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
     assert same(store, prepare(Source("s", "s", None, grouped), BYTES, tmp_path / "whole"))
-    store.verify()
+    assert store.find_damage() == []
     deadline = time.monotonic() + 30
     while any(alive(worker) for worker in workers):
         assert time.monotonic() < deadline, "a worker outlived its caller"
@@ -237,7 +237,7 @@ def test_a_store_stays_when_its_replacement_fails(tmp_path: Path, damaged: bool)
             prepare(open_source("mine", str(file)), BYTES, out, workers=1, overwrite=True)
         assert contents(out) == before
     if not damaged:
-        prepare(good, BYTES, out).verify()
+        assert prepare(good, BYTES, out).find_damage() == []
 
 
 def test_a_store_stays_until_its_replacement_is_finished(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -250,7 +250,7 @@ def test_a_store_stays_until_its_replacement_is_finished(tmp_path: Path, caplog:
     process.communicate()
     assert {name: contents(out)[name] for name in before} == before
     assert prepare(old, BYTES, out).manifest["source"]["name"] == "t"  # still there, and in use
-    TokenStore.open(out).verify()
+    assert TokenStore.open(out).find_damage() == []
     with pytest.raises(UserError, match=r"already holds a store of another source or tokenizer: --overwrite"):
         prepare(Source("u", "u", None, grouped), BYTES, out)
     with caplog.at_level(logging.INFO, logger="shardline.data"):
@@ -258,7 +258,7 @@ def test_a_store_stays_until_its_replacement_is_finished(tmp_path: Path, caplog:
     assert "continuing after" in caplog.text
     assert store.manifest["source"]["name"] == "s"
     assert same(store, prepare(new, BYTES, tmp_path / "whole"))
-    store.verify()
+    assert store.find_damage() == []
     parts = {part.name + suffix for part in store.parts for suffix in (".tokens", ".ends")}
     assert set(contents(out)) == parts | {"store.json", ".lock"}
     assert same(prepare(new, BYTES, out, overwrite=True), store)
@@ -301,7 +301,7 @@ def test_two_processes_do_not_mix(tmp_path: Path) -> None:
     said = [process.communicate(timeout=60)[0] for process in processes]
     assert said[0].split()[-1] == said[1].split()[-1] == str(len(expected_tokens(DOCUMENTS)))
     assert sum("done in" in text for text in said) == 1
-    TokenStore.open(out).verify()
+    assert TokenStore.open(out).find_damage() == []
 
 
 def test_full_disk_is_a_user_error_and_can_be_continued(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardline import registry
+from shardline.config.sources import SourceTable
 from shardline.data import chunks
+from shardline.data.records import record_source
 from shardline.data.sources import Source, open_source
 from shardline.errors import UserError
 
@@ -34,6 +37,7 @@ def write_lines(file: Path, *documents: object, field: str = "text") -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(chunks, "CONTEXT_BYTES", 16)
 
 
 def test_one_document_per_text_file(tmp_path: Path) -> None:
@@ -43,12 +47,17 @@ def test_one_document_per_text_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("text", ["line of words\n" * 50, "äöü ß " * 80, "€" * 300, "x" * 64, "x" * 63 + "\n"])
+@pytest.mark.parametrize("text", ["line of words\n" * 50, "äöü ß " * 80, "€" * 300, "x" * 80, "x" * 79 + "\n"])
 def test_large_text_is_cut_between_characters_and_stays_one_document(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)
     pieces = list(open_source("mine", str(tmp_path / "a.txt")).chunks())
     assert len(pieces) > 1
-    assert "".join(piece.documents()[0] for piece in pieces) == text
+    windows = [piece.documents()[0] for piece in pieces]
+    assert "".join(window.text[window.first : window.last] for window in windows) == text
+    for window, after in itertools.pairwise(windows):
+        assert after.text[after.first :].startswith(window.text[window.last :])
+        assert window.text[: window.last].endswith(after.text[: after.first])
+        assert min(len(window.text[window.last :].encode()), len(after.text[: after.first].encode())) > 8
     assert [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [piece.closes for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert sum(piece.size for piece in pieces) == (tmp_path / "a.txt").stat().st_size
@@ -123,6 +132,10 @@ def test_a_folder_whose_files_name_their_split_gives_the_wanted_one(tmp_path: Pa
         ('{"body": "a", "id": 1}\n', r"a.jsonl:1: no field 'text'; its fields: body, id .*dataset_text_field"),
         ('{"text": 3}\n', r"a.jsonl, line 1: field 'text' holds int"),
         ("\xff\n", r"a.jsonl:1: not JSON"),
+        (
+            '{"text": "a"}\n{"text": "b", "x": ' + "[" * 50_000 + "]" * 50_000 + "}\n",
+            r"a.jsonl:2: not JSON: nested more",
+        ),
     ],
 )
 def test_bad_lines_are_named(tmp_path: Path, content: str, message: str) -> None:
@@ -208,3 +221,32 @@ def test_hugging_face_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert read(tmp_path / "csv") == ["hello"]
     with pytest.raises(UserError, match=r"'no-such/name:en' cannot be loaded with `datasets` \(split 'train'\)"):
         open_source("no-such/name:en", None)
+
+
+def test_the_card_of_a_dataset_is_none_of_its_texts(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# About this folder")
+    (tmp_path / "a.txt").write_text("a text")
+    assert read(tmp_path) == ["# About this folder", "a text"]
+    write_lines(tmp_path / "train-0.jsonl", "a record")
+    (tmp_path / "a.txt").unlink()
+    assert read(tmp_path) == ["a record"]
+    assert read(tmp_path / "README.md") == ["# About this folder"]
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_folder_without_data_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / ".hidden").write_text("no data")
+    with pytest.raises(UserError, match=rf"^the folder '{tmp_path}' is empty$"):
+        read(tmp_path)
+    with pytest.raises(UserError, match=rf"^the folder '{tmp_path}' is empty$"):
+        record_source(SourceTable(path=str(tmp_path), type="alpaca"))
+    (tmp_path / "weights.bin").write_bytes(b"0123")
+    if installed:
+        wanted = "cannot be loaded with `datasets`"
+    else:
+        wanted = r"holds no file that can be read \(.txt, .*\), but 1 other file, such as 'weights.bin'; pip install"
+    with pytest.raises(UserError, match=wanted):
+        read(tmp_path)

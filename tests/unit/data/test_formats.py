@@ -13,6 +13,7 @@ from shardline.data.formats.choose import choose_format
 from shardline.data.formats.instruction import INSTRUCTIONS
 from shardline.data.prepare import prepare
 from shardline.data.records import record_source
+from shardline.data.token_store import TokenStore
 from shardline.data.tokenize_workers import RecordEncoder
 from shardline.data.tokenizer import Additions, ByteTokenizer
 from shardline.errors import UserError
@@ -235,10 +236,11 @@ def test_a_store_of_records_keeps_masks_and_checksums(tmp_path, monkeypatch):
     assert np.array_equal(store.trained(0, store.tokens), expected)
     for start, count in ((0, 1), (5, 13), (90, 60), (store.tokens - 3, 3)):
         assert np.array_equal(store.trained(start, count), expected[start : start + count])
-    store.verify()
+    assert store.find_damage() == []
     damaged = next((tmp_path / "out").glob("*.trained"))
     damaged.write_bytes(bytes([damaged.read_bytes()[0] ^ 1]) + damaged.read_bytes()[1:])
-    with pytest.raises(UserError, match=r"\.trained"):
-        store.verify()
+    assert [problem.file for problem in store.find_damage()] == [str(damaged)]
+    with pytest.raises(UserError, match=rf"{damaged} is damaged: bytes 0 to"):
+        TokenStore.open(tmp_path / "out").has_trained()
     with pytest.raises(UserError, match="another source or tokenizer"):
         prepare(record_source(table), RecordEncoder(TOKENIZER, made, "other"), tmp_path / "out", progress=False)

@@ -30,7 +30,9 @@ LEVELS = {
     "storage": 6,
     "config": 5,
     "report": 2,
+    "hub": 1,
     "registry": 1,
+    "json_text": 0,
     "words": 0,
     "errors": 0,
 }

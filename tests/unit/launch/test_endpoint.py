@@ -8,7 +8,7 @@ import torch.distributed as dist
 from shardline.cli.main import main
 from shardline.errors import UserError
 from shardline.launch import endpoint, launch
-from shardline.launch.endpoint import Endpoint, interface_towards
+from shardline.launch.endpoint import Endpoint, gloo_interface
 from shardline.launch.failures import explain
 
 
@@ -41,9 +41,51 @@ def test_an_endpoint_where_something_else_listens(port, monkeypatch):
     assert alien == f"--rdzv-endpoint 127.0.0.1:{port}: what answers there is no launcher"
 
 
-def test_only_a_real_interface_is_offered_to_gloo():
-    assert interface_towards("127.0.0.1") is None
-    assert interface_towards("no-such-host.invalid") is None
+def refuses(address, port):
+    try:
+        socket.create_connection((address, port), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_the_store_listens_at_the_endpoint_alone(port):
+    one = Endpoint(f"127.0.0.2:{port}", 0, 20.0)
+    one.open().set("key", "value")
+    assert (one.near, one.port) == ("127.0.0.2", port)
+    assert refuses("127.0.0.1", port)
+    beside = Endpoint(f"127.0.0.2:{port}", 1, 20.0)
+    assert beside.open().get("key") == b"value"
+
+
+@pytest.mark.parametrize("number", [0, None])
+def test_a_name_that_stands_for_a_loopback_says_nothing_of_what_others_reach(port, number, monkeypatch, capsys):
+    monkeypatch.setattr(Endpoint, "_addresses", lambda self: ["127.0.1.1"])
+    first = Endpoint(f"first-machine:{port}", number, 20.0)
+    first.open()
+    note = "note: the store listens on all addresses of this machine: first-machine stands for a loopback here\n"
+    assert capsys.readouterr().err == note
+    assert first.near == "127.0.0.1"
+    assert not refuses("127.0.0.2", port)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=f"port {port} of this machine is taken"):
+        Endpoint(f"127.0.0.1:{port}", 0, 20.0).open()
+
+
+def test_an_address_of_another_machine_is_served_where_the_number_says_so(port, monkeypatch, capsys):
+    far = f"192.0.2.1:{port}"  # for documentation: nobody has it
+    Endpoint(far, 0, 20.0).open()
+    assert capsys.readouterr().err.endswith("all addresses of this machine: 192.0.2.1 is no address of this one\n")
+    for number in (1, None):
+        one = Endpoint(far, number, 20.0)
+        one._serve()
+        assert one.server is None
+
+
+def test_gloo_gets_a_real_interface_or_the_loopback_of_a_machine_that_is_alone():
+    assert gloo_interface("127.0.0.1", alone=False) is None
+    assert gloo_interface("no-such-host.invalid", alone=False) is None
+    assert gloo_interface("no-such-host.invalid", alone=True) == "lo"
 
 
 # ---- under another launcher ------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from shardline.run import numa as binding
 from shardline.run.numa import nccl_variables, numa_nodes, prepare_rank, share_cores
 from shardline.run.options import TrainOptions
 
+BYTES, ONE = "--model.tokenizer_path=bytes", ("--training.local_batch_size=1",)
+
 
 @pytest.fixture(autouse=True)
 def no_rank(monkeypatch):
@@ -44,10 +46,36 @@ def no_rank(monkeypatch):
             "does not match 4 ranks",
         ),
         (["--nproc", "3", "--parallelism.tensor_parallel_degree", "2"], "does not match 3 ranks"),
+        (["--nproc=2", "--training.global_batch_size=7"], "training.global_batch_size = 7 does not divide"),
+        (["--nproc=3", "--parallelism.tensor_parallel_degree=3"], "16 heads cannot be shared by 3 ranks"),
+        (["--nproc=2", "--parallelism.tensor_parallel_degree=2", "--training.seq_len=63", *ONE], "1 x 63 = 63 tokens"),
+        (["--nproc=2", "--parallelism.context_parallel_degree=2", "--training.seq_len=6"], "is not a multiple of 2 x"),
+        (["--nproc=9", "--parallelism.pipeline_parallel_degree=9", *ONE], "cannot make 9 pipeline stages"),
+        (["--nproc=2", "--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=3",
+          "--parallelism.pipeline_parallel_microbatch_size=2"], "does not divide training.local_batch_size = 3"),
+        (["--nproc=2", "--model.tokenizer_path=nothing"], "no tokenizer at 'nothing'"),
+        (["--nproc=2", "--model.overrides.vocab_size=200"], "give --model.overrides.vocab_size=258"),
+        (["--nproc=2", "--training.dataset_path=none.txt", BYTES], "there is no file or folder 'none.txt'"),
+        (["--nproc=2", "--training.dataset_path=.", BYTES], "training.dataset_path: the folder '.' is empty"),
+        (["--nproc=2", "--training.dataset=c4", BYTES], "training.dataset: dataset 'c4' needs a path"),
+        (["--nproc=2", "--data.sources", '[{path="no.jsonl"}]', BYTES], "data.sources[0]: there is no file or folder"),
+        (["--nproc=2", "--lora.enable", "--lora.target_modules=nothing"], "lora.target_modules: "),
+        (["--nproc=2", "--training.unfrozen_parameters=nothing"], "'nothing' matches no weight of this model"),
+        (["--nproc=2", "--compile.enable", "--compile.backend=inducter"], "did you mean 'inductor'?"),
+        (["--nproc=2", "--resume", "--checkpoint.enable"], "--resume needs the folder of the run to continue"),
+        (["--nproc=2", "--resume", "--checkpoint.enable", "--job.dump_folder=no"], "--resume: there is no folder no"),
+        (["--nproc=2", "--job.dump_folder", "old"], "old already holds a run (metrics.jsonl) and checkpoint.enable is"),
+        (["--nproc=2", "--metrics.enable_wandb"], "metrics.enable_wandb: true needs the package wandb"),
+        (["--nproc=2", "--model.name=mixtral", "--training.mixed_precision_param=float16"], "losses that balance"),
     ],
-)
-def test_what_cannot_start_is_refused_before_anything_starts(words, said, capsys, monkeypatch):
+)  # fmt: skip
+def test_what_cannot_start_is_refused_before_anything_starts(words, said, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("shardline.launch.agent.start_ranks", lambda launch: pytest.fail("ranks were started"))
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    monkeypatch.chdir(tmp_path)
+    if "old" in words:
+        (tmp_path / "old").mkdir()
+        (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
     assert main(["train", *words]) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import random
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from shardline.config.load import load_config
 from shardline.errors import UserError
-from shardline.launch import endpoint, leader, rounds
+from shardline.launch import endpoint, leader, rendezvous, rounds
 from shardline.launch.endpoint import Endpoint
 from shardline.launch.failures import in_a_line
 from shardline.launch.launch import misfit
@@ -41,13 +42,21 @@ def launchers(port, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: f"host-{next(numbers)}")
 
     def make(
-        nodes="1:2", number=None, ranks=1, job="x", max_restarts=3, seconds=20.0, lost=1.5, fits=lambda ranks: True
+        nodes="1:2",
+        number=None,
+        ranks=1,
+        job="x",
+        max_restarts=3,
+        seconds=20.0,
+        lost=1.5,
+        fits=lambda ranks: True,
+        secret=b"secret",
     ):
         least, _, most = nodes.partition(":")
         terms = Terms(int(least), int(most or least), job, max_restarts)
         wrong = lambda ranks: "" if fits(ranks) else f"{ranks} ranks do not fit"  # noqa: E731
         address = f"127.0.0.1:{port}"
-        made.append(Rendezvous(Endpoint(address, number, seconds), terms, ranks, lost, wrong, lambda: True))
+        made.append(Rendezvous(Endpoint(address, number, seconds), terms, ranks, lost, wrong, lambda: True, secret))
         return made[-1]
 
     yield make
@@ -291,6 +300,90 @@ def test_what_is_known_of_the_run_survives_the_machine_of_the_endpoint(launchers
     assert a.round.state == survivor.round.state == JobHistory(4, 2, "outputs/run", True)
 
 
+# ---- secrets and strangers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secret", [b"", b"another"])
+def test_a_machine_with_another_secret_is_told_and_writes_nothing(launchers, port, secret, monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "STRANGER_SECONDS", 0.3)
+    a = launchers()
+    meet(a)
+    (problem,) = meet(launchers(secret=secret))
+    assert str(problem).startswith(f"--rdzv-endpoint 127.0.0.1:{port}: the launcher there has another secret, or none")
+    store = a.thread.job.base
+    assert [bool(store.get(key)) for key in store.list_keys() if "/machine/" in key].count(True) == 1
+    assert a.end is None
+    assert "secret" not in capsys.readouterr().err
+
+
+def test_several_machines_without_a_secret_meet_and_say_so_once(launchers, port, capsys):
+    together = [launchers(secret=b"") for _ in range(2)]
+    meet(*together)
+    note = f"note: this job has no secret: whoever reaches 127.0.0.1:{port} can stop or change it;"
+    assert capsys.readouterr().err.count(note) == 1
+    together[0].report(failure())
+    meet(*together)
+    assert capsys.readouterr().err == ""
+
+
+def test_keys_of_ranks_differ_by_round_and_job_and_are_the_same_on_all_machines(launchers, port):
+    a, b = launchers(), launchers()
+    meet(a, b)
+    first = a.rank_key()
+    assert b.rank_key() == first
+    a.report(failure())
+    meet(a, b)
+    assert a.rank_key() == b.rank_key() != first
+    other = Rendezvous(
+        Endpoint("127.0.0.1:0", 0, 20.0), Terms(1, 1, "x", 0), 1, 9.0, lambda ranks: "", lambda: True, b"secret"
+    )
+    meet(other)
+    assert other.rank_key() not in (first, a.rank_key())
+    other.close()
+
+
+def test_machines_meet_again_and_again_while_a_stranger_changes_and_deletes_what_they_write(launchers, capsys):
+    a, b = launchers(lost=20.0), launchers(lost=20.0)
+    meet(a, b)
+    a.thread.job.base.set("shardline/launchers/count", "one")
+    ends, chance = threading.Event(), random.Random(1)
+    store = a.thread.job.base.clone()
+
+    def spoil():
+        while not ends.wait(0.005):
+            key = chance.choice(store.list_keys())
+            store.delete_key(key)
+            if chance.random() < 0.7:
+                store.set(key, chance.choice((chance.randbytes(99), b"{}", b"\x1b[31m", b"x" * 99_999)))
+
+    thread = threading.Thread(target=spoil, daemon=True)
+    thread.start()
+    try:
+        for number in range(1, 4):
+            b.report(failure(f"failure {number}"))
+            wait_for(lambda: a.end is not None and b.end is not None)
+            assert (a.end.report.text, b.end.report.text) == (f"failure {number}",) * 2
+            for one in (a, b):
+                one.state = replace(one.state, restarts=number)
+            meet(a, b)
+            assert (a.round.number, b.round.number, a.round.state.restarts) == (number, number, number)
+    finally:
+        ends.set()
+        thread.join()
+    assert capsys.readouterr().err.count("was not written by this job: ignored\n") <= 2  # each launcher once
+
+
+def test_a_copy_of_an_old_record_does_not_keep_a_dead_machine_alive(launchers):
+    a, b = launchers(lost=1.0), launchers(lost=1.0)
+    meet(a, b)
+    leads, other = (a, b) if a.leads else (b, a)
+    name, store = f"machine/{other.thread.index}", leads.thread.store.store.clone()
+    record = store.get(name)
+    other.thread._closed.set()
+    wait_for(lambda: store.set(name, record) or leads.end is not None)
+    assert "is lost: no sign of life" in leads.end.report.text
+
+
 # ---- a job without restarts ------------------------------------------------------------------------------------------
 
 ONCE = {"nodes": "2", "max_restarts": 0}
@@ -313,8 +406,8 @@ def test_machines_get_the_numbers_they_were_given_and_one_store(launchers, port)
     meet(second, first)
     assert (first.place, second.place, first.leads, second.leads) == (0, 1, True, False)
     assert first.store_address == second.store_address == ("127.0.0.1", port)
-    first.thread.store.set("key", "value")
-    assert second.thread.store.get("key") == b"value"
+    first.thread.store.write("key", "value")
+    assert second.thread.store.read("key", str) == "value"
 
 
 def test_unnumbered_machines_count_as_they_come_and_the_one_that_serves_is_first(launchers):

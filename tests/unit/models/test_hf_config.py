@@ -208,13 +208,16 @@ def test_sliding_windows() -> None:
         ({"model_type": "olmo2", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_type 'mrope' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "rope_type 'llama3' needs low_freq_factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "x"}}, "rope_type 'linear': "),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "x"}},
+            "rope_scaling.factor: expected a finite number above 0, got 'x'",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config (fp8) is not supported"),
         ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"hidden_size": None}, "hidden_size is not a whole number"),
+        ({"hidden_size": None}, "hidden_size is null"),
         ({"num_key_value_heads": 3}, "n_kv_heads (3) must divide n_heads (4)"),
     ],
 )

@@ -169,9 +169,11 @@ def test_files_that_cannot_be_used(folder: Path, tmp_path: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="only safetensors are read"):
         read_hf(folder)
-    (folder / INDEX).write_text("{}")
-    with pytest.raises(UserError, match="weight_map"):
-        read_hf(folder)
+    maps = ('{"weight_map": 5}', '{"weight_map": {"a": {}}}', '{"weight_map": {"a": "\\u0000"}}')
+    for text in ("{}", "[" * 50_000, *maps):
+        (folder / INDEX).write_text(text)
+        with pytest.raises(UserError, match=rf"{INDEX}: cannot be read"):
+            read_hf(folder)
     for file in ("absent.safetensors", "../config.json"):
         (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
         with pytest.raises(UserError, match="which is not in"):

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardline.models.adapted.low_rank import Adapted, LowRankPart, adapted_down, some_groups
+from shardline.models import feed_forward
+from shardline.models.adapted.low_rank import Adapted, LowRankPart, adapted_down, merges, some_groups
 from shardline.models.adapted.quantized import quantize
+from shardline.models.feed_forward import FeedForwardWeights, Products
 from shardline.models.products.linear import linear
 
 RUNS = (4, 2, 2)  # rows of q, k and v in a group; two groups
-RANK, K, ROWS = 3, 64, 16
+RANKS, SCALES = (3, 1, 2), (0.5, 2.0, 0.5)
+K, ROWS = 64, 16
+FEW, MANY = 5, 20  # rows of x for which B A is, and is not, more work than the low-rank term
 RANDOM = torch.Generator()
 
 
@@ -27,11 +31,11 @@ def adapted(missing: int | None = None, magnitude: bool = False, kind: str = "",
     weight = numbers(ROWS, K)
     stored = (weight,) if not kind else tuple(one for one in quantize(weight, kind, None) if one is not None)
     parts: list[LowRankPart | None] = []
-    for number, run in enumerate(RUNS):
+    for number, (run, rank, scale) in enumerate(zip(RUNS, RANKS, SCALES, strict=True)):
         length = (numbers(2 * run).abs() + 1).requires_grad_() if magnitude else None
-        part = LowRankPart(numbers(RANK, K, trained=True), numbers(2 * run, RANK, trained=True), length)
+        part = LowRankPart(numbers(rank, K, trained=True), numbers(2 * run, rank, trained=True), length, scale)
         parts.append(None if number == missing else part)
-    return Adapted(stored, kind, tuple(parts), RUNS, 0.5, dropout)
+    return Adapted(stored, kind, tuple(parts), RUNS, dropout)
 
 
 def merged(w: Adapted) -> Tensor:
@@ -40,7 +44,7 @@ def merged(w: Adapted) -> Tensor:
     whole = w.weight.clone()
     for part, rows in zip(w.parts, places, strict=True):
         if part is not None:
-            change = w.weight[rows.flatten()] + 0.5 * part.b @ part.a
+            change = w.weight[rows.flatten()] + part.scale * part.b @ part.a
             if part.magnitude is not None:
                 change = change * (part.magnitude / change.norm(dim=1).detach())[:, None]
             whole = whole.index_copy(0, rows.flatten(), change)
@@ -50,12 +54,14 @@ def merged(w: Adapted) -> Tensor:
 @pytest.mark.parametrize("kind", ["", "nf4", "int8"])
 @pytest.mark.parametrize("magnitude", [False, True])
 @pytest.mark.parametrize("missing", [None, 1])
+@pytest.mark.parametrize("rows", [FEW, MANY])
 def test_the_product_and_its_gradients_are_those_of_the_merged_weight(
-    missing: int | None, magnitude: bool, kind: str
+    rows: int, missing: int | None, magnitude: bool, kind: str
 ) -> None:
     w, bias = adapted(missing, magnitude, kind), torch.randn(ROWS)
-    trained = [one for part in w.parts if part is not None for one in part if one is not None]
-    x = numbers(2, 5, K, trained=True)
+    trained = [one for part in w.parts if part is not None for one in part if isinstance(one, Tensor)]
+    x = numbers(2, rows, K, trained=True)
+    assert merges(x, w) == (rows == MANY)
     seen, wanted = linear(x, w, bias), x @ merged(w).t() + bias
     torch.testing.assert_close(seen, wanted, rtol=1e-4, atol=1e-4)
     gradient = torch.randn_like(wanted)
@@ -72,7 +78,7 @@ def test_groups_of_heads_are_rows_of_all_projections() -> None:
     torch.testing.assert_close(linear(x, some_groups(w, 1, 1), None), linear(x, w, None)[:, ROWS // 2 :])
 
 
-class Products(TorchDispatchMode):
+class ProductShapes(TorchDispatchMode):
     """The sizes of all results of matrix products."""
 
     def __init__(self) -> None:
@@ -86,16 +92,20 @@ class Products(TorchDispatchMode):
         return found
 
 
-def test_the_gradient_of_the_frozen_weight_is_never_computed_and_little_is_kept() -> None:
-    w, x = adapted(), numbers(32, K, trained=True)
+@pytest.mark.parametrize(("rows", "products_of_its_shape"), [(2 * FEW, 0), (2 * MANY, 1)])
+def test_the_gradient_of_the_frozen_weight_is_never_computed_and_little_is_kept(
+    rows: int, products_of_its_shape: int
+) -> None:
+    """One is B A."""
+    w, x = adapted(), numbers(rows, K, trained=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
         out = linear(x, w, None)
     wide = {one.untyped_storage().data_ptr() for one in kept if one.numel() >= x.numel() and one.shape[0] == len(x)}
     assert wide == {x.untyped_storage().data_ptr()}, "only x is kept of what has a row for each token"
-    with Products() as products:
+    with ProductShapes() as products:
         out.sum().backward()
-    assert (ROWS, K) not in products.shapes
+    assert products.shapes.count((ROWS, K)) == products_of_its_shape
     assert w.weight.grad is None
 
 
@@ -140,10 +150,33 @@ def test_swiglu_and_the_product_after_it(kind: str, magnitude: bool, compiled: b
     function = torch.compile(adapted_down, backend="aot_eager", fullgraph=True) if compiled else adapted_down
     seen, wanted = function(product, w, bias, 8), down(product, w, bias)
     torch.testing.assert_close(seen, wanted)
-    trained = [one for part in w.parts if part is not None for one in part if one is not None]
+    trained = [one for part in w.parts if part is not None for one in part if isinstance(one, Tensor)]
     of, gradient = [product, bias, *trained], torch.randn_like(wanted)
     for a, b in zip(torch.autograd.grad(seen, of, gradient), torch.autograd.grad(wanted, of, gradient), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["", "nf4"])
+@pytest.mark.parametrize("missing", [None, 0])
+def test_gate_and_up_on_a_cpu(kind: str, missing: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their rows, and those of B, are put in two halves; the numbers are those of the general way."""
+    RANDOM.manual_seed(0)
+    weight, wide = numbers(32, K), numbers(K, 16)
+    stored = (weight,) if not kind else tuple(one for one in quantize(weight, kind, None) if one is not None)
+    parts = [LowRankPart(numbers(rank, K, trained=True), numbers(16, rank, trained=True), None, 0.5) for rank in (2, 3)]
+    w13 = Adapted(stored, kind, tuple(None if n == missing else part for n, part in enumerate(parts)), (8, 8), 0.0)
+    x, bias = numbers(2, 30, K, trained=True), numbers(32, trained=True)
+    weights = FeedForwardWeights(w13, bias, wide, None)
+    of = [x, bias, *(one for part in w13.parts if part is not None for one in (part.a, part.b))]
+    seen = feed_forward.feed_forward(x, weights, 8, Products())
+    assert "_Gated" in str(seen.grad_fn.next_functions)
+    gradient = numbers(2, 30, K)
+    found = torch.autograd.grad(seen, of, gradient)
+    monkeypatch.setattr(feed_forward, "merges", lambda x, w: False)
+    wanted = feed_forward.feed_forward(x, weights, 8, Products())
+    torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=1e-4)
+    for a, b in zip(found, torch.autograd.grad(wanted, of, gradient), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
 
 
 def test_what_swiglu_gives_is_not_kept() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardline import registry
-from shardline.config.schema import Lora
+from shardline.config.schema import Lora, LRScheduler
 from shardline.errors import ConfigError, UserError
 from shardline.optim import optimizer as module
 from shardline.optim.optimizer import build_optimizer, scaled_lr
@@ -33,7 +33,8 @@ DEFAULTS = {
 
 
 def config(**options):
-    return SimpleNamespace(optimizer=SimpleNamespace(**{**DEFAULTS, **options}), lora=Lora())
+    section = SimpleNamespace(**{**DEFAULTS, **options})
+    return SimpleNamespace(optimizer=section, lora=Lora(), lr_scheduler=LRScheduler())
 
 
 class Tiny(nn.Module):

@@ -62,13 +62,14 @@ def test_the_compiler_takes_the_options_and_keeps_the_order():
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_blocks_whose_rows_travel_have_a_compiler_of_their_own(backend):
-    block = SimpleNamespace(function=torch.relu)
+    block = SimpleNamespace(function=torch.relu, module=torch.nn.Module())
     model = SimpleNamespace(blocks=lambda: [block, block], layers=[block, block], arch=SimpleNamespace(foreign=None))
     graph = fx.GraphModule(torch.nn.Module(), backward_graph())
-    with patch("torch.compile") as compile_, patch("torch._dynamo.lookup_backend") as found:
-        apply._compile_blocks(model, backend, rows_travel=True)
+    unnoted = patch.object(apply, "noting", lambda compiler, graphs: compiler)
+    with patch("torch.compile") as compile_, patch("torch._dynamo.lookup_backend") as found, unnoted:
+        apply._compile_blocks(model, backend, [], rows_travel=True)
         compile_.call_args.kwargs["backend"](graph, [])
-        apply._compile_blocks(model, backend, rows_travel=False)
+        apply._compile_blocks(model, backend, [], rows_travel=False)
     assert compile_.call_args.kwargs["backend"] == backend
     ordered = found.return_value.call_args.kwargs.get("config_patches", {}).get("post_grad_custom_post_pass")
     assert isinstance(ordered, WorkDuringTransfers) == (backend == "inductor")

@@ -301,6 +301,28 @@ def test_a_run_that_was_killed_while_it_was_moved_is_whole_again(tmp_path, monke
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("text", ["{", "5", "[5]", '["../mine"]', '["/tmp"]', '["a/../../mine"]', "[" * 100_000])
+def test_a_damaged_list_of_what_was_moved_moves_nothing(tmp_path, text):
+    folder = tmp_path / "run"
+    earlier_run(folder)
+    (tmp_path / "mine").mkdir()
+    start(folder, overwrite=True, checkpoint=SAVING).lock.release()
+    (aside,) = folder.glob("replaced-*")
+    (aside / ".pending").write_text(text)
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=rf"the run in {aside} cannot be moved back: .+; move it yourself"):
+        start(folder, checkpoint=SAVING)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["checkpoint = 5", '[checkpoint]\nfolder = "\\u0000"', "a = " + "[" * 100_000])
+def test_a_damaged_config_of_the_run_before_is_no_obstacle(tmp_path, text):
+    earlier_run(tmp_path)
+    header = (tmp_path / "config.toml").read_text().splitlines()[0]
+    (tmp_path / "config.toml").write_text(f"{header}\n{text}\n")
+    start(tmp_path, good=5, overwrite=True, checkpoint=SAVING).close()
+
+
 def test_a_run_that_made_a_step_keeps_the_folder(tmp_path):
     earlier_run(tmp_path)
     first = start(tmp_path, overwrite=True, checkpoint=SAVING)

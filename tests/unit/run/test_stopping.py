@@ -352,7 +352,7 @@ def test_a_thread_cannot_listen_and_does_not_fail():
 
 def test_exit_codes():
     saving = tiny_config("unused", checkpoint__enable=True, checkpoint__preempted_exit_code=75)
-    assert [exit_code(why, saving) for why in (None, "SIGINT", "SIGTERM", TIME_LIMIT)] == [0, 130, 75, 75]
+    assert [exit_code(why, saving) for why in (None, "SIGINT", "SIGTERM", "SIGHUP", TIME_LIMIT)] == [0, 130, 75, 75, 75]
     assert exit_code("SIGTERM", tiny_config("unused", checkpoint__preempted_exit_code=75)) == 143
     assert exit_code("SIGTERM", tiny_config("unused", checkpoint__enable=True)) == 0
 

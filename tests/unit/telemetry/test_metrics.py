@@ -85,9 +85,9 @@ def test_only_rank_0_writes_the_file(tmp_path):
 
 
 def test_full_disk_ends_with_a_message(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.metrics_path.symlink_to("/dev/full")
-    metrics = MetricsLog(make_config(), folder)
+    metrics = MetricsLog(make_config(), RunFolder(tmp_path))
+    metrics.file.close()
+    metrics.file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     with pytest.raises(UserError, match=r"metrics\.jsonl: No space left"):
         metrics.log(make_row(1))
     metrics.close()
@@ -362,10 +362,10 @@ def test_every_rank_has_a_wandb_run_of_one_group(tmp_path, wandb_runs):
 
 def test_wandb_that_does_not_start_names_the_offline_mode(tmp_path, monkeypatch):
     def init(**options):
-        raise RuntimeError("no API key")
+        raise RuntimeError("no API key\nand many more lines")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    with pytest.raises(UserError, match=r"no API key.*WANDB_MODE=offline"):
+    with pytest.raises(UserError, match=r"W&B did not start: no API key \(metrics.wandb_mode = 'offline'"):
         MetricsLog(make_config(enable_wandb=True), RunFolder(tmp_path))
 
 

@@ -68,6 +68,7 @@ def edit(folder: Path, **changes: Any) -> None:
     """Write other words into a manifest, with the checksum they have."""
     path = folder / "manifest.json"
     content = {**json.loads(path.read_text()), **changes}
+    content["trainer"] = {**content["trainer"], "step": content["step"]}
     path.write_text(json.dumps({**content, "crc32": files.manifest_checksum(content)}))
 
 

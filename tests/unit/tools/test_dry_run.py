@@ -177,7 +177,7 @@ def test_a_large_mixture_is_described(ranks, cut, shard, tmp_path, capsys):
     assert str(shard) in text
     used = 14 * (3 * 8 * 512 * 1024 + 128 * 1024) + 2 * 3 * 4096 * 1024 + 16 * (4 * 1024**2 + 2 * 1024)
     assert f"({used + 2 * 4096 * 1024 + 1024:,} for each token)" in text
-    assert "note: parallelism.expert_parallel_comm_backend = 'deepep' needs the package deep_ep" in text
+    assert "note: parallelism.expert_parallel_comm_backend: 'deepep' needs the package deep_ep" in text
     assert "note: quantize.grouped_mm.float8.fqns has no effect" in text
 
 
