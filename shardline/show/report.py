@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -67,15 +68,24 @@ def _title(data: dict[str, Any]) -> str:
 
 def report_data(folders: Sequence[Path], watch: bool = False) -> dict[str, Any]:
     """Everything that the page draws."""
-    now = time.time()
-    runs = [read_run(folder, now) for folder in folders]
-    return {
-        "made": now,
-        "watch": watch,
-        "axes": AXES,
-        "runs": [run_data(run, name) for run, name in zip(runs, run_names(folders), strict=True)],
-        "config": config_rows(runs),
-    }
+    now, runs, data = time.time(), [], []
+    for folder, name in zip(folders, run_names(folders), strict=True):
+        with as_runs_write(folder):
+            runs.append(read_run(folder, now))
+            data.append(run_data(runs[-1], name))
+    return {"made": now, "watch": watch, "axes": AXES, "runs": data, "config": config_rows(runs)}
+
+
+@contextlib.contextmanager
+def as_runs_write(folder: Path) -> Iterator[None]:
+    """Files in a run's folder may be anybody's: those that no run has written so are a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{folder} cannot be read: {error.strerror or error} ({error.filename})") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        kind = f"{type(error).__name__}: {error}"
+        raise UserError(f"{folder} cannot be drawn: its files are not as a run writes them ({kind})") from error
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -196,7 +206,13 @@ def series(run: RunFiles) -> dict[str, list[Any]]:
 
 
 def columns(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, list[Any]]:
-    return {key: [row.get(key) for row in rows] for key in keys}
+    return {key: [_number(row.get(key), key) for row in rows] for key in keys}
+
+
+def _number(value: Any, key: str) -> float | None:
+    if value is not None and not isinstance(value, (int, float)):
+        raise TypeError(f"{key} is {value!r}, not a number")
+    return value
 
 
 def thinned(values: Sequence[float | None], most: int) -> list[int]:

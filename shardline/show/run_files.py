@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from typing import Any
 from shardline.config.layout import Layout
 from shardline.config.write import toml_value
 from shardline.errors import UserError
+from shardline.json_text import parse_json
+from shardline.storage.atomic import read_plain
 
 Row = dict[str, Any]
 
@@ -87,21 +90,28 @@ def read_run(path: Path, now: float) -> RunFiles:
 def json_lines(path: Path) -> Iterator[Row]:
     """The objects of a file; lines that are no objects, as a crash may leave at its end, are left out."""
     if path.exists():
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        yield from filter(None, map(parsed, lines))
+        yield from filter(None, map(parsed, read_plain(path).splitlines()))
 
 
 def read_object(path: Path) -> Row:
-    return parsed(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else {}
+    return parsed(read_plain(path)) if path.exists() else {}
 
 
 def parsed(text: str) -> Row:
     """The object that a text holds, or an empty one. NaN and infinities are None: JSON on a page has neither."""
     try:
-        row = json.loads(text, parse_constant=lambda _: None)
+        row = parse_json(text)
     except ValueError:
         return {}
-    return row if isinstance(row, dict) else {}
+    return _finite(row) if isinstance(row, dict) else {}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def in_order(rows: Iterable[Row]) -> list[Row]:
@@ -143,7 +153,7 @@ def read_checkpoints(folder: Path) -> Iterator[Row]:
     """Checkpoints that are there, by their manifests, whose bytes are not verified here."""
     for path in folder.glob("step-*/manifest.json"):
         try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
+            manifest = parse_json(read_plain(path))
             size = sum(int(file["size"]) for file in manifest["files"].values())
             yield {"step": manifest["step"], "kind": manifest["kind"], "size": size, "time": path.stat().st_mtime}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -34,6 +34,7 @@ from shardline.models.dtensor import local
 from shardline.parallel.pipeline.executor import busy_and_span
 from shardline.parallel.pipeline.timeline import TimedAction
 from shardline.run.device import GIB, device_name, resident_memory
+from shardline.storage.atomic import plain_file
 
 log = logging.getLogger("shardline")
 READER = "rank log"  # of spans
@@ -120,7 +121,7 @@ class RankLog(logging.Handler):
     def __enter__(self) -> RankLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "ab", buffering=0)
+            self.file = open(self.path, "ab", buffering=0, opener=plain_file)
         except OSError as error:
             self._give_up(error)
         self.logged = 0

@@ -234,6 +234,27 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path, monkeypatch, capsys, wor
     assert "Traceback" not in captured.err
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("log/telemetry-0.jsonl", '{"event": "start", "time": 1, "layout": {"pq": 2}}'),
+        ("log/telemetry-0.jsonl", '{"event": "step", "step": 1}\n{"event": "start"}'),
+        ("metrics.jsonl", '{"step": 1, "loss": "low"}\n{"step": 2, "loss": 1.0}'),
+        ("log/restarts.jsonl", '{"time": "late"}'),
+        ("engaged.json", "[" * 5000),
+        ("config.toml", "a = ["),
+    ],
+)
+def test_files_that_no_run_writes_are_one_sentence_or_left_out(tmp_path, capsys, name, text):
+    make_run(tmp_path / "run")
+    (tmp_path / "run" / name).write_text(text)
+    code = main(["report", str(tmp_path / "run")])
+    error = capsys.readouterr().err
+    assert code == (0 if name in ("engaged.json", "config.toml") else 2)
+    assert (code == 0) == (error == "")
+    assert code == 0 or "its files are not as a run writes them" in error
+
+
 # ---- several runs ----------------------------------------------------------------------------------------------------
 
 
