@@ -157,7 +157,7 @@ def shards_chapter(subject: Subject) -> Chapter:
             totals[kind.name] += count
     rows = [
         [
-            name,
+            name.removesuffix(".weight"),
             totals[name],
             _times(kind.whole),
             _times(built.shards[kind]),

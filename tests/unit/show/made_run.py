@@ -46,7 +46,7 @@ def rank_rows(rank: int, slow: int | None, ended: bool) -> list[dict[str, Any]]:
         row |= {"comm": {"dp_shard": 0.01, "ep": 0.02}, "exposed": {"dp_shard": 0.004, "ep": 0.02}, "idle": idle}
         sent = {"dp_shard": 2048, "ep": 1024, "pp": 512}
         rows.append({**row, "peak_gib": 0.5, "now_gib": 0.25 + 0.01 * rank, "sent": sent})
-    began = BEGAN + STEPS + (1e-4 if rank >= 2 else 0.0)
+    began = BEGAN + STEPS - (5.0 if rank >= 2 else 0.0)  # the clock of the second stage is late
     detail = {"event": "detail", "time": BEGAN + STEPS, "step": STEPS, "began": began, "actions": ACTIONS[rank // 2]}
     rows.append(detail | ({"layers": [1, 2], "experts": [[8, 24], [16, 16]]} if rank == 0 else {}))
     if rank == 0:

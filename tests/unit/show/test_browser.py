@@ -157,6 +157,9 @@ def test_paper_is_light_and_has_no_buttons(show, pages):
     assert not page.locator("#card-loss .tools").is_visible()
     page.set_viewport_size({"width": 700, "height": 900})
     assert overflow(page) <= 0
+    for picture in ("#card-pipeline svg", "#card-step_parts canvas"):  # a print does not draw them again
+        page.locator(picture).evaluate("(one) => { one.closest('.plot').style.width = '200px'; }")
+        assert page.locator(picture).bounding_box()["width"] <= 200
     assert page.pdf(format="A4")[:4] == b"%PDF"
 
 
