@@ -37,7 +37,7 @@ from shardline.config.layout import Layout
 from shardline.config.names import SCHEDULES
 from shardline.models.decoder import Stage
 from shardline.models.products.linear import linear
-from shardline.parallel.pipeline.executor import MicroBatch, Pipeline, idle_share
+from shardline.parallel.pipeline.executor import MicroBatch, Pipeline, busy_and_span, idle_share
 from shardline.parallel.pipeline.schedules import build_schedule, theoretical_bubble
 from shardline.parallel.pipeline.stages import PipelinePlan
 
@@ -108,7 +108,7 @@ def work(rank: int, ranks: int, microbatches: int, name: str, steps: int, sleeps
     for _ in range(steps):
         dist.barrier()
         pipeline.run(batches, forward, lambda stage: None)
-        busy, span = pipeline.clock.take()
+        busy, span = busy_and_span(pipeline.clock.take())
         measured.append((span, idle_share(busy, span, CPU)))
     if rank == 0:
         best = sorted(measured)[: max(1, steps // 2)]

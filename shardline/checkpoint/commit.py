@@ -176,7 +176,8 @@ class CheckpointWriter:
             self._messages = Messages(SignedStore(store, f"checkpoint/{token}", rank_key()))
 
     def write(self, save: Save, final: Path, activity: SaveActivity) -> None:
-        messages, deadline = self._messages, time.monotonic() + self.section.save_timeout_seconds
+        began, messages = time.monotonic(), self._messages
+        deadline = began + self.section.save_timeout_seconds
         assert messages is not None
         device = next((tensor.tensor.device for tensor in save.owned if tensor.tensor.is_cuda), None)
         if device is not None:
@@ -212,7 +213,9 @@ class CheckpointWriter:
                 raise failed  # a bug, with its traceback
             raise UserError(f"checkpoint {final} was not saved: {verdict['error']}; earlier ones are intact")
         self.last = LastSave(save.step, save.kind, verdict["size"])
-        log.info("saved %s%s", final, f" (removed {verdict['removed']} older)" if verdict["removed"] else "")
+        older = f" (removed {verdict['removed']} older)" if verdict["removed"] else ""
+        event = {"event": "save", **self.last._asdict(), "seconds": time.monotonic() - began, "staged": save.staged}
+        log.info("saved %s%s", final, older, extra={"event": event})
 
     def _write_shard(self, save: Save, partial: Path, activity: SaveActivity) -> dict[str, Any]:
         """Write what this rank owns; returns the report for rank 0."""

@@ -698,12 +698,59 @@ it says; a schedule of --csv must have as many ranks and micro-batches.""",
     ),
 )
 
+
+def _explain(parsed: Parsed) -> int:
+    config = load(parsed.file, parsed.flags, check_model=True)
+    with _placing(config):
+        from shardline.show.explain import command
+
+        return command(config, **parsed.named())
+
+
+REPORT = Command(
+    "report",
+    "Draw runs, finished or under way: curves, where a step goes, pipeline, mesh, events, config; one HTML file.",
+    ("RUN...",),
+    (
+        Option("out", "Write the page to this file; unset: report.html in the run's folder.", str, "FILE"),
+        Option("watch", "Serve the page on this machine and keep it up to date, until Ctrl-C.", bool),
+        Option("port", "Port of --watch; 0: any that is free.", int, "N", default=8421, low=0),
+    ),
+    "shardline.show.report:command",
+    details="RUN: the folder of a run; up to five are drawn beside each other, with what differs in their configs."
+    "\nThe file needs no network and opens from disk. docs/report.md explains each picture.",
+    examples=(
+        "shardline report outputs/run",
+        "shardline report outputs/first outputs/second --out both.html",
+        "shardline report outputs/run --watch",
+    ),
+)
+
+EXPLAIN = Command(
+    "explain",
+    "Explain what a config would do, before it runs: mesh, shards, a token's life, schedule, traffic and memory.",
+    ("[FILE]",),
+    (
+        Option("html", "Write a page with pictures instead of text.", bool),
+        Option("out", "File of --html; unset: explain.html.", str, "FILE"),
+        Option("world-size", "Number of ranks; unset: as many as the degrees need.", int, "N", low=1),
+    ),
+    _explain,
+    config_flags=True,
+    details="Nothing is trained and no GPU is needed: sizes and bytes are those of a run on GPUs.",
+    examples=(
+        "shardline explain run.toml",
+        "shardline explain run.toml --html --out plan.html",
+        "shardline explain --preset llama3_8b --world-size 64 --parallelism.tensor_parallel_degree=8",
+    ),
+)
+
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, SHOW, VERIFY_DATA, IMPORT, EXPORT),
         *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG),
-        *(SCHEDULE, PLAN),
+        *(SCHEDULE, PLAN, REPORT, EXPLAIN),
     )
 }

@@ -79,6 +79,26 @@ def mark() -> torch.cuda.Event:
     return event
 
 
+class Moments:
+    """Marks moments of this rank: by its clock or, on a GPU, by events in its stream, which cost no wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_device = device.type == "cuda"
+
+    def mark(self) -> Any:
+        return mark() if self.on_device else time.perf_counter()
+
+    def unix(self, marks: Sequence[Any]) -> list[float]:
+        """When they were, in seconds since 1970; waits until the device has reached the present."""
+        if not marks:
+            return []
+        last = self.mark()
+        if self.on_device:
+            last.synchronize()
+        now = time.time()
+        return [now - (moment.elapsed_time(last) / 1000 if self.on_device else last - moment) for moment in marks]
+
+
 class StreamWaits:
     """The waits of the compute stream inside FSDP: for the weights of a module, and for scattered gradients.
 

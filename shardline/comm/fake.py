@@ -27,8 +27,9 @@ KINDS = {
     "send": "send",
 }
 
-# (axis, kind) -> how many, and how many bytes this rank sends
-Collectives = dict[tuple[str, str], Counter[str]]
+# (axis, kind), or (axis, kind, phase) -> how many, and how many bytes this rank sends
+Collectives = dict[tuple[str, ...], Counter[str]]
+PHASES = ("forward", "between stages", "backward", "end")  # the end: after the last backward
 
 
 @contextmanager
@@ -61,7 +62,7 @@ def fake_tensors() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)  # parameters come from the meta device
 
 
-def count_collectives(step: Callable[[], object]) -> Collectives:
+def count_collectives(step: Callable[[], object], by_phase: bool = False) -> Collectives:
     """The collectives of `step`, which runs on fake tensors up to the first value that it reads."""
     from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -74,10 +75,24 @@ def count_collectives(step: Callable[[], object]) -> Collectives:
         job.traffic = plain
     found: Collectives = {}
     # Every collective is counted once and issued once, in the same order.
-    issued = [(axis, kind, size) for (axis, size), kind in zip(counted.events, seen.kinds, strict=True)]
-    for axis, kind, size in (*issued, *counted.announced):
-        found.setdefault((axis, kind), Counter()).update(calls=1, bytes=size)
+    issued = [(*event, kind) for event, kind in zip(counted.events, seen.kinds, strict=True)]
+    last = max((place for place, event in enumerate(issued) if event[2]), default=len(issued))
+    for place, (axis, size, inside, kind) in enumerate((*issued, *counted.announced)):
+        phase = "end" if last < place < len(issued) else _phase(axis, kind, inside)
+        found.setdefault((axis, kind, phase) if by_phase else (axis, kind), Counter()).update(calls=1, bytes=size)
     return found
+
+
+def _phase(axis: str, kind: str, inside: bool) -> str:
+    """When something is sent; a pipeline sums gradients of a stage between its passes, `inside` of none."""
+    if axis == "pp":
+        return "between stages"
+    sums = axis in ("dp_shard", "dp_replicate", "expert_shard") and kind in ("reduce-scatter", "all-reduce")
+    return "backward" if inside or sums else "forward"
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class _Recorder(Traffic):
@@ -85,15 +100,15 @@ class _Recorder(Traffic):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[tuple[str, int]] = []
-        self.announced: list[tuple[str, str, int]] = []
+        self.events: list[tuple[str, int, bool]] = []  # axis, bytes, whether inside of backward
+        self.announced: list[tuple[str, int, bool, str]] = []  # the same and the kind
 
     def add(self, axis: str, size: float) -> None:
         super().add(axis, size)
-        self.events.append((axis, int(size)))
+        self.events.append((axis, int(size), _in_backward()))
 
     def planned(self, axis: str, kind: str, size: float) -> None:
-        self.announced.append((axis, kind, int(size)))
+        self.announced.append((axis, int(size), _in_backward(), kind))
 
 
 class _KindsRecorder(TorchDispatchMode):

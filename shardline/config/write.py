@@ -36,7 +36,7 @@ def to_toml(config: Config, comments: bool = False, sources: bool = False) -> st
 
 def diff(a: Config, b: Config) -> str:
     """One line for each key that differs: `training.steps: 100 -> 200`."""
-    before, after = dict(_shown(a)), dict(_shown(b))
+    before, after = dict(shown(a)), dict(shown(b))
     keys = dict.fromkeys([*before, *after])
     rows = [(key, before.get(key, "unset"), after.get(key, "unset")) for key in keys]
     return "".join(f"{key}: {old} -> {new}\n" for key, old, new in rows if old != new)
@@ -109,7 +109,7 @@ def _why_unset(config: Config, key: str) -> str | None:
     return "" if config.value(key) is None and leaves()[key].default is None else None
 
 
-def _shown(config: Config) -> Iterator[tuple[str, str]]:
+def shown(config: Config) -> Iterator[tuple[str, str]]:
     for key in leaves():
         if key == OVERRIDES:
             for name, value in config.model.overrides.items():

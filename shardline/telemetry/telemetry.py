@@ -14,7 +14,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +26,12 @@ from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
 from shardline.comm.observe import runs_on_host
 from shardline.config.schema import Config
+from shardline.models.decoder import Decoder
 from shardline.parallel.apply import Applied
-from shardline.parallel.pipeline.executor import Pipeline, idle_share
+from shardline.parallel.expert.balance import ExpertLoad
+from shardline.parallel.pipeline.executor import Pipeline, busy_and_span, idle_share
 from shardline.parallel.pipeline.schedules import theoretical_bubble
+from shardline.parallel.pipeline.timeline import TimedAction
 from shardline.run import attempt
 from shardline.run.device import peak_memory_gib, read, reset_peak
 from shardline.run.folder import RunFolder
@@ -38,6 +41,7 @@ from shardline.telemetry.engaged import StepObserver
 from shardline.telemetry.log import log_table
 from shardline.telemetry.metrics import Meter, MetricsLog
 from shardline.telemetry.profile import Profiler
+from shardline.telemetry.rank_log import RankLog, StepParts, held_by_rank, idle_seconds
 from shardline.telemetry.recompiles import CompileReport
 from shardline.telemetry.serial_steps import SerialComparison
 from shardline.words import TableRows
@@ -75,6 +79,13 @@ class Telemetry:
         self.console = Console(config, folder.path, rank=mesh.rank, theoretical_bubble=theory)
         self.row: dict[str, Any] = {}
         self.stopped_by: str | None = None  # what ended the run early, for its closing lines
+        self.parts = StepParts(device)
+
+    def watch(self, model: Decoder, optimizer: torch.optim.Optimizer, experts: ExpertLoad) -> None:
+        """What is written of this rank alone: the time of its update, what it holds, the load of experts."""
+        self.parts.watch(optimizer)
+        self.experts = experts
+        self.rank_log = RankLog(self.folder.path, self.mesh, self.device, held_by_rank(model))
 
     @contextlib.contextmanager
     def running(self, step: int, last_step: int) -> Iterator[None]:
@@ -87,6 +98,8 @@ class Telemetry:
             closing.callback(self.console.stop)
             self.metrics = MetricsLog(config, self.folder, step, rank=rank)
             closing.callback(self.metrics.close)
+            closing.enter_context(self.rank_log.running(step, last_step))
+            closing.callback(self.parts.stop)
             closing.enter_context(_no_automatic_gc())
             profiler = Profiler(config, self.folder.path, rank, device=self.device, start_step=step)
             self.profiler = closing.enter_context(profiler)
@@ -94,6 +107,7 @@ class Telemetry:
             reset_peak(self.device)
             self.meter.restart()
             yield
+            self.rank_log.stopped_by = self.stopped_by
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -114,7 +128,8 @@ class Telemetry:
         """Around the loading of the step's batches; the clocks of the step itself begin after that."""
         began = time.perf_counter()
         yield
-        self.meter.fetched(time.perf_counter() - began)
+        data_seconds = time.perf_counter() - began
+        self.meter.fetched(data_seconds)
         if self.number == self.first_step + 1:
             self._observing.enter_context(self.observer.watching())
         if job.watchdog is not None:
@@ -127,6 +142,7 @@ class Telemetry:
                 self.sampler.begin()
             if self.pipeline is not None:
                 self.pipeline.clock.enabled = True
+            self.parts.begin(data_seconds)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -147,6 +163,7 @@ class Telemetry:
 
         `tokens` counts all of the run so far; `more` are numbers that not every run has.
         """
+        parts = self.parts.end() if self.is_logged() else {}
         times = self.sampler.end() if self.sampler is not None and self.is_logged() else {}
         self._observing.close()
         if self.number == self.first_step + 1 and self.mesh.world_size > 1:
@@ -156,7 +173,7 @@ class Telemetry:
         self.console.advance(self.number, loss)
         if self.is_logged():
             of_step = {"step": self.number, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens}
-            self.row = of_step | self._measured(times) | self.meter.rates() | more
+            self.row = of_step | self._measured(times, parts) | self.meter.rates() | more
             self.metrics.log(self.row)
             self.console.update(self.row)
         if self.number == self.first_step + 1:
@@ -176,16 +193,20 @@ class Telemetry:
     def log_validation(self, step: int, found: dict[str, float]) -> None:
         self.metrics.log_validation(step, found)
         self.console.validated(step, found)
+        if self.mesh.rank == 0:
+            self.rank_log.write("validation", {"step": step, **found})
 
     def report(self, more: TableRows) -> None:
         """Show the closing table of a loop that has begun, with `more` rows."""
         self.console.report(self.stopped_by, more)
 
-    def _measured(self, times: dict[str, Times]) -> dict[str, Any]:
-        """Memory and communication of this step: the highest numbers of all ranks."""
+    def _measured(self, times: dict[str, Times], parts: dict[str, Any]) -> dict[str, Any]:
+        """Memory and communication of this step: the highest numbers of all ranks; `parts` are those of this one."""
         sent, waited = job.traffic.take(), exposed.take()
         offloaded = 0.0 if self.offload is None else float(self.offload.take())
         memory = peak_memory_gib(self.device) + symmetric_memory.shared_gib()
+        actions = [] if self.pipeline is None else self.pipeline.clock.take()
+        self._write_rank(parts, times, sent, waited, memory, actions)
         of_axes = [seconds for axis in times for seconds in times[axis]]
         lasted = 0.0 if self.serial is None else self.serial.seconds()
         highest = [memory, waited or 0.0, offloaded, lasted, *of_axes]
@@ -207,8 +228,29 @@ class Telemetry:
             row[f"{axis}_hidden_fraction"] = slowest.hidden
         if self.pipeline is not None:
             self.pipeline.clock.enabled = False
-            row["pp_bubble_fraction"] = idle_share(*self.pipeline.clock.take(), self.device)
+            row["pp_bubble_fraction"] = idle_share(*busy_and_span(actions), self.device)
         return row
+
+    def _write_rank(
+        self,
+        parts: dict[str, Any],
+        times: dict[str, Times],
+        sent: dict[str, int],
+        waited: float | None,
+        memory: float,
+        actions: Sequence[TimedAction],
+    ) -> None:
+        """The rows of this rank alone. What a GPU sends was timed by the sampler, and by where FSDP waits."""
+        of_device = {axis: both for axis, both in times.items() if axis not in parts["comm"]}
+        parts["comm"] |= {axis: both.comm for axis, both in of_device.items()}
+        parts["exposed"] |= {axis: both.exposed for axis, both in of_device.items()}
+        if self.device.type == "cuda" and waited is not None and self.mesh.size("loss") > 1:
+            parts["exposed"]["dp"] = waited
+        if self.pipeline is not None:
+            parts["idle"] = idle_seconds(actions, self.parts.began)
+        self.rank_log.step(self.number, parts, sent, memory)
+        if self.rank_log.wants_detail(last=self.number == self.last_step):
+            self.rank_log.detail(self.number, actions, self.experts.loads, self.experts.layers)
 
     def _collect_garbage(self) -> None:
         section = self.config.training

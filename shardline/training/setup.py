@@ -348,6 +348,7 @@ class Setup:
             applied=applied,
             observer=StepObserver(self.model, self.optimizer, applied),
         )
+        self.telemetry.watch(self.model, self.optimizer, self.stepper.experts)
 
     def _build_reference(self) -> Reference | None:
         """What pairs are compared by; a copy of the model is frozen, in the type that it computes in."""

@@ -50,5 +50,8 @@ def test_a_wheel_trains_outside_the_repository(installed, tmp_path):
     assert "run folder" in run(program, *words, **outside)
     (folder,) = (tmp_path / "outputs").iterdir()
     assert [row["step"] for row in rows(folder)][-1] == 2
+    run(program, "report", folder, "--out", "page.html", **outside)
+    assert "uPlot" in (tmp_path / "page.html").read_text()
+    assert "Permission is hereby granted" in (installed / "shardline/show/assets/vendor/uPlot-LICENSE").read_text()
     run(program, *words, "--nproc", "2", "--job.dump_folder", "two", **outside)
     assert [row["step"] for row in rows(tmp_path / "two")][-1] == 2

@@ -14,7 +14,6 @@ Shapes are known from the tokens, which every rank of the pipeline reads: no tri
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,12 +23,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from shardline.comm import collectives
-from shardline.comm.exposed_time import mark
+from shardline.comm.exposed_time import Moments
 from shardline.models.decoder import Stage
 from shardline.models.products.linear import Waiting, accumulate, weight_queue
 from shardline.parallel.pipeline.channels import Channels, Key, Message, Transfers, messages_of, needed_by, sent_by
 from shardline.parallel.pipeline.stages import PipelinePlan
-from shardline.parallel.pipeline.timeline import Action
+from shardline.parallel.pipeline.timeline import Action, TimedAction
 
 
 class MicroBatch(NamedTuple):
@@ -89,7 +88,7 @@ class Pipeline:
             run = _Run(self, batches, forward, self.messages)
             for action in order:
                 run.receive(action)
-                with self.clock.around():
+                with self.clock.around(action):
                     made = run.compute(action)
                     if action.kind != "F":
                         left[action.stage] -= 1
@@ -202,7 +201,7 @@ class _Run:
 
 
 def idle_share(busy: float, span: float, device: torch.device) -> float:
-    """The share of a step in which ranks were idle, on average over all of them, from what `ActionClock.take` gives.
+    """The share of a step in which ranks were idle, on average over all of them, from what `busy_and_span` gives.
 
     The step of the pipeline lasts as long as the longest time from a rank's first action to its last: the rank with the
     first stage begins and ends it. Clocks of different hosts or devices are never compared.
@@ -214,33 +213,31 @@ def idle_share(busy: float, span: float, device: torch.device) -> float:
 
 
 class ActionClock:
-    """Measures the time of a step's actions, and from the first to the last, with the clock or with CUDA events."""
+    """Measures when each action of a step begins and ends, while it is `enabled`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_device = device.type == "cuda"
+        self.moments = Moments(device)
         self.enabled = False
-        self._marks: list[tuple[Any, Any]] = []
+        self._marks: list[tuple[Action, Any, Any]] = []
 
     @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
+    def around(self, action: Action) -> Iterator[None]:
         if not self.enabled:
             yield
             return
-        start = self._now()
+        start = self.moments.mark()
         yield
-        self._marks.append((start, self._now()))
+        self._marks.append((action, start, self.moments.mark()))
 
-    def _now(self) -> Any:
-        return mark() if self.on_device else time.perf_counter()
-
-    def _seconds(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) / 1e3 if self.on_device else end - start
-
-    def take(self) -> tuple[float, float]:
-        """(seconds in actions, seconds from the first one's start to the last one's end) since the last call."""
+    def take(self) -> list[TimedAction]:
+        """The actions since the last call, in order; times are seconds since 1970."""
         marks, self._marks = self._marks, []
-        if not marks:
-            return 0.0, 0.0
-        if self.on_device:
-            marks[-1][1].synchronize()
-        return sum(self._seconds(*action) for action in marks), self._seconds(marks[0][0], marks[-1][1])
+        times = iter(self.moments.unix([moment for _, *both in marks for moment in both]))
+        return [TimedAction(action, next(times), next(times)) for action, _, _ in marks]
+
+
+def busy_and_span(actions: Sequence[TimedAction]) -> tuple[float, float]:
+    """(seconds in actions, seconds from the first one's start to the last one's end)."""
+    if not actions:
+        return 0.0, 0.0
+    return sum(end - start for _, start, end in actions), actions[-1].end - actions[0].start

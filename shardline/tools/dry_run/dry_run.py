@@ -214,7 +214,7 @@ def _step_lines(config: Config, layout: Layout, pipeline: Iterable[str] = ()) ->
     yield from pipeline
     whole = global_batch(training, layout.data_ranks)
     ranks = f" x {layout.data_ranks} data ranks" if layout.data_ranks > 1 else ""
-    yield f"step: {_micro_batches(config, layout)} x {unit}{ranks} = {whole * each * training.seq_len:,} tokens"
+    yield f"step: {micro_batches_of(config, layout)} x {unit}{ranks} = {whole * each * training.seq_len:,} tokens"
 
 
 def _context_lines(config: Config, layout: Layout) -> Iterator[str]:
@@ -229,7 +229,7 @@ def _context_lines(config: Config, layout: Layout) -> Iterator[str]:
         yield f"a rank has {tokens:,} tokens of a micro-batch between its products"
 
 
-def _micro_batches(config: Config, layout: Layout) -> int:
+def micro_batches_of(config: Config, layout: Layout) -> int:
     local, ranks = config.training.local_batch_size, layout.data_ranks
     return global_batch(config.training, ranks) // (local * ranks)
 
@@ -239,7 +239,7 @@ def _collective_lines(config: Config, arch: Architecture, layout: Layout, precis
         return
     names = [str(kind).removeprefix("torch.") for kind in (precision.compute, precision.reduce)]
     yield f"collectives of one step, bytes that rank 0 sends (computing in {names[0]}, summing in {names[1]}):"
-    counted = step_collectives(arch, config, layout, precision, _micro_batches(config, layout))
+    counted = step_collectives(arch, config, layout, precision, micro_batches_of(config, layout))
     if ("world", "all-reduce") not in counted:  # with which every step ends
         yield "  (not known: the model's code reads values, which tensors without memory do not have)"
         return

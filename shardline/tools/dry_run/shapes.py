@@ -18,7 +18,9 @@ from shardline.config.schema import Config
 from shardline.models.dtensor import local
 from shardline.models.fused_weights import layers_name
 from shardline.parallel.apply import make_model
+from shardline.plan.memory import Memory
 from shardline.precision.mixed import Precision
+from shardline.training.memory_need import MemoryNeed, memory_need
 from shardline.words import numbered
 
 Shape = tuple[int, ...]
@@ -34,26 +36,33 @@ class ParameterKind:
     dtype: torch.dtype = torch.float32
     trained: bool = True
 
-    def shard(self, layout: Layout, coordinates: dict[str, int]) -> Shape:
-        """The shape of the shard of the rank at `coordinates`: equal shards, smaller or empty ones at the end."""
-        shape = list(self.whole)
+    def region(self, layout: Layout, coordinates: dict[str, int]) -> tuple[range, ...]:
+        """What the rank at `coordinates` holds of each dimension: equal shards, smaller or empty ones at the end."""
+        held = [range(size) for size in self.whole]
         for axis, dimension in self.cuts:
             degree, place = _place(axis, layout, coordinates)
-            each = -(-shape[dimension] // degree)
-            shape[dimension] = max(0, min(each, shape[dimension] - place * each))
-        return tuple(shape)
+            each = -(-len(held[dimension]) // degree)
+            held[dimension] = held[dimension][place * each : (place + 1) * each]
+        return tuple(held)
+
+    def shard(self, layout: Layout, coordinates: dict[str, int]) -> Shape:
+        return tuple(map(len, self.region(layout, coordinates)))
 
     def copies(self, layout: Layout) -> int:
         """How many ranks of a pipeline stage hold the same shard."""
-        degrees = [_place(axis, layout, _coordinates(layout, 0))[0] for axis, _ in self.cuts]
+        degrees = [_place(axis, layout, coordinates_of(layout, 0))[0] for axis, _ in self.cuts]
         return layout.world_size // layout.pp // math.prod(degrees)
 
     @property
     def placement(self) -> str:
-        words = ["rows", "columns"]
+        return ", ".join(f"{self.dimensions[number]} over {axis}" for axis, number in self.cuts) or "whole"
+
+    @property
+    def dimensions(self) -> list[str]:
+        """What the dimensions are called."""
         if ".experts." in self.name:
-            words = ["experts", *(["halves"] if ".w13." in self.name else []), *words]
-        return ", ".join(f"{words[dimension]} over {axis}" for axis, dimension in self.cuts) or "whole"
+            return ["experts", *(["halves"] if ".w13." in self.name else []), "rows", "columns"]
+        return ["rows", "columns"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class Built:
     counts: dict[ParameterKind, int]
     shards: dict[ParameterKind, Shape]
     indices: tuple[int, ...]  # of its layers
+    need: MemoryNeed  # on a GPU
 
     @property
     def layers(self) -> str:
@@ -75,7 +85,15 @@ class Built:
         return sum(count * math.prod(self.shards[kind]) for kind, count in self.counts.items())
 
 
-def build_rank(arch: Architecture, config: Config, layout: Layout, precision: Precision, rank: int) -> Built:
+def build_rank(
+    arch: Architecture,
+    config: Config,
+    layout: Layout,
+    precision: Precision,
+    rank: int,
+    planned: Memory | None = None,
+) -> Built:
+    """`planned` is what the planner expects of the fullest rank; without it activations are not known."""
     with fake_group(rank, layout.world_size):
         model, _ = make_model(arch, config, Mesh(layout, "cpu"), precision)
         counts: Counter[ParameterKind] = Counter()
@@ -87,7 +105,8 @@ def build_rank(arch: Architecture, config: Config, layout: Layout, precision: Pr
             counts[kind] += 1
             shards[kind] = tuple(local(parameter).shape)
         indices = tuple(int(layer) for layer in model.layers)
-    return Built(rank, dict(counts), shards, indices)
+        need = memory_need(model, config, layout, precision, "cuda", planned)
+    return Built(rank, dict(counts), shards, indices, need)
 
 
 def _cuts(parameter: torch.Tensor) -> tuple[tuple[str, int], ...]:
@@ -112,12 +131,12 @@ def _place(axis: str, layout: Layout, coordinates: dict[str, int]) -> tuple[int,
     return degree, place
 
 
-def _coordinates(layout: Layout, rank: int) -> dict[str, int]:
+def coordinates_of(layout: Layout, rank: int) -> dict[str, int]:
     return layout.coordinates(rank) | layout.expert_coordinates(rank)
 
 
 def shapes(kinds: list[ParameterKind], layout: Layout, rank: int) -> tuple[Shape, ...]:
-    coordinates = _coordinates(layout, rank)
+    coordinates = coordinates_of(layout, rank)
     return tuple(kind.shard(layout, coordinates) for kind in kinds)
 
 

@@ -30,16 +30,21 @@ FEW_LAYERS = 3  # the first, the last and one between
 
 
 def step_collectives(
-    arch: Architecture, config: Config, layout: Layout, precision: Precision, micro_batches: int
+    arch: Architecture,
+    config: Config,
+    layout: Layout,
+    precision: Precision,
+    micro_batches: int,
+    by_phase: bool = False,
 ) -> Collectives:
-    """What the first rank sends in one optimizer step."""
+    """What the first rank sends in one optimizer step; `by_phase`, also when."""
 
     def sent(layers: int, config: Config = config) -> Collectives:
         """By a step of all micro-batches, with this many layers."""
-        one = _step(arch, config, layout, precision, layers, 1)
+        one = _step(arch, config, layout, precision, layers, 1, by_phase)
         if micro_batches == 1:
             return one
-        return _extended(one, _step(arch, config, layout, precision, layers, 2), micro_batches - 1)
+        return _extended(one, _step(arch, config, layout, precision, layers, 2, by_phase), micro_batches - 1)
 
     if layout.world_size == 1:
         return {}
@@ -87,7 +92,13 @@ def _extended(one: Collectives, two: Collectives, times: int) -> Collectives:
 
 
 def _step(
-    arch: Architecture, config: Config, layout: Layout, precision: Precision, layers: int, micro_batches: int
+    arch: Architecture,
+    config: Config,
+    layout: Layout,
+    precision: Precision,
+    layers: int,
+    micro_batches: int,
+    by_phase: bool = False,
 ) -> Collectives:
     # Kernels, windows, compilation and offloading do not change what is sent (except windows in a ring), and some of
     # them cannot run without values.
@@ -119,7 +130,7 @@ def _step(
             rows = training.local_batch_size * training.rows_of_a_sample
             tokens = torch.zeros(rows, training.seq_len, dtype=torch.int64)
             batch = Batch(tokens, tokens, None, torch.zeros(training.local_batch_size, dtype=torch.int64))
-            return count_collectives(lambda: stepper.step([batch] * micro_batches, 0.0, 1))
+            return count_collectives(lambda: stepper.step([batch] * micro_batches, 0.0, 1), by_phase)
 
 
 def _reference(config: Config, model: Decoder) -> Reference | None:

@@ -9,9 +9,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[3] / "shardline"
 LEVELS = {
-    "train": 22,
-    "__main__": 22,
-    "cli": 21,
+    "train": 23,
+    "__main__": 23,
+    "cli": 22,
+    "show": 21,
     "tools": 20,
     "launch": 19,
     "training": 18,
@@ -68,7 +69,11 @@ def test_imports_point_downwards(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["shardline", "shardline.cli.main", "shardline.config.load", "shardline.models.flavors"]
+    "module",
+    [
+        *("shardline", "shardline.cli.main", "shardline.config.load", "shardline.models.flavors"),
+        *("shardline.show.report", "shardline.show.serve"),
+    ],
 )
 def test_torch_is_not_imported_before_it_is_needed(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"

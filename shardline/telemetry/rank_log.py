@@ -1,0 +1,218 @@
+"""What each rank writes of itself into log/telemetry-RANK.jsonl, from which `shardline report` draws.
+
+    {"event": "start", ...}     the loop begins: the rank's place in the layout, its host and device, what it holds
+    {"event": "step", ...}      a logged step: where its time went, its memory, the bytes it sent
+    {"event": "detail", ...}    of ever fewer logged steps: actions of the pipeline, tokens of each expert
+    {"event": "save", ...}      and "validation", "warning", "end"
+
+docs/report.md has every field. A row is one write by this rank alone: no collective, no wait for another rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shardline.comm.exposed_time import Moments
+from shardline.comm.hidden_time import host_times
+from shardline.comm.job import job
+from shardline.comm.mesh import Mesh
+from shardline.comm.observe import runs_on_host
+from shardline.models.decoder import Decoder
+from shardline.models.dtensor import local
+from shardline.parallel.pipeline.executor import busy_and_span
+from shardline.parallel.pipeline.timeline import TimedAction
+from shardline.run.device import GIB, device_name, resident_memory
+from shardline.storage.atomic import plain_file
+
+log = logging.getLogger("shardline")
+READER = "rank log"  # of spans
+MOST_EXPERTS = 20_000  # numbers of a detail: layers x experts
+
+
+@dataclass
+class StepParts:
+    """Where a logged step of this rank goes: `begin` after its data has come, `end` after its update.
+
+    Communication is timed where the host carries it; a GPU's is for others to time.
+    """
+
+    device: torch.device
+    enabled: bool = False
+    _updates: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.moments = Moments(self.device)
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Time the optimizer's own step; one that runs inside backward is a part of that."""
+        optimizer.register_step_pre_hook(lambda *_: self._before_update())
+        optimizer.register_step_post_hook(lambda *_: self._after_update())
+
+    def begin(self, data_seconds: float) -> None:
+        self.enabled, self._updates, self._data = True, [], data_seconds
+        if "world" in job.axes and runs_on_host(job.axes["world"].group, self.device):
+            job.spans.record(READER)
+        self._began = self.moments.mark()
+
+    def stop(self) -> None:
+        """Leave off in the middle of a step, or after it."""
+        self.enabled = False
+        job.spans.stop(READER)
+
+    def end(self) -> dict[str, Any]:
+        """Seconds of the step and of its parts, communication and waits for it by axis."""
+        marks = [self._began, self.moments.mark(), *(moment for both in self._updates for moment in both)]
+        began, ended, *updates = self.moments.unix(marks)
+        self.began, spans = began, job.spans.take(READER)
+        self.stop()
+        times = {axis: host_times(spans, axis) for axis in sorted({span.axis for span in spans})}
+        parts: dict[str, Any] = {"seconds": ended - began + self._data, "data": self._data}
+        if updates:
+            parts["optimizer"] = sum(updates[1::2]) - sum(updates[::2])
+        parts["comm"] = {axis: seconds.comm for axis, seconds in times.items()}
+        parts["exposed"] = {axis: seconds.exposed for axis, seconds in times.items()}
+        return parts
+
+    def _before_update(self) -> None:
+        if self.enabled:
+            self._updates.append((self.moments.mark(), None))
+
+    def _after_update(self) -> None:
+        if self.enabled:
+            self._updates[-1] = (self._updates[-1][0], self.moments.mark())
+
+
+class RankLog(logging.Handler):
+    """The file of one rank. As a log handler it writes warnings, and of rank 0 the records that carry an `event`."""
+
+    def __init__(self, folder: Path, mesh: Mesh, device: torch.device, held: Mapping[str, Any]) -> None:
+        super().__init__(logging.INFO)
+        self.rank, self.device, self.logged = mesh.rank, device, 0
+        self.start = {
+            "rank": mesh.rank,
+            "world_size": mesh.world_size,
+            "layout": asdict(mesh.layout),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "device": device_name(device),
+            **held,
+        }
+        self.path = folder / "log" / f"telemetry-{mesh.rank}.jsonl"
+        self.file: FileIO | None = None
+
+    def running(self, step: int, last_step: int) -> RankLog:
+        """The log of a loop that begins after `step`; a context."""
+        self.first_row = {"step": step, "last_step": last_step, **self.start}
+        self.stopped_by: str | None = None
+        return self
+
+    def __enter__(self) -> RankLog:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "ab", buffering=0, opener=plain_file)
+        except OSError as error:
+            self._give_up(error)
+        self.logged = 0
+        self.write("start", self.first_row)
+        log.addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        log.removeHandler(self)
+        text = None if kind is None else f"{kind.__name__}: {error}" if str(error) else kind.__name__
+        self.write("end", {"error": text, "stopped_by": self.stopped_by})
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def write(self, event: str, row: Mapping[str, Any]) -> None:
+        if self.file is None:
+            return
+        try:
+            line = json.dumps({"event": event, "time": round(time.time(), 6), **_rounded(row)}, separators=(",", ":"))
+            self.file.write(line.encode() + b"\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def step(self, number: int, parts: dict[str, Any], sent: Mapping[str, int], peak_gib: float) -> None:
+        """A row of a logged step; `parts` from `StepParts.end`, and `idle` of a pipeline."""
+        memory = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else resident_memory()
+        self.write("step", {"step": number, **parts, "peak_gib": peak_gib, "now_gib": memory / GIB, "sent": sent})
+        self.logged += 1
+
+    def wants_detail(self, last: bool) -> bool:
+        """Whether the logged step is the 1st, 2nd, 4th, 8th, ... of this start, or the last: few rows, new ones too."""
+        return last or self.logged & (self.logged - 1) == 0
+
+    def detail(self, number: int, actions: Sequence[TimedAction], loads: torch.Tensor, layers: Sequence[int]) -> None:
+        """`loads` (layers, experts) are the tokens of each expert, those of all ranks; rank 0 writes them."""
+        row: dict[str, Any] = {}
+        walk = last_walk(actions)
+        if walk:
+            began = walk[0].start
+            row["began"] = began
+            row["actions"] = [[str(a), round(1e6 * (s - began)), round(1e6 * (e - began))] for a, s, e in walk]
+        if self.rank == 0 and 0 < loads.numel() <= MOST_EXPERTS:
+            row |= {"layers": list(layers), "experts": [[round(n) for n in line] for line in loads.tolist()]}
+        if row:
+            self.write("detail", {"step": number, **row})
+
+    def emit(self, record: logging.LogRecord) -> None:
+        event = getattr(record, "event", None)
+        if event is not None and self.rank == 0:
+            self.write(event["event"], event)
+        elif record.levelno >= logging.WARNING:
+            self.write("warning", {"text": record.getMessage()[:500]})
+
+    def _give_up(self, error: OSError) -> None:
+        """The run goes on without this file."""
+        self.file = None
+        log.warning("%s is no longer written: %s", self.path, error.strerror or error)
+
+
+def held_by_rank(model: Decoder) -> dict[str, Any]:
+    """What the first row says of the weights of this rank."""
+    shards = [local(parameter) for parameter in model.parameters()]
+    return {
+        "layers": [int(layer) for layer in model.layers],
+        "parameters": sum(shard.numel() for shard in shards),
+        "weight_bytes": sum(shard.numel() * shard.element_size() for shard in shards),
+    }
+
+
+def idle_seconds(actions: Sequence[TimedAction], began: float) -> float:
+    """How long a pipeline rank computed nothing from the step's begin to the end of its last action."""
+    if not actions:
+        return 0.0
+    busy, span = busy_and_span(actions)
+    return max(0.0, span - busy + actions[0].start - began)
+
+
+def last_walk(actions: Sequence[TimedAction]) -> Sequence[TimedAction]:
+    """The actions of the last walk through the schedule: each micro-batch of an accumulated step repeats them."""
+    walks = sum(timed.action == actions[0].action for timed in actions) if actions else 1
+    return actions[len(actions) - len(actions) // walks :]
+
+
+def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers with six digits after the point: a microsecond, a KiB of a GiB."""
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            value = _rounded(value)
+        found[key] = round(value, 6) if isinstance(value, float) else value
+    return found
