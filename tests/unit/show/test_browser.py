@@ -106,6 +106,7 @@ def test_every_picture_has_a_table_and_a_csv_file(show, pages, tmp_path):
         card.get_by_role("button", name="Table", exact=True).click()
         rows = card.locator("tbody tr").count()
         assert rows > 0
+        page.wait_for_timeout(150)  # Chromium drops the eleventh download of a second or so
         with page.expect_download() as saved:
             card.get_by_role("button", name="CSV").click()
         lines = saved.value.path().read_text().splitlines()
