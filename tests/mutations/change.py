@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Change(NamedTuple):
-    """`old` occurs once in `file`, which lies below shardline/. `tests` are as pytest takes them; none of them is slow."""
+    """`old` occurs once in `file`, below shardline/. `tests` are as pytest takes them; none of them is slow."""
 
     name: str
     file: str

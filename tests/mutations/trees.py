@@ -13,17 +13,8 @@ from pathlib import Path
 
 from tests.mutations.change import ROOT, Change
 
-COPIED = (
-    "shardline",
-    "tests",
-    "configs",
-    "docs",
-    "benchmarks",
-    "pyproject.toml",
-    "constraints.txt",
-    "Makefile",
-    "README.md",
-)
+FOLDERS = ("shardline", "tests", "configs", "docs", "benchmarks")
+COPIED = (*FOLDERS, "pyproject.toml", "constraints.txt", "Makefile", "README.md")
 SECONDS = 400.0
 VERDICTS = {0: "survived", 1: "caught"}  # by pytest's exit code; others: no test ran, or none could
 
