@@ -3,8 +3,10 @@
 import json
 import logging
 import math
+import os
 import sys
 import types
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +16,10 @@ from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.run.folder import RunFolder
 from shardline.telemetry.metrics import KEYS, Meter, MetricsLog, move_rows_after
+from shardline.training.trainer import Trainer
+from tests.e2e.tiny import tiny_config
+from tests.parity.harness import _own_logging
+from tests.unit.parallel.test_data_parallel import ranks
 
 
 def make_row(step: int, **changes):
@@ -433,3 +439,28 @@ def test_mfu_is_model_flops_over_peak(monkeypatch):
     clock.now += 1.0
     meter.stepped(200)
     assert meter.rates()["mfu"] == pytest.approx(100 * 5e3 / 1e6)
+
+
+# ---- the numbers of several ranks ------------------------------------------------------------------------------------
+
+
+def rows_of_two_ranks(folder):
+    """Two steps of FSDP; each rank measures as many seconds, GiB and bytes as its number says."""
+    rank = int(os.environ["RANK"])
+    with (
+        _own_logging(),
+        patch("shardline.telemetry.telemetry.exposed.take", lambda: 1.0 + rank),
+        patch("shardline.telemetry.telemetry.peak_memory_gib", lambda device: 2.0 + rank),
+        patch("shardline.memory.offload.Offload.take", lambda self: 300 + rank),
+    ):
+        changes = {"activation_checkpoint__mode": "offload", "parallelism__data_parallel_shard_degree": 2}
+        Trainer(tiny_config(folder, training__steps=2, **changes)).train()
+
+
+def test_a_row_has_the_numbers_of_the_slower_rank_and_every_token_once(tmp_path):
+    ranks().run(2, rows_of_two_ranks, tmp_path / "run")
+    for step, row in enumerate(strict_rows(tmp_path / "run" / "metrics.jsonl"), start=1):
+        assert (row["dp_exposed_seconds"], row["memory_gib"], row["offloaded_bytes"]) == (2.0, 3.0, 301)
+        assert row["tokens"] == step * 2 * 4 * 32
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(2 * 4 * 32)
+        assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
