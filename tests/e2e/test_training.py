@@ -46,6 +46,12 @@ def test_two_runs_are_bitwise_equal_and_the_seed_matters(tmp_path):
     assert results[0] != results[2]
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_deterministic_algorithms_are_in_force(tmp_path, wanted):
+    Trainer(tiny_config(tmp_path / "run", debug__deterministic=wanted)).close()
+    assert torch.are_deterministic_algorithms_enabled() == wanted
+
+
 @pytest.mark.parametrize("mask", ["causal", "block_causal"])
 def test_accumulation_equals_the_large_batch(tmp_path, mask):
     overrides = {**tiny_config(tmp_path / "x").model.overrides, "attn_mask_type": mask}

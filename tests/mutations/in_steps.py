@@ -19,6 +19,13 @@ PIPELINE = "tests/parity/test_pipeline.py::test_"
 BUBBLE = f"{PIPELINE}every_logged_step_has_its_bubble"
 RING = "tests/parity/test_context.py::test_"
 ASYNC = "tests/parity/test_async_tensor.py::test_"
+EXPERTS = "tests/e2e/test_experts.py::test_"
+LOAD = "tests/unit/parallel/test_expert_load.py::test_"
+FLOAT8 = "tests/unit/precision/test_float8.py::test_"
+TRAINING = "tests/e2e/test_training.py::test_"
+KEYS = "tests/e2e/test_fine_tuning_keys.py::test_"
+DPO = "tests/e2e/test_dpo.py::test_"
+TARGETS = "tests/unit/adapters/test_targets.py::test_"
 
 COMPILE_AND_MEMORY = [
     Change(
@@ -34,13 +41,6 @@ COMPILE_AND_MEMORY = [
         "backend=noting(compiler, graphs)",
         'backend=noting("eager", graphs)',
         f"{ENGAGED}a_memory_budget_is_kept",
-    ),
-    Change(
-        "every block has a graph of its own",
-        "parallel/apply.py",
-        "compile_once = functools.cache(compile_graph)",
-        "compile_once = lambda function: compile_graph(lambda *given: function(*given))",
-        f"{ENGAGED}compiled_blocks_are_counted_and_their_operations_known[none]",
     ),
     Change(
         "activation checkpointing is left out",
@@ -61,21 +61,21 @@ COMPILE_AND_MEMORY = [
         "memory/activation.py",
         "if seen[phase] % 2 == 0 else CheckpointPolicy.MUST_SAVE",
         "if seen[phase] else CheckpointPolicy.MUST_SAVE",
-        f"{ACTIVATION}modes_differ_in_what_they_keep",
+        f"{ACTIVATION}what_is_computed_again[op]",
     ),
     Change(
         "op computes attention again",
         "memory/activation.py",
         "if op in _kept_attention_ops() or _travels(op):",
         "if _travels(op):",
-        f"{ACTIVATION}modes_differ_in_what_they_keep",
+        f"{ACTIVATION}what_is_computed_again[op]",
     ),
     Change(
         "products of named modules are kept",
         "memory/activation.py",
         "if shape in recompute_shapes:",
         "if shape in ():",
-        f"{ACTIVATION}products_of_named_modules_are_computed_again[attention.wq]",
+        f"{ACTIVATION}what_is_computed_again[op-forced]",
     ),
     Change(
         "the activation memory budget is ignored",
@@ -406,4 +406,475 @@ PIPELINES = [
     ),
 ]
 
-CHANGES = [*COMPILE_AND_MEMORY, *DATA_PARALLEL, *TENSOR_PARALLEL, *CONTEXT_PARALLEL, *PIPELINES]
+EXPERT_PARALLEL = [
+    Change(
+        "the load of experts is a constant",
+        "parallel/expert/balance.py",
+        "self.loads.amax(1) / self.loads.mean(1)",
+        "self.loads.amax(1) / self.loads.amax(1)",
+        f"{LOAD}loads_are_the_largest_over_the_mean_of_each_layer",
+    ),
+    Change(
+        "the load of experts is that of the last layer",
+        "parallel/expert/balance.py",
+        '"expert_load": max(loads.values())',
+        '"expert_load": list(loads.values())[-1]',
+        f"{LOAD}loads_are_the_largest_over_the_mean_of_each_layer",
+    ),
+    Change(
+        "biases of routers move away from equal loads",
+        "parallel/expert/balance.py",
+        "(self.loads.mean(1, keepdim=True) - self.loads).sign()",
+        "(self.loads - self.loads.mean(1, keepdim=True)).sign()",
+        f"{LOAD}biases_move_towards_equal_loads",
+    ),
+    Change(
+        "moe_force_load_balance is ignored",
+        "parallel/apply.py",
+        "RouterRun(config.debug.moe_force_load_balance, batch",
+        "RouterRun(False, batch",
+        f"{EXPERTS}the_same_load_for_all_experts_if_it_is_forced",
+    ),
+    Change(
+        "tokens do not travel in float8",
+        "parallel/apply.py",
+        'narrow = config.parallelism.expert_parallel_dispatch_dtype == "float8"',
+        "narrow = False",
+        "tests/parity/test_experts.py::test_tokens_travel_in_float8[float8-fsdp2-ep2]",
+    ),
+    Change(
+        "tokens travel in one part, with nothing beside",
+        "parallel/expert/expert.py",
+        'parts = 2 if not moe.shared_dim and mesh.device_type == "cpu" else 1',
+        "parts = 1",
+        "tests/parity/test_experts.py::test_rows_travel_while_something_computes",
+    ),
+    Change(
+        "a carrier that brings something else is used",
+        "parallel/expert/choose.py",
+        "if not all(torch.equal(one, another) for one, another in zip(found, wanted, strict=True)):",
+        "if False:",
+        "tests/unit/parallel/test_expert_carriers.py::test_a_carrier_that_brings_something_else_is_refused",
+    ),
+    Change(
+        "the auxiliary loss is off",
+        "models/experts/moe.py",
+        'if "aux_loss" in spec.losses:',
+        "if False:",
+        "tests/unit/models/test_moe_losses.py",
+    ),
+    Change(
+        "the z-loss has no gradient",
+        "models/experts/moe.py",
+        "routing.logits.logsumexp(-1).square().sum()",
+        "routing.logits.detach().logsumexp(-1).square().sum()",
+        "tests/unit/models/test_moe_losses.py",
+    ),
+]
+
+PRECISION = [
+    Change(
+        "blocks compute in the type of the weights",
+        "precision/mixed.py",
+        "model.compute_dtype = precision.compute",
+        "model.compute_dtype = precision.storage",
+        f"{ENGAGED}types_of_products",
+    ),
+    Change(
+        "training.dtype is ignored",
+        "precision/mixed.py",
+        "model.to(dtype=precision.storage)",
+        "model.to(dtype=torch.float32)",
+        f"{TRAINING}precision_is_really_in_force[settings2-stored2-computed2]",
+    ),
+    Change(
+        "gradients are reduced in the type of products",
+        "parallel/data/fsdp.py",
+        "reduce_dtype=precision.reduce",
+        "reduce_dtype=None",
+        f"{FSDP}gradients_are_reduced_in_the_type_that_is_asked_for",
+    ),
+    Change(
+        "float8 is left out",
+        "parallel/apply.py",
+        "block.spec = block.spec._replace(products=attention, ffn_products=ffn, expert_products=experts)",
+        "pass",
+        f"{FLOAT8}the_four_products_of_each_block_are_in_float8",
+    ),
+    Change(
+        "filter_fqns is ignored",
+        "precision/convert.py",
+        "if any(part in name for part in filters for name in names):",
+        "if False:",
+        f"{FLOAT8}modules_that_are_named_stay_as_they_are[filters0-left0]",
+    ),
+    Change(
+        "float8 recipes are all tensorwise",
+        "precision/convert.py",
+        'Recipe(section.recipe_name or "tensorwise", section.emulate)',
+        'Recipe("tensorwise", section.emulate)',
+        f"{FLOAT8}the_recipe_is_that_of_the_config",
+    ),
+    Change(
+        "weights are gathered whole where float8 is asked for",
+        "training/step.py",
+        "applied.float8_modules if section.enable_fsdp_float8_all_gather else ()",
+        "()",
+        f"{BYTES}weights_gathered_in_float8[own-factors]",
+    ),
+    Change(
+        "a float16 loss is not scaled",
+        "precision/loss_scale.py",
+        "FIRST if dynamic else 1.0, 0",
+        "1.0, 0",
+        "tests/e2e/test_float16.py::test_gradients_that_overflow_skip_the_step_and_halve_the_factor",
+    ),
+    Change(
+        "the factor of a float16 loss never grows",
+        "precision/loss_scale.py",
+        "self.value, self.good_steps = self.value * 2, 0",
+        "self.good_steps = 0",
+        "tests/e2e/test_float16.py::test_the_factor_doubles_after_many_good_steps",
+    ),
+    Change(
+        "debug.deterministic is ignored",
+        "training/setup.py",
+        "torch.use_deterministic_algorithms(deterministic,",
+        "torch.use_deterministic_algorithms(False,",
+        f"{TRAINING}deterministic_algorithms_are_in_force",
+    ),
+]
+
+THE_STEP = [
+    Change(
+        "gradients are not clipped",
+        "optim/clip.py",
+        "torch._foreach_mul_(gradients, factor)",
+        "pass",
+        f"{TRAINING}clipping_is_applied",
+    ),
+    Change(
+        "the norm of gradients counts copies",
+        "optim/clip.py",
+        "return (squares / copies.to(squares.device, non_blocking=True)).sum()",
+        "return squares.sum()",
+        f"{LAYOUT}[ddp2]",
+    ),
+    Change(
+        "the loss is the mean over this rank's targets",
+        "training/step.py",
+        'collectives.sum_in_place(targets, "loss")',
+        "pass",
+        f"{LAYOUT}[ddp2]",
+    ),
+    Change(
+        "validation is the loss of one rank",
+        "training/validate.py",
+        '        if self.mesh.world_size > 1:\n            collectives.sum_in_place(sums, "world")\n',
+        "",
+        f"{LAYOUT}[fsdp2-validation]",
+    ),
+    Change(
+        "validation.steps is ignored",
+        "training/validate.py",
+        "None if self.section.steps < 0 else self.section.steps",
+        "None",
+        f"{TRAINING}validation_rows",
+    ),
+    Change(
+        "NEFTune adds no noise",
+        "training/step.py",
+        "alpha / math.sqrt(config.training.seq_len * model.arch.dim)",
+        "0.0",
+        f"{KEYS}noise_changes_training_and_not_validation_and_is_the_same_after_a_resumption",
+    ),
+    Change(
+        "validation.patience is ignored",
+        "training/trainer.py",
+        "if progress.worse_validations >= patience:",
+        "if False:",
+        f"{KEYS}a_run_whose_validation_gets_no_better_ends_early_and_is_finished",
+    ),
+    Change(
+        "training.max_loss is ignored",
+        "training/trainer.py",
+        "if self.high_losses >= section.max_loss_steps:",
+        "if False:",
+        f"{KEYS}a_loss_that_stays_high_ends_the_run_before_it_is_saved",
+    ),
+    Change(
+        "a step that is not finite is made",
+        "training/step.py",
+        "return math.isfinite(self.loss) and math.isfinite(self.grad_norm)",
+        "return True",
+        f"{TRAINING}a_nonfinite_step_can_be_skipped",
+    ),
+    Change(
+        "optimizer in backward is left out",
+        "training/step.py",
+        "if config.optimizer.early_step_in_backward:",
+        "if False:",
+        f"{ENGAGED}a_step_in_backward",
+    ),
+    Change(
+        "loss_chunk_tokens is ignored",
+        "training/loss.py",
+        "size = chunk_tokens or choose_chunk_tokens(hidden, weight.shape[0])",
+        "size = choose_chunk_tokens(hidden, weight.shape[0])",
+        "tests/unit/training/test_loss.py",
+    ),
+    Change(
+        "pairs have no reference",
+        "training/pairs.py",
+        'if self.reference.kind == "none":',
+        "if True:",
+        f"{DPO}the_reference_of_lora_is_the_frozen_model[same]",
+    ),
+    Change(
+        "the reward margin is that of log-probabilities",
+        "training/pairs.py",
+        "rewards = self.options.beta * (leaf.detach() - reference)",
+        "rewards = leaf.detach() - reference",
+        f"{DPO}loss_and_gradients_are_those_of_the_formula[sigmoid-0.0]",
+    ),
+    Change(
+        "the reward accuracy is a constant",
+        "training/pairs.py",
+        "(margins > 0).to(margins.dtype)",
+        "torch.ones_like(margins)",
+        f"{DPO}loss_and_gradients_are_those_of_the_formula[sigmoid-0.0]",
+    ),
+]
+
+OPTIMIZERS = [
+    Change(
+        "optimizer.implementation is always foreach",
+        "optim/optimizer.py",
+        "return build(section.implementation)",
+        'return build("foreach")',
+        f"{ENGAGED}a_plain_run",
+    ),
+    Change(
+        "foreach takes the place of fused in silence",
+        "optim/optimizer.py",
+        'log.warning("optimizer.implementation: fused cannot be used here (%s); foreach is used instead", error)',
+        "pass",
+        "tests/unit/optim/test_optimizer.py::test_where_fused_does_not_run_a_line_says_what_does",
+    ),
+    Change(
+        "optimizer.state_dtype is ignored",
+        "optim/optimizer.py",
+        'if section.state_dtype != "parameter" and wide:',
+        "if False:",
+        f"{ENGAGED}updates",
+    ),
+    Change(
+        "decay_norms is ignored",
+        "optim/optimizer.py",
+        "    if decay_norms:",
+        "    if True:",
+        "tests/unit/optim/test_optimizer.py::test_norms_and_biases_are_not_decayed_by_option",
+    ),
+    Change(
+        "the learning rate does not grow with the batch",
+        "optim/optimizer.py",
+        "return section.lr * global_batch_size / section.lr_scaling_base_batch",
+        "return section.lr",
+        "tests/unit/optim/test_optimizer.py::test_the_learning_rate_grows_with_the_batch_by_option",
+    ),
+    Change(
+        "LAMB's ratios are of whole fused weights",
+        "optim/optimizer.py",
+        "parts = fused_parts(model)",
+        "parts = {}",
+        "tests/unit/optim/test_lamb.py::test_parts_of_a_fused_weight_have_ratios_of_their_own",
+    ),
+    Change(
+        "muon_ns_steps is ignored",
+        "optim/muon.py",
+        'steps=group["ns_steps"]',
+        "steps=5",
+        "tests/unit/optim/test_muon.py::test_steps_are_torchs_for_every_logical_matrix",
+    ),
+    Change(
+        "Adafactor does not scale by the size of weights",
+        "optim/adafactor.py",
+        'if one.group["scale_parameter"]]',
+        "if False]",
+        "tests/unit/optim/test_adafactor.py::test_steps_are_those_of_transformers[at-once-plain]",
+    ),
+    Change(
+        "Lion's moment decays by beta1",
+        "optim/lion.py",
+        "torch._foreach_lerp_(moments, gradients, 1 - beta2)",
+        "torch._foreach_lerp_(moments, gradients, 1 - beta1)",
+        "tests/unit/optim/test_lion.py::test_lion_is_that_of_the_paper",
+    ),
+    Change(
+        "the schedule has no warmup",
+        "optim/lr_schedule.py",
+        "warmup = section.warmup(total)",
+        "warmup = 0",
+        "tests/unit/optim/test_schedule.py::test_factors",
+    ),
+    Change(
+        "momentum_range is ignored",
+        "optim/lr_schedule.py",
+        "return highest - (highest - lowest) * height",
+        "return highest",
+        "tests/unit/optim/test_schedule.py::test_one_cycle_is_that_of_torch[cosine-cos-0]",
+    ),
+]
+
+ADAPTERS = [
+    Change(
+        "lora.alpha is ignored",
+        "adapters/lora.py",
+        "return self.alphas.get(module, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)",
+        "return self.alphas.get(module, 1.0) / (math.sqrt(rank) if self.use_rslora else rank)",
+        f"{TARGETS}the_scale_and_the_number_of_parameters",
+    ),
+    Change(
+        "use_rslora is ignored",
+        "adapters/lora.py",
+        "(math.sqrt(rank) if self.use_rslora else rank)",
+        "rank",
+        f"{TARGETS}the_scale_and_the_number_of_parameters",
+    ),
+    Change(
+        "lora.layers is ignored",
+        "adapters/targets.py",
+        "if layers is None or layer_of(arch, one) is None or layer_of(arch, one) in layers]",
+        "]",
+        f"{TARGETS}layers_limit_the_blocks_but_not_what_is_outside",
+    ),
+    Change(
+        "lora.dropout is ignored",
+        "models/adapted/low_rank.py",
+        "return F.dropout(x, w.dropout) if w.dropout and torch.is_grad_enabled() else None",
+        "return None",
+        "tests/unit/models/test_low_rank.py::test_dropout_is_before_a_and_only_in_training",
+    ),
+    Change(
+        "DoRA has no magnitudes",
+        "models/adapted/low_rank.py",
+        "return any(part is not None and part.magnitude is not None for part in self.parts)",
+        "return False",
+        "tests/unit/models/test_low_rank.py::test_the_product_and_its_gradients_are_those_of_the_merged_weight",
+    ),
+    Change(
+        "lora.lr_ratio is ignored",
+        "optim/optimizer.py",
+        "if config.lora.enable and config.lora.lr_ratio != 1:",
+        "if False:",
+        "tests/e2e/test_lora.py::test_b_learns_faster_with_a_ratio",
+    ),
+    Change(
+        "lora.base_dtype is ignored",
+        "parallel/apply.py",
+        "hold_quantized(model, config.lora, 1 if mesh is None else mesh.layout.tp)",
+        "pass",
+        "tests/e2e/test_lora.py::test_memory_is_what_the_formula_says",
+    ),
+    Change(
+        "double_quantization is ignored",
+        "models/adapted/quantized.py",
+        "if shared is None:",
+        "if True:",
+        "tests/unit/adapters/test_quantized.py::test_double_quantisation_is_that_of_bitsandbytes",
+    ),
+    Change(
+        "unfrozen_parameters is ignored",
+        "adapters/freeze.py",
+        "parameter.requires_grad_(wanted and parameter.requires_grad)",
+        "pass",
+        "tests/unit/adapters/test_freeze.py::test_frozen_weights_have_no_gradient_to_compute",
+    ),
+    Change(
+        "rows that are frozen move",
+        "optim/frozen_rows.py",
+        "            held[place] = values",
+        "            pass",
+        f"{KEYS}rows_of_a_fused_weight_that_are_not_named_stay_bit_by_bit",
+    ),
+]
+
+COMMUNICATION = [
+    Change(
+        "a sum counts the bytes of one way",
+        "comm/collectives.py",
+        "x, 2 * (over.size - 1) / over.size * x.nbytes, directly)",
+        "x, (over.size - 1) / over.size * x.nbytes, directly)",
+        f"{BYTES}without_sequence_parallel_the_bytes_are_those_of_all_reduces",
+    ),
+    Change(
+        "bytes are not counted",
+        "comm/observe.py",
+        "job.traffic.add(axis, sent)",
+        "pass",
+        "tests/unit/comm/test_observe.py::test_a_collective_is_counted_numbered_and_waited_in",
+    ),
+    Change(
+        "waits count as communication",
+        "comm/hidden_time.py",
+        "for span in of_axis if not span.waiting)",
+        "for span in of_axis)",
+        f"{CHOOSING}times_of_a_step_on_the_host",
+    ),
+    Change(
+        "exposed time of a GPU has waits that were none",
+        "comm/exposed_time.py",
+        "seconds += max(0.0, first.elapsed_time(done) - first.elapsed_time(ready)) / 1000",
+        "seconds += abs(first.elapsed_time(done) - first.elapsed_time(ready)) / 1000",
+        f"{FSDP}only_what_a_stream_waited_for_counts",
+    ),
+    Change(
+        "a step does not wait for a collective in the background",
+        "comm/observe.py",
+        "done = self.work.wait(timeout)",
+        "done = True",
+        f"{DDP}every_way_of_summing_gives_the_large_batch[0.00105-True-True]",
+    ),
+    Change(
+        "train_timeout_seconds is ignored",
+        "telemetry/telemetry.py",
+        "watchdog.set_timeouts(self.config.comm.train_timeout_seconds)",
+        "pass",
+        RANKS,
+    ),
+    Change(
+        "the flight recorder keeps everything",
+        "comm/flight_recorder.py",
+        "collections.deque(maxlen=size)",
+        "collections.deque()",
+        "tests/unit/tools/test_trace_hang.py::test_the_ring_keeps_the_last_ones_and_a_quiet_end_is_said",
+    ),
+    Change(
+        "settings of NCCL are not set",
+        "run/numa.py",
+        "os.environ.update(variables)",
+        "pass",
+        "tests/unit/launch/test_launch.py::test_nccl_settings_become_variables_and_are_recorded",
+    ),
+    Change(
+        "ranks are not bound to cores",
+        "run/numa.py",
+        "os.sched_setaffinity(0, share)",
+        "pass",
+        "tests/unit/launch/test_launch.py::test_a_rank_is_bound_and_says_so",
+    ),
+]
+
+CHANGES = [
+    *COMPILE_AND_MEMORY,
+    *DATA_PARALLEL,
+    *TENSOR_PARALLEL,
+    *CONTEXT_PARALLEL,
+    *PIPELINES,
+    *EXPERT_PARALLEL,
+    *PRECISION,
+    *THE_STEP,
+    *OPTIMIZERS,
+    *ADAPTERS,
+    *COMMUNICATION,
+]

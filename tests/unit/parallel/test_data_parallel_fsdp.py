@@ -79,6 +79,13 @@ def test_bytes_of_shards(overrides, gathers_of_blocks, gathers_of_rest, scatters
         assert traffic == {"dp_shard": (gathered + scatters * (blocks + rest)) // 2}
 
 
+def test_gradients_are_reduced_in_the_type_that_is_asked_for():
+    """Weights travel in bfloat16, gradients in training.mixed_precision_reduce."""
+    narrow = {"training.mixed_precision_param": "bfloat16"}
+    for traffic, blocks, rest in ranks().run(2, functools.partial(sent, Layout(dp_shard=2), 1, **narrow)):
+        assert traffic == {"dp_shard": ((2 * blocks + rest) // 2 + blocks + rest) // 2}
+
+
 @pytest.mark.parametrize(("mode", "scatters", "sums"), [("step", 1, 1), ("micro_batch", 3, 3), ("scatter", 3, 1)])
 def test_bytes_of_replicated_shards(mode, scatters, sums):
     layout = Layout(dp_replicate=2, dp_shard=2)
