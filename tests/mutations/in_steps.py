@@ -302,21 +302,42 @@ TENSOR_PARALLEL = [
     ),
     Change(
         "the slowest candidate is chosen",
+        "parallel/tensor/autotune.py",
+        "best = min(times, key=lambda choice: times[choice])",
+        "best = max(times, key=lambda choice: times[choice])",
+        f"{CHOOSING}without_serial_the_fastest_is_taken",
+    ),
+    Change(
+        "what was chosen is not used",
         "parallel/tensor/async_tp.py",
         "choices.chosen[shape.product] = measured.chosen",
-        "choices.chosen[shape.product] = max(measured.times, key=lambda one: measured.times[one])",
-        f"{ASYNC}a_forced_backend_is_taken[serial]",
+        "pass",
+        f"{ASYNC}a_forced_backend_is_taken[ring]",
     ),
     Change(
         "the step that is compared with is not serial",
         "parallel/tensor/backend_table.py",
         "choice = SERIAL if choices.serial else choices.find(product)",
         "choice = choices.find(product)",
-        f"{ASYNC}a_run_keeps_what_was_chosen_and_measures_itself",
+        f"{CHOOSING}a_step_that_is_compared_with_carries_every_product_serially",
     ),
 ]
 
 CONTEXT_PARALLEL = [
+    Change(
+        "Ulysses sends heads back in another order",
+        "parallel/context/ulysses.py",
+        "return collectives.all_to_all(blocks, AXIS).movedim(0, 2).flatten(2, 3)",
+        "return collectives.all_to_all(blocks, AXIS).flip(0).movedim(0, 2).flatten(2, 3)",
+        f"{RING}attention_is_that_of_one_process[2-ulysses-1-causal]",
+    ),
+    Change(
+        "gathered keys lack those of the last rank",
+        "parallel/context/ring.py",
+        "for source in range(plan.slices.ranks):\n        attending.add(",
+        "for source in range(plan.slices.ranks - 1):\n        attending.add(",
+        f"{RING}attention_is_that_of_one_process[2-allgather-2-causal]",
+    ),
     Change(
         "slices are not dealt out head and tail",
         "parallel/context/context.py",
@@ -336,7 +357,7 @@ CONTEXT_PARALLEL = [
         "parallel/context/context.py",
         "table[~meet] = SKIP",
         "pass",
-        f"{RING}windows_and_documents_keep_keys_at_home",
+        f"{CONTEXT}documents_are_masked_like_those_of_whole_sequences",
     ),
     Change(
         "a ring does not wait for keys",
@@ -355,6 +376,27 @@ CONTEXT_PARALLEL = [
 ]
 
 PIPELINES = [
+    Change(
+        "every schedule is 1F1B",
+        "parallel/pipeline/stages.py",
+        "build_schedule(section.pipeline_parallel_schedule, layout.pp",
+        'build_schedule("1F1B", layout.pp',
+        "tests/unit/parallel/test_stages.py",
+    ),
+    Change(
+        "pipeline_parallel_layers_per_stage is ignored",
+        "parallel/pipeline/stages.py",
+        "elif section.pipeline_parallel_layers_per_stage is not None:",
+        "elif False:",
+        "tests/unit/parallel/test_stages.py",
+    ),
+    Change(
+        "stages are cut without looking at the output's weight",
+        "parallel/pipeline/stages.py",
+        "output=(head / all_held + head / all_used) / 2",
+        "output=0.0",
+        "tests/unit/parallel/test_stages.py",
+    ),
     Change(
         "the pipeline's bubble is a constant",
         "telemetry/telemetry.py",
@@ -865,6 +907,65 @@ COMMUNICATION = [
     ),
 ]
 
+MODELS = [
+    Change(
+        "packed documents see each other",
+        "models/attention.py",
+        "return (allowed & (documents[:, queries, None] == documents[:, None, keys]))[:, None]",
+        "return allowed[None, None]",
+        "tests/unit/models/test_model_block.py::test_packed_documents_do_not_see_each_other",
+    ),
+    Change(
+        "positions go on over documents",
+        "models/decoder.py",
+        "positions = document_positions(documents)",
+        "pass",
+        "tests/unit/models/test_model_block.py::test_packed_documents_do_not_see_each_other",
+    ),
+    Change(
+        "sliding_window is ignored",
+        "models/attention.py",
+        "return [arch.sliding_window or 0 if layer in chosen else 0 for layer in range(arch.n_layers)]",
+        "return [0 for layer in range(arch.n_layers)]",
+        "tests/unit/models/test_attention.py::test_masks_by_window",
+    ),
+    Change(
+        "logits are not capped",
+        "models/decoder.py",
+        "return capped(linear(hidden, self.output_weight(), None), self.arch.logit_cap)",
+        "return linear(hidden, self.output_weight(), None)",
+        "tests/unit/models/test_dense_families.py::test_logits_and_folders_equal_transformers",
+    ),
+    Change(
+        "residual_scale is ignored",
+        "models/decoder.py",
+        "return x + out if spec.residual_scale == 1.0 else x + out * spec.residual_scale",
+        "return x + out",
+        "tests/unit/models/test_dense_families.py::test_logits_and_folders_equal_transformers",
+    ),
+    Change(
+        "a tied output is a weight of its own",
+        "models/decoder.py",
+        "self.output = Linear(arch.vocab_size, arch.dim) if last and not tied else None",
+        "self.output = Linear(arch.vocab_size, arch.dim) if last else None",
+        "tests/unit/models/test_model_block.py::test_tied_output_is_the_embedding",
+    ),
+    Change(
+        "--top-k is ignored",
+        "models/generate.py",
+        "if top_k is not None and top_k < logits.numel():",
+        "if False:",
+        "tests/unit/models/test_generate.py::test_sampling_stays_within_top_k_and_top_p",
+    ),
+    Change(
+        "another kernel of attention is taken in silence",
+        "models/partial_attention.py",
+        'logger.warning("attention: the %s kernel does not run here, the next one is used (%s)", name, error)',
+        "pass",
+        "tests/unit/models/test_attention.py::test_a_failing_probe_is_logged",
+    ),
+]
+
 CHANGES = [
     *COMPILE_AND_MEMORY,
     *DATA_PARALLEL,
@@ -877,4 +978,5 @@ CHANGES = [
     *OPTIMIZERS,
     *ADAPTERS,
     *COMMUNICATION,
+    *MODELS,
 ]
