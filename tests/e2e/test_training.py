@@ -153,12 +153,15 @@ def test_clipping_is_applied(tmp_path):
     assert all(row["grad_norm"] > 0.1 for row in rows(tmp_path / "run"))  # what is reported is the norm before clipping
 
 
-def test_validation_rows(tmp_path):
+def test_validation_rows(tmp_path, monkeypatch):
+    counted, losses = [], WholeModel.losses
+    monkeypatch.setattr(WholeModel, "losses", lambda self, batches: counted.append(batches) or losses(self, batches))
     written = run(tmp_path / "run", validation__enable=True, validation__freq=3, validation__steps=2,
                   validation__seq_len=32, validation__local_batch_size=4)  # fmt: skip
     validated = {row["step"]: row["validation_loss"] for row in written if "validation_loss" in row}
     assert validated.keys() == {1, 3, 6}
     assert validated[6] < validated[1]
+    assert len(counted) == 3 * 2
 
 
 @pytest.mark.parametrize(

@@ -345,6 +345,14 @@ def test_every_logged_step_has_its_bubble(harness, tmp_path):
     assert f"{1 - busy / span:.1%} of the step, 11.1% by the schedule" in log
 
 
+def test_too_few_micro_batches_are_a_warning_at_the_start(harness, tmp_path):
+    one = {"training.steps": 1, "parallelism.pipeline_parallel_microbatch_size": 8}
+    settings = harness.settings(case("x", layers(4), one, pp=2).overrides, 2)
+    harness.pool.run(2, run_to, settings | {"job.dump_folder": str(tmp_path / "run")})
+    log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    assert "WARNING 1F1B: 1 micro-batch for 2 stages leave ranks idle for 50% of a step" in log
+
+
 def reductions(settings):
     """When FSDP reduced: the stages that were not yet through."""
     from shardline.training.trainer import Trainer
