@@ -172,7 +172,7 @@ METRICS_ROWS = [
         "telemetry/telemetry.py",
         "self.number % self.config.metrics.log_freq == 0",
         "True",
-        f"{KEYS}noise_changes_training_and_not_validation_and_is_the_same_after_a_resumption",
+        f"{TRAINING}rows_are_of_the_first_the_last_and_every_few_steps",
     ),
     Change(
         "hidden communication is a constant",
@@ -290,6 +290,13 @@ TABLES = [
         f"{ENGAGED}a_plain_run",
     ),
     Change(
+        "watching a step keeps functions from being compiled",
+        "telemetry/engaged.py",
+        "        return True\n\n    def __torch_dispatch__",
+        "        return False\n\n    def __torch_dispatch__",
+        f"{ENGAGED}each_component_is_compiled_where_it_is_asked_for",
+    ),
+    Change(
         "ranks that did something else are not named",
         "telemetry/engaged.py",
         "        if found != first",
@@ -347,7 +354,101 @@ TABLES = [
     ),
 ]
 
+LOGS_AND_TRACES = [
+    Change(
+        "record_shapes is ignored",
+        "telemetry/profile.py",
+        "record_shapes=options.record_shapes",
+        "record_shapes=True",
+        f"{PROFILE}options_for_folder_active_steps_shapes_and_stacks",
+    ),
+    Change(
+        "with_stack is ignored",
+        "telemetry/profile.py",
+        "with_stack=options.with_stack",
+        "with_stack=False",
+        f"{PROFILE}options_for_folder_active_steps_shapes_and_stacks",
+    ),
+    Change(
+        "a trace has no spans of communication",
+        "telemetry/profile.py",
+        'add_spans(path, self.rank, self.since + 1, job.axes, job.spans.take("trace"))',
+        "pass",
+        "tests/unit/comm/test_spans.py::test_spans_of_the_recorded_steps_are_in_the_trace_at_their_time",
+    ),
+    Change(
+        "a run that ends without a trace says nothing",
+        "telemetry/profile.py",
+        "if self.traces == 0:",
+        "if False:",
+        f"{PROFILE}run_that_ends_before_the_first_trace_says_so",
+    ),
+    Change(
+        "TensorBoard is not written",
+        "telemetry/metrics.py",
+        "if config.metrics.enable_tensorboard:",
+        "if False:",
+        f"{METRICS}tensorboard_gets_every_number",
+    ),
+    Change(
+        "W&B is not written",
+        "telemetry/metrics.py",
+        "            if config.metrics.enable_wandb:\n",
+        "            if False:\n",
+        f"{METRICS}wandb_gets_config_and_rows",
+    ),
+    Change(
+        "job.print_config is ignored",
+        "training/setup.py",
+        "if config.job.print_config:",
+        "if False:",
+        f"{TRAINING}what_is_logged_on_request",
+    ),
+    Change(
+        "job.description is not logged",
+        "training/setup.py",
+        "if config.job.description != Job().description:",
+        "if False:",
+        f"{TRAINING}what_is_logged_on_request",
+    ),
+    Change(
+        "job.save_config_file is ignored",
+        "training/setup.py",
+        "if self.config.job.save_config_file:",
+        "if False:",
+        f"{TRAINING}what_is_logged_on_request",
+    ),
+    Change(
+        "model.print_after_conversion is ignored",
+        "training/setup.py",
+        "if self.config.model.print_after_conversion:",
+        "if False:",
+        f"{TRAINING}what_is_logged_on_request",
+    ),
+    Change(
+        "training.gc_freq is ignored",
+        "telemetry/telemetry.py",
+        "elif section.gc_freq > 0 and self.number % section.gc_freq == 0:",
+        "elif False:",
+        f"{TRAINING}garbage_is_collected_every_few_steps_alone",
+    ),
+    Change(
+        "Python collects garbage whenever it likes",
+        "telemetry/telemetry.py",
+        "    gc.disable()\n",
+        "",
+        f"{TRAINING}garbage_is_collected_every_few_steps_alone",
+    ),
+]
+
 DATA = [
+    Change(
+        "gradient_accumulation_steps is ignored",
+        "data/order.py",
+        "return section.local_batch_size * section.gradient_accumulation_steps * ranks",
+        "return section.local_batch_size * ranks",
+        f"{KEYS}accumulation_counts_forward_passes",
+    ),
     Change(
         "ranks read the same samples",
         "data/order.py",
@@ -462,6 +563,34 @@ SAVES_AND_STOPS = [
         "self.loader.seek(self.progress.samples)",
         "self.loader.seek(0)",
         f"{RESUME}a_resumed_run_is_bitwise_the_uninterrupted_one",
+    ),
+    Change(
+        "checkpoint.load_step is ignored",
+        "checkpoint/resume.py",
+        "wanted = self.config.checkpoint.load_step",
+        "wanted = -1",
+        f"{RESUME}going_back_sets_later_checkpoints_aside",
+    ),
+    Change(
+        "exclude_from_loading is ignored",
+        "checkpoint/resume.py",
+        "wanted = set(self.config.checkpoint.exclude_from_loading)",
+        "wanted: set[str] = set()",
+        f"{RESUME}an_excluded_model_is_drawn_anew",
+    ),
+    Change(
+        "checkpoint.load_only saves",
+        "run/stop.py",
+        'return "checkpoint.load_only is true" if config.checkpoint.load_only else None',
+        "return None",
+        f"{RESUME}load_only_saves_nothing_and_first_step_checkpoint_does",
+    ),
+    Change(
+        "enable_first_step_checkpoint is ignored",
+        "checkpoint/saver.py",
+        "first = self.section.enable_first_step_checkpoint and step == 1",
+        "first = False",
+        f"{RESUME}load_only_saves_nothing_and_first_step_checkpoint_does",
     ),
     Change(
         "create_seed_checkpoint is ignored",
@@ -723,4 +852,12 @@ CONFIG_AND_LAUNCH = [
     ),
 ]
 
-CHANGES = [*METRICS_ROWS, *TABLES, *DATA, *SAVES_AND_STOPS, *BENCHES, *CONFIG_AND_LAUNCH]
+CHANGES = [
+    *METRICS_ROWS,
+    *TABLES,
+    *LOGS_AND_TRACES,
+    *DATA,
+    *SAVES_AND_STOPS,
+    *BENCHES,
+    *CONFIG_AND_LAUNCH,
+]

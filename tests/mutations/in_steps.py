@@ -43,6 +43,20 @@ COMPILE_AND_MEMORY = [
         f"{ENGAGED}a_memory_budget_is_kept",
     ),
     Change(
+        "the loss is never compiled",
+        "training/step.py",
+        "config.compile.backend if compiled else None",
+        "None",
+        f"{ENGAGED}each_component_is_compiled_where_it_is_asked_for",
+    ),
+    Change(
+        "compile.components is ignored",
+        "parallel/apply.py",
+        'compiled = config.compile.enable and "model" in config.compile.components',
+        "compiled = config.compile.enable",
+        f"{ENGAGED}each_component_is_compiled_where_it_is_asked_for",
+    ),
+    Change(
         "activation checkpointing is left out",
         "memory/activation.py",
         "block.function = wrapped[block.function]",
@@ -264,6 +278,13 @@ TENSOR_PARALLEL = [
         "section.enable_sequence_parallel,",
         "False,",
         f"{BYTES}tensor_parallel[2]",
+    ),
+    Change(
+        "sequence parallelism cannot be turned off",
+        "parallel/apply.py",
+        "section.enable_sequence_parallel,",
+        "True,",
+        f"{BYTES}without_sequence_parallel_the_bytes_are_those_of_all_reduces",
     ),
     Change(
         "disable_loss_parallel is ignored",
@@ -673,6 +694,13 @@ THE_STEP = [
         f"{DPO}the_reference_of_lora_is_the_frozen_model[same]",
     ),
     Change(
+        "every loss of pairs is the sigmoid's",
+        "training/pairs.py",
+        "return LOSSES[section.loss](",
+        'return LOSSES["sigmoid"](',
+        f"{DPO}each_loss_has_the_slope_of_its_formula",
+    ),
+    Change(
         "the reward margin is that of log-probabilities",
         "training/pairs.py",
         "rewards = self.options.beta * (leaf.detach() - reference)",
@@ -732,6 +760,13 @@ OPTIMIZERS = [
         "tests/unit/optim/test_lamb.py::test_parts_of_a_fused_weight_have_ratios_of_their_own",
     ),
     Change(
+        "trust_coefficient is ignored",
+        "optim/optimizer.py",
+        '"trust_coefficient": section.trust_coefficient}',
+        '"trust_coefficient": 0.001}',
+        "tests/unit/optim/test_lamb.py::test_steps_follow_the_paper_for_every_logical_weight[LARS-lars]",
+    ),
+    Change(
         "muon_ns_steps is ignored",
         "optim/muon.py",
         'steps=group["ns_steps"]',
@@ -743,7 +778,7 @@ OPTIMIZERS = [
         "optim/adafactor.py",
         'if one.group["scale_parameter"]]',
         "if False]",
-        "tests/unit/optim/test_adafactor.py::test_steps_are_those_of_transformers[at-once-plain]",
+        "tests/unit/optim/test_adafactor.py::test_steps_are_those_of_transformers",
     ),
     Change(
         "Lion's moment decays by beta1",
@@ -908,6 +943,13 @@ COMMUNICATION = [
 ]
 
 MODELS = [
+    Change(
+        "model.implementation is ignored",
+        "models/huggingface/config.py",
+        'foreign = implementation == "transformers"',
+        "foreign = False",
+        "tests/unit/models/test_foreign.py::test_the_config_chooses_whose_code_computes",
+    ),
     Change(
         "packed documents see each other",
         "models/attention.py",

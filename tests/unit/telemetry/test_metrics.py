@@ -447,8 +447,8 @@ def test_mfu_is_model_flops_over_peak(monkeypatch):
 
 
 def rows_of_two_ranks(folder, changes):
-    """Two steps; each rank measures seconds, GiB and bytes that follow from its number."""
-    rank = int(os.environ["RANK"])
+    """Two steps; each rank measures seconds, GiB and bytes that follow from its number. Returns limits for waits."""
+    rank, limits = int(os.environ["RANK"]), []
     brief = patch.multiple("shardline.parallel.tensor.autotune", LEAST_ROUNDS=1, MOST_ROUNDS=1)
     with (
         _own_logging(),
@@ -460,8 +460,10 @@ def rows_of_two_ranks(folder, changes):
             Sampler, "end", lambda self: {axis: Times(2.0 + 2 * rank, 0.5 + rank / 2) for axis in self.by_host}
         ),
         patch.object(SerialComparison, "seconds", lambda self: 5.0 + rank),
+        patch("shardline.telemetry.telemetry.watchdog.set_timeouts", limits.append),
     ):
         Trainer(tiny_config(folder, training__steps=2, training__cache_folder=f"{folder}-cache", **changes)).train()
+    return limits
 
 
 @pytest.fixture(scope="module")
@@ -469,7 +471,8 @@ def two_ranks():
     pool = Pool()
 
     def rows(folder, **changes):
-        pool.run(2, rows_of_two_ranks, folder, changes)
+        limits = pool.run(2, rows_of_two_ranks, folder, changes)
+        assert limits == [[100], [100]], "comm.train_timeout_seconds, once the first step is made"
         return strict_rows(folder / "metrics.jsonl")
 
     yield rows
