@@ -551,13 +551,6 @@ SAVES_AND_STOPS = [
         "tests/e2e/test_hf.py::test_the_last_save_can_be_a_hugging_face_folder",
     ),
     Change(
-        "a damaged checkpoint is taken for a good one",
-        "checkpoint/resume.py",
-        "for problem in saved.check_sizes()[:1]:",
-        "for problem in ():",
-        f"{RESUME}a_damaged_checkpoint_is_skipped_for_the_one_before",
-    ),
-    Change(
         "a resumed run reads its data from the start",
         "training/setup.py",
         "self.loader.seek(self.progress.samples)",
@@ -625,7 +618,7 @@ SAVES_AND_STOPS = [
         "storage/blocks.py",
         'if zlib.crc32(block) != recorded["crc32"][index]:',
         "if False:",
-        f"{FILES}a_shard_that_is_not_what_the_manifest_says",
+        f"{FILES}only_the_blocks_that_are_needed_are_read_and_verified",
     ),
 ]
 
@@ -762,9 +755,16 @@ CONFIG_AND_LAUNCH = [
     Change(
         "features that do not go together are allowed",
         "config/rules.py",
-        "            if keys and rule.when(config):",
-        '            if kind != "refused" and keys and rule.when(config):',
+        "for a, b, refusal in refusals(config)]",
+        "for a, b, refusal in ()]",
         "tests/unit/config/test_config_rules.py::test_features_that_do_not_go_together_are_refused_with_a_remedy",
+    ),
+    Change(
+        "values that cannot work are allowed",
+        "config/rules.py",
+        'for rule, key in _matches(config, "refused")]',
+        "for rule, key in ()]",
+        "tests/unit/config/test_config_rules.py::test_refused",
     ),
     Change(
         "what is not built yet is run",
@@ -827,14 +827,14 @@ CONFIG_AND_LAUNCH = [
         "storage/atomic.py",
         'temporary = path.with_name(f"{path.name}.tmp")',
         "temporary = path",
-        "tests/unit/run/test_run_folder.py::test_a_full_disk_leaves_nothing_half_written",
+        "tests/unit/run/test_run_folder.py::test_a_file_that_cannot_be_replaced_stays_as_it_was",
     ),
     Change(
         "a dry run's bytes are those of one micro-batch",
         "tools/dry_run/dry_run.py",
         "return global_batch(config.training, ranks) // (local * ranks)",
         "return 1",
-        "tests/unit/tools/test_dry_run.py::test_the_text_of_a_run",
+        "tests/unit/tools/test_dry_run.py::test_a_step_of_several_micro_batches_is_counted_as_such",
     ),
     Change(
         "a dry run's steps have one rank's tokens",

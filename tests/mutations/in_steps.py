@@ -378,7 +378,7 @@ CONTEXT_PARALLEL = [
         "parallel/context/context.py",
         "table[~meet] = SKIP",
         "pass",
-        f"{CONTEXT}documents_are_masked_like_those_of_whole_sequences",
+        f"{CONTEXT}calls_cover_what_is_visible_once_and_nothing_needless",
     ),
     Change(
         "a ring does not wait for keys",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from tests.mutations.change import ROOT, Change
 FOLDERS = ("shardline", "tests", "configs", "docs", "benchmarks")
 COPIED = (*FOLDERS, "pyproject.toml", "constraints.txt", "Makefile", "README.md")
 SECONDS = 400.0
+FAILED = re.compile(r"^(FAILED|ERROR) ", re.MULTILINE)  # lines of pytest's summary
 VERDICTS = {0: "survived", 1: "caught"}  # by pytest's exit code; others: no test ran, or none could
 
 
@@ -79,4 +81,6 @@ def verdict(tree: Path, change: Change) -> tuple[str, str]:
     """caught, survived or another word, and what the tests printed."""
     with changed(tree, change):
         code, printed = run_tests(tree, change.tests.split(), "-x")
+    if code == 1 and not FAILED.search(printed):
+        return "ended with 1, and no test failed", printed
     return VERDICTS.get(code, f"exit code {code}") if code is not None else "hung", printed
