@@ -958,13 +958,6 @@ MODELS = [
         "tests/unit/models/test_model_block.py::test_packed_documents_do_not_see_each_other",
     ),
     Change(
-        "positions go on over documents",
-        "models/decoder.py",
-        "positions = document_positions(documents)",
-        "pass",
-        "tests/unit/models/test_model_block.py::test_packed_documents_do_not_see_each_other",
-    ),
-    Change(
         "sliding_window is ignored",
         "models/attention.py",
         "return [arch.sliding_window or 0 if layer in chosen else 0 for layer in range(arch.n_layers)]",
