@@ -20,7 +20,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-all lint style docs clean
+.PHONY: help demo test test-all test-mutations lint style docs clean
 help:  ## show these lines
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -32,6 +32,9 @@ test: .venv/.dev .venv/triton style  ## lint, types and tests
 
 test-all: .venv/.dev .venv/triton style  ## also the tests that take longer, every program in a process of its own
 	$(WITH_TYPES) SHARDLINE_TEST_STARTS=exec HYPOTHESIS_PROFILE=full $(PYTEST)
+
+test-mutations: .venv/.dev .venv/triton  ## switch promises off one by one: each must make a test fail
+	$(BIN)/python -m tests.mutations.run
 
 lint: style
 	$(BIN)/mypy

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -134,11 +135,17 @@ class _Seeing(TorchDispatchMode):
         super().__init__()
         self.seen, self.everything = seen, everything
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let functions that are compiled by themselves be: one that the compiler skips once is never compiled."""
+        return True
+
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         name = function.name()
         if self.everything or _is_product(name) or any(part in name for part in ATTENTION):
             first = next((one for one in tree_leaves(arguments) if isinstance(one, Tensor)), None)
-            self.seen[name, "" if first is None else str(first.dtype)] += 1
+            if not isinstance(first, FakeTensor):  # as the compiler calls operations with
+                self.seen[name, "" if first is None else str(first.dtype)] += 1
         return function(*arguments, **(options or {}))
 
 

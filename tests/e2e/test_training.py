@@ -1,5 +1,6 @@
 """One-process runs: what they write, that they repeat, that accumulation, precision and stopping do what they say."""
 
+import gc
 import math
 import os
 import signal
@@ -36,6 +37,10 @@ def test_a_run_learns_and_writes_what_the_contract_says(tmp_path):
         assert (tmp_path / "run" / name).is_file(), name
 
 
+def test_rows_are_of_the_first_the_last_and_every_few_steps(tmp_path):
+    assert [row["step"] for row in run(tmp_path / "run", training__steps=7, metrics__log_freq=3)] == [1, 3, 6, 7]
+
+
 def test_two_runs_are_bitwise_equal_and_the_seed_matters(tmp_path):
     kept = ("loss", "grad_norm", "lr")
     results = [
@@ -44,6 +49,32 @@ def test_two_runs_are_bitwise_equal_and_the_seed_matters(tmp_path):
     ]
     assert results[0] == results[1]
     assert results[0] != results[2]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_deterministic_algorithms_are_in_force(tmp_path, wanted):
+    Trainer(tiny_config(tmp_path / "run", debug__deterministic=wanted)).close()
+    assert torch.are_deterministic_algorithms_enabled() == wanted
+
+
+def test_what_is_logged_on_request(tmp_path):
+    folder, copy = tmp_path / "run", tmp_path / "copy.toml"
+    Trainer(tiny_config(folder)).close()
+    asked = {"job__print_config": True, "job__description": "a test", "model__print_after_conversion": True}
+    Trainer(tiny_config(tmp_path / "asked", job__save_config_file=str(copy), **asked)).close()
+    silent, full = ((path / "log" / "rank-0.log").read_text() for path in (folder, tmp_path / "asked"))
+    for words in ("[lr_scheduler]\n", "Decoder(\n", " a test\n"):
+        assert words in full
+        assert words not in silent
+    assert "[lr_scheduler]\n" in copy.read_text()
+
+
+def test_garbage_is_collected_every_few_steps_alone(tmp_path, monkeypatch):
+    trainer, seen = Trainer(tiny_config(tmp_path / "run", training__steps=5, training__gc_freq=2)), []
+    monkeypatch.setattr(gc, "collect", lambda *given: seen.append((trainer.telemetry.number, *given, gc.isenabled())))
+    trainer.train()
+    assert seen == [(0, False), (2, 1, False), (4, 1, False)]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("mask", ["causal", "block_causal"])
@@ -147,12 +178,15 @@ def test_clipping_is_applied(tmp_path):
     assert all(row["grad_norm"] > 0.1 for row in rows(tmp_path / "run"))  # what is reported is the norm before clipping
 
 
-def test_validation_rows(tmp_path):
+def test_validation_rows(tmp_path, monkeypatch):
+    counted, losses = [], WholeModel.losses
+    monkeypatch.setattr(WholeModel, "losses", lambda self, batches: counted.append(batches) or losses(self, batches))
     written = run(tmp_path / "run", validation__enable=True, validation__freq=3, validation__steps=2,
                   validation__seq_len=32, validation__local_batch_size=4)  # fmt: skip
     validated = {row["step"]: row["validation_loss"] for row in written if "validation_loss" in row}
     assert validated.keys() == {1, 3, 6}
     assert validated[6] < validated[1]
+    assert len(counted) == 3 * 2
 
 
 @pytest.mark.parametrize(

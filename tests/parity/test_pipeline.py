@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 from collections import Counter
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ from shardline.models import decoder
 from shardline.models.dtensor import local
 from shardline.models.products.linear import weight_queue
 from shardline.parallel.data import stage_reduction as stage_sums
+from shardline.parallel.pipeline.executor import ActionClock
 from shardline.parallel.tensor import overlap
 from tests.parity import cases
 from tests.parity.cases import case, layers, schedule
@@ -323,13 +326,31 @@ def test_tied_copies_that_drift_apart_are_noticed(harness, tmp_path):
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 
+def run_by_own_clock(settings):
+    """A rank's clock advances whenever it is read: by 1 on rank 0, by 2 on rank 1."""
+    ticks = itertools.count(step=1 + int(os.environ["RANK"]))
+    with patch.object(ActionClock, "_now", lambda self: float(next(ticks))):
+        run_to(settings)
+
+
 def test_every_logged_step_has_its_bubble(harness, tmp_path):
-    entry = case("x", layers(4), SAVED, pp=2)
-    harness.pool.run(2, run_to, harness.settings(entry.overrides, 2) | {"job.dump_folder": str(tmp_path / "run")})
+    entry = case("x", layers(4), SAVED, {"training.steps": 2}, pp=2)
+    settings = harness.settings(entry.overrides, 2) | {"job.dump_folder": str(tmp_path / "run")}
+    harness.pool.run(2, run_by_own_clock, settings)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(0 < row["pp_bubble_fraction"] < 1 for row in rows)
+    actions = 2 * 8  # forward and backward of 8 micro-batches, each of them one tick long, with one before the next
+    busy, span = actions * (1 + 2) / 2, (2 * actions - 1) * 2  # the mean of both ranks; the longer one
+    assert [row["pp_bubble_fraction"] for row in rows] == pytest.approx([1 - busy / span] * 2)
     log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
-    assert "% of the step, 11.1% by the schedule" in log
+    assert f"{1 - busy / span:.1%} of the step, 11.1% by the schedule" in log
+
+
+def test_too_few_micro_batches_are_a_warning_at_the_start(harness, tmp_path):
+    one = {"training.steps": 1, "parallelism.pipeline_parallel_microbatch_size": 8}
+    settings = harness.settings(case("x", layers(4), one, pp=2).overrides, 2)
+    harness.pool.run(2, run_to, settings | {"job.dump_folder": str(tmp_path / "run")})
+    log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    assert "WARNING 1F1B: 1 micro-batch for 2 stages leave ranks idle for 50% of a step" in log
 
 
 def reductions(settings):

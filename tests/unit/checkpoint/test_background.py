@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ import torch.distributed as dist
 
 from shardline.checkpoint import background
 from shardline.checkpoint.background import Background, Cancelled
-from shardline.checkpoint.commit import Messages
+from shardline.checkpoint.commit import LastSave, Messages
+from shardline.checkpoint.saver import Saver
 from shardline.checkpoint.shards import HeldTensor, TensorPiece, whole_place
 from shardline.checkpoint.staging import Staging
 from shardline.comm.store import SignedStore
+from shardline.config.load import load_config
 from shardline.errors import UserError
 
 
@@ -40,6 +43,22 @@ def test_jobs_run_one_after_the_other():
     saver.wait()
     assert seen == ["first", "second"]
     assert not saver.busy
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "words"),
+    [
+        (20, LastSave(20, "full", 2**20), "step 20, 1.00 MiB: all of the run is in it"),
+        (23, LastSave(20, "full"), "step 20: 3 steps since then are not in it"),
+        (20, LastSave(20, "model"), "step 20: the weights alone"),
+        (3, None, "none: nothing of the run is saved"),
+    ],
+)
+def test_what_the_closing_table_says_of_the_last_save(step, saved, words):
+    saver = Saver.__new__(Saver)
+    saver.config, saver._background = load_config(overrides={"checkpoint.enable": True}), Background(60, 0)
+    saver._writer, saver.saved_step = SimpleNamespace(last=saved), step
+    assert saver.last_words(step) == words
 
 
 def test_an_error_is_raised_once_where_the_run_hears_of_it():

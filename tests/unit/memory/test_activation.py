@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
@@ -115,6 +117,48 @@ def test_a_module_name_that_matches_nothing_is_an_error():
     key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
     with pytest.raises(ConfigError, match="no_such_module"):
         run([*MODES["selective op"], f"--{key}=no_such_module"])
+
+
+class Computed(TorchDispatchMode):
+    """Counts products by the shape (in, out) of their weight, and attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        shape = activation._product_shape(function, arguments)
+        what = "attention" if function in activation._kept_attention_ops() else shape
+        self.seen.update([] if what is None else [what])
+        return function(*arguments, **(options or {}))
+
+
+def computed_again(overrides):
+    """What a step computes more often than one without checkpointing."""
+    with Computed() as plainly:
+        run([])
+    with Computed() as checkpointed:
+        run(overrides)
+    return dict(checkpointed.seen - plainly.seen)
+
+
+WQKV, WO, W13, W2 = (64, 128), (64, 64), (64, 192), (96, 64)
+
+
+@pytest.mark.parametrize(
+    ("mode", "forced", "again"),
+    [
+        ("full", [], {WQKV: 4, "attention": 4, WO: 4, W13: 4, W2: 4}),
+        ("selective 2", [], {WQKV: 2, "attention": 2, WO: 2, W13: 2, W2: 2}),
+        ("selective op", [], {WO: 4, W2: 4}),
+        # The product that is forced does not count: of the other three, every other one is kept.
+        ("selective op", ["attention.wq"], {WQKV: 4, W13: 4}),
+    ],
+    ids=["full", "every-second", "op", "op-forced"],
+)
+def test_what_is_computed_again(mode, forced, again):
+    key = "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns"
+    assert computed_again([*MODES[mode], *(f"--{key}={name}" for name in forced)]) == again
 
 
 @pytest.mark.parametrize("name", ["attention.wq", "attention.wk", "feed_forward.w3", "w2"])

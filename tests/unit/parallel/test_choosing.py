@@ -23,7 +23,7 @@ from shardline.config.load import load_config
 from shardline.models.flavors import resolve
 from shardline.models.init import init_weights
 from shardline.parallel.tensor import async_tp, autotune, backend_table
-from shardline.parallel.tensor.async_tp import _settled
+from shardline.parallel.tensor.async_tp import _settled, _summary_line
 from shardline.parallel.tensor.autotune import (
     CLEARLY,
     HOPELESS,
@@ -39,7 +39,15 @@ from shardline.parallel.tensor.autotune import (
     remembered_file,
     topology,
 )
-from shardline.parallel.tensor.backend_table import SERIAL, Choice, Product, backends
+from shardline.parallel.tensor.backend_table import (
+    SERIAL,
+    Choice,
+    Product,
+    backends,
+    choices,
+    chosen_backend,
+    product_of,
+)
 from shardline.parallel.tensor.fused import Fused
 from shardline.parallel.tensor.serial_and_ring import CHUNKS
 from shardline.parallel.tensor.symmetric import Symmetric
@@ -127,6 +135,27 @@ def test_efficiency_is_the_share_of_exposed_time_that_is_gone():
     # A machine too noisy to see communication at all
     noisy = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 1.9, ring: 1.0}, ring)
     assert (noisy.efficiency(ring), noisy.comm_hidden(ring)) == (0, 1.0)
+
+
+def test_a_step_that_is_compared_with_carries_every_product_serially():
+    weights = [torch.empty(8, 4)]
+    product = product_of("all_gather_linear", "forward", 16, weights, "tp", "")
+    try:
+        choices.chosen[product] = Choice("ring", 2)
+        for serial, expected in ((False, ("ring", 2)), (True, ("serial", 1))):
+            choices.serial = serial
+            with chosen_backend("all_gather_linear", "forward", 16, weights, "tp", "") as (found, chunks):
+                assert (found, chunks) == (backends[expected[0]], expected[1])
+    finally:
+        choices.reset()
+
+
+def test_too_little_compute_for_its_communication_is_said():
+    found = [Measured(PRODUCT, matmul, 1.0, {SERIAL: 4.0}, SERIAL) for matmul in (1.0, 2.5)]
+    hint = ", and below 2 not all of it can hide: fewer tensor-parallel ranks or a faster link help"
+    said = "Async TP is enabled for 2 products (as measured before): 2 by serial; they take 1.8 times as long as"
+    assert _summary_line(found, 0, 0.0) == f"{said} their communication{hint}"
+    assert _summary_line(found[1:], 0, 0.0).endswith("they take 2.5 times as long as their communication")
 
 
 def run_measured(times, rounds, tells_pace=False):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import time
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from shardline.comm import exposed_time
 from shardline.comm.exposed_time import exposed
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
@@ -202,44 +202,55 @@ def test_a_row_may_say_how_long_communication_was_exposed(tmp_path):
 # ---- order and overlap -----------------------------------------------------------------------------------------------
 
 
-class SlowLink:
-    """Stands for a link that carries one sum after the other, each in `seconds`."""
+class Clock:
+    """Time that passes in backward and in waits alone."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.free_at, self.sizes, self.waited = seconds, 0.0, [], 0
+    now = 0
+
+    def perf_counter(self) -> int:
+        return self.now
+
+
+class SlowLink:
+    """Stands for a link that carries one sum after the other, each in four seconds."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.free_at, self.sizes, self.waited = clock, 0, [], 0
 
     def start_sum(self, flat: torch.Tensor, axis: str):
         self.sizes.append(flat.numel())
-        self.free_at = done = max(self.free_at, time.perf_counter()) + self.seconds
+        self.free_at = done = max(self.free_at, self.clock.now) + 4
 
         def wait(_) -> None:
-            left = done - time.perf_counter()
-            self.waited += left > 0
-            time.sleep(max(0.0, left))
+            self.waited += done > self.clock.now
+            self.clock.now = max(self.clock.now, done)
 
         return type("Work", (), {"wait": wait})()
 
 
 class SlowBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, clock):
+        ctx.clock = clock
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(0.05)
-        return gradient
+        ctx.clock.now += 5
+        return gradient, None
 
 
 def exposed_over_a_slow_link(monkeypatch, **overrides) -> tuple[float, SlowLink, int]:
-    link, model = SlowLink(0.04), layers(4)
+    clock, model = Clock(), layers(4)
+    link = SlowLink(clock)
     monkeypatch.setattr(compression.collectives, "start_sum", link.start_sum)
+    monkeypatch.setattr(exposed_time, "time", clock)
     replicas = Replicas(model, settings(gradient_bucket_mib=SMALL, **overrides))
     exposed.reset()
     replicas.expect(last=True, every_micro_batch=False)
     x = data(0, 0)
     for layer in model:
-        x = layer(SlowBackward.apply(x.requires_grad_()))
+        x = layer(SlowBackward.apply(x.requires_grad_(), clock))
     x.sum().backward()
     in_backward = len(link.sizes)
     replicas.finish()
@@ -247,13 +258,12 @@ def exposed_over_a_slow_link(monkeypatch, **overrides) -> tuple[float, SlowLink,
 
 
 def test_sums_hide_behind_backward(monkeypatch):
-    _, link, in_backward = exposed_over_a_slow_link(monkeypatch)
+    seconds, link, in_backward = exposed_over_a_slow_link(monkeypatch)
     assert in_backward == len(link.sizes) == 4
-    assert link.waited <= 1  # the first three are done when backward ends
+    assert (link.waited, seconds) == (0, 0)  # each sum is done before backward gets to the next layer
     seconds, link, in_backward = exposed_over_a_slow_link(monkeypatch, overlap_gradient_reduction=False)
     assert in_backward == 0
-    assert link.waited == 4
-    assert seconds > 0.15
+    assert (link.waited, seconds) == (4, 4 * 4)
 
 
 def test_buckets_follow_backward():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from shardline.comm import exposed_time
 from shardline.comm.exposed_time import Exposed, StreamWaits, exposed
 from shardline.comm.job import job
 from shardline.comm.mesh import Mesh
+from shardline.comm.observe import Started
 from shardline.comm.spans import now
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
@@ -75,6 +77,13 @@ def test_bytes_of_shards(overrides, gathers_of_blocks, gathers_of_rest, scatters
     for traffic, blocks, rest in ranks().run(2, functools.partial(sent, Layout(dp_shard=2), 3, **overrides)):
         gathered = gathers_of_blocks * blocks + gathers_of_rest * rest
         assert traffic == {"dp_shard": (gathered + scatters * (blocks + rest)) // 2}
+
+
+def test_gradients_are_reduced_in_the_type_that_is_asked_for():
+    """Weights travel in bfloat16, gradients in training.mixed_precision_reduce."""
+    narrow = {"training.mixed_precision_param": "bfloat16"}
+    for traffic, blocks, rest in ranks().run(2, functools.partial(sent, Layout(dp_shard=2), 1, **narrow)):
+        assert traffic == {"dp_shard": ((2 * blocks + rest) // 2 + blocks + rest) // 2}
 
 
 @pytest.mark.parametrize(("mode", "scatters", "sums"), [("step", 1, 1), ("micro_batch", 3, 3), ("scatter", 3, 1)])
@@ -148,20 +157,61 @@ def test_weights_of_the_next_blocks_are_gathered_ahead():
 # ---- waiting, offload ------------------------------------------------------------------------------------------------
 
 
-def waited(layout: Layout, **overrides):
+def gradients_of(layout: Layout, **overrides):
+    """Gradients, where they lie, and whether FSDP keeps shards in host memory: on a CPU nothing else tells."""
     config, model = build(layout, **overrides)
-    exposed.take()
     backward(config, model)
-    seconds = exposed.take()
     gradients = [p.grad.to_local().clone() for p in model.parameters()]
-    return seconds, exposed.take(), gradients, {p.grad.device.type for p in model.parameters()}
+    sharded = [
+        module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    kept = {parameter.offload_to_cpu for group in sharded if group is not None for parameter in group.fsdp_params}
+    return gradients, {p.grad.device.type for p in model.parameters()}, kept
 
 
-def test_the_time_that_communication_takes_is_measured():
-    for layout in (Layout(dp_shard=2), Layout(dp_replicate=2, dp_shard=2)):
-        for seconds, after, _, _ in ranks().run(layout.world_size, waited, layout):
-            assert 0 < seconds < 30
-            assert after == 0
+GATHER, SCATTER, SUM = 1, 100, 10_000  # seconds that a wait takes by the clock below
+
+
+def waited_by_own_clock(layout: Layout):
+    """What is measured where time passes in waits for collectives alone."""
+    clock = [0]
+    summed = CountedScatter.all_reduced
+
+    def passing(seconds, function):
+        def timed(*arguments, **options):
+            result = function(*arguments, **options)
+            clock[0] += seconds
+            return result
+
+        return timed
+
+    def reduced(self, gradient):
+        clock[0] += SUM
+        summed(self, gradient)
+
+    class Slow(Started):
+        wait = passing(GATHER, Started.wait)
+
+    with (
+        patch.object(data, "now", lambda: clock[0] * 10**9),
+        patch.object(exposed_time, "time", SimpleNamespace(perf_counter=lambda: clock[0])),
+        patch.object(data, "Started", Slow),
+        patch.object(data.collectives, "scattered_by_host", passing(SCATTER, data.collectives.scattered_by_host)),
+        patch.object(CountedScatter, "all_reduced", reduced),
+    ):
+        config, model = build(layout)
+        exposed.take()
+        backward(config, model)
+        return exposed.take(), exposed.take()
+
+
+@pytest.mark.parametrize(
+    ("layout", "sums"), [(Layout(dp_shard=2), 0), (Layout(dp_replicate=2, dp_shard=2), 1)], ids=["fsdp", "hsdp"]
+)
+def test_the_time_that_is_waited_for_communication_is_measured(layout, sums):
+    """Blocks are gathered twice and the rest once; each is scattered once, and summed between replicas."""
+    seconds = (2 * BLOCKS + 1) * GATHER + (BLOCKS + 1) * (SCATTER + sums * SUM)
+    assert ranks().run(layout.world_size, waited_by_own_clock, layout) == [(seconds, 0)] * layout.world_size
 
 
 def recorded(layout: Layout, **overrides):
@@ -196,10 +246,12 @@ def test_collectives_and_waits_for_them_leave_spans(layout, sums):
 
 
 def test_offload_works_without_a_gpu_and_changes_no_number():
-    plain = ranks().run(2, waited, Layout(dp_shard=2))
-    offloaded = ranks().run(2, functools.partial(waited, Layout(dp_shard=2), **{"training.enable_cpu_offload": True}))
-    for (_, _, wanted, _), (_, _, seen, devices) in zip(plain, offloaded, strict=True):
+    offload = {"training.enable_cpu_offload": True}
+    plain = ranks().run(2, gradients_of, Layout(dp_shard=2))
+    offloaded = ranks().run(2, functools.partial(gradients_of, Layout(dp_shard=2), **offload))
+    for (wanted, _, on_device), (seen, devices, on_host) in zip(plain, offloaded, strict=True):
         assert devices == {"cpu"}
+        assert (on_device, on_host) == ({False}, {True})
         assert all(torch.equal(a, b) for a, b in zip(wanted, seen, strict=True))
 
 

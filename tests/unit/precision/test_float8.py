@@ -150,6 +150,11 @@ def test_the_four_products_of_each_block_are_in_float8():
     assert rounded_in(built()[0]) == 0
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipe_is_that_of_the_config(name):
+    assert built(keys(name))[1].recipes == {Recipe(name, emulate=True)}
+
+
 @pytest.mark.parametrize(
     ("filters", "left"),
     [

@@ -25,6 +25,7 @@ from shardline.run import folder
 from shardline.run import lock as folder_lock
 from shardline.run.folder import RunFolder, open_run_folder
 from shardline.run.previous_run import CONFIG_HEADER
+from shardline.storage.atomic import write_atomically
 from tests import processes
 
 
@@ -451,6 +452,17 @@ def test_a_full_disk_leaves_nothing_half_written(monkeypatch, tmp_path, call):
     assert files_in(tmp_path / "run") <= {"log/lock"}
     monkeypatch.undo()
     start(tmp_path / "run").close()
+
+
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(monkeypatch, tmp_path):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    write_atomically(tmp_path / "file", "old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        write_atomically(tmp_path / "file", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]
 
 
 # ---- two runs at once ------------------------------------------------------------------------------------------------

@@ -55,6 +55,16 @@ def test_compiled_blocks_are_counted_and_their_operations_known(tmp_path, mode):
     assert "was compiled again" not in log, "watching a step must not cost another compilation"
 
 
+@pytest.mark.parametrize(("components", "of_blocks"), [(["model"], 1), (["loss"], 0), (["model", "loss"], 1)])
+def test_each_component_is_compiled_where_it_is_asked_for(tmp_path, components, of_blocks):
+    torch._dynamo.reset()  # another test's loss would be used again
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    found, _ = engagement(tmp_path / "run", **COMPILED, compile__components=components)
+    assert found["compiled_graphs"] == of_blocks
+    assert (graphs["unique_graphs"] > of_blocks) == ("loss" in components)
+
+
 def test_a_memory_budget_is_kept(tmp_path):
     whole, _ = engagement(tmp_path / "whole", **COMPILED)
     budget = {"activation_checkpoint__mode": "memory_budget", "activation_checkpoint__memory_budget": 0.2}

@@ -3,17 +3,25 @@
 import json
 import logging
 import math
+import os
 import sys
 import types
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from shardline.comm.hidden_time import Sampler, Times
 from shardline.config.architecture import Architecture
 from shardline.config.schema import Config
 from shardline.errors import UserError
 from shardline.run.folder import RunFolder
 from shardline.telemetry.metrics import KEYS, Meter, MetricsLog, move_rows_after
+from shardline.telemetry.serial_steps import SerialComparison
+from shardline.training.trainer import Trainer
+from tests.e2e.tiny import tiny_config
+from tests.parity.harness import _own_logging
+from tests.parity.pool import Pool
 
 
 def make_row(step: int, **changes):
@@ -433,3 +441,102 @@ def test_mfu_is_model_flops_over_peak(monkeypatch):
     clock.now += 1.0
     meter.stepped(200)
     assert meter.rates()["mfu"] == pytest.approx(100 * 5e3 / 1e6)
+
+
+# ---- the numbers of several ranks ------------------------------------------------------------------------------------
+
+
+def rows_of_two_ranks(folder, changes):
+    """Two steps; each rank measures seconds, GiB and bytes that follow from its number. Returns limits for waits."""
+    rank, limits = int(os.environ["RANK"]), []
+    brief = patch.multiple("shardline.parallel.tensor.autotune", LEAST_ROUNDS=1, MOST_ROUNDS=1)
+    with (
+        _own_logging(),
+        brief,
+        patch("shardline.telemetry.telemetry.exposed.take", lambda: 1.0 + rank),
+        patch("shardline.telemetry.telemetry.peak_memory_gib", lambda device: 2.0 + rank),
+        patch("shardline.memory.offload.Offload.take", lambda self: 300 + rank),
+        patch.object(
+            Sampler, "end", lambda self: {axis: Times(2.0 + 2 * rank, 0.5 + rank / 2) for axis in self.by_host}
+        ),
+        patch.object(SerialComparison, "seconds", lambda self: 5.0 + rank),
+        patch("shardline.telemetry.telemetry.watchdog.set_timeouts", limits.append),
+    ):
+        Trainer(tiny_config(folder, training__steps=2, training__cache_folder=f"{folder}-cache", **changes)).train()
+    return limits
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    pool = Pool()
+
+    def rows(folder, **changes):
+        limits = pool.run(2, rows_of_two_ranks, folder, changes)
+        assert limits == [[100], [100]], "comm.train_timeout_seconds, once the first step is made"
+        return strict_rows(folder / "metrics.jsonl")
+
+    yield rows
+    pool.close()
+
+
+def test_a_row_has_the_numbers_of_the_slower_rank_and_every_token_once(tmp_path, two_ranks):
+    offload = {"activation_checkpoint__mode": "offload"}
+    rows = two_ranks(tmp_path / "run", parallelism__data_parallel_shard_degree=2, **offload)
+    for step, row in enumerate(rows, start=1):
+        assert (row["dp_exposed_seconds"], row["memory_gib"], row["offloaded_bytes"]) == (2.0, 3.0, 301)
+        assert row["tokens"] == step * 2 * 4 * 32
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(2 * 4 * 32)
+        assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
+
+
+def test_communication_with_experts_is_that_of_the_slower_rank(tmp_path, two_ranks):
+    sizes = {"dim": 32, "n_layers": 1, "n_heads": 2, "ffn_dim": 32, "vocab_size": 272}
+    experts = {"moe": {"n_experts": 4, "top_k": 2, "expert_dim": 16}}
+    for row in two_ranks(tmp_path / "run", model__overrides=sizes | experts, parallelism__expert_parallel_degree=2):
+        seen = [row[f"ep_{name}"] for name in ("comm_seconds", "exposed_seconds", "hidden_fraction")]
+        assert seen == [4.0, 1.0, 0.75]
+
+
+def test_times_with_async_tp_are_those_of_the_slower_rank(tmp_path, two_ranks):
+    """The second logged step runs serially, and communication alone is what hidden time is compared with."""
+    keys = {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True, "async_tensor_parallel_backend": "ring"}
+    changes = {f"parallelism__{key}": value for key, value in keys.items()}
+    first, second = two_ranks(tmp_path / "run", parallelism__data_parallel_shard_degree=1, **changes)
+    of_step = {name: value for name, value in first.items() if name.startswith("tp_")}
+    hidden = {"tp_comm_seconds": 4.0, "tp_exposed_seconds": 1.0, "tp_hidden_fraction": 0.75}
+    assert of_step == hidden | {"tp_overlapped_step_seconds": 6.0}
+    assert {name: value for name, value in second.items() if name.startswith("tp_")} == {
+        "tp_comm_seconds": 4.0,
+        "tp_serial_step_seconds": 6.0,
+    }
+
+
+def test_the_time_of_a_step_is_from_its_begin_to_its_end(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("shardline.telemetry.serial_steps.time", types.SimpleNamespace(perf_counter=clock))
+    comparison = SerialComparison(make_config())
+    comparison.begin(1)
+    clock.now += 3.0
+    assert comparison.seconds() == 3.0
+
+
+def test_waiting_for_data_is_measured(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("shardline.telemetry.telemetry.time", types.SimpleNamespace(perf_counter=clock))
+    trainer = Trainer(tiny_config(tmp_path / "run", training__steps=2))
+    fetch = trainer.loader.step
+
+    def slow():
+        clock.now += 7.0
+        return fetch()
+
+    trainer.loader.step = slow
+    trainer.train()
+    assert [row["data_seconds"] for row in strict_rows(tmp_path / "run" / "metrics.jsonl")] == [7.0, 7.0]
+
+
+def test_the_learning_rate_of_a_row_is_that_of_its_step(tmp_path):
+    config = tiny_config(tmp_path / "run", training__steps=4, lr_scheduler__decay_type="linear")
+    Trainer(config).train()
+    rates = [row["lr"] for row in strict_rows(tmp_path / "run" / "metrics.jsonl")]
+    assert rates == pytest.approx([3e-3 * share for share in (0.5, 1.0, 1.0, 0.5)])

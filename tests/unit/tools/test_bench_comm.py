@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -128,6 +130,21 @@ def test_every_operation_is_right_and_counted_as_nccl_tests_do(pool, ranks, layo
         assert row.algbw == pytest.approx(row.size / row.seconds / 1e9)
         factor = {"all_reduce": 2 * (n - 1) / n, "p2p": 1}.get(row.op, (n - 1) / n)
         assert row.busbw == pytest.approx(row.algbw * factor)
+
+
+def timed_by_own_clock():
+    """Seconds of a call where the clock advances by three with each, and on rank 1 by four."""
+    mesh, calls = Mesh(Layout(tp=2), "cpu"), []
+    tester = Bench(collectives.axis("tp"), torch.device("cpu"), torch.float32, iterations=5)
+    case = tester.case("all_gather", 4096)
+    case.run = lambda: calls.append(None)
+    clock = SimpleNamespace(perf_counter=lambda: len(calls) * (3.0 + mesh.rank))
+    with patch("shardline.tools.bench.collectives.time", clock):
+        return tester._timed(case, 5)
+
+
+def test_the_time_of_a_call_is_measured(pool):
+    assert pool.run(2, timed_by_own_clock) == [4.0, 4.0]  # the slowest rank's
 
 
 def spoiled(op):

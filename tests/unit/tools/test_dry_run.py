@@ -437,6 +437,13 @@ def test_the_text_of_a_run():
     assert any(line.startswith("dp_shard all-gather 7 x") for line in lines)
 
 
+def test_a_step_of_several_micro_batches_is_counted_as_such():
+    keys = {"dp_shard": 2, "training__gradient_accumulation_steps": 3}
+    lines = [" ".join(line.split()) for line in describe(tiny({"n_layers": 3}, **keys), 2).splitlines()]
+    assert f"step: 3 x micro-batch x 2 data ranks = {3 * BATCH * LENGTH * 2} tokens" in lines
+    assert any(line.startswith(f"dp_shard all-gather {3 * 7} x") for line in lines)
+
+
 def test_one_rank():
     lines = [" ".join(line.split()) for line in describe(tiny(), 1).splitlines()]
     assert lines[0] == "llama3 debugmodel on 1 rank"

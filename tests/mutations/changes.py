@@ -1,0 +1,7 @@
+"""All changes, by room of the package."""
+
+from __future__ import annotations
+
+from tests.mutations import in_rooms, in_steps
+
+CHANGES = [*in_steps.CHANGES, *in_rooms.CHANGES]
