@@ -114,7 +114,7 @@ METRICS_ROWS = [
     Change(
         "waiting for data is a constant",
         "telemetry/telemetry.py",
-        "self.meter.fetched(time.perf_counter() - began)",
+        "self.meter.fetched(data_seconds)",
         "self.meter.fetched(0.001)",
         f"{METRICS}waiting_for_data_is_measured",
     ),
@@ -518,8 +518,8 @@ SAVES_AND_STOPS = [
     Change(
         "the interval of saves is ignored",
         "checkpoint/saver.py",
-        "step == total_steps or step % self.section.every(total_steps) == 0",
-        "step == total_steps",
+        "first or regular or step == total_steps",
+        "first or step == total_steps",
         f"{KEYS}checkpoints_and_validations_come_after_fractions_of_the_run",
     ),
     Change(
@@ -581,7 +581,7 @@ SAVES_AND_STOPS = [
     Change(
         "enable_first_step_checkpoint is ignored",
         "checkpoint/saver.py",
-        "first = self.section.enable_first_step_checkpoint and step == 1",
+        "first = section.enable_first_step_checkpoint and step == 1",
         "first = False",
         f"{RESUME}load_only_saves_nothing_and_first_step_checkpoint_does",
     ),
@@ -609,8 +609,8 @@ SAVES_AND_STOPS = [
     Change(
         "a request of one rank is not that of all",
         "run/stop.py",
-        "*stops, save = (total > 0 for total in sums)",
-        "*stops, save = (total > 1 for total in sums)",
+        "*stops, save, due = (total > 0 for total in sums)",
+        "*stops, save, due = (total > 1 for total in sums)",
         f"{STOPPING}ranks_agree_on_the_first_reason_and_on_saving",
     ),
     Change(

@@ -80,8 +80,8 @@ COMPILE_AND_MEMORY = [
     Change(
         "op computes attention again",
         "memory/activation.py",
-        "if op in _kept_attention_ops() or _travels(op):",
-        "if _travels(op):",
+        "if op in kept_attention_ops() or travels(op):",
+        "if travels(op):",
         f"{ACTIVATION}what_is_computed_again[op]",
     ),
     Change(
@@ -421,7 +421,7 @@ PIPELINES = [
     Change(
         "the pipeline's bubble is a constant",
         "telemetry/telemetry.py",
-        "idle_share(*self.pipeline.clock.take(), self.device)",
+        "idle_share(*busy_and_span(actions), self.device)",
         "0.5",
         BUBBLE,
     ),
@@ -442,8 +442,8 @@ PIPELINES = [
     Change(
         "the bubble's clock leaves backward out",
         "parallel/pipeline/executor.py",
-        "with self.clock.around():",
-        'with self.clock.around() if action.kind == "F" else contextlib.nullcontext():',
+        "with self.clock.around(action):",
+        'with self.clock.around(action) if action.kind == "F" else contextlib.nullcontext():',
         BUBBLE,
     ),
     Change(

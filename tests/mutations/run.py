@@ -7,7 +7,9 @@ those whose tests could not run, are printed at the end; the exit code is then 1
 from __future__ import annotations
 
 import argparse
+import contextlib
 import queue
+import signal
 import sys
 import tempfile
 import time
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from tests.mutations.change import Change
 from tests.mutations.changes import CHANGES
-from tests.mutations.trees import copy_tree, run_tests, verdict
+from tests.mutations.trees import Tree
 
 TAIL = 1500  # characters of what tests printed
 
@@ -38,14 +40,16 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--show", action="store_true", help="print the end of what each change's tests printed")
     options = parser.parse_args(given)
     changes, began = chosen(options.names), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="shardline-changes-") as folder:
-        trees: queue.Queue[Path] = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="shardline-changes-") as folder, contextlib.ExitStack() as stack:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all of it is tidied up
+        trees: queue.Queue[Tree] = queue.Queue()
         for number in range(max(1, min(options.jobs, len(changes)))):
-            trees.put(copy_tree(Path(folder, str(number))))
+            trees.put(Tree(Path(folder, str(number))))
+            stack.callback(trees.queue[-1].close)
         if not options.trust:
             tree = trees.get()
             tests = sorted({test for change in changes for test in change.tests.split()})
-            code, printed = run_tests(tree, tests, "-n", str(options.jobs), "--dist", "loadgroup")
+            code, printed = tree.run_tests(tests, "-n", str(options.jobs), "--dist", "loadgroup")
             trees.put(tree)
             if code != 0:
                 print(printed[-4 * TAIL :])
@@ -55,7 +59,7 @@ def main(given: Sequence[str] | None = None) -> int:
         def tried(change: Change) -> tuple[Change, str]:
             tree, start = trees.get(), time.monotonic()
             try:
-                word, printed = verdict(tree, change)
+                word, printed = tree.verdict(change)
             finally:
                 trees.put(tree)
             print(f"{word:10} {time.monotonic() - start:5.0f} s  {change.name}", flush=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tests.mutations.change import ROOT, Change
 from tests.mutations.changes import CHANGES
-from tests.mutations.trees import copy_tree, verdict
+from tests.mutations.trees import Tree
 
 SAMPLE = 10
 
@@ -35,8 +35,10 @@ def sample() -> list[Change]:
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copy_tree(tmp_path_factory.mktemp("tree"))
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tree]:
+    tree = Tree(tmp_path_factory.mktemp("tree"))
+    yield tree
+    tree.close()
 
 
 def test_each_change_fits_the_code_once() -> None:
@@ -62,6 +64,6 @@ def test_each_change_names_tests_that_exist_and_are_not_slow() -> None:
 
 
 @pytest.mark.parametrize("change", sample(), ids=lambda change: change.name.replace(" ", "-"))
-def test_a_change_is_caught(change: Change, tree: Path) -> None:
-    word, printed = verdict(tree, change)
+def test_a_change_is_caught(change: Change, tree: Tree) -> None:
+    word, printed = tree.verdict(change)
     assert word == "caught", printed[-3000:]
