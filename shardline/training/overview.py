@@ -118,7 +118,8 @@ def _data(config: Config, section: str, loader: Loader, steps: int) -> str:
         files = _files(config, section)
         held = (f"{counted(files, 'file')}, " if files else "") + f"{samples.store.tokens:,} tokens"
     epochs = steps * loader.global_batch_size / loader.samples_per_epoch
-    return f"{_source(config, section, loader)}: {held}; {counted(steps, 'step')} make {epochs:.2g} epochs"
+    made = f"{epochs:.2g} epoch{'' if f'{epochs:.2g}' == '1' else 's'}"
+    return f"{_source(config, section, loader)}: {held}; {counted(steps, 'step')} make {made}"
 
 
 def _source(config: Config, section: str, loader: Loader) -> str:
