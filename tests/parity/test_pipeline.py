@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from shardline.checkpoint import format as files
+from shardline.comm.exposed_time import Moments
 from shardline.config.load import load_config
 from shardline.models import decoder
 from shardline.models.dtensor import local
 from shardline.models.products.linear import weight_queue
 from shardline.parallel.data import stage_reduction as stage_sums
-from shardline.parallel.pipeline.executor import ActionClock
+from shardline.parallel.pipeline import executor
 from shardline.parallel.tensor import overlap
 from tests.parity import cases
 from tests.parity.cases import case, layers, schedule
@@ -329,7 +330,12 @@ def test_tied_copies_that_drift_apart_are_noticed(harness, tmp_path):
 def run_by_own_clock(settings):
     """A rank's clock advances whenever it is read: by 1 on rank 0, by 2 on rank 1."""
     ticks = itertools.count(step=1 + int(os.environ["RANK"]))
-    with patch.object(ActionClock, "_now", lambda self: float(next(ticks))):
+
+    class OwnMoments(Moments):
+        def mark(self):
+            return float(next(ticks))
+
+    with patch.object(executor, "Moments", OwnMoments):
         run_to(settings)
 
 
