@@ -176,7 +176,7 @@ def test_a_folder_that_is_no_adapter_of_the_model_is_refused(tmp_path: Path) -> 
         ({"rank_pattern": {"q_proj": "many"}}, "rank_pattern cannot be read"),
         ({"alpha_pattern": {"(q_proj": 8}}, "alpha_pattern cannot be read"),
         ({"bias": "some"}, "bias is 'some'"),
-        ({"lora_bias": True}, "lora_bias = True is not supported"),
+        ({"lora_bias": True}, "lora_bias = true is not supported"),
     ):
         config.write_text(json.dumps(content | change))
         with pytest.raises(UserError, match=words):

@@ -127,8 +127,8 @@ class Computed(TorchDispatchMode):
         self.seen = Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        shape = activation._product_shape(function, arguments)
-        what = "attention" if function in activation._kept_attention_ops() else shape
+        shape = activation.product_shape(function, arguments)
+        what = "attention" if function in activation.kept_attention_ops() else shape
         self.seen.update([] if what is None else [what])
         return function(*arguments, **(options or {}))
 

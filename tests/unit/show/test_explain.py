@@ -158,10 +158,11 @@ def test_memory_is_that_of_each_pipeline_position(everything):
     for row, built in zip(chapter.rows, everything.stages, strict=True):
         rank, layers, weights, state, gradients, activations, peak = row
         assert (rank, layers) == (built.rank, built.layers)
-        assert weights == gradients == built.elements * 4
+        assert weights == built.elements * 4
         assert state == 2 * weights
-        assert activations > 0
-        assert max(weights + state + gradients, weights + state + activations) <= peak
+        assert min(gradients, activations) > 0
+        assert weights + state < peak
+    assert len({row[-1] for row in chapter.rows}) == 1  # the planner's, of the fullest rank
 
 
 def test_the_schedule_has_every_action_once(everything):
