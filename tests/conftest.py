@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A store of torch asks the name server what 127.0.0.1 is called; one that does not answer costs five seconds a process.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +39,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         config.pluginmanager.register(progress.Progress(reporter), "progress")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays for ever: without it the collections that each run makes are short."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -38,7 +39,8 @@ NUMBERS = _words("zero one two three four five six seven eight nine ten eleven t
 OPPOSITES = {"big": "small", "old": "new", "heavy": "light", "long": "short", "warm": "cold", "loud": "quiet"}
 
 
-def documents(section: str) -> list[str]:
+@functools.cache
+def documents(section: str) -> tuple[str, ...]:
     """The documents of "training" or "validation"; the two draw from different seeds."""
     chance = random.Random(SEEDS[section])
     result: list[str] = []
@@ -46,7 +48,7 @@ def documents(section: str) -> list[str]:
     while missing > 0:
         result.append(_pick(chance, WRITERS)(chance))
         missing -= len(result[-1])
-    return result
+    return tuple(result)
 
 
 def demo_store(section: str, tokenizer: Tokenizer) -> TokenStore:

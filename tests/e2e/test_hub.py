@@ -144,6 +144,7 @@ def test_a_token_opens_what_is_gated(shardline):
         assert TOKEN not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_is_continued_by_the_next_start(hub, shardline):
     words = ["train", *SMALL, *LOADS, "--model.hf_assets_path=Owner/Small", "--job.dump_folder=run"]
     hub.breaks["model.safetensors"] = 1000

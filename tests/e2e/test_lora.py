@@ -95,6 +95,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one_and_its_checkpoints_are_
         run(tmp_path / "run", **{**options, "training__steps": 8, "debug__seed": 7, **others})
 
 
+@pytest.mark.slow
 def test_ranks_by_pattern_and_biases_resume_and_others_are_refused(tmp_path: Path) -> None:
     biased = {**TINY["model.overrides"], "qkv_bias": True}
     options = {**LORA, **SAVING, "model__overrides": biased, "lora__rank_pattern": {"wk": 2}, "lora__bias": "all"}

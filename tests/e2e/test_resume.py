@@ -370,6 +370,7 @@ def test_a_run_that_would_train_nothing_is_refused(tmp_path, scheduled_late):
         Trainer(tiny_config(tmp_path / "run", training__steps=3, **begun_from(scheduled_late)))
 
 
+@pytest.mark.slow
 def test_epochs_are_of_the_data_that_were_begun_anew(tmp_path, scheduled_late):
     settings = {"training__epochs": 0.01, **begun_from(scheduled_late, "dataloader")}
     trainer = Trainer(tiny_config(tmp_path / "run", **settings))

@@ -58,7 +58,7 @@ def test_ctrl_c_while_ranks_start(tmp_path):
         assert (run.process.returncode, stdout, stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_closed_terminal_is_a_reason_to_save(tmp_path, ranks):
     """Nothing can be written to it any more, by whoever is first to try."""
     try:

@@ -262,7 +262,7 @@ CASES = [
     case("offload-adafactor", OFFLOAD, ADAFACTOR, slow=True),
     # a model that transformers computes
     case("transformers-fsdp2-full-ac", FOREIGN, FULL_AC, fsdp=2),
-    case("transformers-ddp2-tied-accumulation", FOREIGN, TIED, SMALL_BATCHES, ddp=2),
+    case("transformers-ddp2-tied-accumulation", FOREIGN, TIED, SMALL_BATCHES, ddp=2, slow=True),
     case("transformers-compile", FOREIGN, COMPILE),
     case("transformers-hsdp2x2-documents-op-ac", FOREIGN, DOCUMENTS, OP_AC, ddp=2, fsdp=2, slow=True),
     case(
@@ -426,7 +426,7 @@ CASES = [
     case("dpo-cp2-ring-validation", DPO, RING, HELD_OUT, cp=2, slow=True),
     case("dpo-cp2-ulysses-ipo", IPO, ULYSSES, cp=2, slow=True),
     case("dpo-fsdp2-lora-accumulation", LORA, DPO, SMALL_BATCHES, fsdp=2, slow=True),
-    case("dpo-tp2-lora-ends", lora("all-linear", "embed_tokens", "lm_head"), DPO, tp=2),
+    case("dpo-tp2-lora-ends", lora("all-linear", "embed_tokens", "lm_head"), DPO, tp=2, slow=True),
     case(
         "dpo-fsdp2-lora-nf4-saved", lora("wq", base_dtype="nf4", modules_to_save=["norm"]), NF4, DPO, fsdp=2, slow=True
     ),
@@ -726,7 +726,7 @@ CASES = [
     case("fsdp2-tp2-muon", MUON, fsdp=2, tp=2),
     case("fsdp2-tp2-adafactor", ADAFACTOR, ODD_VOCABULARY, BIASES, fsdp=2, tp=2),
     case("fsdp2-tp2-adafactor-scaled", SCALED_ADAFACTOR, fsdp=2, tp=2, slow=True),
-    case("fsdp2-adafactor-experts", ADAFACTOR, EXPERTS, ep(2), fsdp=2),
+    case("fsdp2-adafactor-experts", ADAFACTOR, EXPERTS, ep(2), fsdp=2, slow=True),
     case("fsdp2-tp2-adafactor-scaled-ep2-etp2", SCALED_ADAFACTOR, EXPERTS, ep(2, etp=2), fsdp=2, tp=2, slow=True),
     case("tp2-adafactor-relative", RELATIVE_ADAFACTOR, tp=2, slow=True),
     case("pp2-fsdp2-adafactor-tied", layers(4), ADAFACTOR, TIED, pp=2, fsdp=2, slow=True),

@@ -122,7 +122,7 @@ CASES = [
 FAST = {
     *("moe-fsdp2-ep2", "moe-tp2-ep2-whole", "moe-fsdp2-tp2-ep2-etp2"),
     *("moe-cp2-ep2", "moe-pp2-zbv-fsdp2-ep2", "moe-fsdp2-ep2-compile"),
-    *("losses-cp2-tp2-ep4", "losses-accumulate", "forced-tp2"),
+    *("losses-accumulate", "forced-tp2"),
 }
 
 

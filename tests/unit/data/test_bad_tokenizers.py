@@ -153,6 +153,7 @@ def test_a_tokenizer_that_explodes_ends_its_process_and_not_the_machine(explodin
         prepare(source, load_tokenizer(exploding), exploding / "out", workers=1)
 
 
+@pytest.mark.slow
 def test_showing_data_with_a_tokenizer_that_explodes(exploding: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (exploding / "mine.jsonl").write_text('{"text": "one two three"}')
     assert main(["data", "show", str(exploding / "mine.jsonl"), f"--model.tokenizer_path={exploding}"]) == 2
@@ -195,7 +196,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %
     ],
 )
 def test_templates_that_do_not_end_or_take_everything(monkeypatch: pytest.MonkeyPatch, text: str, words: str) -> None:
-    monkeypatch.setattr(template, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(template, "MOST_SECONDS", 0.2 if "0.2 s" in words else 30.0)
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(UserError) as error, memory_limit(512 << 20):
         ChatTemplate("of a test", text, ()).render([{"role": "user", "content": "hi"}])
