@@ -41,13 +41,13 @@ def train(config: Config, options: TrainOptions) -> int:
     if is_elastic and not started and not config.checkpoint.enable:
         print("warning: checkpoint.enable is false: every restart begins at step 0", file=sys.stderr)
     starts = not started and (is_elastic or nodes * options.nproc > 1)
+    if starts or started > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
     if starts:
         check_start(config, options, alone=nodes == 1)
     config = downloaded(config)
     if starts:
         check_data(config)
-    if starts or started > 1:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported; ranks inherit it
     with starting_job(LAUNCHER_VARIABLE in os.environ):
         return start("train", config, options) if starts else _run(config, options)
 
