@@ -43,7 +43,7 @@ class Parts:
 
 
 def parts_of(model: nn.Module, plain: set[nn.Parameter]) -> dict[nn.Parameter, Parts]:
-    """Of every trained parameter; `plain` ones, norm weights and biases, are not factored."""
+    """The parts of each trained parameter; the `plain` ones, norm weights and biases, are not factored."""
     arch: Any = getattr(model, "arch", None)
     found = {}
     for name, parameter in model.named_parameters():

@@ -39,7 +39,7 @@ EVENT_WORDS: dict[str, Callable[[Row], str]] = {
 
 
 def _rank_events(rank: int, starts: Sequence[Row], rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    """Of ranks other than 0 only warnings and errors."""
+    """The notable lines of a rank's log; ranks other than 0 give only warnings and errors."""
     for number, row in enumerate(starts if rank == 0 else ()):
         what = "the run begins" if number == 0 else f"goes on after step {row['step']}"
         yield _event(row["time"], "start", f"{what}, {counted(row['world_size'], 'rank')}", row["step"])

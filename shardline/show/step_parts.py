@@ -95,7 +95,7 @@ class PartTimes:
 
 
 def step_times(run: RunFiles, most_steps: int, most_ranks: int) -> PartTimes | None:
-    """Of more steps or ranks, as many as allowed, evenly spread; None where ranks wrote nothing."""
+    """The bars of a run: of too many steps or ranks some, evenly spread; None where ranks wrote nothing."""
     ranks = present_ranks(run)
     common = sorted(set.intersection(*(set(run.ranks[rank].steps) for rank in ranks))) if ranks else []
     steps, ranks = spread(common, most_steps), spread(ranks, most_ranks)

@@ -54,7 +54,7 @@ class TokenPath:
 
     @property
     def row_bytes(self) -> int:
-        """Of one token in the residual stream."""
+        """The bytes of one token in the residual stream."""
         return self.arch.dim * self.precision.compute.itemsize
 
     @property

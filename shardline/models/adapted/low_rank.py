@@ -248,7 +248,7 @@ def merged_weight(
 
 
 def low_rank_gradients(gradient: Tensor, x: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Of A and B, from that of the product (t, N) and x (t, K)."""
+    """The gradients of A and B, from that of the product (t, N) and x (t, K)."""
     of_low, low = multiply(gradient, b.t()), multiply(x, a)
     return multiply(of_low.t(), x.t()), multiply(low.t(), gradient.t()).t()
 
