@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardline.config.load import load_config
+from shardline.config.rules import check
 from shardline.config.types import seconds_of
 from shardline.errors import ConfigError
 from shardline.run import signals, stop
@@ -252,6 +253,12 @@ def test_only_rank_0_watches_the_clock_of_checkpoints():
     assert [Requests.of_rank(config, rank).save_seconds for rank in range(2)] == [90, None]
     steps = load_config(overrides={"checkpoint.interval": 90})
     assert Requests.of_rank(steps, 0).save_seconds is None
+
+
+def test_a_fraction_of_the_steps_is_not_counted_in_seconds():
+    given = {"checkpoint.enable": True, "checkpoint.interval_ratio": 0.5, "checkpoint.interval_type": "seconds"}
+    with pytest.raises(ConfigError, match=r"interval_ratio: is a fraction of the steps.*; give checkpoint.interval$"):
+        check(load_config(overrides=given))
 
 
 def test_a_limit_is_a_request_of_its_own():
