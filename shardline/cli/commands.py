@@ -731,6 +731,12 @@ def _explain(parsed: Parsed) -> int:
         return command(config, **parsed.named())
 
 
+def _tail(parsed: Parsed) -> int:
+    from shardline.show.tail import command
+
+    return command(*parsed.positionals, lines=parsed.options["lines"], follow=not parsed.options["no_follow"])
+
+
 REPORT = Command(
     "report",
     "Draw runs, finished or under way: curves, where a step goes, pipeline, mesh, events, config; one HTML file.",
@@ -748,6 +754,19 @@ REPORT = Command(
         "shardline report outputs/first outputs/second --out both.html",
         "shardline report outputs/run --watch",
     ),
+)
+
+TAIL = Command(
+    "tail",
+    "Follow a run by its files, also one of another machine on a shared folder, until it ends.",
+    ("RUN",),
+    (
+        Option("lines", "Lines to show of what was before.", int, "N", default=10, low=0),
+        Option("no-follow", "Show them and end.", bool),
+    ),
+    _tail,
+    details="RUN: the folder of a run. Exit code 0: it ended; 1: it failed. A pipe gets whole lines.",
+    examples=("shardline tail outputs/run", "shardline tail outputs/run --lines 1000 --no-follow | grep validation"),
 )
 
 EXPLAIN = Command(
@@ -775,6 +794,6 @@ COMMANDS: dict[str, Command] = {
         *(TRAIN, CONFIG, PREPARE, SHOW, VERIFY_DATA, IMPORT, EXPORT),
         *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG),
-        *(SCHEDULE, PLAN, DOCTOR, REPORT, EXPLAIN),
+        *(SCHEDULE, PLAN, DOCTOR, REPORT, EXPLAIN, TAIL),
     )
 }
