@@ -28,6 +28,7 @@ from shardline.telemetry.slow_ranks import OWN
 CONTENT = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 LABELS = {"comm_bytes": "axis", "expert_load_layers": "layer"}
+POLL_SECONDS = 0.1  # until the end of a run is noticed
 REQUEST_SECONDS = 10  # for a client that says nothing
 
 
@@ -79,7 +80,7 @@ class Exporter:
                 " port, or 0 for any that is free"
             ) from error
         self.server = server
-        thread = threading.Thread(target=server.serve_forever, name="prometheus", daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(POLL_SECONDS,), name="prometheus", daemon=True)
         thread.start()
         try:
             yield server.url
