@@ -26,6 +26,7 @@ OWN_KEYS = {
     "activation_checkpoint.offload_every",
     "checkpoint.interval_ratio",
     "checkpoint.interval_type",
+    "compile.cuda_graphs",
     "lr_scheduler.bend_on_resume",
     "lr_scheduler.cycles",
     "lr_scheduler.decay_end_ratio",
