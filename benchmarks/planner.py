@@ -162,7 +162,9 @@ def refuses(row: Measured) -> str:
     """`layout` where it cannot run at all, `memory` where the fullest rank has too little, else nothing."""
     if impossible(row):
         return "layout"
-    trainer = "nanotron" if row.trainer.startswith("nanotron") else row.trainer
+    trainer = row.trainer
+    if trainer.startswith("nanotron"):
+        trainer = "nanotron_piped" if row.workload.layout.pp > 1 else "nanotron"
     traits = replace(traits_of(trainer), reports_first=False)
     return "memory" if gib(row, traits) * GIB > USABLE * row.hardware.memory else ""
 

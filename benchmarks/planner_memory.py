@@ -76,9 +76,9 @@ def layer_bytes(workload: Workload, traits: Traits) -> float:
     if workload.recompute == "full":
         return workload.tokens * NUMBER * arch.dim / workload.stream_share
     stream, gathered, heads, width = traits.kept
-    numbers = stream * arch.dim / workload.stream_share + (
-        gathered * arch.dim if tp > 1 and traits.keeps_gathered else 0.0
-    )
+    stream += traits.kept_piped if workload.layout.pp > 1 else 0.0
+    numbers = stream * arch.dim / workload.stream_share + traits.kept_rotated * arch.head_dim
+    numbers += gathered * traits.keeps_gathered * arch.dim if tp > 1 else 0.0
     attention = arch.n_heads * arch.head_dim + arch.n_kv_heads * arch.head_dim
     numbers += heads * attention / tp + width * arch.ffn_dim / tp
     return workload.tokens * NUMBER * numbers

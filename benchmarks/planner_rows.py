@@ -143,8 +143,6 @@ def measured(row: dict[str, Any]) -> Measured:
     if row.get("fsdp") and zero < 2:
         zero = 3
     layout = data_parallel(layout, zero, row.get("fsdp"))
-    if trainer == "nanotron":
-        trainer = sweep_edition(layout, micro, zero)
     workload = Workload(
         arch=arch,
         layout=layout,
@@ -162,31 +160,56 @@ def measured(row: dict[str, Any]) -> Measured:
         ring=layout.cp > 1,
         lora_rank=16 if "lora" in str(row.get("model", "")).lower() else 0,
     )
-    if trainer in ("nanotron", "nanotron_lean") and layout.pp > 1 and layout.world_size > hardware.per_node:
-        held = peak_memory(workload, replace(traits_of("nanotron"), reports_first=True)).total
-        if held > USABLE * hardware.memory:  # when it was repeated, it ran out of memory
-            trainer = "nanotron_first"
+    if trainer == "nanotron":
+        trainer = sweep_edition(workload, hardware)
     return Measured(row, workload, hardware, trainer, None if speed is None else float(speed), row.get("mem_gib"))
 
 
-def sweep_edition(layout: Layout, micro: int, zero: int) -> str:
+def sweep_edition(workload: Workload, hardware: Hardware) -> str:
     """Which version of nanotron measured a layout of the playbook's sweep.
 
     Its script (scripts/scaling_benchmarks.py) repeats layouts with a pipeline from a certain job on, takes ZeRO 0 only
     for 32 data ranks or more, and sweeps 2 stages apart. What was not repeated still has slow transfers between stages
-    and keeps less: seen where both were measured, and the same for all models.
+    and keeps less: seen where both were measured, and the same for all models. What ran out of memory when it was
+    repeated has its first measurement.
     """
+    edition = _edition(workload, hardware)
+    if edition == "nanotron_first" or workload.layout.world_size <= hardware.per_node:
+        return edition
+    if _held(workload, edition) > USABLE * hardware.memory:
+        return "nanotron_first" if workload.layout.pp > 1 else "nanotron_lean"
+    return edition
+
+
+def _edition(workload: Workload, hardware: Hardware) -> str:
+    layout, micro = workload.layout, workload.micro_batch
     gpus, dp = layout.world_size, layout.data_ranks
-    if layout.pp == 1 or gpus < 16:
-        return "nanotron_lean" if layout.pp == 2 and micro < 2 * layout.tp else "nanotron"
+    if layout.pp == 1:
+        return "nanotron_lean" if layout.tp >= 16 and micro > 1 and 1 < dp <= 4 else "nanotron"
     if gpus >= 256:
-        repeated = (micro == 1 and (dp == 1 or (gpus < 512 and dp <= 16))) or (zero == 0 and dp >= 32)
+        repeated = (micro == 1 and (dp == 1 or (gpus < 512 and dp <= 16))) or (workload.zero == 0 and dp >= 32)
     else:
-        repeated = dp == 1 or zero == 1 or micro > 1 or dp >= 32 or gpus < 32
+        repeated = dp == 1 or workload.zero == 1 or micro > 1 or dp >= 32 or gpus < 32
     if not repeated:
         return "nanotron_first"
-    lean = (layout.pp == 2 and micro < 2 * layout.tp) or layout.tp >= 32
-    return "nanotron_lean" if lean else "nanotron"
+    two_lean = layout.tp >= 16 or not _largest_micro_batch(workload, hardware)
+    if layout.tp >= 32 or (layout.pp == 2 and two_lean):
+        return "nanotron_lean"
+    return "nanotron_piped"
+
+
+def _largest_micro_batch(workload: Workload, hardware: Hardware) -> bool:
+    """Whether a larger one would not fit: two stages were repeated with the largest one alone."""
+    if workload.micro_batches == 1:
+        return True
+    larger = replace(
+        workload, micro_batch=2 * workload.micro_batch, micro_batches=math.ceil(workload.micro_batches / 2)
+    )
+    return _held(larger, "nanotron_piped") > USABLE * hardware.memory
+
+
+def _held(workload: Workload, trainer: str) -> float:
+    return peak_memory(workload, replace(traits_of(trainer), reports_first=True)).total
 
 
 def impossible(row: Measured) -> bool:
