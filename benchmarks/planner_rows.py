@@ -31,6 +31,9 @@ TRAINERS = tomllib.loads((HERE / "planner_traits.toml").read_text())
 FITTED = HERE / "planner_fitted.toml"
 USABLE = 0.95  # of a card's memory: NCCL and the context need the rest
 
+# What a row that says too little about itself, or contradicts itself, raises while it is read.
+UNKNOWN = (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError, AssertionError, UserError)
+
 
 @dataclass
 class Measured:
@@ -70,15 +73,15 @@ class Measured:
         return bool(self.row.get("stalled"))
 
 
-def read_rows(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
-    """The rows that can be predicted, and the others with the reason."""
+def read_rows(folder: Path, unknown: str = "") -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
+    """The rows that can be predicted, and the others with the reason; a dataset may count as one of an unknown trainer."""
     data = json.loads((folder / "measured_layouts.json").read_text())
     rows = data["rows"] if isinstance(data, dict) else data
     found, left_out = [], []
     for row in rows:
         try:
-            found.append(measured(row))
-        except (KeyError, ValueError, TypeError, ZeroDivisionError, UserError) as error:
+            found.append(measured(row, "default" if unknown and row.get("dataset") == unknown else None))
+        except UNKNOWN as error:
             left_out.append((row, f"{type(error).__name__}: {error}"))
     mark_stalled(found)
     return found, left_out
@@ -110,26 +113,35 @@ def pass_seconds(row: Measured) -> float:
     return step / (workload.micro_batches + workload.layout.pp - 1)
 
 
-def read_failed(folder: Path) -> list[Measured]:
-    """Layouts that crashed or ran out of memory."""
+def read_failed(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
+    """Layouts that crashed or ran out of memory, and those about which too little is known, with the reason."""
     path = folder / "failed_layouts.json"
     if not path.exists():
-        return []
+        return [], []
     data = json.loads(path.read_text())
     rows = data["rows"] if isinstance(data, dict) else data
-    found = []
+    found, left_out = [], []
     for row in rows:
-        full = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096, **row}
-        full["gpus"] = row.get("gpus") or 8 * int(row["nodes"])
-        full["zero_stage"] = int(row.get("zero_stage") or 0)
-        full["ac"] = "none"
+        try:
+            found.append(measured(_full(row)))
+        except UNKNOWN as error:
+            left_out.append((row, f"{type(error).__name__}: {error}"))
+    return found, left_out
+
+
+def _full(row: dict[str, Any]) -> dict[str, Any]:
+    """A failed layout with what the sweep's rows say of themselves."""
+    full = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096, **row}
+    full["gpus"] = row.get("gpus") or 8 * int(row["nodes"])
+    full["zero_stage"] = int(row.get("zero_stage") or 0)
+    full["ac"] = row.get("ac") or "none"
+    if re.fullmatch(r"[\d.]+B", str(row.get("model"))):
         full["model"] = f"Llama-like {row['model']}"
-        found.append(measured(full))
-    return found
+    return full
 
 
-def measured(row: dict[str, Any]) -> Measured:
-    trainer = trainer_of(row)
+def measured(row: dict[str, Any], trainer: str | None = None) -> Measured:
+    trainer = trainer or trainer_of(row)
     table = TRAINERS[trainer]
     hardware = find_profile(gpu_name(str(row.get("gpu_type", ""))))
     if "40gb" in str(row.get("gpu_type", "")).lower():
@@ -177,7 +189,7 @@ def sweep_edition(workload: Workload, hardware: Hardware) -> str:
     if edition == "nanotron_first" or workload.layout.world_size <= hardware.per_node:
         return edition
     if _held(workload, edition) > USABLE * hardware.memory:
-        return "nanotron_first" if workload.layout.pp > 1 else "nanotron_lean"
+        return "nanotron_first" if workload.layout.pp > 1 else "nanotron_again"
     return edition
 
 
@@ -185,7 +197,7 @@ def _edition(workload: Workload, hardware: Hardware) -> str:
     layout, micro = workload.layout, workload.micro_batch
     gpus, dp = layout.world_size, layout.data_ranks
     if layout.pp == 1:
-        return "nanotron_lean" if layout.tp >= 16 and micro > 1 and 1 < dp <= 4 else "nanotron"
+        return "nanotron_again" if layout.tp >= 16 and micro > 1 and 1 < dp <= 4 else "nanotron"
     if gpus >= 256:
         repeated = (micro == 1 and (dp == 1 or (gpus < 512 and dp <= 16))) or (workload.zero == 0 and dp >= 32)
     else:
@@ -234,12 +246,22 @@ def traits_of(trainer: str) -> Traits:
     """The traits of a trainer: those of the one it `extends`, its own, and the fitted ones."""
     table = TRAINERS[trainer]
     base = traits_of(table["extends"]) if "extends" in table else Traits()
-    return base.with_values({"name": trainer, **table.get("traits", {}), **fitted().get(trainer, {})})
+    return base.with_values({"name": trainer, **table.get("traits", {}), **_constants.get(trainer, {})})
 
 
-@cache
-def fitted() -> dict[str, Any]:
-    return tomllib.loads(FITTED.read_text()) if FITTED.exists() else {}
+def use_constants(values: dict[str, Any]) -> None:
+    """Constants of trainers for all that follows; rows that were read before have to be read again."""
+    _constants.clear()
+    _constants.update(values)
+    traits_of.cache_clear()
+
+
+def fitted(part: str) -> dict[str, Any]:
+    """The constants that all rows decide (`all`), or those of the fit part alone (`fit`)."""
+    return tomllib.loads(FITTED.read_text())[part] if FITTED.exists() else {}
+
+
+_constants: dict[str, Any] = {}
 
 
 def gpu_name(text: str) -> str:
