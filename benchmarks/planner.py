@@ -3,6 +3,7 @@
     python benchmarks/planner.py --data DIR            # a table
     python benchmarks/planner.py --data DIR --json     # one JSON object
     python benchmarks/planner.py --data DIR --fit      # writes planner_fitted.toml
+    python benchmarks/planner.py --data DIR --cross    # errors on sources, models and GPU counts that are left out
     python benchmarks/planner.py --own                 # runs of this trainer: planner_own.toml
 
 DIR holds measured_layouts.json and failed_layouts.json. Rows are split by whole groups (dataset, model, GPUs) into a
@@ -27,14 +28,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from planner_fit import cross, fit, gib, predicted, write_fitted
-from planner_rows import USABLE, Measured, fitted, impossible, read_failed, read_rows, traits_of, use_constants
+from planner_fit import cross, fit, write_fitted
+from planner_rows import USABLE, Measured, fitted, gib, impossible, read_failed, read_rows, traits_of, use_constants
 
 from shardline.config.load import load_config
 from shardline.plan.check import judge
 from shardline.plan.hardware import GIB, find_profile
-from shardline.plan.simulate import step_time
-from shardline.plan.traits import Traits
 
 OWN = Path(__file__).parent / "planner_own.toml"
 SINGLE_GROUPS = ("torchao", "simumax-b200")
@@ -192,7 +191,7 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 def _sure(rows: Sequence[Measured]) -> list[Measured]:
-    return predicted([row for row in rows if not row.doubtful])
+    return [row for row in rows if not row.doubtful]
 
 
 def _swept(rows: Sequence[Measured]) -> list[Measured]:
@@ -225,22 +224,37 @@ def _without_groups(found: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+NAMES = ("MAPE", "median", "bias", "steady", "Spearm.", "regret", "memory")
+HEAD = f"{'':<24} {'rows':>5} {' '.join(f'{name:>7}' for name in NAMES)}"
+
+
 def table(found: dict[str, Any]) -> str:
-    names = ("MAPE", "median", "bias", "steady", "Spearm.", "regret", "memory")
-    head = f"{'':<24} {'rows':>5} {' '.join(f'{name:>7}' for name in names)}"
-    lines = [head]
     parts = [("overall", found["overall"]), ("fit", found["fit"]), ("check", found["check"])]
-    parts += [(f"  {name}", own) for name, own in found["by_dataset"].items()]
-    for name, own in parts:
-        timed, ranked, held = own.get("tokens_per_s", {}), own.get("ranking", {}), own.get("memory", {})
-        cells = [timed.get("mape"), timed.get("median"), timed.get("bias"), timed.get("mape_without_stalled")]
-        cells += [ranked.get("spearman"), ranked.get("regret"), held.get("mape")]
-        shown = [f"{'' if cell is None else f'{cell:.3f}':>7}" for cell in cells]
-        lines.append(f"{name:<24} {own['rows']:>5} {' '.join(shown)}")
+    lines = [HEAD, *(_line(name, own) for name, own in [*parts, *_indented(found["by_dataset"])])]
     for name in ("does_not_fit", "does_not_fit_check"):
         lines.append(f"{name}: {found[name]}")
-    lines += [f"left out: {count} x {reason}" for reason, count in found["left_out"].items()]
+    for key in ("left_out", "failed_left_out"):
+        lines += [f"{key}: {count} x {reason}" for reason, count in found[key].items()]
     return "\n".join(lines)
+
+
+def cross_table(found: dict[str, Any]) -> str:
+    lines = [HEAD]
+    for name, own in found.items():
+        lines += [_line(f"other {name}", own["overall"]), *(_line(*one) for one in _indented(own["by_dataset"]))]
+    return "\n".join(lines)
+
+
+def _indented(parts: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(f"  {name}", own) for name, own in parts.items()]
+
+
+def _line(name: str, own: dict[str, Any]) -> str:
+    timed, ranked, held = own.get("tokens_per_s", {}), own.get("ranking", {}), own.get("memory", {})
+    cells = [timed.get("mape"), timed.get("median"), timed.get("bias"), timed.get("mape_without_stalled")]
+    cells += [ranked.get("spearman"), ranked.get("regret"), held.get("mape")]
+    shown = [f"{'' if cell is None else f'{cell:.3f}':>7}" for cell in cells]
+    return f"{name:<24} {own['rows']:>5} {' '.join(shown)}"
 
 
 # ---- this trainer ----------------------------------------------------------------------------------------------------
@@ -280,6 +294,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="the folder with measured_layouts.json and failed_layouts.json")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--fit", action="store_true")
+    parser.add_argument("--cross", action="store_true", help="cross-validate: sources, models, GPU counts left out")
     parser.add_argument("--own", action="store_true", help="runs of this trainer instead")
     options = parser.parse_args()
     if options.own:
@@ -292,6 +307,10 @@ def main() -> None:
         sys.exit(f"{options.data}: has no measured_layouts.json")
     if options.fit:
         write_fitted({"all": fit(options.data, lambda row: True), "fit": fit(options.data, is_fitted_to)})
+    if options.cross:
+        crossed = report_cross(options.data)
+        print(json.dumps(crossed, indent=1) if options.json else cross_table(crossed))
+        return
     found = report(options.data)
     print(json.dumps(found, indent=1) if options.json else table(found))
 

@@ -13,28 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner_memory import peak_memory
-from planner_rows import FITTED, TRAINERS, Measured, read_rows, traits_of, use_constants
+from planner_rows import FITTED, TRAINERS, Measured, gib, read_rows, speed, traits_of, use_constants
 
-from shardline.plan.hardware import GIB
-from shardline.plan.simulate import step_time
 from shardline.plan.traits import Traits
 
 Chosen = Callable[[Measured], bool]
 FOLDS = 3  # of models, and of numbers of GPUs, that are left out in turn
 PULL = 0.03  # how far a row's logarithm of error counts as much as a constant that is e times what its table says
 ROUNDS = 2  # which version of a trainer measured a row is deduced again from the constants of the first round
-
-
-def speed(row: Measured, traits: Traits) -> float:
-    """Predicted tokens/s on each GPU."""
-    workload = row.workload
-    seconds = step_time(workload, row.hardware, traits).total
-    return workload.step_tokens / seconds / workload.layout.world_size
-
-
-def gib(row: Measured, traits: Traits) -> float:
-    return peak_memory(row.workload, traits).total / GIB
 
 
 def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str = "") -> dict[str, dict[str, Any]]:
@@ -162,10 +148,12 @@ def _nested(values: dict[str, float], traits: Traits) -> dict[str, Any]:
 
 
 def write_fitted(parts: dict[str, dict[str, dict[str, Any]]]) -> None:
-    lines = ["# Written by `python benchmarks/planner.py --fit`: constants that published measurements decide, from all rows", "# and from the fit part alone.", ""]
+    """The parts: what all rows decide, and the fit part alone."""
+    lines = ["# Written by `python benchmarks/planner.py --fit`: constants that published measurements decide.", ""]
     for part, found in parts.items():
         for trainer, values in found.items():
-            lines += [f"[{part}.{trainer}]", *(f"{key} = {json.dumps(value)}" for key, value in sorted(values.items())), ""]
+            own = (f"{key} = {json.dumps(value)}" for key, value in sorted(values.items()))
+            lines += [f"[{part}.{trainer}]", *own, ""]
     FITTED.write_text("\n".join(lines))
 
 
@@ -204,23 +192,19 @@ def _dealt(rows: Sequence[Measured], place: int) -> dict[tuple[str, Any], int]:
 
 
 def _left_out(folder: Path, held: Callable[[Measured], bool], source: str = "") -> list[Measured]:
-    """The held rows, predicted by a fit to the others. A source whose trainer no other one has is one of an unknown trainer."""
+    """The held rows, predicted by a fit to the others.
+
+    A source whose trainer no other source has is taken for one of an unknown trainer.
+    """
     use_constants({})
     rows = read_rows(folder)[0]
     trainers = {row.trainer for row in rows if held(row)}
     others = any(_related(row.trainer, trainers) for row in rows if not held(row))
     unknown = "" if others or not source else source
     use_constants(fit(folder, lambda row: not held(row), trainers if not unknown else {"default"}))
-    return predicted([row for row in read_rows(folder, unknown)[0] if held(row) and not row.doubtful])
+    return [row for row in read_rows(folder, unknown)[0] if held(row) and not row.doubtful]
 
 
 def _related(trainer: str, others: set[str]) -> bool:
     return any(_uses(trainer, other) or _uses(other, trainer) for other in others)
 
-
-def predicted(rows: Sequence[Measured]) -> list[Measured]:
-    for row in rows:
-        traits = traits_of(row.trainer)
-        row.predicted = speed(row, traits)
-        row.predicted_gib = gib(row, traits)
-    return list(rows)

@@ -20,7 +20,8 @@ from planner_memory import peak_memory
 from shardline.config.architecture import Architecture, build
 from shardline.config.layout import Layout
 from shardline.errors import UserError
-from shardline.plan.hardware import Hardware, find_profile
+from shardline.plan.hardware import GIB, Hardware, find_profile
+from shardline.plan.simulate import step_time
 from shardline.plan.stages import blocks_by_costs
 from shardline.plan.traits import Traits
 from shardline.plan.work import Workload
@@ -74,17 +75,39 @@ class Measured:
 
 
 def read_rows(folder: Path, unknown: str = "") -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
-    """The rows that can be predicted, and the others with the reason; a dataset may count as one of an unknown trainer."""
-    data = json.loads((folder / "measured_layouts.json").read_text())
-    rows = data["rows"] if isinstance(data, dict) else data
+    """The rows that can be predicted, with predictions, and the others with the reason.
+
+    A dataset may count as one of an unknown trainer.
+    """
     found, left_out = [], []
+    rows = _listed(folder / "measured_layouts.json")
     for row in rows:
         try:
-            found.append(measured(row, "default" if unknown and row.get("dataset") == unknown else None))
+            one = measured(row, "default" if unknown and row.get("dataset") == unknown else None)
+            found.append(predicted(one))
         except UNKNOWN as error:
             left_out.append((row, f"{type(error).__name__}: {error}"))
     mark_stalled(found)
     return found, left_out
+
+
+def predicted(row: Measured) -> Measured:
+    traits = traits_of(row.trainer)
+    row.predicted, row.predicted_gib = speed(row, traits), gib(row, traits)
+    if not (0 < row.predicted < math.inf and 0 < row.predicted_gib < math.inf):
+        raise ValueError("there is no finite prediction")
+    return row
+
+
+def speed(row: Measured, traits: Traits) -> float:
+    """Predicted tokens/s on each GPU."""
+    workload = row.workload
+    seconds = step_time(workload, row.hardware, traits).total
+    return workload.step_tokens / seconds / workload.layout.world_size
+
+
+def gib(row: Measured, traits: Traits) -> float:
+    return peak_memory(row.workload, traits).total / GIB
 
 
 def mark_stalled(rows: list[Measured]) -> None:
@@ -118,15 +141,18 @@ def read_failed(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any]
     path = folder / "failed_layouts.json"
     if not path.exists():
         return [], []
-    data = json.loads(path.read_text())
-    rows = data["rows"] if isinstance(data, dict) else data
     found, left_out = [], []
-    for row in rows:
+    for row in _listed(path):
         try:
-            found.append(measured(_full(row)))
+            found.append(predicted(measured(_full(row))))
         except UNKNOWN as error:
             left_out.append((row, f"{type(error).__name__}: {error}"))
     return found, left_out
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
+    data = json.loads(path.read_text())
+    return data["rows"] if isinstance(data, dict) else data
 
 
 def _full(row: dict[str, Any]) -> dict[str, Any]:
@@ -146,9 +172,7 @@ def measured(row: dict[str, Any], trainer: str | None = None) -> Measured:
     hardware = find_profile(gpu_name(str(row.get("gpu_type", ""))))
     if "40gb" in str(row.get("gpu_type", "")).lower():
         hardware = find_profile("a100_40gb")
-    speed = row.get("tokens_per_s_per_gpu")
-    if speed is None and row.get("step_time_s") and row.get("global_batch"):
-        speed = row["global_batch"] * row["seq_len"] / row["step_time_s"] / row["gpus"]
+    checked_numbers(row)
     arch = architecture(row)
     layout, micro, count = degrees(row)
     zero = int(row.get("zero_stage") if row.get("zero_stage") is not None else table.get("zero", 1))
@@ -174,7 +198,41 @@ def measured(row: dict[str, Any], trainer: str | None = None) -> Measured:
     )
     if trainer == "nanotron":
         trainer = sweep_edition(workload, hardware)
-    return Measured(row, workload, hardware, trainer, None if speed is None else float(speed), row.get("mem_gib"))
+    return Measured(row, workload, hardware, trainer, measured_speed(row), row.get("mem_gib"))
+
+
+COUNTS = ("seq_len", "tp", "pp", "cp", "ep", "vp", "micro_batch", "global_batch", "grad_accum", "fsdp", "nodes")
+RESULTS = ("tokens_per_s_per_gpu", "mem_gib", "step_time_s")
+
+
+def checked_numbers(row: dict[str, Any]) -> None:
+    """Counts are whole numbers and results positive, where they are given; a count of 0 is taken as not given."""
+    for key in (*COUNTS, "gpus", *FIELDS):
+        value = row.get(key)
+        if value is not None and (not _is_number(value) or value != int(value) or not 0 <= value <= MOST):
+            raise ValueError(f"{key} = {value!r} is no count")
+    for key in RESULTS:
+        value = row.get(key)
+        if value is not None and (not _is_number(value) or value <= 0):
+            raise ValueError(f"{key} = {value!r} is no positive number")
+    if not row.get("gpus") or not row.get("seq_len"):
+        raise ValueError("gpus or seq_len is missing")
+
+
+MOST = 10**8
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def measured_speed(row: dict[str, Any]) -> float | None:
+    """Tokens/s on each GPU, from the time of a step where only that is published."""
+    if row.get("tokens_per_s_per_gpu"):
+        return float(row["tokens_per_s_per_gpu"])
+    if row.get("step_time_s") and row.get("global_batch"):
+        return float(row["global_batch"] * row["seq_len"] / row["step_time_s"] / row["gpus"])
+    return None
 
 
 def sweep_edition(workload: Workload, hardware: Hardware) -> str:

@@ -62,6 +62,7 @@ class Traits:
     kept: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # numbers that a layer keeps of each token
     kept_rotated: float = 0.0  # more of them for each of a head's, of tables that rotate queries and keys
     kept_piped: float = 0.0  # more of the stream's numbers in a pipeline
+    kept_op: float = 1.0  # share of all of it that checkpointing by operation leaves
     keeps_gathered: float = 1.0  # share of the second of `kept` that counts
     logit_kept: float = 0.0  # bytes of each logit at the peak
     working: float = 0.0  # bytes of each number of the stream that backward works with
