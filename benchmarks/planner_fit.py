@@ -35,7 +35,12 @@ def fit(folder: Path, chosen: Chosen, only: set[str] | None = None, unknown: str
             own = [row for row in rows if _uses(row.trainer, trainer)]
             exact = [row for row in own if row.trainer == trainer]
             for names, used, predict, target in (
-                (table.get("fit", ()), [r for r in (exact if trainer != "nanotron" else own) if r.speed], speed, "speed"),
+                (
+                    table.get("fit", ()),
+                    [r for r in (exact if trainer != "nanotron" else own) if r.speed],
+                    speed,
+                    "speed",
+                ),
                 (table.get("fit_memory", ()), [r for r in own if r.memory], gib, "memory"),
             ):
                 if names and len(used) >= 3:
@@ -78,6 +83,7 @@ def _fitted(
 
     def loss(x: np.ndarray, errors: np.ndarray) -> float:
         return _huber(errors, delta) + 0.5 * pull * float(((x - start) ** 2).sum())
+
     damping = 0.01
     for _ in range(12):
         weights = np.minimum(1, delta / np.maximum(np.abs(now), 1e-9))
@@ -174,7 +180,8 @@ def cross(folder: Path) -> dict[str, list[Measured]]:
         for fold in range(FOLDS):
             print(f"without {name} {fold + 1} of {FOLDS}", file=sys.stderr)
             found[name] += _left_out(
-                folder, lambda row, folds=folds, fold=fold: folds[_key(row, name)] == fold  # noqa: B023
+                folder,
+                lambda row, folds=folds, fold=fold: folds[_key(row, name)] == fold,  # noqa: B023
             )
     return found
 
@@ -207,4 +214,3 @@ def _left_out(folder: Path, held: Callable[[Measured], bool], source: str = "") 
 
 def _related(trainer: str, others: set[str]) -> bool:
     return any(_uses(trainer, other) or _uses(other, trainer) for other in others)
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -79,7 +80,12 @@ def blocks_by_costs(workload: Workload, above: bool = False) -> list[list[int]]:
     return held
 
 
-CUTS = {"even": even, "balanced": balanced, "costs": by_costs, "costs_above": partial(by_costs, above=True)}
+CUTS: dict[str, Callable[[Workload], tuple[int, ...]]] = {
+    "even": even,
+    "balanced": balanced,
+    "costs": by_costs,
+    "costs_above": partial(by_costs, above=True),
+}
 
 
 def stage_parameters(workload: Workload, stage: StageLayers) -> tuple[float, float]:
