@@ -29,7 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from planner_fit import cross, fit, write_fitted
-from planner_rows import USABLE, Measured, fitted, gib, impossible, read_failed, read_rows, traits_of, use_constants
+from planner_rows import Measured, gib, read_failed, read_rows
+from planner_sweep import USABLE, impossible
+from planner_trainers import fitted, traits_of, use_constants
 
 from shardline.config.load import load_config
 from shardline.plan.check import judge
@@ -147,7 +149,7 @@ def fits_scores(ran: Sequence[Measured], failed: Sequence[Measured]) -> dict[str
 
 def refuses(row: Measured) -> str:
     """`layout` where it cannot run at all, `memory` where the fullest rank has too little, else nothing."""
-    if impossible(row):
+    if row.trainer.startswith("nanotron") and impossible(row.workload):
         return "layout"
     trainer = row.trainer
     if trainer.startswith("nanotron"):

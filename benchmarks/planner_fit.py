@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planner_rows import FITTED, TRAINERS, Measured, gib, read_rows, speed, traits_of, use_constants
+from planner_rows import Measured, gib, read_rows, speed
+from planner_trainers import FITTED, TRAINERS, traits_of, use_constants
 
 from shardline.plan.traits import Traits
 

@@ -10,27 +10,23 @@ import json
 import math
 import re
 import tomllib
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner_memory import peak_memory
+from planner_sweep import sweep_edition
+from planner_trainers import TRAINERS, trainer_of, traits_of
 
 from shardline.config.architecture import Architecture, build
 from shardline.config.layout import Layout
 from shardline.errors import UserError
 from shardline.plan.hardware import GIB, Hardware, find_profile
 from shardline.plan.simulate import step_time
-from shardline.plan.stages import blocks_by_costs
 from shardline.plan.traits import Traits
 from shardline.plan.work import Workload
 
-HERE = Path(__file__).parent
-MODELS = tomllib.loads((HERE / "planner_models.toml").read_text())
-TRAINERS = tomllib.loads((HERE / "planner_traits.toml").read_text())
-FITTED = HERE / "planner_fitted.toml"
-USABLE = 0.95  # of a card's memory: NCCL and the context need the rest
+MODELS = tomllib.loads((Path(__file__).parent / "planner_models.toml").read_text())
 
 # What a row that says too little about itself, or contradicts itself, raises while it is read.
 UNKNOWN = (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError, AssertionError, UserError)
@@ -233,93 +229,6 @@ def measured_speed(row: dict[str, Any]) -> float | None:
     if row.get("step_time_s") and row.get("global_batch"):
         return float(row["global_batch"] * row["seq_len"] / row["step_time_s"] / row["gpus"])
     return None
-
-
-def sweep_edition(workload: Workload, hardware: Hardware) -> str:
-    """Which version of nanotron measured a layout of the playbook's sweep.
-
-    Its script (scripts/scaling_benchmarks.py) repeats layouts with a pipeline from a certain job on, takes ZeRO 0 only
-    for 32 data ranks or more, and sweeps 2 stages apart. What was not repeated still has slow transfers between stages
-    and keeps less: seen where both were measured, and the same for all models. What ran out of memory when it was
-    repeated has its first measurement.
-    """
-    edition = _edition(workload, hardware)
-    if edition == "nanotron_first" or workload.layout.world_size <= hardware.per_node:
-        return edition
-    if _held(workload, edition) > USABLE * hardware.memory:
-        return "nanotron_first" if workload.layout.pp > 1 else "nanotron_again"
-    return edition
-
-
-def _edition(workload: Workload, hardware: Hardware) -> str:
-    layout, micro = workload.layout, workload.micro_batch
-    gpus, dp = layout.world_size, layout.data_ranks
-    if layout.pp == 1:
-        return "nanotron_again" if layout.tp >= 16 and micro > 1 and 1 < dp <= 4 else "nanotron"
-    if gpus >= 256:
-        repeated = (micro == 1 and (dp == 1 or (gpus < 512 and dp <= 16))) or (workload.zero == 0 and dp >= 32)
-    else:
-        repeated = dp == 1 or workload.zero == 1 or micro > 1 or dp >= 32 or gpus < 32
-    if not repeated:
-        return "nanotron_first"
-    two_lean = layout.tp >= 16 or not _largest_micro_batch(workload, hardware)
-    if layout.tp >= 32 or (layout.pp == 2 and two_lean):
-        return "nanotron_lean"
-    return "nanotron_piped"
-
-
-def _largest_micro_batch(workload: Workload, hardware: Hardware) -> bool:
-    """Whether a larger one would not fit: two stages were repeated with the largest one alone."""
-    if workload.micro_batches == 1:
-        return True
-    larger = replace(
-        workload, micro_batch=2 * workload.micro_batch, micro_batches=math.ceil(workload.micro_batches / 2)
-    )
-    return _held(larger, "nanotron_piped") > USABLE * hardware.memory
-
-
-def _held(workload: Workload, trainer: str) -> float:
-    return peak_memory(workload, replace(traits_of(trainer), reports_first=True)).total
-
-
-def impossible(row: Measured) -> bool:
-    """Layouts that nanotron refuses: fewer micro-batches than stages after the first, or a stage without a block."""
-    if not row.trainer.startswith("nanotron"):
-        return False
-    workload = row.workload
-    if workload.micro_batches < workload.layout.pp - 1:
-        return True
-    return not all(blocks_by_costs(workload))
-
-
-def trainer_of(row: dict[str, Any]) -> str:
-    name = f"{row.get('dataset', '')} {row.get('source', '')}".lower()
-    return next(
-        (key for key, table in TRAINERS.items() if any(word in name for word in table.get("match", ()))), "default"
-    )
-
-
-@cache
-def traits_of(trainer: str) -> Traits:
-    """The traits of a trainer: those of the one it `extends`, its own, and the fitted ones."""
-    table = TRAINERS[trainer]
-    base = traits_of(table["extends"]) if "extends" in table else Traits()
-    return base.with_values({"name": trainer, **table.get("traits", {}), **_constants.get(trainer, {})})
-
-
-def use_constants(values: dict[str, Any]) -> None:
-    """Constants of trainers for all that follows; rows that were read before have to be read again."""
-    _constants.clear()
-    _constants.update(values)
-    traits_of.cache_clear()
-
-
-def fitted(part: str) -> dict[str, Any]:
-    """The constants that all rows decide (`all`), or those of the fit part alone (`fit`)."""
-    return tomllib.loads(FITTED.read_text())[part] if FITTED.exists() else {}
-
-
-_constants: dict[str, Any] = {}
 
 
 def gpu_name(text: str) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardline.plan.traits import Traits
+
 ROOT = Path(__file__).parents[3]
 ROW = {
     "dataset": "ultrascale-playbook",
@@ -124,16 +126,17 @@ def test_unknown_sources_models_and_sizes_of_clusters_are_predicted(benchmark, t
     ],
 )
 def test_the_layout_says_which_version_measured_it(benchmark, changes, trainer):
-    rows = sys.modules["planner_rows"]
-    rows.use_constants(rows.fitted("all"))
+    rows, trainers = sys.modules["planner_rows"], sys.modules["planner_trainers"]
+    trainers.use_constants(trainers.fitted("all"))
     assert rows.measured({**ROW, **changes}).trainer == trainer
 
 
 def test_what_stays_gathered_and_what_a_pipeline_adds_count_in_memory(benchmark):
     rows, memory = sys.modules["planner_rows"], sys.modules["planner_memory"]
-    rows.use_constants(rows.fitted("all"))
+    trainers = sys.modules["planner_trainers"]
+    trainers.use_constants(trainers.fitted("all"))
     workload = rows.measured({**ROW, "dp": 2, "tp": 4, "micro_batch": 1, "grad_accum": 128}).workload
-    piped, lean = (rows.traits_of(name) for name in ("nanotron_piped", "nanotron_lean"))
+    piped, lean = (trainers.traits_of(name) for name in ("nanotron_piped", "nanotron_lean"))
     stream = workload.tokens * 2 * workload.arch.dim
     assert memory.layer_bytes(workload, piped) - memory.layer_bytes(workload, lean) == pytest.approx(stream)
     stages = rows.measured({**ROW, "dp": 1, "tp": 4, "pp": 2, "micro_batch": 1, "grad_accum": 256}).workload
@@ -143,19 +146,19 @@ def test_what_stays_gathered_and_what_a_pipeline_adds_count_in_memory(benchmark)
 
 def test_a_constant_that_rows_do_not_decide_stays_where_its_table_has_it(benchmark, tmp_path):
     """Rows of one layout, half as fast as the table says: rates go down, and what plays no part stays."""
-    fit, rows = sys.modules["planner_fit"], sys.modules["planner_rows"]
-    rows.use_constants({})
+    fit, rows, trainers = (sys.modules[f"planner_{name}"] for name in ("fit", "rows", "trainers"))
+    trainers.use_constants({})
     wanted = rows.predicted(rows.measured(ROW)).predicted / 2
     own = [{**ROW, "zero_stage": zero, "tokens_per_s_per_gpu": wanted} for zero in (0, 1, 0, 1)]
     found = fit.fit(folder_of(tmp_path, own), lambda row: True, {"nanotron"})["nanotron"]
-    before = rows.TRAINERS["nanotron"]["traits"]
-    assert found["products"] < 0.8 * rows.Traits().products
+    before = trainers.TRAINERS["nanotron"]["traits"]
+    assert found["products"] < 0.8 * Traits().products
     assert found["delay"] == pytest.approx(before["delay"], rel=0.01)
 
 
 def test_what_is_left_out_is_predicted_without_it(benchmark, tmp_path):
     """Two sources of one trainer: the rows of one do not change how they are predicted themselves."""
-    fit, rows = sys.modules["planner_fit"], sys.modules["planner_rows"]
+    fit, trainers = sys.modules["planner_fit"], sys.modules["planner_trainers"]
     own = {**ROW, "dataset": "nemo-a", "zero_stage": 1}
     other = [{**own, "dataset": "nemo-b", "micro_batch": size, "grad_accum": 32 // size} for size in (1, 2, 4)]
 
@@ -165,7 +168,7 @@ def test_what_is_left_out_is_predicted_without_it(benchmark, tmp_path):
         return held[0].predicted
 
     assert predicted(20_000) == predicted(40_000)
-    assert rows.traits_of("megatron").products != rows.TRAINERS["megatron"]["traits"].get("products", 1.0)
+    assert trainers.traits_of("megatron").products != trainers.TRAINERS["megatron"]["traits"].get("products", 1.0)
 
 
 def test_rows_that_contradict_themselves_do_not_count(benchmark, tmp_path):
