@@ -61,6 +61,8 @@ def _rank_memory(workload: Workload, traits: Traits, stages: list[StageLayers], 
     ) / len(stages)
     layers = sum(stage.dense + stage.experts for stage in stages)
     activations = passes * layers * layer_bytes(workload, traits)
+    if workload.recompute in ("full", "op"):  # the layer that is computed again
+        activations += whole_layer_bytes(workload, traits)
     if any(stage.last for stage in stages):
         activations += workload.tokens * workload.arch.vocab_size / layout.tp * traits.logit_kept
     activations += workload.tokens * workload.arch.dim / layout.tp * traits.working
@@ -72,13 +74,18 @@ def _rank_memory(workload: Workload, traits: Traits, stages: list[StageLayers], 
 
 def layer_bytes(workload: Workload, traits: Traits) -> float:
     """What one layer keeps of one micro-batch."""
-    arch, tp = workload.arch, workload.layout.tp
     if workload.recompute == "full":
-        return workload.tokens * NUMBER * arch.dim / workload.stream_share
+        return workload.tokens * NUMBER * workload.arch.dim / workload.stream_share
+    return whole_layer_bytes(workload, traits) * (traits.kept_op if workload.recompute == "op" else 1.0)
+
+
+def whole_layer_bytes(workload: Workload, traits: Traits) -> float:
+    """The same if nothing is computed again."""
+    arch, tp = workload.arch, workload.layout.tp
     stream, gathered, heads, width = traits.kept
-    numbers = stream * arch.dim / workload.stream_share + (
-        gathered * arch.dim if tp > 1 and traits.keeps_gathered else 0.0
-    )
+    stream += traits.kept_piped if workload.layout.pp > 1 else 0.0
+    numbers = stream * arch.dim / workload.stream_share + traits.kept_rotated * arch.head_dim
+    numbers += gathered * traits.keeps_gathered * arch.dim if tp > 1 else 0.0
     attention = arch.n_heads * arch.head_dim + arch.n_kv_heads * arch.head_dim
     numbers += heads * attention / tp + width * arch.ffn_dim / tp
     return workload.tokens * NUMBER * numbers

@@ -10,26 +10,26 @@ import json
 import math
 import re
 import tomllib
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from planner_memory import peak_memory
+from planner_sweep import sweep_edition
+from planner_trainers import TRAINERS, trainer_of, traits_of
 
 from shardline.config.architecture import Architecture, build
 from shardline.config.layout import Layout
 from shardline.errors import UserError
-from shardline.plan.hardware import Hardware, find_profile
-from shardline.plan.stages import blocks_by_costs
+from shardline.plan.hardware import GIB, Hardware, find_profile
+from shardline.plan.simulate import step_time
 from shardline.plan.traits import Traits
 from shardline.plan.work import Workload
 
-HERE = Path(__file__).parent
-MODELS = tomllib.loads((HERE / "planner_models.toml").read_text())
-TRAINERS = tomllib.loads((HERE / "planner_traits.toml").read_text())
-FITTED = HERE / "planner_fitted.toml"
-USABLE = 0.95  # of a card's memory: NCCL and the context need the rest
+MODELS = tomllib.loads((Path(__file__).parent / "planner_models.toml").read_text())
+
+# What a row that says too little about itself, or contradicts itself, raises while it is read.
+UNKNOWN = (KeyError, ValueError, TypeError, AttributeError, ArithmeticError, IndexError, AssertionError, UserError)
 
 
 @dataclass
@@ -70,18 +70,40 @@ class Measured:
         return bool(self.row.get("stalled"))
 
 
-def read_rows(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
-    """The rows that can be predicted, and the others with the reason."""
-    data = json.loads((folder / "measured_layouts.json").read_text())
-    rows = data["rows"] if isinstance(data, dict) else data
+def read_rows(folder: Path, unknown: str = "") -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
+    """The rows that can be predicted, with predictions, and the others with the reason.
+
+    A dataset may count as one of an unknown trainer.
+    """
     found, left_out = [], []
+    rows = _listed(folder / "measured_layouts.json")
     for row in rows:
         try:
-            found.append(measured(row))
-        except (KeyError, ValueError, TypeError, ZeroDivisionError, UserError) as error:
+            one = measured(row, "default" if unknown and row.get("dataset") == unknown else None)
+            found.append(predicted(one))
+        except UNKNOWN as error:
             left_out.append((row, f"{type(error).__name__}: {error}"))
     mark_stalled(found)
     return found, left_out
+
+
+def predicted(row: Measured) -> Measured:
+    traits = traits_of(row.trainer)
+    row.predicted, row.predicted_gib = speed(row, traits), gib(row, traits)
+    if not (0 < row.predicted < math.inf and 0 < row.predicted_gib < math.inf):
+        raise ValueError("there is no finite prediction")
+    return row
+
+
+def speed(row: Measured, traits: Traits) -> float:
+    """Predicted tokens/s on each GPU."""
+    workload = row.workload
+    seconds = step_time(workload, row.hardware, traits).total
+    return workload.step_tokens / seconds / workload.layout.world_size
+
+
+def gib(row: Measured, traits: Traits) -> float:
+    return peak_memory(row.workload, traits).total / GIB
 
 
 def mark_stalled(rows: list[Measured]) -> None:
@@ -110,41 +132,49 @@ def pass_seconds(row: Measured) -> float:
     return step / (workload.micro_batches + workload.layout.pp - 1)
 
 
-def read_failed(folder: Path) -> list[Measured]:
-    """Layouts that crashed or ran out of memory."""
+def read_failed(folder: Path) -> tuple[list[Measured], list[tuple[dict[str, Any], str]]]:
+    """Layouts that crashed or ran out of memory, and those about which too little is known, with the reason."""
     path = folder / "failed_layouts.json"
     if not path.exists():
-        return []
+        return [], []
+    found, left_out = [], []
+    for row in _listed(path):
+        try:
+            found.append(predicted(measured(_full(row))))
+        except UNKNOWN as error:
+            left_out.append((row, f"{type(error).__name__}: {error}"))
+    return found, left_out
+
+
+def _listed(path: Path) -> list[dict[str, Any]]:
     data = json.loads(path.read_text())
-    rows = data["rows"] if isinstance(data, dict) else data
-    found = []
-    for row in rows:
-        full = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096, **row}
-        full["gpus"] = row.get("gpus") or 8 * int(row["nodes"])
-        full["zero_stage"] = int(row.get("zero_stage") or 0)
-        full["ac"] = "none"
+    return data["rows"] if isinstance(data, dict) else data
+
+
+def _full(row: dict[str, Any]) -> dict[str, Any]:
+    """A failed layout with what the sweep's rows say of themselves."""
+    full = {"dataset": "ultrascale-playbook", "gpu_type": "H100-80GB", "precision": "bf16", "seq_len": 4096, **row}
+    full["gpus"] = row.get("gpus") or 8 * int(row["nodes"])
+    full["zero_stage"] = int(row.get("zero_stage") or 0)
+    full["ac"] = row.get("ac") or "none"
+    if re.fullmatch(r"[\d.]+B", str(row.get("model"))):
         full["model"] = f"Llama-like {row['model']}"
-        found.append(measured(full))
-    return found
+    return full
 
 
-def measured(row: dict[str, Any]) -> Measured:
-    trainer = trainer_of(row)
+def measured(row: dict[str, Any], trainer: str | None = None) -> Measured:
+    trainer = trainer or trainer_of(row)
     table = TRAINERS[trainer]
     hardware = find_profile(gpu_name(str(row.get("gpu_type", ""))))
     if "40gb" in str(row.get("gpu_type", "")).lower():
         hardware = find_profile("a100_40gb")
-    speed = row.get("tokens_per_s_per_gpu")
-    if speed is None and row.get("step_time_s") and row.get("global_batch"):
-        speed = row["global_batch"] * row["seq_len"] / row["step_time_s"] / row["gpus"]
+    checked_numbers(row)
     arch = architecture(row)
     layout, micro, count = degrees(row)
     zero = int(row.get("zero_stage") if row.get("zero_stage") is not None else table.get("zero", 1))
     if row.get("fsdp") and zero < 2:
         zero = 3
     layout = data_parallel(layout, zero, row.get("fsdp"))
-    if trainer == "nanotron":
-        trainer = sweep_edition(layout, micro, zero)
     workload = Workload(
         arch=arch,
         layout=layout,
@@ -162,61 +192,43 @@ def measured(row: dict[str, Any]) -> Measured:
         ring=layout.cp > 1,
         lora_rank=16 if "lora" in str(row.get("model", "")).lower() else 0,
     )
-    if trainer in ("nanotron", "nanotron_lean") and layout.pp > 1 and layout.world_size > hardware.per_node:
-        held = peak_memory(workload, replace(traits_of("nanotron"), reports_first=True)).total
-        if held > USABLE * hardware.memory:  # when it was repeated, it ran out of memory
-            trainer = "nanotron_first"
-    return Measured(row, workload, hardware, trainer, None if speed is None else float(speed), row.get("mem_gib"))
+    if trainer == "nanotron":
+        trainer = sweep_edition(workload, hardware)
+    return Measured(row, workload, hardware, trainer, measured_speed(row), row.get("mem_gib"))
 
 
-def sweep_edition(layout: Layout, micro: int, zero: int) -> str:
-    """Which version of nanotron measured a layout of the playbook's sweep.
-
-    Its script (scripts/scaling_benchmarks.py) repeats layouts with a pipeline from a certain job on, takes ZeRO 0 only
-    for 32 data ranks or more, and sweeps 2 stages apart. What was not repeated still has slow transfers between stages
-    and keeps less: seen where both were measured, and the same for all models.
-    """
-    gpus, dp = layout.world_size, layout.data_ranks
-    if layout.pp == 1 or gpus < 16:
-        return "nanotron_lean" if layout.pp == 2 and micro < 2 * layout.tp else "nanotron"
-    if gpus >= 256:
-        repeated = (micro == 1 and (dp == 1 or (gpus < 512 and dp <= 16))) or (zero == 0 and dp >= 32)
-    else:
-        repeated = dp == 1 or zero == 1 or micro > 1 or dp >= 32 or gpus < 32
-    if not repeated:
-        return "nanotron_first"
-    lean = (layout.pp == 2 and micro < 2 * layout.tp) or layout.tp >= 32
-    return "nanotron_lean" if lean else "nanotron"
+COUNTS = ("seq_len", "tp", "pp", "cp", "ep", "vp", "micro_batch", "global_batch", "grad_accum", "fsdp", "nodes")
+RESULTS = ("tokens_per_s_per_gpu", "mem_gib", "step_time_s")
 
 
-def impossible(row: Measured) -> bool:
-    """Layouts that nanotron refuses: fewer micro-batches than stages after the first, or a stage without a block."""
-    if not row.trainer.startswith("nanotron"):
-        return False
-    workload = row.workload
-    if workload.micro_batches < workload.layout.pp - 1:
-        return True
-    return not all(blocks_by_costs(workload))
+def checked_numbers(row: dict[str, Any]) -> None:
+    """Counts are whole numbers and results positive, where they are given; a count of 0 is taken as not given."""
+    for key in (*COUNTS, "gpus", *FIELDS):
+        value = row.get(key)
+        if value is not None and (not _is_number(value) or value != int(value) or not 0 <= value <= MOST):
+            raise ValueError(f"{key} = {value!r} is no count")
+    for key in RESULTS:
+        value = row.get(key)
+        if value is not None and (not _is_number(value) or value <= 0):
+            raise ValueError(f"{key} = {value!r} is no positive number")
+    if not row.get("gpus") or not row.get("seq_len"):
+        raise ValueError("gpus or seq_len is missing")
 
 
-def trainer_of(row: dict[str, Any]) -> str:
-    name = f"{row.get('dataset', '')} {row.get('source', '')}".lower()
-    return next(
-        (key for key, table in TRAINERS.items() if any(word in name for word in table.get("match", ()))), "default"
-    )
+MOST = 10**8
 
 
-@cache
-def traits_of(trainer: str) -> Traits:
-    """The traits of a trainer: those of the one it `extends`, its own, and the fitted ones."""
-    table = TRAINERS[trainer]
-    base = traits_of(table["extends"]) if "extends" in table else Traits()
-    return base.with_values({"name": trainer, **table.get("traits", {}), **fitted().get(trainer, {})})
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-@cache
-def fitted() -> dict[str, Any]:
-    return tomllib.loads(FITTED.read_text()) if FITTED.exists() else {}
+def measured_speed(row: dict[str, Any]) -> float | None:
+    """Tokens/s on each GPU, from the time of a step where only that is published."""
+    if row.get("tokens_per_s_per_gpu"):
+        return float(row["tokens_per_s_per_gpu"])
+    if row.get("step_time_s") and row.get("global_batch"):
+        return float(row["global_batch"] * row["seq_len"] / row["step_time_s"] / row["gpus"])
+    return None
 
 
 def gpu_name(text: str) -> str:

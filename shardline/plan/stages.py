@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from shardline.config.architecture import Architecture
@@ -56,13 +58,13 @@ def balanced(workload: Workload) -> tuple[int, ...]:
 _cuts: dict[int, tuple[Architecture, dict[tuple[int, int], tuple[int, ...]]]] = {}
 
 
-def by_costs(workload: Workload) -> tuple[int, ...]:
-    """A stage ends with the block that brings the sum of costs above its share of them."""
+def by_costs(workload: Workload, above: bool = False) -> tuple[int, ...]:
+    """A stage ends with the block that brings the sum of costs to its share of them, or `above` it."""
     layers = range(1, 1 + workload.arch.n_layers)
-    return tuple(sum(block in layers for block in held) for held in blocks_by_costs(workload))
+    return tuple(sum(block in layers for block in held) for held in blocks_by_costs(workload, above))
 
 
-def blocks_by_costs(workload: Workload) -> list[list[int]]:
+def blocks_by_costs(workload: Workload, above: bool = False) -> list[list[int]]:
     """The blocks of each stage: embedding, layers, norm, output layer, cast and loss, of which some cost nothing."""
     arch, ranks = workload.arch, workload.layout.pp
     layer = sum(columns * inner for columns, inner in (*attention_shapes(arch), *feed_forward_shapes(arch, False)))
@@ -72,12 +74,18 @@ def blocks_by_costs(workload: Workload) -> list[list[int]]:
     for block, cost in enumerate(costs):
         held[stage].append(block)
         so_far += cost
-        if so_far > sum(costs) * (stage + 1) / ranks:
+        share = sum(costs) * (stage + 1) / ranks
+        if so_far > share or (so_far == share and not above):
             stage = min(stage + 1, ranks - 1)
     return held
 
 
-CUTS = {"even": even, "balanced": balanced, "costs": by_costs}
+CUTS: dict[str, Callable[[Workload], tuple[int, ...]]] = {
+    "even": even,
+    "balanced": balanced,
+    "costs": by_costs,
+    "costs_above": partial(by_costs, above=True),
+}
 
 
 def stage_parameters(workload: Workload, stage: StageLayers) -> tuple[float, float]:

@@ -60,7 +60,10 @@ class Traits:
     master_bytes: float = 0.0  # of another copy, sharded with the optimizer state
     bucket_bytes: tuple[float, float] = (0.0, 0.0)  # of buffers for each parameter: replicas, sharded optimizer state
     kept: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)  # numbers that a layer keeps of each token
-    keeps_gathered: bool = True  # whether the second of these counts
+    kept_rotated: float = 0.0  # more of them for each of a head's, of tables that rotate queries and keys
+    kept_piped: float = 0.0  # more of the stream's numbers in a pipeline
+    kept_op: float = 1.0  # share of all of it that checkpointing by operation leaves
+    keeps_gathered: float = 1.0  # share of the second of `kept` that counts
     logit_kept: float = 0.0  # bytes of each logit at the peak
     working: float = 0.0  # bytes of each number of the stream that backward works with
     reserved: float = 1.0  # reserved over allocated

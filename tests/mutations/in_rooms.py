@@ -852,7 +852,46 @@ CONFIG_AND_LAUNCH = [
     ),
 ]
 
+PLANS = [
+    Change(
+        "a share of costs that ends with a block takes one more",
+        "plan/stages.py",
+        "if so_far > share or (so_far == share and not above):",
+        "if so_far > share:",
+        "tests/unit/plan/test_work.py::test_stages_by_costs_count_the_output_layer",
+    ),
+    Change(
+        "ranks of a node share one link to the network",
+        "plan/collectives.py",
+        "outer = size * (nodes - 1) / nodes / (inside * speed) if nodes > 1 else 0.0",
+        "outer = size * (nodes - 1) / nodes / speed if nodes > 1 else 0.0",
+        "tests/unit/plan/test_hardware.py::test_between_nodes_the_ranks_of_a_node_send_side_by_side",
+    ),
+    Change(
+        "sums of copies do not run beside backward",
+        "plan/simulate.py",
+        "if workload.zero not in traits.dp_hidden:",
+        "if workload.zero in traits.dp_hidden:",
+        "tests/unit/plan/test_simulate.py::test_copies_sum_gradients_beside_backward_except_for_the_last",
+    ),
+    Change(
+        "weights that stay gathered are forgotten",
+        "plan/memory.py",
+        "layers = 1 + sum(stage.dense + stage.experts for stage in self.stages)",
+        "layers = GATHERED_LAYERS",
+        "tests/unit/plan/test_memory.py::test_weights_that_stay_gathered_take_the_place_of_all_layers",
+    ),
+    Change(
+        "a config that does not fit ends with 0",
+        "plan/command.py",
+        "return 0 if verdict.fits else 1",
+        "return 0",
+        "tests/unit/plan/test_plan_command.py::test_a_config_that_does_not_fit_gets_changes_that_make_it_fit",
+    ),
+]
+
 CHANGES = [
+    *PLANS,
     *METRICS_ROWS,
     *TABLES,
     *LOGS_AND_TRACES,

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shardline.plan.traits import Traits
+
 ROOT = Path(__file__).parents[3]
 ROW = {
     "dataset": "ultrascale-playbook",
@@ -90,6 +92,84 @@ def test_rows_about_which_too_little_is_known_are_left_out_with_a_reason(benchma
     found = benchmark.report(folder_of(tmp_path, [ROW, unknown, strange]))
     assert found["overall"]["rows"] == 1
     assert len(found["left_out"]) == 2
+
+
+def test_rows_whose_numbers_are_none_are_left_out_with_a_reason(benchmark, tmp_path):
+    """Every row is scored or counted, whatever stands in it; a failed layout, too."""
+    strange = (-1, "x", True, 3.7, float("nan"), [], 1e12)
+    keys = ("gpus", "tp", "micro_batch", "layers", "tokens_per_s_per_gpu", "mem_gib")
+    rows = [{**ROW, key: value} for key in keys for value in strange]
+    failed = [{**FAILED, "tp": value} for value in strange] + [{"model": "1B"}]
+    found = benchmark.report(folder_of(tmp_path, [ROW, *rows], failed))
+    counted = found["overall"]["rows"] + found["doubtful"] + sum(found["left_out"].values())
+    assert counted == found["rows"] == 1 + len(rows)
+    assert sum(found["failed_left_out"].values()) == len(failed)
+    json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("gpu", ["H200", "MI300X", "A100-40GB", "GB300", "RTX 4090", "H800"])
+def test_unknown_sources_models_and_sizes_of_clusters_are_predicted(benchmark, tmp_path, gpu):
+    row = {**ROW, "dataset": "new", "model": "Mystery-9B", "gpu_type": gpu, "gpus": 384, "dp": 48, "tp": 8}
+    row |= {"global_batch": 192, "micro_batch": 1, "grad_accum": 4, "hidden": 3584, "heads": 28, "kv_heads": 4}
+    found = benchmark.report(folder_of(tmp_path, [row]))
+    assert found["overall"]["rows"] == 1
+    assert not found["left_out"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "trainer"),
+    [
+        ({}, "nanotron"),
+        ({"gpus": 64, "dp": 4, "tp": 16, "micro_batch": 16, "grad_accum": 4}, "nanotron_again"),
+        ({"gpus": 64, "dp": 16, "pp": 4, "micro_batch": 1, "grad_accum": 16, "zero_stage": 1}, "nanotron_piped"),
+        ({"gpus": 64, "dp": 16, "pp": 4, "micro_batch": 1, "grad_accum": 16}, "nanotron_first"),
+        ({"gpus": 64, "dp": 32, "pp": 2, "micro_batch": 1, "grad_accum": 8, "zero_stage": 1}, "nanotron_lean"),
+    ],
+)
+def test_the_layout_says_which_version_measured_it(benchmark, changes, trainer):
+    rows, trainers = sys.modules["planner_rows"], sys.modules["planner_trainers"]
+    trainers.use_constants(trainers.fitted("all"))
+    assert rows.measured({**ROW, **changes}).trainer == trainer
+
+
+def test_what_stays_gathered_and_what_a_pipeline_adds_count_in_memory(benchmark):
+    rows, memory = sys.modules["planner_rows"], sys.modules["planner_memory"]
+    trainers = sys.modules["planner_trainers"]
+    trainers.use_constants(trainers.fitted("all"))
+    workload = rows.measured({**ROW, "dp": 2, "tp": 4, "micro_batch": 1, "grad_accum": 128}).workload
+    piped, lean = (trainers.traits_of(name) for name in ("nanotron_piped", "nanotron_lean"))
+    stream = workload.tokens * 2 * workload.arch.dim
+    assert memory.layer_bytes(workload, piped) - memory.layer_bytes(workload, lean) == pytest.approx(stream)
+    stages = rows.measured({**ROW, "dp": 1, "tp": 4, "pp": 2, "micro_batch": 1, "grad_accum": 256}).workload
+    more = memory.layer_bytes(stages, lean) - memory.layer_bytes(workload, lean)
+    assert more == pytest.approx(lean.kept_piped * stream / 4)
+
+
+def test_a_constant_that_rows_do_not_decide_stays_where_its_table_has_it(benchmark, tmp_path):
+    """Rows of one layout, half as fast as the table says: rates go down, and what plays no part stays."""
+    fit, rows, trainers = (sys.modules[f"planner_{name}"] for name in ("fit", "rows", "trainers"))
+    trainers.use_constants({})
+    wanted = rows.predicted(rows.measured(ROW)).predicted / 2
+    own = [{**ROW, "zero_stage": zero, "tokens_per_s_per_gpu": wanted} for zero in (0, 1, 0, 1)]
+    found = fit.fit(folder_of(tmp_path, own), lambda row: True, {"nanotron"})["nanotron"]
+    before = trainers.TRAINERS["nanotron"]["traits"]
+    assert found["products"] < 0.8 * Traits().products
+    assert found["delay"] == pytest.approx(before["delay"], rel=0.01)
+
+
+def test_what_is_left_out_is_predicted_without_it(benchmark, tmp_path):
+    """Two sources of one trainer: the rows of one do not change how they are predicted themselves."""
+    fit, trainers = sys.modules["planner_fit"], sys.modules["planner_trainers"]
+    own = {**ROW, "dataset": "nemo-a", "zero_stage": 1}
+    other = [{**own, "dataset": "nemo-b", "micro_batch": size, "grad_accum": 32 // size} for size in (1, 2, 4)]
+
+    def predicted(speed):
+        folder = folder_of(tmp_path, [{**own, "tokens_per_s_per_gpu": speed}, *other])
+        held = fit._left_out(folder, lambda row: row.dataset == "nemo-a", "nemo-a")
+        return held[0].predicted
+
+    assert predicted(20_000) == predicted(40_000)
+    assert trainers.traits_of("megatron").products != trainers.TRAINERS["megatron"]["traits"].get("products", 1.0)
 
 
 def test_rows_that_contradict_themselves_do_not_count(benchmark, tmp_path):

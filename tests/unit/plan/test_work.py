@@ -86,7 +86,9 @@ def test_a_window_and_context_parallelism_change_what_attention_computes():
 
 
 def test_stages_by_costs_count_the_output_layer():
-    """16 equal layers and an output layer of 4: half of the costs are 10 layers, and the one that crosses."""
+    """16 equal layers and an output layer of 4: half of the costs are 10 layers, or the one that crosses as well."""
     arch = architecture("llama3", "1B", n_kv_heads=32, vocab_size=131072)
-    assert by_costs(workload(arch, Layout(pp=2))) == (11, 5)
+    assert by_costs(workload(arch, Layout(pp=2))) == (10, 6)
+    assert by_costs(workload(arch, Layout(pp=2)), above=True) == (11, 5)
+    assert by_costs(workload(arch, Layout(pp=4))) == (5, 5, 5, 1)
     assert by_costs(workload(arch, Layout(pp=16)))[-1] == 0  # the output layer leaves ranks without a layer

@@ -1,0 +1,44 @@
+"""Trainers and their constants: what a row's trainer is known to do, and what published rows decided."""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from shardline.plan.traits import Traits
+
+HERE = Path(__file__).parent
+TRAINERS = tomllib.loads((HERE / "planner_traits.toml").read_text())
+FITTED = HERE / "planner_fitted.toml"
+
+
+def trainer_of(row: dict[str, Any]) -> str:
+    name = f"{row.get('dataset', '')} {row.get('source', '')}".lower()
+    return next(
+        (key for key, table in TRAINERS.items() if any(word in name for word in table.get("match", ()))), "default"
+    )
+
+
+@cache
+def traits_of(trainer: str) -> Traits:
+    """The traits of a trainer: those of the one it `extends`, its own, and the fitted ones."""
+    table = TRAINERS[trainer]
+    base = traits_of(table["extends"]) if "extends" in table else Traits()
+    return base.with_values({"name": trainer, **table.get("traits", {}), **_constants.get(trainer, {})})
+
+
+def use_constants(values: dict[str, Any]) -> None:
+    """Constants of trainers for all that follows; rows that were read before have to be read again."""
+    _constants.clear()
+    _constants.update(values)
+    traits_of.cache_clear()
+
+
+def fitted(part: str) -> dict[str, Any]:
+    """The constants that all rows decide (`all`), or those of the fit part alone (`fit`)."""
+    return tomllib.loads(FITTED.read_text())[part] if FITTED.exists() else {}
+
+
+_constants: dict[str, Any] = {}
