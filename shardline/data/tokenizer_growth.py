@@ -16,16 +16,7 @@ MOST = 1000  # letters for one; Unicode's normal forms write up to 18
 LONGEST = 65_536  # letters of one token or rule; known vocabularies have tokens of up to some hundred
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 # Rules that turn letters into others, and how many they write for one at most.
-WRITES = {
-    "NFKC": 18,
-    "NFKD": 18,
-    "NFC": 3,
-    "NFD": 4,
-    "Lowercase": 3,
-    "BertNormalizer": 3,
-    "ByteLevel": 4,
-    "WordPiece": 2,
-}
+WRITES = {"NFKC": 18, "NFKD": 18, "NFC": 3, "NFD": 4, "Lowercase": 3, "BertNormalizer": 3, "ByteLevel": 4}
 
 
 class Lengths(NamedTuple):

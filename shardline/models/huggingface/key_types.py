@@ -103,19 +103,7 @@ _BY_KIND: tuple[tuple[Kind, str], ...] = (
     (_list(_POSITIVE, "finite numbers above 0"), "short_factor long_factor"),
 )
 KINDS = {key: kind for kind, keys in _BY_KIND for key in keys.split()}
-_WIDTHS = frozenset(
-    [
-        "hidden_size",
-        "intermediate_size",
-        "n_embd",
-        "n_inner",
-        "d_model",
-        "d_ff",
-        "d_inner",
-        "ffn_dim",
-        "ffn_hidden_size",
-    ]
-)
+_WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "n_inner", "d_model", "d_ff", "d_inner", "ffn_dim")
 LAYERS_BY_WIDTH = 2**25  # five times those of a model of 405 billion parameters
 _ROTARY = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")  # tables with keys of these types
 
