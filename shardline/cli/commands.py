@@ -150,6 +150,11 @@ def _config(parsed: Parsed) -> int:
         for name, lines in preset_lines():
             print(name, *lines, sep="\n  ")
         return 0
+    if parsed.options["commands"]:
+        from shardline.cli.page import commands_page
+
+        print(commands_page(COMMANDS), end="")
+        return 0
     if parsed.options["axolotl"]:
         from shardline.config.axolotl.table import keys_page
 
@@ -215,6 +220,7 @@ CONFIG = Command(
         Option("presets", "Print what each packaged config is for.", bool),
         Option("markdown", "Print the reference page of all keys.", bool),
         Option("compatibility", "Print which features can be combined.", bool),
+        Option("commands", "Print the reference page of all commands.", bool),
         Option("axolotl", "Print what becomes of each key of an Axolotl config.", bool),
     ),
     _config,
