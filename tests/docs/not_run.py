@@ -3,9 +3,6 @@
 NOT_RUN: dict[str, str] = {
     # The beginning of a command, or a word of it: why.
     "make demo": "makes an environment; step 1 of the tutorial runs the same demo",
-    "make site": "needs the extra docs; `make test-docs` builds the site itself where it is installed",
-    "make test": "runs the tests that this one belongs to",
-    "make docs": "writes into the tree; tests/unit/house compares its pages",
     "pip install": "installs packages; tests/e2e/test_wheel.py installs the wheel",
     "host0:29500": "needs several machines; tests/faults/test_multi_host.py and test_elastic.py have two",
     "Qwen/Qwen3-0.6B": "needs the Hub; tests/e2e/test_hub.py has a server that speaks its protocol",

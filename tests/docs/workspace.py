@@ -86,7 +86,7 @@ def model(folder: Path, family: str) -> None:
 
 def runs(folder: Path) -> None:
     saved = "--checkpoint.enable --training.steps 4 --training.dataset_path data/train.jsonl --training.seq_len 64"
-    traced = "--profiling.enable_profiling --profiling.profile_freq 4 --profiling.profiler_active 2"
+    traced = "--profiling.enable_profiling --profiling.profile_freq 4 --profiling.profiler_active 1"
     base = "shardline train --preset finetune --model.hf_assets_path ./Qwen3-tiny --training.global_batch_size 2"
     shell(folder, f"{base} {saved} {traced} --job.dump_folder outputs/plain")
     shell(folder, f"{base} {saved} --lora.enable --lora.rank 4 --job.dump_folder outputs/lora")
