@@ -38,5 +38,7 @@ def test_every_page_is_there_and_found_by_the_search(site: Path) -> None:
 @pytest.mark.slow
 def test_nothing_is_loaded_from_another_host(site: Path) -> None:
     found = [(page.name, one) for page in site.rglob("*.html") for one in LOADED.findall(page.read_text("utf-8"))]
-    styles = [one for file in site.rglob("*.css") for one in re.findall(r"url\(\s*[\"']?https?:[^)]*", file.read_text())]
+    styles = [
+        one for file in site.rglob("*.css") for one in re.findall(r"url\(\s*[\"']?https?:[^)]*", file.read_text())
+    ]
     assert (found, styles) == ([], [])
