@@ -10,8 +10,8 @@ INTRODUCTION = """\
 # Commands
 
 Made by `make docs` from the tables that the command line is parsed by; `shardline COMMAND --help` prints the same.
-`--section.key=value` stands for any [key of a config](config.md). A command ends with 0, with 1 where what it checked or
-trained failed, or with 2 where an input was wrong, after one message that names it.
+`--section.key=value` stands for any [key of a config](config.md). A command ends with 0, with 1 where what it checked
+or trained failed, or with 2 where an input was wrong, after one message that names it.
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,8 @@ def shell(folder: Path, command: str, seconds: float = 300) -> subprocess.Comple
 
 def take(folder: Path, kind: str) -> None:
     """Let `outputs/run` be one of the prepared runs."""
+    for name in ("model", "adapter", "weights", "checkpoints"):  # what commands of another page wrote
+        shutil.rmtree(folder / name, ignore_errors=True)
     link = folder / "outputs" / "run"
     link.unlink(missing_ok=True)
     link.symlink_to(kind)
