@@ -450,7 +450,7 @@ DATA = [
         "data/tokenizer_growth.py",
         "if grown > MOST:",
         "if grown < 0:",
-        f"{BAD}rules_that_make_texts_endless_are_refused_before_the_library_reads_them",
+        f"{BAD}growth_is_refused_by_its_part",
     ),
     Change(
         "a token may be a book",

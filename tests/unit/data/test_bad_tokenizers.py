@@ -22,7 +22,7 @@ from shardline.data.prepare import prepare
 from shardline.data.sources import Source
 from shardline.data.tokenize_workers import memory_limit
 from shardline.data.tokenizer import ByteTokenizer, load_tokenizer
-from shardline.data.tokenizer_growth import growth
+from shardline.data.tokenizer_growth import check_growth, growth
 from shardline.errors import UserError
 from tests import bad_values
 from tests.examples import examples
@@ -169,6 +169,13 @@ def test_rules_that_make_texts_endless_are_refused_before_the_library_reads_them
     assert f"{folder}/tokenizer.json is not a tokenizer.json that can be read: its {part} writes up to" in (
         capfd.readouterr().err
     )
+
+
+def test_growth_is_refused_by_its_part() -> None:
+    for part, rules in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders")):
+        with pytest.raises(UserError, match=f"its {part} writes up to 1,000,000 letters for one"):
+            check_growth({part: {"type": "Sequence", rules: [MORE, MORE]}})
+        check_growth({part: MORE})
 
 
 def test_a_token_that_is_a_book(folder: Path) -> None:
