@@ -20,7 +20,7 @@ endif
 endif
 endif
 
-.PHONY: help demo test test-all test-mutations lint style docs clean
+.PHONY: help demo test test-all test-mutations test-docs lint style docs site clean
 help:  ## show these lines
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -36,6 +36,9 @@ test-all: .venv/.dev .venv/triton style  ## also the tests that take longer, eve
 test-mutations: .venv/.dev .venv/triton  ## switch promises off one by one: each must make a test fail
 	$(BIN)/python -m tests.mutations.run
 
+test-docs: .venv/.dev .venv/.docs  ## run every command of README and docs, and build the site
+	$(BIN)/python -m pytest -p no:xdist tests/docs
+
 lint: style
 	$(BIN)/mypy
 
@@ -47,6 +50,10 @@ docs: .venv/.core  ## write the generated pages under docs/ again
 	$(BIN)/shardline config --markdown > docs/config.md.new && mv docs/config.md.new docs/config.md
 	$(BIN)/shardline config --compatibility > docs/new && mv docs/new docs/compatibility.md
 	$(BIN)/shardline config --axolotl > docs/new && mv docs/new docs/axolotl-keys.md
+	$(BIN)/shardline config --commands > docs/new && mv docs/new docs/cli.md
+
+site: .venv/.docs  ## build the documentation site: build/site/index.html, which needs no network
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11, 3.12 or 3.13 is needed (make PYTHON=/path/to/python3.11 ...)"; exit 2; }
@@ -59,6 +66,12 @@ docs: .venv/.core  ## write the generated pages under docs/ again
 .venv/.dev: pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch .venv/.core $@
+
+# The programs that build the site, and no torch.
+.venv/.docs: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt $$($(BIN)/python -c 'import tomllib; \
+		print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
 
 # Triton for its interpreter alone, apart: beside a CPU build of torch it would be taken for a compiler.
 .venv/triton: Makefile | .venv/bin/python

@@ -68,7 +68,7 @@ def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, d
 
 def _check_model(config: Config, download: bool) -> Config:
     """Resolve the flavor and its overrides, unless the model is not built yet or not here."""
-    from shardline.config.rules import check_architecture, pending, with_data_named
+    from shardline.config.rules import check_architecture, check_parameters, pending, with_data_named
     from shardline.hub import model_name
     from shardline.run.downloads import downloaded
 
@@ -84,9 +84,11 @@ def _check_model(config: Config, download: bool) -> Config:
     from shardline.models.fused_weights import parameter_count
 
     arch = resolve(config.model)
+    parameters = parameter_count(arch)
+    check_parameters(config, parameters)
     check_architecture(config, arch)
     check_weights(config, arch)
-    return with_data_named(config, parameter_count(arch))
+    return with_data_named(config, parameters)
 
 
 @contextlib.contextmanager
@@ -147,6 +149,11 @@ def _config(parsed: Parsed) -> int:
     if parsed.options["presets"]:
         for name, lines in preset_lines():
             print(name, *lines, sep="\n  ")
+        return 0
+    if parsed.options["commands"]:
+        from shardline.cli.page import commands_page
+
+        print(commands_page(COMMANDS), end="")
         return 0
     if parsed.options["axolotl"]:
         from shardline.config.axolotl.table import keys_page
@@ -213,6 +220,7 @@ CONFIG = Command(
         Option("presets", "Print what each packaged config is for.", bool),
         Option("markdown", "Print the reference page of all keys.", bool),
         Option("compatibility", "Print which features can be combined.", bool),
+        Option("commands", "Print the reference page of all commands.", bool),
         Option("axolotl", "Print what becomes of each key of an Axolotl config.", bool),
     ),
     _config,

@@ -13,6 +13,7 @@ from shardline.registry import nearest
 
 # Sizes beyond any model's: whoever builds one would wait or run out of memory before it is said that it cannot be.
 LAYERS, WIDTH, ROWS = 10_000, 2**24, 2**28
+PARAMETERS = 10**14  # of a whole model
 
 # The fields that each scaling rule reads besides the factor.
 SCALING_FIELDS: dict[str, tuple[str, ...]] = {

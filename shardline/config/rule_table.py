@@ -251,6 +251,28 @@ def _lr_rule(key: str) -> Rule:
     return Rule("note", (key,), lambda config: key in _lr_notes(config), lambda config: _lr_notes(config)[key])
 
 
+def _tokens_asked(config: Config, key: str) -> int:
+    """The tokens of one step, or of one pass over validation data, that a key asks for; others count as 1."""
+    section = config.value(key.partition(".")[0])
+    if not key.endswith("seq_len") and section.seq_len > MOST_TOKENS:
+        return 0  # the length is reported alone
+    number = 1 if key.endswith("seq_len") else config.value(key) or 0
+    passes = section.local_batch_size if key.endswith("accumulation_steps") else 1
+    return int(section.seq_len * number * passes)
+
+
+def _too_many_tokens(key: str) -> Rule:
+    """Numbers with which a step would never end, or its list of samples would take all memory."""
+    return _refuse(
+        key,
+        lambda c: _tokens_asked(c, key) > MOST_TOKENS,
+        lambda c: (
+            f"{c.value(key):,} asks for {_tokens_asked(c, key):,} tokens at once; at most {MOST_TOKENS:,} are allowed"
+        ),
+        remedy="lower it",
+    )
+
+
 def _schedule_too_short(config: Config) -> bool:
     length, section = config.lr_scheduler.total_steps, config.training
     ends = config.lr_scheduler.decay_type != "inverse_sqrt"
@@ -508,6 +530,11 @@ def _sends_by_deepep(config: Config) -> bool:
 
 
 BALANCERS = ("headtail", "ptrr")  # of which the second one is not built yet
+MOST_TOKENS = 2**34  # of one step: a hundred times the largest batches that models were trained with
+BATCH_KEYS = (
+    *_below("training", "seq_len local_batch_size global_batch_size gradient_accumulation_steps"),
+    *_below("validation", "seq_len local_batch_size"),
+)
 EXPERTS_WAIT = "tokens travel to their experts and back inside their own micro-batch"
 # A 1 that was given is a request too: TorchTitan counts layers with it.
 LESS_LAYERS = _below(
@@ -537,6 +564,7 @@ RULES: list[Rule] = [
         lambda c: unknown_schedule(c.parallelism.pipeline_parallel_schedule),
     ),
     _known("checkpoint.exclude_from_loading", lambda: LOADABLE),
+    *(_too_many_tokens(key) for key in BATCH_KEYS),
     _refuse(
         "model.implementation",
         lambda c: c.model.implementation == "transformers" and c.model.name != "auto",

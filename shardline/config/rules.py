@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardline.config.architecture import Architecture
+from shardline.config.architecture import PARAMETERS, Architecture
 from shardline.config.assemble import line
 from shardline.config.axolotl import sizes
 from shardline.config.features import refusals
@@ -92,6 +92,19 @@ def check_architecture(config: Config, arch: Architecture) -> None:
         )
     if arch.foreign is not None and config.training.neftune_alpha is not None:
         raise ConfigError("training.neftune_alpha: embeddings of a model that transformers computes take no noise")
+
+
+def check_parameters(config: Config, parameters: int) -> None:
+    """Refuse a model that is too large to exist before anything is loaded or built for it."""
+    if parameters > PARAMETERS:
+        key, remedy = ("model.flavor", "a smaller one, or model.overrides")
+        if config.model.name == "auto":
+            key, remedy = "model.hf_assets_path", "another folder; its config.json has the sizes"
+        elif config.model.overrides:
+            key, remedy = "model.overrides", "smaller sizes"
+        raise ConfigError(
+            f"{key}: the model would have {parameters:,} parameters; at most {PARAMETERS:,} are allowed: give {remedy}"
+        )
 
 
 def expert_notes(config: Config, arch: Architecture) -> list[str]:

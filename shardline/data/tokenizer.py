@@ -16,6 +16,7 @@ import numpy as np
 
 from shardline.config.architecture import ROWS
 from shardline.config.types import show
+from shardline.data.tokenizer_growth import check_growth
 from shardline.errors import UserError, blame
 from shardline.hub import local_path
 from shardline.json_text import parse_json
@@ -23,6 +24,7 @@ from shardline.json_text import parse_json
 BYTES = "bytes"
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]", "<|startoftext|>")
 EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|im_end|>")
+UNREADABLE = "is not a tokenizer.json that can be read"
 BROKEN = "cannot tokenize this text"
 OPTION = "--model.tokenizer_path"  # for a run; other commands have --tokenizer
 
@@ -157,8 +159,11 @@ class JsonTokenizer:
         from tokenizers import Tokenizer as Backend
 
         content = file.read_bytes()
-        with _reported(file, "is not a tokenizer.json that can be read"):
-            self.backend = Backend.from_str(content.decode("utf-8"))
+        with _reported(file, UNREADABLE):
+            text = content.decode("utf-8")
+        _check_text(file, text)
+        with _reported(file, UNREADABLE):
+            self.backend = Backend.from_str(text)
         # A file saved with truncation or padding would cut or fill documents.
         self.backend.no_truncation()
         self.backend.no_padding()
@@ -235,6 +240,17 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         with _reported(self.file, BROKEN):
             return self.backend.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+
+def _check_text(file: Path, text: str) -> None:
+    """Refuse what would make the library abort this process."""
+    try:
+        check_growth(parse_json(text))
+    except UserError as error:
+        raise UserError(f"{file} {UNREADABLE}: {error}") from error
+    except ValueError as error:
+        if "deep" in str(error):  # of anything else the library knows the line
+            raise UserError(f"{file} {UNREADABLE}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -441,7 +441,24 @@ LOGS_AND_TRACES = [
     ),
 ]
 
+BAD = "tests/unit/data/test_bad_tokenizers.py::test_"
+ABSURD = "tests/unit/cli/test_cli.py::test_absurd_sizes_are_refused_without_torch"
+
 DATA = [
+    Change(
+        "a decoder may write any number of letters",
+        "data/tokenizer_growth.py",
+        "if grown > MOST:",
+        "if grown < 0:",
+        f"{BAD}growth_is_refused_by_its_part",
+    ),
+    Change(
+        "a token may be a book",
+        "data/tokenizer_growth.py",
+        "if longest > LONGEST:",
+        "if longest < 0:",
+        f"{BAD}a_token_that_is_a_book",
+    ),
     Change(
         "gradient_accumulation_steps is ignored",
         "data/order.py",
@@ -738,6 +755,20 @@ BENCHES = [
 ]
 
 CONFIG_AND_LAUNCH = [
+    Change(
+        "a model may have any number of parameters",
+        "config/rules.py",
+        "if parameters > PARAMETERS:",
+        "if parameters < 0:",
+        ABSURD,
+    ),
+    Change(
+        "a step may have any number of tokens",
+        "config/rule_table.py",
+        "lambda c: _tokens_asked(c, key) > MOST_TOKENS,",
+        "lambda c: False,",
+        ABSURD,
+    ),
     Change(
         "a degree of -1 is 1",
         "config/layout.py",

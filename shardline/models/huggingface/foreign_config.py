@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from shardline.config.architecture import Architecture, ForeignModel, build
 from shardline.errors import ConfigError
 from shardline.models.fused_weights import is_halved
-from shardline.models.huggingface.key_types import NAMES, check_sizes, in_their_names
+from shardline.models.huggingface.key_types import NAMES, check_sizes, check_together, in_their_names
 
 OURS = ("attn_mask_type",)  # fields that no config.json has
 LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes whose arithmetic is x W^T + bias; Conv1D has W^T
@@ -31,6 +31,7 @@ def foreign_architecture(config: Mapping[str, Any], overrides: Mapping[str, Any]
     overrides = dict(overrides or {})
     content = {**config, **_renamed(config, overrides)}
     check_sizes(content)
+    check_together(content)
     model = build_foreign(content)
     try:
         return describe(model, content, {name: overrides[name] for name in OURS if name in overrides})

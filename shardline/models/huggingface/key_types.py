@@ -103,6 +103,8 @@ _BY_KIND: tuple[tuple[Kind, str], ...] = (
     (_list(_POSITIVE, "finite numbers above 0"), "short_factor long_factor"),
 )
 KINDS = {key: kind for kind, keys in _BY_KIND for key in keys.split()}
+_WIDTHS = ("hidden_size", "intermediate_size", "n_embd", "n_inner", "d_model", "d_ff", "d_inner", "ffn_dim")
+LAYERS_BY_WIDTH = 2**25  # five times those of a model of 405 billion parameters
 _ROTARY = ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention")  # tables with keys of these types
 
 
@@ -133,6 +135,20 @@ def check_sizes(config: Mapping[str, Any], inside: str = "") -> None:
         elif isinstance(value, int) and not -LARGEST <= value <= (LAYERS if _counts_layers(key) else LARGEST):
             most = LAYERS if _counts_layers(key) else LARGEST
             raise ConfigError(f"{inside}{key}: expected a whole number up to {most:,}, got {show(value)}")
+
+
+def check_together(config: Mapping[str, Any]) -> None:
+    """Refuse more layers of one width than fit into memory as vectors: a model of any type is built once to know it."""
+    numbers = {key: value for key, value in config.items() if type(value) is int}
+    layers = {key: value for key, value in numbers.items() if _counts_layers(key)}
+    widths = {key: value for key, value in numbers.items() if key in _WIDTHS}
+    if not (layers and widths):
+        return
+    many, wide = max(layers, key=layers.__getitem__), max(widths, key=widths.__getitem__)
+    if layers[many] * widths[wide] > LAYERS_BY_WIDTH:
+        raise ConfigError(
+            f"{many} x {wide} = {layers[many]:,} x {widths[wide]:,}: expected at most {LAYERS_BY_WIDTH:,} together"
+        )
 
 
 def _counts_layers(key: str) -> bool:

@@ -1,5 +1,6 @@
 """The command line: exit codes, messages, what each command calls, and that it answers without torch."""
 
+import json
 import os
 import subprocess
 import sys
@@ -357,6 +358,35 @@ def test_answers_without_torch(words):
         f"import sys; from shardline.cli.main import main; main({words}); print({heavy} & set(sys.modules))"
     )
     assert done.stdout.splitlines()[-1] == "set()", done.stderr
+
+
+ABSURD = (
+    ("model.overrides.dim=10000000", "model.overrides: the model would have 2,400,179,330,000,000 parameters"),
+    ("training.seq_len=100000000000", "training.seq_len: 100,000,000,000 asks for 100,000,000,000 tokens at once"),
+    ("training.local_batch_size=100000000000", "training.local_batch_size: 100,000,000,000 asks for 204,800,000,"),
+    ("training.global_batch_size=100000000000", "training.global_batch_size: 100,000,000,000 asks for 204,800,000,"),
+    ("training.gradient_accumulation_steps=99999999999", "training.gradient_accumulation_steps: 99,999,999,999 asks"),
+    ("validation.local_batch_size=100000000000", "validation.local_batch_size: 100,000,000,000 asks for 204,800,"),
+)
+
+
+def test_absurd_sizes_are_refused_without_torch(tmp_path):
+    folder = tmp_path / "absurd"
+    folder.mkdir()
+    sizes = {"hidden_size": 10**6, "num_hidden_layers": 9999, "num_attention_heads": 1000, "intermediate_size": 10**7}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **sizes}))
+    words = [([f"--{flag}"], expected) for flag, expected in ABSURD]
+    model = ["--model.name=auto", f"--model.hf_assets_path={folder}", "--model.tokenizer_path=bytes"]
+    words.append((model, "model.hf_assets_path: the model would have 339,"))
+    done = in_process(
+        f"import sys; from shardline.cli.main import main; codes = [main(['train', *one]) for one, _ in {words}];"
+        " print(set(codes), 'torch' in sys.modules)"
+    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert (done.stdout, len(said)) == ("{2} False\n", len(words)), done.stderr
+    assert [
+        line for line, (_, expected) in zip(said, words, strict=True) if f"command line: {expected}" not in line
+    ] == []
 
 
 PYDANTIC = {"pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection"}

@@ -22,6 +22,7 @@ from shardline.data.prepare import prepare
 from shardline.data.sources import Source
 from shardline.data.tokenize_workers import memory_limit
 from shardline.data.tokenizer import ByteTokenizer, load_tokenizer
+from shardline.data.tokenizer_growth import check_growth, growth
 from shardline.errors import UserError
 from tests import bad_values
 from tests.examples import examples
@@ -138,15 +139,76 @@ def test_any_value_in_the_files_beside_a_tokenizer(folder: Path) -> None:
             load_tokenizer(folder)
 
 
+MORE = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 1000}
+NORMAL = {"id": 300, "content": "eee", "single_word": False, "lstrip": False, "rstrip": False, "special": False}
+
+
+@pytest.mark.parametrize(
+    ("parts", "part"),
+    [
+        ({"decoder": {"type": "Sequence", "decoders": [MORE] * 4}}, "decoder"),
+        ({"decoder": {"type": "Sequence", "decoders": [MORE | {"pattern": {"String": ""}}] * 2}}, "decoder"),
+        ({"decoder": {"type": "Sequence", "decoders": [MORE | {"pattern": {"Regex": "."}}] * 2}}, "decoder"),
+        # A token that is normalized is so while the file is read.
+        (
+            {
+                "normalizer": {"type": "Sequence", "normalizers": [MORE] * 4},
+                "added_tokens": [NORMAL | {"normalized": True}],
+            },
+            "normalizer",
+        ),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 30}}, "pre_tokenizer"),
+    ],
+)
+def test_rules_that_make_texts_endless_are_refused_before_the_library_reads_them(
+    folder: Path, capfd: pytest.CaptureFixture[str], parts: dict[str, Any], part: str
+) -> None:
+    change(folder, **parts)
+    (folder / "mine.jsonl").write_text('{"text": "one two three"}')
+    assert main(["data", "show", str(folder / "mine.jsonl"), f"--model.tokenizer_path={folder}"]) == 2
+    assert f"{folder}/tokenizer.json is not a tokenizer.json that can be read: its {part} writes up to" in (
+        capfd.readouterr().err
+    )
+
+
+def test_growth_is_refused_by_its_part() -> None:
+    for part, rules in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers"), ("decoder", "decoders")):
+        with pytest.raises(UserError, match=f"its {part} writes up to 1,000,000 letters for one"):
+            check_growth({part: {"type": "Sequence", rules: [MORE, MORE]}})
+        check_growth({part: MORE})
+
+
+def test_a_token_that_is_a_book(folder: Path) -> None:
+    change(folder, model={"vocab": {"a": 0, "b" * 70_000: 1}, "merges": []})
+    with pytest.raises(UserError, match="it has a text of 70,000 letters; tokens and rules have at most 65,536"):
+        load_tokenizer(folder)
+
+
+def test_what_comes_of_a_letter_by_known_rules() -> None:
+    def replace(before: str, after: str) -> dict[str, Any]:
+        return {"type": "Replace", "pattern": {"String": before}, "content": after}
+
+    quotes = [replace(letter, "''") for letter in "\u201c\u201d\u201e\u00ab\u00bb"] * 10
+    assert growth(None) == growth({"type": "ByteFallback"}) == 1
+    assert growth({"type": "Sequence", "decoders": [replace("\u2581", " "), {"type": "Fuse"}]}) == 1
+    assert growth({"type": "Sequence", "normalizers": [*quotes, {"type": "NFC"}]}) == 6
+    assert growth({"type": "Sequence", "normalizers": [replace("a", "bb"), replace("b", "ccc")]}) == 6
+    assert growth({"type": "Sequence", "normalizers": [replace("b", "ccc"), replace("a", "bb")]}) == 3
+    assert growth(replace("ab", "xxxx")) == 2
+
+
 @pytest.fixture
 def exploding(folder: Path) -> Path:
-    more = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 1000}
-    change(folder, normalizer={"type": "Sequence", "normalizers": [more] * 4})
+    """Each letter becomes a thousand, which is allowed, of each of which tokens are made."""
+    change(folder, normalizer=MORE)
     return folder
 
 
+LONG = "one two three " * 200_000
+
+
 def test_a_tokenizer_that_explodes_ends_its_process_and_not_the_machine(exploding: Path) -> None:
-    source = Source("mine", "mine 1", None, lambda: chunks_of_texts(["one two three"]))
+    source = Source("mine", "mine 1", None, lambda: chunks_of_texts([LONG]))
     with pytest.raises(
         UserError, match=rf"tokenizing with '{exploding}' took more than 2.00 GiB of memory|cannot tokenize"
     ):
@@ -155,7 +217,7 @@ def test_a_tokenizer_that_explodes_ends_its_process_and_not_the_machine(explodin
 
 @pytest.mark.slow
 def test_showing_data_with_a_tokenizer_that_explodes(exploding: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (exploding / "mine.jsonl").write_text('{"text": "one two three"}')
+    (exploding / "mine.jsonl").write_text(json.dumps({"text": LONG}))
     assert main(["data", "show", str(exploding / "mine.jsonl"), f"--model.tokenizer_path={exploding}"]) == 2
     assert f"tokenizing with '{exploding}' took more than 2.00 GiB of memory" in capfd.readouterr().err
 

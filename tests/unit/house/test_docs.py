@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardline.cli.main import COMMANDS
+from shardline.cli.page import commands_page
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,6 +33,29 @@ def test_files_that_a_page_names_exist(page):
 def test_links_between_pages_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+def anchors(page: Path) -> set[str]:
+    """The places of a page that a link can name, as GitHub and the site call them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = (re.sub(r"[`*]|\]\([^)]*\)|\[", "", title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    named = set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
+    return named | {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_into_pages_name_a_place(page):
+    links = re.findall(r"\]\(([^)#:\s]*\.md)?#([^)\s]+)\)", page.read_text())
+    assert not [(name, place) for name, place in links if place not in anchors(page.parent / name if name else page)]
+
+
+def test_the_page_of_the_commands_is_that_of_the_code():
+    assert (ROOT / "docs" / "cli.md").read_text() == commands_page(COMMANDS), "run `make docs`"
+
+
+def test_every_page_stands_once_in_the_list_of_the_site():
+    listed = re.findall(r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(["index.md", *(page.name for page in PAGES[1:])])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -96,6 +96,15 @@ def test_a_field_is_named_as_the_file_names_it(tmp_path: Path) -> None:
         architecture_from_hf(tmp_path)
 
 
+def test_layers_and_widths_that_are_absurd_together(tmp_path: Path) -> None:
+    content = {"model_type": "gpt2", "vocab_size": 300, "n_layer": 9000, "n_embd": 2**20, "n_head": 8}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ConfigError, match=r"n_layer x n_embd = 9,000 x 1,048,576: expected at most 33,554,432 together"
+    ):
+        architecture_from_hf(tmp_path)
+
+
 @pytest.mark.parametrize("name", sorted(set(Architecture.model_fields) - {"foreign"}))
 def test_any_override_is_an_architecture_or_an_error(name: str) -> None:
     fields = {"dim": 64, "n_layers": 2, "n_heads": 4, "ffn_dim": 96, "vocab_size": 272}
@@ -107,7 +116,7 @@ def test_any_override_is_an_architecture_or_an_error(name: str) -> None:
 def test_weights_that_no_memory_holds_are_refused_before_they_are_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {"dim": 2**20, "n_layers": 2, "n_heads": 4, "ffn_dim": 2**24, "vocab_size": 2**20}
+    sizes = {"dim": 2**20, "n_layers": 1, "n_heads": 4, "ffn_dim": 2**24, "vocab_size": 2**20}
     flags = [f"--model.overrides.{name}={value}" for name, value in sizes.items()]
     assert main(["train", *flags, f"--job.dump_folder={tmp_path / 'run'}", "--training.dataset=demo"]) == 2
-    assert "the weights of this rank take 4" in capsys.readouterr().err
+    assert "the weights of this rank take 2" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""Every command of README and docs runs as it stands there, or has a reason why it does not run here."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardline.cli.main import COMMANDS
+from shardline.cli.parser import parse
+from tests.docs import workspace
+from tests.docs.fences import Shown, commands, commands_of
+from tests.docs.not_run import NOT_RUN
+
+
+def reasons(command: str) -> list[str]:
+    return [part for part in NOT_RUN if part in command]
+
+
+RUN = [shown for shown in commands() if not reasons(shown.command)]
+
+
+def test_each_reason_belongs_to_a_command() -> None:
+    shown = [one.command for one in commands()]
+    assert [part for part in NOT_RUN if not any(part in command for command in shown)] == []
+    assert len(RUN) > 70
+
+
+def test_commands_are_taken_from_blocks_as_a_reader_would() -> None:
+    text = (
+        "```\n$ shardline a \\\n    --b   # why it's so\nshardline output\n```\n"
+        "```toml\nmake = 1\n```\n```\nmake x\n```\n"
+    )
+    assert commands_of(text) == ["shardline a --b", "shardline output", "make x"]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_examples_of_the_help_are_commands(name: str) -> None:
+    for example in COMMANDS[name].examples:
+        words = shlex.split(example.partition(" > ")[0])
+        found = " ".join(words[1:3]) if " ".join(words[1:3]) in COMMANDS else words[1]
+        parse(COMMANDS[found], words[1 + len(found.split()) :])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workspace.make(tmp_path_factory.mktemp("docs"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shown", RUN, ids=lambda shown: f"{shown.page}: {shown.command}")
+def test_a_command_of_a_page(folder: Path, shown: Shown) -> None:
+    if shown.page == "tutorial.md":  # begins with nothing; its steps follow from each other
+        folder = folder / "tutorial"
+        folder.mkdir(exist_ok=True)
+        workspace.shell(folder, shown.command)
+        return
+    adapter = shown.page == "lora.md" or "./adapter" in shown.command
+    workspace.take(folder, "lora" if adapter else "plain")
+    done = workspace.shell(folder, shown.command)
+    assert "Traceback" not in done.stdout + done.stderr
