@@ -16,6 +16,7 @@ from shardline.checkpoint.fetch import local_path
 from shardline.checkpoint.format import find_checkpoint
 from shardline.checkpoint.lora.adapter import Adapter, find_adapter
 from shardline.config.architecture import Architecture
+from shardline.data.prompts import prompt_tokens
 from shardline.data.tokenizer import BYTES, Tokenizer, load_tokenizer, tokenizer_file
 from shardline.errors import UserError
 from shardline.models.decoder import Decoder
@@ -42,8 +43,7 @@ def command(
     saved = _open(folder) if adapter is None else _adapted(adapter)
     location = tokenizer or saved.tokenizer
     words = _tokenizer(folder, location, saved.architecture)
-    # Training documents begin with the start token, so prompts do too.
-    ids = [*([] if words.bos_id is None else [words.bos_id]), *words.encode(prompt)]
+    ids = prompt_tokens(words, prompt)
     if not ids:
         raise UserError("--prompt is empty and the tokenizer has no start token: give at least one character")
     model = _build(saved, where)

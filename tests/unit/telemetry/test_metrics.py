@@ -207,7 +207,7 @@ def test_crash_while_moving_loses_no_row(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("shardline.telemetry.metrics.write_atomically", crash)
         with pytest.raises(KeyboardInterrupt):
-            move_rows_after(folder, 1)
+            move_rows_after(folder.metrics_path, 1)
     assert steps_in(folder.metrics_path) == [1, 2, 3]
     assert steps_in(folder.moved_metrics_path) == [2, 3]
 
