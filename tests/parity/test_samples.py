@@ -12,7 +12,7 @@ from shardline.config.load import load_config
 from shardline.config.names import SCHEDULES
 from shardline.data.prompts import prompt_tokens
 from shardline.models.generate import generate
-from shardline.tools.generate import _build, _open, _tokenizer, find_adapter
+from shardline.tools.saved_model import open_model, tokenizer_at
 from tests.parity import cases
 from tests.parity.cases import Case, case
 from tests.parity.harness import Harness, _chosen_device, _own_logging
@@ -22,7 +22,6 @@ NEW = 6
 GREEDY = {"generation.prompts": PROMPTS, "generation.max_new_tokens": NEW, "generation.freq": 2}
 DRAWN = GREEDY | {"generation.temperature": 0.9, "generation.top_k": 40, "generation.seed": 3}
 SAVED = {"checkpoint.enable": True, "training.steps": 3}
-PP4 = {"training.global_batch_size": 8, "training.local_batch_size": 8}
 
 LAYOUTS = [
     case("one-documents", cases.DOCUMENTS),
@@ -90,17 +89,10 @@ def samples(folder: Path, step: int) -> list[list[int]]:
 
 def generated(folder: Path, **sampling: Any) -> list[list[int]]:
     """What `shardline generate` makes of the same prompts, in one process with a cache."""
-    adapter = find_adapter(folder, None)
-    saved = _open(folder) if adapter is None else _adapted(adapter)
-    words, model = _tokenizer(folder, saved.tokenizer, saved.architecture), _build(saved, torch.device("cpu"))
+    saved = open_model(folder)
+    words, model = tokenizer_at(saved.tokenizer, folder, saved.architecture), saved.build(torch.device("cpu"))
     prompts = [torch.tensor([prompt_tokens(words, text)]) for text in PROMPTS]
     return [list(generate(model, prompt, NEW, eos_id=words.eos_id, **sampling)) for prompt in prompts]
-
-
-def _adapted(adapter: Any) -> Any:
-    from shardline.tools.generate import _adapted as opened
-
-    return opened(adapter)
 
 
 @pytest.mark.parametrize(
@@ -109,10 +101,11 @@ def _adapted(adapter: Any) -> Any:
 def test_samples_are_what_one_process_generates(harness: Harness, tmp_path: Path, layout: Case) -> None:
     greedy = run(harness, layout, tmp_path / "greedy", GREEDY)
     assert samples(tmp_path / "greedy", 3) == generated(tmp_path / "greedy")
-    drawn = run(harness, layout, tmp_path / "drawn", DRAWN)
-    wanted = generated(tmp_path / "drawn", temperature=0.9, top_k=40, seed=3)
-    assert samples(tmp_path / "drawn", 3) == wanted
-    assert wanted != samples(tmp_path / "greedy", 3)
     plain = run(harness, layout, tmp_path / "plain", {})
     assert not (tmp_path / "plain" / "samples.jsonl").exists()
-    assert plain == greedy == drawn  # of every rank, bit by bit
+    assert plain == greedy  # of every rank, bit by bit
+    if layout.slow or layout.ranks == 1:
+        drawn = run(harness, layout, tmp_path / "drawn", DRAWN)
+        wanted = generated(tmp_path / "drawn", temperature=0.9, top_k=40, seed=3)
+        assert samples(tmp_path / "drawn", 3) == wanted != samples(tmp_path / "greedy", 3)
+        assert plain == drawn
