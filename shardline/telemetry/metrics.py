@@ -169,7 +169,7 @@ class MetricsLog:
         self._write({"step": step} | {f"validation_{name}": value for name, value in found.items()})
 
     def log_samples(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Add the samples of a step, each with its `step`, `prompt` and `text`, to samples.jsonl, TensorBoard and W&B."""
+        """Add samples, each with its `step`, `prompt` and `text`, to samples.jsonl, TensorBoard and W&B."""
         if self.rank == 0:
             lines = b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows)
             with _writing(self.samples_path), open(self.samples_path, "ab", buffering=0, opener=plain_file) as file:

@@ -18,7 +18,6 @@ from shardline.models.generate import generate
 from shardline.tools.saved_model import device_named, open_model, tokenizer_at
 
 
-
 def command(
     folder: str | Path,
     *,

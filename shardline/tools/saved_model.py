@@ -29,6 +29,7 @@ class SavedModel(NamedTuple):
     tokenizer: str  # where it is
     adapter: Adapter | None = None
     step: int | None = None  # of a checkpoint
+    validated: int = 0  # samples of each validation of its run; 0: none, or not known
 
     def build(self, device: torch.device, precision: Precision | None = None) -> Decoder:
         """The model with its weights; without a `precision` in bfloat16 if the GPU supports it."""
@@ -62,7 +63,9 @@ def open_model(folder: Path, base: str | None = None) -> SavedModel:
             saved.verify()
         return saved.weights()
 
-    return SavedModel(saved.architecture, read, tokenizer_of_checkpoint(saved), step=saved.step)
+    return SavedModel(
+        saved.architecture, read, tokenizer_of_checkpoint(saved), None, saved.step, saved.trainer.get("validated", 0)
+    )
 
 
 def of_adapter(adapter: Adapter) -> SavedModel:

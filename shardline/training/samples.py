@@ -1,7 +1,7 @@
 """Samples: what the model makes of given prompts while it trains, on every layout.
 
-Each new token is one forward pass of a batch of the training's own shape, by the way that validation takes too: no cache
-of keys and values, nothing compiled for other lengths.
+Each new token is one forward pass of a batch of the training's own shape, by the way that validation takes too: no
+cache of keys and values, nothing compiled for other lengths.
 
     row        | prompt | new tokens | 0 0 0 ... 0 |    S tokens; causal attention does not look at what comes later
                              ^ the logits after this token, on the rank that has them: of pp the last stage, of cp the

@@ -1,6 +1,5 @@
 """Samples of every layout are what one process generates from the saved weights, and training does not notice them."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,7 @@ def trained(settings: dict[str, Any]) -> tuple[list[float], list[float]]:
 
 def run(harness: Harness, layout: Case, folder: Path, more: dict[str, Any]) -> list[Any]:
     settings = harness.settings({**layout.overrides, **SAVED, **more}, layout.ranks)
-    return harness.pool.run(
-        layout.ranks, trained, settings | {"job.dump_folder": str(folder)}, timeout=layout.timeout
-    )
+    return harness.pool.run(layout.ranks, trained, settings | {"job.dump_folder": str(folder)}, timeout=layout.timeout)
 
 
 def samples(folder: Path, step: int) -> list[list[int]]:
