@@ -707,11 +707,14 @@ def _explain(parsed: Parsed) -> int:
         return command(config, **parsed.named())
 
 
+READ_BY_EVAL = ("training.cache_folder", "training.mixed_precision_param")
+
+
 def _eval(parsed: Parsed) -> int:
     named = parsed.named()
     tasks, data = named["tasks"], named["data"]
     for name in (word.lstrip("-").partition("=")[0] for word in parsed.flags if word.startswith("--")):
-        if not name.startswith(("validation.", "data.", "model.tokenizer_path", "training.mixed_precision_param")):
+        if not name.startswith(("validation.", "data.", "model.tokenizer_path", *READ_BY_EVAL)):
             raise UserError(f"shardline eval: there is no option --{name}: of a config it reads how data is read")
     with_tasks = {"include_path", "num_fewshot", "limit", "batch_size", "out", "device", "tokenizer"}
     with_data = {"nproc"}
@@ -834,8 +837,9 @@ INIT = Command(
         Option("run", "Answer: the folder of the run.", str, "FOLDER"),
     ),
     _init,
-    details="FILE: run.toml unless named; one that is there is not touched. What an option answers is not asked; through"
-    "\na pipe each line is an answer, an empty one takes the default. The config is checked before it is written.",
+    details="FILE: run.toml unless named; one that is there is not touched. What an option answers is not asked;"
+    "\nthrough a pipe each line is an answer, an empty one takes the default. The config is checked before"
+    "\nit is written.",
     examples=(
         "shardline init",
         "shardline init tune.toml --model ./Qwen3-0.6B --data train.jsonl --goal lora --gpus 1 --run outputs/tune",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_text
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,8 @@ def run(start: TrainOptions, folder: Path, data: str | None, flags: list[str], b
     config = _config_of(folder, data, flags)
 
     def work(mesh: Mesh, device: torch.device) -> int:
-        found = evaluate(config, folder, mesh, device, base)
+        with contextlib.redirect_stdout(sys.stderr):  # what is said while data is prepared
+            found = evaluate(config, folder, mesh, device, base)
         if mesh.rank == 0:
             print(json_text.dumps(found) if json else _table(found))
         return 0

@@ -108,12 +108,12 @@ def home(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("line", "completed"),
     [
-        ("shardline sched", "shardline schedule "),
-        ("shardline bench ov", "shardline bench overlap "),
-        ("shardline train --training.st", "shardline train --training.steps "),
-        ("shardline train --preset moe", "shardline train --preset moe-demo "),
-        ("shardline train --compile.enable=f", "shardline train --compile.enable=false "),
-        ("shardline train ru", "shardline train run.toml "),
+        ("shardline sched", "shardline schedule"),
+        ("shardline bench ov", "shardline bench overlap"),
+        ("shardline train --training.st", "shardline train --training.steps"),
+        ("shardline train --preset moe", "shardline train --preset moe-demo"),
+        ("shardline train --compile.enable=f", "shardline train --compile.enable=false"),
+        ("shardline train ru", "shardline train run.toml"),
     ],
 )
 def test_zsh_completes(tmp_path, line, completed):
@@ -132,7 +132,7 @@ def test_zsh_completes(tmp_path, line, completed):
         time.sleep(1.0)
         os.write(terminal, b"\x01print -r -- '[\x05]'\n")  # the line, as the argument of a command
         found = type_and_wait(terminal, "", "\n\\[.*\\]")
-        assert re.search(r"\n\[(.*)\]", found)[1] == completed
+        assert re.search(r"\n\[(.*)\]", found)[1].rstrip() == completed
     finally:
         os.close(terminal)
         os.waitpid(pid, 0)
