@@ -527,7 +527,7 @@ class Validation(Section):
         return _steps_between(self.freq, self.freq_ratio, total_steps)
 
 
-class Generation(Section):
+class TextGeneration(Section):
     prompts: list[Text] = key([], "Texts that the model continues while it trains; none: no samples.")
     freq: Positive = key(100, "Training steps between samples, which the first and the last step have too.")
     max_new_tokens: Positive = key(32, "Tokens of a sample; each is one forward pass of a training micro-batch.")
@@ -568,7 +568,7 @@ class Config(Section):
     fault_tolerance: FaultTolerance = key(FaultTolerance(), "Replica groups.")
     experimental: Experimental = key(Experimental(), "Extensions.")
     validation: Validation = key(Validation(), "Loss on held-out data.")
-    generation: Generation = key(Generation(), "Samples of text while it trains.")
+    generation: TextGeneration = key(TextGeneration(), "Samples of text while it trains.")
     debug: Debug = key(Debug(), "Seeds and determinism.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

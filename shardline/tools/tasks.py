@@ -109,7 +109,7 @@ def harness_model(model: Decoder, tokenizer: Tokenizer, ends: Sequence[int], bat
     first = next((one for one in (tokenizer.bos_id, tokenizer.eos_id) if one is not None), 0)
     longest, device = model.arch.max_seq_len, next(model.parameters()).device
 
-    class EvaluatedModel(TemplateLM):  # type: ignore[misc]
+    class EvaluatedModel(TemplateLM):
         @property
         def eot_token_id(self) -> int:
             return first if tokenizer.eos_id is None else tokenizer.eos_id
@@ -177,8 +177,7 @@ def answer(model: Decoder, tokenizer: Tokenizer, ends: Sequence[int], context: s
     temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
     prompt = tokenizer.encode(context)[-max(1, model.arch.max_seq_len - most) :]
     tokens: list[int] = []
-    sampling = {"temperature": temperature, "top_k": options.get("top_k"), "top_p": options.get("top_p")}
-    for token in generate(model, prompt, most, eos_id=list(ends), **sampling):
+    for token in generate(model, prompt, most, temperature, options.get("top_k"), options.get("top_p"), list(ends)):
         if token in ends:
             break
         tokens.append(token)
