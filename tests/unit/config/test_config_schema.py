@@ -24,6 +24,7 @@ OTHER_DEFAULTS = {
 OWN_KEYS = {
     "parallelism.async_tensor_parallel_compare_freq",
     "activation_checkpoint.offload_every",
+    "compile.cuda_graphs",
     "checkpoint.interval_ratio",
     "checkpoint.interval_type",
     "generation.freq",
