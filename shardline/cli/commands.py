@@ -453,6 +453,15 @@ def _bench_device(parsed: Parsed) -> int:
     return run(config, _start_options(parsed), **parsed.named("write", "json"))
 
 
+def _doctor(parsed: Parsed) -> int:
+    config = load(parsed.file, parsed.flags, check_model=bool(parsed.file or parsed.flags))
+    from shardline.tools.doctor.doctor import run
+
+    with _placing(config):
+        named = bool(parsed.file or parsed.flags)
+        return run(config, _start_options(parsed), named=named, json=parsed.options["json"])
+
+
 def _start_options(parsed: Parsed) -> TrainOptions:
     """How the ranks of a benchmark start; nproc 0 leaves their number to the layout."""
     from shardline.run.options import TrainOptions
@@ -598,6 +607,21 @@ BENCH_DEVICE = Command(
         "shardline bench device",
         "shardline bench device --write mine.toml --nproc 8",
         "shardline plan run.toml --gpus 64 --gpu mine.toml",
+    ),
+)
+DOCTOR = Command(
+    "doctor",
+    "Examine this machine, or all ranks of a job: what would break a run or slow it down, and the remedy.",
+    ("[FILE]",),
+    (_JSON, _processes("; unset: one, without links between ranks"), *_RENDEZVOUS),
+    _doctor,
+    config_flags=True,
+    details="FILE: a config, for whose checkpoints there must be room. Exit code 1: something would break a run."
+    "\nUnder torchrun or srun it examines the ranks that are there. docs/doctor.md explains each finding.",
+    examples=(
+        "shardline doctor",
+        "shardline doctor run.toml --nproc 8",
+        "torchrun --nproc-per-node 8 -m shardline doctor --json",
     ),
 )
 TRACE_OVERLAP = Command(
@@ -778,6 +802,13 @@ EVAL = Command(
     ),
 )
 
+
+def _tail(parsed: Parsed) -> int:
+    from shardline.show.tail import command
+
+    return command(*parsed.positionals, lines=parsed.options["lines"], follow=not parsed.options["no_follow"])
+
+
 REPORT = Command(
     "report",
     "Draw runs, finished or under way: curves, where a step goes, pipeline, mesh, events, config; one HTML file.",
@@ -795,6 +826,19 @@ REPORT = Command(
         "shardline report outputs/first outputs/second --out both.html",
         "shardline report outputs/run --watch",
     ),
+)
+
+TAIL = Command(
+    "tail",
+    "Follow a run by its files, also one of another machine on a shared folder, until it ends.",
+    ("RUN",),
+    (
+        Option("lines", "Lines to show of what was before.", int, "N", default=10, low=0),
+        Option("no-follow", "Show them and end.", bool),
+    ),
+    _tail,
+    details="RUN: the folder of a run. Exit code 0: it ended; 1: it failed. A pipe gets whole lines.",
+    examples=("shardline tail outputs/run", "shardline tail outputs/run --lines 1000 --no-follow | grep validation"),
 )
 
 EXPLAIN = Command(
@@ -872,6 +916,6 @@ COMMANDS: dict[str, Command] = {
         *(TRAIN, CONFIG, PREPARE, SHOW, VERIFY_DATA, IMPORT, EXPORT),
         *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE, EVAL),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG),
-        *(SCHEDULE, PLAN, REPORT, EXPLAIN, INIT, COMPLETION),
+        *(SCHEDULE, PLAN, DOCTOR, REPORT, EXPLAIN, TAIL, INIT, COMPLETION),
     )
 }

@@ -26,6 +26,7 @@ from shardline.config.types import (
     NonNegative,
     NonNegativeFloat,
     NonNegativeOrLatest,
+    Port,
     Positive,
     PositiveFloat,
     PositiveOrAll,
@@ -84,6 +85,7 @@ class Metrics(Section):
     wandb_group: Name | None = key(None, "Group of the W&B run; unset: $WANDB_RUN_GROUP.")
     wandb_tags: list[Text] = key([], "Tags of the W&B run.")
     wandb_mode: Literal["online", "offline", "disabled"] | None = key(None, "How W&B works; unset: $WANDB_MODE.")
+    prometheus_port: Port | None = key(None, "Serve metrics in OpenMetrics on this port; 0: any that is free.")
 
 
 class Model(Section):

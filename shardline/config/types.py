@@ -39,6 +39,7 @@ def _number(low: int, words: str, sentinel: int | None = None) -> tuple[Any, ...
 
 Positive = Annotated[int, *_number(1, "a whole number, 1 or more")]
 NonNegative = Annotated[int, *_number(0, "a whole number, 0 or more")]
+Port = Annotated[int, _holds(lambda value: 0 <= value < 2**16), Expect("a port, 0 to 65535")]
 PositiveOrAll = Annotated[int, *_number(1, "-1 or a whole number, 1 or more", sentinel=-1)]
 NonNegativeOrLatest = Annotated[int, *_number(0, "-1 or a whole number, 0 or more", sentinel=-1)]
 NonNegativeFloat = Annotated[float, Field(ge=0), Expect("a finite number, 0 or more")]

@@ -77,6 +77,13 @@ class RunFolder:
         """Write log/ranks.json: rank, host and pid of every worker."""
         write_atomically(self.path / "log" / "ranks.json", json.dumps(ranks, indent=1) + "\n")
 
+    def host_words(self, rank: int) -> str:
+        """` on node1`, by log/ranks.json; nothing where it does not say."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, UserError):
+            rows = parse_json(read_plain(self.path / "log" / "ranks.json"))
+            return next((f" on {row['host']}" for row in rows if row["rank"] == rank), "")
+        return ""
+
     def begin(self) -> None:
         """Everything is ready for steps: this job, restarts included, no longer puts back what it replaces."""
         if self.replaced is not None:

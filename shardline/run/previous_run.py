@@ -39,7 +39,8 @@ FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("profiling", "save_memory_snapshot_folder", "memory_snapshot", ("iteration_*",)),
     ("metrics", "save_tb_folder", "tb", ("events.out.tfevents.*", "rank_*")),
     ("comm", "save_traces_folder", "comm_traces", ("rank_*",)),
-    ("", "", "log", ("rank-*.log", "ranks.json", "restarts.jsonl", "telemetry-*.jsonl", "wandb", "wandb-*.txt")),
+    ("", "", "log", ("rank-*.log", "ranks.json", "restarts.jsonl", "telemetry-*.jsonl", "heartbeat.json")),
+    ("", "", "log", ("wandb", "wandb-*.txt")),
 )
 
 

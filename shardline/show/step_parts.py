@@ -9,24 +9,13 @@ nothing hides are a part of its idle time, and so is the wait for all other rank
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from shardline.config.layout import Layout
-from shardline.show.run_files import Row, RunFiles
+from shardline.show.run_files import RunFiles
+from shardline.telemetry.slow_ranks import AXES, OWN, own_work, parts_of
 
-# Axis -> its name in charts; "dp" are the data-parallel axes of a GPU, where they are timed as one.
-AXES = {
-    "tp": "tensor",
-    "cp": "context",
-    "ep": "expert",
-    "dp_shard": "FSDP",
-    "dp_replicate": "replicas",
-    "dp": "data parallel",
-    "pp": "pipeline",
-    "other": "sums over all ranks",
-}
-OWN = ("data", "compute", "optimizer")  # what a rank does for itself; the rest is waiting, or beside computing
 SLOW = 1.1  # times the median of the ranks that do the same
 
 
@@ -35,40 +24,6 @@ def part_names(axes: Iterable[str]) -> list[str]:
     known = [axis for axis in AXES if axis in set(axes)]
     hidden, exposed = ([f"{kind} {axis}" for axis in known] for kind in ("hidden", "exposed"))
     return ["data", "compute", *hidden, *exposed, "idle", "optimizer"]
-
-
-def parts_of(row: Row) -> dict[str, float]:
-    """Seconds by part of one rank's step; they add up to the step, and none is negative."""
-    left = max(float(row["seconds"]), 0.0)
-    found: dict[str, float] = {}
-
-    def take(part: str, seconds: float) -> None:
-        nonlocal left
-        seconds = min(max(seconds, 0.0), left)
-        left -= seconds
-        found[part] = found.get(part, 0.0) + seconds
-
-    comm, exposed = _by_known_axis(row.get("comm", {})), _by_known_axis(row.get("exposed", {}))
-    take("data", row["data"])
-    take("optimizer", row.get("optimizer", 0.0))
-    piped = "idle" in row
-    if piped:
-        take("idle", row["idle"] + exposed.get("other", 0.0))
-    for axis, seconds in exposed.items():
-        if not (piped and axis in ("pp", "other")):
-            take(f"exposed {axis}", seconds)
-    for axis, seconds in comm.items():
-        take(f"hidden {axis}", seconds - exposed.get(axis, 0.0))
-    found["compute"] = left
-    return found
-
-
-def _by_known_axis(seconds: Mapping[str, float]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for axis, value in seconds.items():
-        name = axis if axis in AXES else "other"
-        found[name] = found.get(name, 0.0) + value
-    return found
 
 
 @dataclass(frozen=True)
@@ -150,7 +105,7 @@ def rank_paces(times: PartTimes, layout: Layout) -> list[RankPace]:
         groups.setdefault(layout.coordinates(rank)["pp"], []).append(rank)
     found = []
     for group in groups.values():
-        own = {rank: _own_parts(times.names, by_rank[rank]) for rank in group}
+        own = {rank: own_work(dict(zip(times.names, by_rank[rank], strict=True))) for rank in group}
         usual = {part: statistics.median(own[rank][part] for rank in group) for part in OWN}
         for rank in group:
             total, typical = sum(own[rank].values()), sum(usual.values())
@@ -158,13 +113,3 @@ def rank_paces(times: PartTimes, layout: Layout) -> list[RankPace]:
             phase = max(OWN, key=lambda part: own[rank][part] - usual[part]) if ratio > SLOW else ""
             found.append(RankPace(rank, total, sum(by_rank[rank]) - total, ratio, phase))
     return sorted(found, key=lambda pace: pace.rank)
-
-
-def _own_parts(names: Sequence[str], seconds: Sequence[float]) -> dict[str, float]:
-    """Data, computing (with what it hides) and update."""
-    own = dict.fromkeys(OWN, 0.0)
-    for name, value in zip(names, seconds, strict=True):
-        part = "compute" if name.startswith("hidden ") else name
-        if part in own:
-            own[part] += value
-    return own

@@ -32,24 +32,28 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Column(NamedTuple):
-    """How a number of a row is written; where a line is too narrow, the highest `place` gives way first."""
+    """How a number of a row is written; where a line is too narrow, the highest `place` gives way first.
+
+    `short` is for a live line in which not all of it finds room.
+    """
 
     text: Callable[[float], str]
     place: int
+    short: Callable[[float], str] | None = None
 
 
 COLUMNS: dict[str, Column] = {
-    "loss": Column(lambda value: f"loss {value:.4f}", 0),
+    "loss": Column(lambda value: f"loss {value:.4f}", 0, lambda value: f"loss {value:.3g}"),
     "grad_norm": Column(lambda value: f"grad_norm {value:.3f}", 4),
     "lr": Column(lambda value: f"lr {value:.1e}", 5),
     "reward_margin": Column(lambda value: f"margin {value:.4f}", 2),
     "reward_accuracy": Column(lambda value: f"accuracy {value:.1%}", 3),
     "expert_load": Column(lambda value: f"expert load {value:.2f}", 7),
-    "tokens_per_second": Column(lambda value: f"{value:,.0f} tok/s", 1),
-    "memory_gib": Column(lambda value: f"{value:.1f} GiB", 6),
-    "mfu": Column(lambda value: f"mfu {value:.1%}", 3),
-    "tp_hidden_fraction": Column(lambda value: f"tp hidden {value:.0%}", 8),
-    "ep_hidden_fraction": Column(lambda value: f"ep hidden {value:.0%}", 8),
+    "tokens_per_second": Column(lambda value: f"{value:,.0f} tok/s", 1, lambda value: f"{thousands(value)} tok/s"),
+    "memory_gib": Column(lambda value: f"{value:.1f} GiB", 6, lambda value: f"{value:.{int(value < 100)}f}G"),
+    "mfu": Column(lambda value: f"mfu {value:.1%}", 3, lambda value: f"mfu {value:.0%}"),
+    "tp_hidden_fraction": Column(lambda value: f"tp hidden {value:.0%}", 8, lambda value: f"hid {value:.0%}"),
+    "ep_hidden_fraction": Column(lambda value: f"ep hidden {value:.0%}", 8, lambda value: f"ep hid {value:.0%}"),
 }
 HIDDEN = ("tp_hidden_fraction", "ep_hidden_fraction")
 PREFERENCES = ("reward_margin", "reward_accuracy")
@@ -57,10 +61,20 @@ IN_ROWS = tuple(name for name in COLUMNS if name not in HIDDEN)
 LIVE = ("tokens_per_second", "mfu", "memory_gib", *HIDDEN)
 
 
-def columns(row: dict[str, Any], names: Sequence[str]) -> list[Part]:
+def columns(row: dict[str, Any], names: Sequence[str], short: bool = False) -> list[Part]:
     """The numbers of a row that are there."""
     found = [(COLUMNS[name], row.get(name)) for name in names]
-    return [Part(column.text(value), column.place) for column, value in found if value is not None]
+    texts = [(column.short or column.text if short else column.text, column.place, value) for column, value in found]
+    return [Part(text(value), place) for text, place, value in texts if value is not None]
+
+
+def thousands(value: float) -> str:
+    """`987`, `12.3k`, `4.57M`: three digits."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if value >= 0.9995 * size:
+            digits = value / size
+            return f"{digits:.0f}{unit}" if digits >= 99.95 else f"{digits:.3g}{unit}"
+    return f"{value:.0f}"
 
 
 class Console:
@@ -182,16 +196,22 @@ class LiveLine:
         self, terminal: rich.console.Console, options: rich.console.ConsoleOptions
     ) -> Iterator[rich.console.RenderableType]:
         plain, width = options.ascii_only, options.max_width
-        count, numbers = self.count(), columns(self.row, ("loss",))
-        if self.row and not plain:
-            numbers.append(Part(self.curve.drawn(), 7))
-        text = fitted([*numbers, *columns(self.row, LIVE), Part(self.eta, 2)], width - len(count) - LEAST_BAR - 3)
-        length = max(0, min(MOST_BAR, width - len(count) - len(text) - 3))
+        count = self.count()
+        text, room = self._text(plain, short=False), width - len(count) - LEAST_BAR - 3
+        line = "  ".join(part.text for part in text)
+        if len(line) > room:  # the bar gives way before numbers do
+            line = fitted(self._text(plain, short=True), width - len(count) - 3)
+        length = max(0, min(MOST_BAR, width - len(count) - len(line) - 3))
         done = length * self.step // max(self.total, 1)
         sign = "-" if plain else "━"
         rest = (sign, "bright_black") if terminal.color_system else (" ", "")
         bar = Text.assemble((sign * done, "cyan"), (rest[0] * (length - done), rest[1]))
-        yield Text.assemble(count, " ", bar, "  ", text, no_wrap=True, overflow="crop")
+        yield Text.assemble(count, " ", bar, "  ", line, no_wrap=True, overflow="crop")
+
+    def _text(self, plain: bool, short: bool) -> list[Part]:
+        curve = [Part(self.curve.drawn(), 7)] if self.row and not plain else []
+        numbers = columns(self.row, LIVE, short)
+        return [*columns(self.row, ("loss",), short), *curve, *numbers, Part(self.eta, 2)]
 
 
 class LossCurve:

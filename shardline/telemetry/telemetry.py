@@ -14,6 +14,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from shardline.comm.mesh import Mesh
 from shardline.comm.observe import runs_on_host
 from shardline.config.schema import Config
 from shardline.models.decoder import Decoder
+from shardline.models.flavors import model_label
 from shardline.parallel.apply import Applied
 from shardline.parallel.expert.balance import ExpertLoad
 from shardline.parallel.pipeline.executor import Pipeline, busy_and_span, idle_share
@@ -39,12 +41,16 @@ from shardline.run.folder import RunFolder
 from shardline.telemetry import engaged
 from shardline.telemetry.console import Console
 from shardline.telemetry.engaged import StepObserver
+from shardline.telemetry.heartbeat import Heartbeat
 from shardline.telemetry.log import log_table
+from shardline.telemetry.loss_watch import LossWatch
 from shardline.telemetry.metrics import Meter, MetricsLog
 from shardline.telemetry.profile import Profiler
+from shardline.telemetry.prometheus import Exporter
 from shardline.telemetry.rank_log import RankLog, StepParts, held_by_rank, idle_seconds
 from shardline.telemetry.recompiles import CompileReport
 from shardline.telemetry.serial_steps import SerialComparison
+from shardline.telemetry.slow_ranks import SlowRanks
 from shardline.words import TableRows, printable
 
 log = logging.getLogger("shardline")
@@ -81,6 +87,12 @@ class Telemetry:
         self.row: dict[str, Any] = {}
         self.stopped_by: str | None = None  # what ended the run early, for its closing lines
         self.parts = StepParts(device)
+        self.heartbeat = Heartbeat(folder.path, mesh.rank)
+        self.loss_watch = LossWatch(config.training.max_loss)
+        self.slow_ranks = SlowRanks(mesh.layout, mesh.rank)
+        self.exporter = Exporter(
+            {"run": folder.path.name, "model": model_label(config.model), "layout": str(mesh.layout)}
+        )
 
     def watch(self, model: Decoder, optimizer: torch.optim.Optimizer, experts: ExpertLoad) -> None:
         """What is written of this rank alone: the time of its update, what it holds, the load of experts."""
@@ -99,6 +111,8 @@ class Telemetry:
             closing.callback(self.console.stop)
             self.metrics = MetricsLog(config, self.folder, step, rank=rank)
             closing.callback(self.metrics.close)
+            closing.enter_context(self.heartbeat.running(step, last_step, lambda: self.stopped_by))
+            self._serve(closing)
             closing.enter_context(self.rank_log.running(step, last_step))
             closing.callback(self.parts.stop)
             closing.enter_context(_no_automatic_gc())
@@ -109,6 +123,11 @@ class Telemetry:
             self.meter.restart()
             yield
             self.rank_log.stopped_by = self.stopped_by
+
+    def _serve(self, closing: contextlib.ExitStack) -> None:
+        port = self.config.metrics.prometheus_port
+        if port is not None and self.mesh.rank == 0:
+            log.info("metrics for Prometheus: %s", closing.enter_context(self.exporter.serving(port)))
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -146,10 +165,10 @@ class Telemetry:
             self.parts.begin(data_seconds)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, doing: str = "writing a profile") -> Iterator[None]:
         """Stop the clock for what is not training, after the device has finished the step that is."""
         self._finish_on_device()
-        with self.meter.paused():
+        with self.heartbeat.doing(doing), self.meter.paused():
             yield
 
     def _finish_on_device(self) -> None:
@@ -172,16 +191,19 @@ class Telemetry:
         attempt.note("first_step")
         self.meter.stepped(self.step_tokens)
         self.console.advance(self.number, loss)
+        self.heartbeat.beat("training", step=self.number, loss=loss if math.isfinite(loss) else None)
         if self.is_logged():
             of_step = {"step": self.number, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens}
             self.row = of_step | self._measured(times, parts) | self.meter.rates() | more
             self.metrics.log(self.row)
             self.console.update(self.row)
+            self.exporter.update(self.row, self.slow_ranks.latest)
         if self.number == self.first_step + 1:
             self._tell_what_engaged()
         elif self.observer.found.get("cuda_graphs") != self.observer.applied.cuda_graphs:
             self._write_what_engaged({**self.observer.found, "cuda_graphs": self.observer.applied.cuda_graphs})
-        for line in self.recompiles.lines(self.number, self.first_step):
+        jump = self.loss_watch.add(self.number, loss, grad_norm) if self.mesh.rank == 0 else None
+        for line in (*self.recompiles.lines(self.number, self.first_step), *filter(None, [jump])):
             log.warning("%s", line)
 
     def _tell_what_engaged(self) -> None:
@@ -200,6 +222,7 @@ class Telemetry:
     def log_validation(self, step: int, found: dict[str, float]) -> None:
         self.metrics.log_validation(step, found)
         self.console.validated(step, found)
+        self.exporter.update({f"validation_{name}": value for name, value in found.items()})
         if self.mesh.rank == 0:
             self.rank_log.write("validation", {"step": step, **found})
 
@@ -227,11 +250,13 @@ class Telemetry:
         self._write_rank(parts, times, sent, waited, memory, actions)
         of_axes = [seconds for axis in times for seconds in times[axis]]
         lasted = 0.0 if self.serial is None else self.serial.seconds()
-        highest = [memory, waited or 0.0, offloaded, lasted, *of_axes]
+        paces = self.slow_ranks.slots(parts) if self.mesh.world_size > 1 else []
+        highest = [memory, waited or 0.0, offloaded, lasted, *of_axes, *paces]
         if self.mesh.world_size > 1:
             numbers = torch.tensor(highest, dtype=torch.float64, device=self.device)  # float32 cannot count bytes
             highest = read(collectives.max_in_place(numbers, "world"))
         memory, waited_longest, offloaded, lasted, *longest = highest
+        self._tell_slow_ranks(parts["seconds"], longest[len(of_axes) :])
         row: dict[str, Any] = {"memory_gib": memory, "comm_bytes": sent}
         if waited is not None and self.mesh.size("loss") > 1:
             row["dp_exposed_seconds"] = waited_longest
@@ -248,6 +273,12 @@ class Telemetry:
             self.pipeline.clock.enabled = False
             row["pp_bubble_fraction"] = idle_share(*busy_and_span(actions), self.device)
         return row
+
+    def _tell_slow_ranks(self, seconds: float, paces: Sequence[float]) -> None:
+        if self.mesh.rank != 0 or not paces:
+            return
+        for rank, words in self.slow_ranks.add(seconds, paces):
+            log.warning("step %d: rank %d%s %s", self.number, rank, self.folder.host_words(rank), words)
 
     def _write_rank(
         self,

@@ -183,7 +183,7 @@ class Trainer:
     def _saving(self) -> Iterator[None]:
         """Around a save: it is no training time, no reason for a time-out, and its length counts for the time limit."""
         waiting = watchdog.patiently("saving a checkpoint")
-        with self.telemetry.paused(), waiting, self.requests.saving(), enforcer.saving():
+        with self.telemetry.paused("saving"), waiting, self.requests.saving(), enforcer.saving():
             yield
 
     # ---- requests to stop or to save ---------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Validator:
         if self.loader is None or not (step in (1, self.last_step) or step % self.section.every(self.last_step) == 0):
             return request
         found = None
-        with self.telemetry.paused():
+        with self.telemetry.paused("validating"):
             if request.stop is None:
                 found, request = self._numbers(self.loader, request)
         if found is None:

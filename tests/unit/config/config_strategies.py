@@ -40,6 +40,7 @@ SPECIAL = {
         lambda names: [name for name in names if name not in ("float8", "mx")]
     ),
     "checkpoint.preempted_exit_code": st.just(0) | st.integers(3, 255),
+    "metrics.prometheus_port": st.none() | st.integers(0, 65535),
     "checkpoint.mirror": st.none() | st.sampled_from(["s3://bucket/run", "file:///disk/run", "memory://run"]),
     "checkpoint.save_before": st.none() | st.sampled_from(["0", "90s", "30m", "4h", "1d12h", "86400"]),
     "data.chat_template_kwargs": st.dictionaries(NAMES, st.booleans() | TEXT, max_size=2),

@@ -56,6 +56,7 @@ OWN_KEYS = {
     "lora.rank_pattern",
     "metrics.wandb_entity",
     "metrics.wandb_group",
+    "metrics.prometheus_port",
     "metrics.wandb_mode",
     "metrics.wandb_name",
     "metrics.wandb_project",

@@ -11,7 +11,7 @@ import rich.console
 
 from shardline.config.schema import Config
 from shardline.run.folder import RunFolder
-from shardline.telemetry.console import Console, LossCurve, format_time
+from shardline.telemetry.console import Console, LossCurve, format_time, thousands
 from shardline.telemetry.log import (
     ConsoleHandler,
     hold_log,
@@ -136,9 +136,11 @@ def test_the_live_line_gives_up_what_matters_least(tmp_path, width):
     console.update(make_row(10, tp_hidden_fraction=0.83))
     live = screen(stream.getvalue(), width)[-1]
     assert len(live) <= width
-    there = [word for word in ("loss", "tok/s", "eta", "mfu", "GiB", "tp hidden") if word in live]
-    few = ["loss", "tok/s"]
-    assert there == {40: few, 60: [*few, "eta"], 80: [*few, "eta", "mfu", "GiB"]}[width]
+    there = [word for word in ("loss 3.21", "12.3k tok/s", "eta", "mfu 45%", "1.2G", "hid 83%") if word in live]
+    few = ["loss 3.21", "12.3k tok/s"]
+    most = [*few, "eta", "mfu 45%", "1.2G"]
+    assert there == {40: few, 60: most, 80: [*most, "hid 83%"]}[width]
+    assert ("█" in live or "▁" in live) == (width == 80)
     console.stop()
 
 
@@ -376,6 +378,14 @@ def test_output_into_a_file_is_plain_whatever_the_environment_says(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr("sys.stdout", io.StringIO())
     assert not make_terminal(True).is_interactive
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(7, "7"), (999.4, "999"), (999.9, "1k"), (12345, "12.3k"), (345678, "346k"), (999_900, "1M"), (4.5678e6, "4.57M")],
+)
+def test_thousands(value, text):
+    assert thousands(value) == text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""Where a rank's step goes, and ranks that all others wait for while a run goes on: named, with their phase.
+
+    | data | compute | compute that hides tp | exposed tp | idle | optimizer |        all of a step, each second once
+
+A step lasts equally long on every rank, so what tells a slow one is its own work. It travels with the reduction that
+a logged step makes anyhow, in a slot for each rank and phase.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardline.config.layout import Layout
+
+# Axis -> its name in charts; "dp" are the data-parallel axes of a GPU, where they are timed as one.
+AXES = {
+    "tp": "tensor",
+    "cp": "context",
+    "ep": "expert",
+    "dp_shard": "FSDP",
+    "dp_replicate": "replicas",
+    "dp": "data parallel",
+    "pp": "pipeline",
+    "other": "sums over all ranks",
+}
+OWN = ("data", "compute", "optimizer")  # what a rank does for itself; the rest is waiting, or beside computing
+PHASES = dict(zip(OWN, ("loading data", "forward and backward", "the optimizer's update"), strict=True))
+SHARE, SECONDS = 0.1, 1e-3  # of the step, and at least so many: what the others wait for such a rank
+ROWS = 5  # logged steps in a row
+
+
+def parts_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Seconds by part of one rank's step; they add up to the step, and none is negative."""
+    left = max(float(row["seconds"]), 0.0)
+    found: dict[str, float] = {}
+
+    def take(part: str, seconds: float) -> None:
+        nonlocal left
+        seconds = min(max(seconds, 0.0), left)
+        left -= seconds
+        found[part] = found.get(part, 0.0) + seconds
+
+    comm, exposed = _by_known_axis(row.get("comm", {})), _by_known_axis(row.get("exposed", {}))
+    take("data", row["data"])
+    take("optimizer", row.get("optimizer", 0.0))
+    piped = "idle" in row
+    if piped:
+        take("idle", row["idle"] + exposed.get("other", 0.0))
+    for axis, seconds in exposed.items():
+        if not (piped and axis in ("pp", "other")):
+            take(f"exposed {axis}", seconds)
+    for axis, seconds in comm.items():
+        take(f"hidden {axis}", seconds - exposed.get(axis, 0.0))
+    found["compute"] = left
+    return found
+
+
+def _by_known_axis(seconds: Mapping[str, float]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for axis, value in seconds.items():
+        name = axis if axis in AXES else "other"
+        found[name] = found.get(name, 0.0) + value
+    return found
+
+
+def own_work(parts: Mapping[str, float]) -> dict[str, float]:
+    """Data, computing (with what it hides) and update."""
+    own = dict.fromkeys(OWN, 0.0)
+    for name, seconds in parts.items():
+        part = "compute" if name.startswith("hidden ") else name
+        if part in own:
+            own[part] += seconds
+    return own
+
+
+class SlowRanks:
+    """Compares the ranks that have the same layers, and tells who is slow in several logged steps in a row."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self.rank, self.ranks = rank, layout.world_size
+        self.stages = [layout.coordinates(other)["pp"] for other in range(self.ranks)]
+        self.slow_rows = [0] * self.ranks
+        self.named: dict[int, str] = {}  # rank -> its phase
+        self.seen = 0
+        self.latest: list[list[float]] = []  # of each rank: seconds by phase, in the order of OWN
+
+    def slots(self, row: Mapping[str, Any]) -> list[float]:
+        """This rank's numbers in the places of all ranks, for a maximum over them."""
+        own = own_work(parts_of(row))
+        slots = [0.0] * (len(OWN) * self.ranks)
+        slots[len(OWN) * self.rank : len(OWN) * (self.rank + 1)] = [own[phase] for phase in OWN]
+        return slots
+
+    def add(self, seconds: float, slots: Sequence[float]) -> list[tuple[int, str]]:
+        """(rank, line) of those who have become slow, or are no longer, by the numbers of all ranks."""
+        self.latest = [list(slots[len(OWN) * rank : len(OWN) * (rank + 1)]) for rank in range(self.ranks)]
+        self.seen += 1
+        if self.seen == 1:  # the first step has what happens once
+            return []
+        found = []
+        for rank in range(self.ranks):
+            behind, phase, usual = self._behind(rank)
+            is_slow = behind > max(SHARE * seconds, SECONDS)
+            self.slow_rows[rank] = self.slow_rows[rank] + 1 if is_slow else 0
+            if self.slow_rows[rank] >= ROWS and rank not in self.named:
+                self.named[rank] = phase
+                lasts = self.latest[rank][OWN.index(phase)]
+                compared = f"{PHASES[phase]}: {lasts:.3g} s against {usual:.3g} s of others"
+                waits = f"a step of {seconds:.3g} s waits {behind:.3g} s for it"
+                found.append((rank, f"is slow in {compared}, in {ROWS} logged steps in a row; {waits}"))
+            elif not is_slow and self.named.pop(rank, None) is not None:
+                found.append((rank, "is as fast as the others again"))
+        return found
+
+    def _behind(self, rank: int) -> tuple[float, str, float]:
+        """Seconds that others with the same layers wait for this rank; the phase that costs most, and what is usual."""
+        others = [other for other in range(self.ranks) if other != rank and self.stages[other] == self.stages[rank]]
+        if not others:
+            return 0.0, "", 0.0
+        usual = [statistics.median(self.latest[other][place] for other in others) for place in range(len(OWN))]
+        whole = statistics.median(sum(self.latest[other]) for other in others)
+        more = [mine - theirs for mine, theirs in zip(self.latest[rank], usual, strict=True)]
+        place = more.index(max(more))
+        return sum(self.latest[rank]) - whole, OWN[place], usual[place]
