@@ -69,7 +69,7 @@ def ended_processes() -> Iterator[None]:
 def on_cpu() -> Iterator[None]:
     """Train and sample on the CPU whatever the machine has: for comparisons with what runs there."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("training.setup", "tools.generate"):
+        for module in ("training.setup", "tools.saved_model"):
             patch.setattr(f"shardline.{module}.choose_device", lambda: torch.device("cpu"))
         yield
 

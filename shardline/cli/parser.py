@@ -64,6 +64,7 @@ class Command:
     config_flags: bool = False
     details: str = ""
     examples: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()  # of its positional
 
     @property
     def takes_several(self) -> bool:
@@ -175,6 +176,12 @@ def _check_positionals(command: Command, given: list[str]) -> None:
     if len(given) < len(required):
         missing, usage = " ".join(required[len(given) :]), " ".join(("shardline", command.name, *command.positionals))
         raise UserError(f"shardline {command.name}: {missing} is missing: {usage}")
+    for one in given if command.choices else ():
+        if one not in command.choices:
+            names = ", ".join(command.choices)
+            raise UserError(
+                f"shardline {command.name}: expected one of {names}, got {one!r}{nearest(one, command.choices)}"
+            )
     if len(given) > len(command.positionals) and not command.takes_several:
         extra = given[len(command.positionals)]
         raise UserError(f"shardline {command.name}: unexpected argument {extra!r}")

@@ -812,6 +812,10 @@ RULES: list[Rule] = [
     ),
     *(_idle_without(f"{part}.enable", f"{part}.") for part in ("validation", "compile", "fault_tolerance")),
     _idle_without("memory_estimation.enable", "memory_estimation."),
+    _idle("generation.prompts is empty", lambda c: not c.generation.prompts, "generation."),
+    _idle(
+        "generation.temperature is 0", lambda c: c.generation.temperature == 0, "generation.top_k", "generation.seed"
+    ),
     _idle_without("lora.enable", "lora."),
     _idle_unless("lora.base_dtype", ["nf4"], "lora.double_quantization"),
     _idle(

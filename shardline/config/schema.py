@@ -530,6 +530,15 @@ class Validation(Section):
         return _steps_between(self.freq, self.freq_ratio, total_steps)
 
 
+class TextGeneration(Section):
+    prompts: list[Text] = key([], "Texts that the model continues while it trains; none: no samples.")
+    freq: Positive = key(100, "Training steps between samples, which the first and the last step have too.")
+    max_new_tokens: Positive = key(32, "Tokens of a sample; each is one forward pass of a training micro-batch.")
+    temperature: NonNegativeFloat = key(0.0, "0 takes the likeliest token; more spreads the draws.")
+    top_k: Positive | None = key(None, "Draw among so many of the likeliest tokens; unset: among all.")
+    seed: NonNegative = key(0, "Seed of the draws, the same for each sample.")
+
+
 class Debug(Section):
     seed: NonNegative | None = key(None, "Seed of weights and data order; unset means 0.")
     deterministic: bool = key(False, "Use deterministic kernels only: two runs are bitwise equal.")
@@ -562,6 +571,7 @@ class Config(Section):
     fault_tolerance: FaultTolerance = key(FaultTolerance(), "Replica groups.")
     experimental: Experimental = key(Experimental(), "Extensions.")
     validation: Validation = key(Validation(), "Loss on held-out data.")
+    generation: TextGeneration = key(TextGeneration(), "Samples of text while it trains.")
     debug: Debug = key(Debug(), "Seeds and determinism.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

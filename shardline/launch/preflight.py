@@ -36,6 +36,7 @@ def fitting_layout(config: Config, ranks: int) -> Layout:
 def check_start(config: Config, options: TrainOptions, alone: bool) -> None:
     """Refuse files and names with which no rank could start; the run's folder only where no other machine has it."""
     from shardline.data.loader import fitted
+    from shardline.data.prompts import check_prompts
     from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
     from shardline.models.flavors import resolve
     from shardline.run.folder import check_folder
@@ -45,6 +46,7 @@ def check_start(config: Config, options: TrainOptions, alone: bool) -> None:
     if alone:
         check_folder(config, resume=options.resume, overwrite=options.overwrite)
     tokenizer = choose_tokenizer(config)
+    check_prompts(config, tokenizer)
     if not is_foreign(config):  # transformers takes seconds to build one: ranks do
         arch = resolve(config.model)
         check_vocabulary(tokenizer, fitted(arch, config, tokenizer))

@@ -47,7 +47,13 @@ def generate(
     for _ in range(max_new_tokens):
         if cache is not None and cache.used > 0 and rope_changes(model.arch, cache.used, known.shape[1]):
             step, cache.used = known, 0  # cached keys were rotated by other frequencies
-        token = _choose(_next_logits(model, step, cache), temperature, top_k, top_p, generator)
+        logits = _next_logits(model, step, cache)
+        if not logits.isfinite().all():  # on the CPU: no wait for the device
+            raise UserError(
+                "the model gives logits that are not finite: its weights are damaged, or too large for their type;"
+                " use another checkpoint"
+            )
+        token = choose(logits, temperature, top_k, top_p, generator)
         yield token
         if token in stops:
             return
@@ -66,14 +72,10 @@ def _next_logits(model: Decoder, step: Tensor, cache: KVCache | None) -> Tensor:
     return model.logits(hidden).float().cpu()
 
 
-def _choose(
+def choose(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> int:
-    if not logits.isfinite().all():  # on the CPU: no wait for the device
-        raise UserError(
-            "the model gives logits that are not finite: its weights are damaged, or too large for their type;"
-            " use another checkpoint"
-        )
+    """The next token, from finite logits (V,) on the CPU; `generate` says what the options mean."""
     if temperature == 0:
         return int(logits.argmax())
     logits = logits / temperature

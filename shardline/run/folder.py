@@ -59,6 +59,7 @@ class RunFolder:
         self.config_path = self.path / "config.toml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.moved_metrics_path = self.path / "metrics.before-resume.jsonl"
+        self.samples_path = self.path / "samples.jsonl"
         self.checkpoint_folder = self.path / self.checkpoint_name
 
     @property

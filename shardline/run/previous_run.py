@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CONFIG_HEADER = "# The resolved config of this run, written by Shardline."
 PENDING = ".pending"
 PLACES = ("job.config_file", "job.dump_folder", "checkpoint.load_step")  # where a run is, and where it goes on
-ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl", "report.html")
+ROOT_FILES = ("metrics.jsonl", "metrics.before-resume.jsonl", "samples*.jsonl", "report.html")
 # (section, key of the folder's name, default name, what a run writes into it)
 FOLDERS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("checkpoint", "folder", "checkpoint", ("step-*", "mirror.json")),

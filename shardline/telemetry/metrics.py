@@ -10,7 +10,7 @@ import math
 import netrc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -134,6 +134,8 @@ class Sink(Protocol):
 
     def write(self, step: int, scalars: dict[str, float]) -> None: ...
 
+    def write_texts(self, step: int, rows: Sequence[dict[str, Any]]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -141,11 +143,12 @@ class MetricsLog:
     """Writes a run's rows, on rank 0; with `metrics.save_for_all_ranks` every rank writes to TensorBoard and W&B."""
 
     def __init__(self, config: Config, run_folder: RunFolder, start_step: int = 0, rank: int = 0) -> None:
-        self.path = run_folder.metrics_path
+        self.path, self.samples_path, self.rank = run_folder.metrics_path, run_folder.samples_path, rank
         self.file: Any = None
         if rank == 0:
             if run_folder.resume or run_folder.again:
-                move_rows_after(run_folder, start_step)
+                move_rows_after(run_folder.metrics_path, start_step)
+                move_rows_after(run_folder.samples_path, start_step)
             with _writing(self.path):
                 self.file = open(self.path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
         self.sinks: list[Sink] = []
@@ -165,6 +168,14 @@ class MetricsLog:
     def log_validation(self, step: int, found: dict[str, float]) -> None:
         self._write({"step": step} | {f"validation_{name}": value for name, value in found.items()})
 
+    def log_samples(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Add samples, each with its `step`, `prompt` and `text`, to samples.jsonl, TensorBoard and W&B."""
+        if self.rank == 0:
+            lines = b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows)
+            with _writing(self.samples_path), open(self.samples_path, "ab", buffering=0, opener=plain_file) as file:
+                _append(file, lines)
+        self._tell_sinks(lambda sink: sink.write_texts(rows[0]["step"], rows))
+
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
@@ -182,9 +193,12 @@ class MetricsLog:
                 _append(self.file, to_line(row))
         scalars = dict(_scalars(row))
         step = scalars.pop("step")
+        self._tell_sinks(lambda sink: sink.write(int(step), scalars))
+
+    def _tell_sinks(self, tell: Callable[[Sink], None]) -> None:
         for sink in list(self.sinks):
             try:
-                sink.write(int(step), scalars)
+                tell(sink)
             except OSError as error:  # metrics.jsonl has the row: the run goes on
                 log.warning("%s is no longer written: %s", type(sink).__name__, error)
                 self.sinks.remove(sink)
@@ -199,25 +213,27 @@ def to_line(row: dict[str, Any]) -> bytes:
     return json.dumps({**row, **dict.fromkeys(strange)}, allow_nan=False).encode() + b"\n"
 
 
-def read_rows(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(text: str, name: str = "metrics.jsonl") -> Iterator[tuple[str, dict[str, Any]]]:
     """(line, row) of each complete line; an incomplete one, as a crash leaves it at the end, is logged and skipped."""
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # a text may hold what else ends a line
+        if not line:
+            continue
         try:
             row = parse_json(line)
             if not isinstance(row["step"], int):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
-            log.warning("metrics.jsonl line %d is incomplete and skipped: %.60r", number, line)
+            log.warning("%s line %d is incomplete and skipped: %.60r", name, number, line)
             continue
         yield line + "\n", row
 
 
-def move_rows_after(run_folder: RunFolder, step: int) -> None:
-    """Move rows of steps that will be trained again to the end of metrics.before-resume.jsonl."""
-    path, moved_path = run_folder.metrics_path, run_folder.moved_metrics_path
+def move_rows_after(path: Path, step: int) -> None:
+    """Move rows of steps that will be trained again to the end of NAME.before-resume.jsonl."""
     if not path.exists():
         return
-    rows = list(read_rows(read_plain(path)))
+    moved_path = path.with_name(f"{path.stem}.before-resume{path.suffix}")
+    rows = list(read_rows(read_plain(path), path.name))
     moved = [line for line, row in rows if row["step"] > step]
     if moved:
         # First the copy, durably, then the removal: a crash in between repeats rows and loses none.
@@ -225,7 +241,7 @@ def move_rows_after(run_folder: RunFolder, step: int) -> None:
             file.writelines(moved)
             file.flush()
             os.fsync(file.fileno())
-        log.info("%d metrics rows after step %d moved to %s", len(moved), step, moved_path.name)
+        log.info("%d %s rows after step %d moved to %s", len(moved), path.stem, step, moved_path.name)
     write_atomically(path, "".join(line for line, row in rows if row["step"] <= step))
 
 
@@ -275,6 +291,10 @@ class TensorBoard:
     def write(self, step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, step)
+
+    def write_texts(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        for number, row in enumerate(rows, start=1):
+            self.writer.add_text(f"sample/{number}", f"{row['prompt']}{row['text']}", step)
 
     def close(self) -> None:
         self.writer.close()
@@ -348,6 +368,12 @@ class WandB:
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         self.run.log({"step": step, **scalars})
+
+    def write_texts(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        import wandb
+
+        cells = [[step, row["prompt"], row["text"]] for row in rows]
+        self.run.log({"step": step, "samples": wandb.Table(columns=["step", "prompt", "text"], data=cells)})
 
     def close(self) -> None:
         self.run.finish()

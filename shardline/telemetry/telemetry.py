@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ from shardline.telemetry.rank_log import RankLog, StepParts, held_by_rank, idle_
 from shardline.telemetry.recompiles import CompileReport
 from shardline.telemetry.serial_steps import SerialComparison
 from shardline.telemetry.slow_ranks import SlowRanks
-from shardline.words import TableRows
+from shardline.words import TableRows, printable
 
 log = logging.getLogger("shardline")
 
@@ -224,6 +225,17 @@ class Telemetry:
         self.exporter.update({f"validation_{name}": value for name, value in found.items()})
         if self.mesh.rank == 0:
             self.rank_log.write("validation", {"step": step, **found})
+
+    def log_samples(self, step: int, samples: Iterable[tuple[str, str, list[int]]], seconds: float) -> None:
+        """Record (prompt, text, new tokens) of each sample, and how long all of them took."""
+        rows = [
+            {"step": step, "prompt": prompt, "text": text, "tokens": tokens, "seconds": round(seconds, 3)}
+            for prompt, text, tokens in samples
+        ]
+        self.metrics.log_samples(rows)
+        for row in rows:
+            texts = (printable(json.dumps(row[part], ensure_ascii=False)) for part in ("prompt", "text"))
+            log.info("step %d  sample %s -> %s", step, *texts)
 
     def report(self, more: TableRows) -> None:
         """Show the closing table of a loop that has begun, with `more` rows."""

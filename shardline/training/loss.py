@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -90,6 +90,35 @@ class Head:
         whole = here.new_zeros(labels.numel())
         whole.chunk(collectives.axis("tp").size)[collectives.axis("tp").rank].copy_(here)
         return -collectives.sum_in_place(whole.view(labels.shape).sum(1), "tp")
+
+    @torch.no_grad()
+    def logits_at(self, model: Decoder, hidden: Tensor, places: Sequence[int]) -> Tensor:
+        """(B, V) float32: the logits after one token of each row; zero where another rank has them.
+
+        `places` counts in the tokens of a row that this rank has; -1: the row's token is not among them.
+        """
+        plan, logits = self.tensor, torch.zeros((len(places), model.arch.vocab_size), device=hidden.device)
+        rows = [row for row, place in enumerate(places) if place >= 0]
+        if model.gives_logits:
+            logits[rows] = hidden[rows, [places[row] for row in rows]].float()
+            return logits
+        shares, width = self._shares_tokens, hidden.numel() // hidden.shape[-1]  # tokens in `hidden`
+        if plan is not None and plan.sequence_parallel:
+            width *= plan.degree
+        hidden, _ = self._prepared(model, hidden)
+        rank = 0 if plan is None else collectives.axis("tp").rank
+        first = rank * hidden.shape[0] if shares else 0
+        flat = [row * (width // len(places)) + places[row] - first for row in rows]
+        if shares:
+            kept = [(row, place) for row, place in zip(rows, flat, strict=True) if 0 <= place < hidden.shape[0]]
+            rows, flat = [row for row, _ in kept], [place for _, place in kept]
+        part = model.logits(hidden[flat]).float()
+        if plan is not None and plan.loss_parallel:
+            start = vocabulary_rows(model.arch.vocab_size, plan.degree, rank).start
+            logits[rows, start : start + part.shape[1]] = part
+        elif shares or rank == 0:
+            logits[rows] = part
+        return logits
 
     @property
     def _shares_tokens(self) -> bool:

@@ -111,3 +111,19 @@ class PipelinedModel:
             return self._forward(micro_batch, x, stage, 1.0)
 
         return self.pipeline.losses([MicroBatch(b.tokens, b.labels, b.documents) for b in batches], forward)
+
+    def logits_at(self, batch: Batch, places: Sequence[int]) -> Tensor:
+        """(B, V): the logits after one token of each row, as `Head.logits_at` has them; 0 without the last stage."""
+        logits = torch.zeros((len(places), self.model.arch.vocab_size), device=batch.tokens.device)
+        parts = iter(zip(logits.split(size := self.plan.microbatch_size), range(0, len(places), size), strict=True))
+
+        def forward(micro_batch: MicroBatch, x: Tensor | None, stage: Stage) -> Tensor:
+            out = self.model.hidden(micro_batch.tokens, stage=stage, x=x, documents=micro_batch.documents)
+            if not stage.last:
+                return out
+            part, start = next(parts)  # the last stage gets them in order
+            part.copy_(self.head.logits_at(self.model, out, places[start : start + size]))
+            return part.new_zeros(())
+
+        self.pipeline.losses(self._cut(batch), forward)
+        return logits

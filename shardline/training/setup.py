@@ -52,6 +52,7 @@ from shardline.config.write import to_toml
 from shardline.data.loader import Loader, build_loader, fitted, steps_for_epochs
 from shardline.data.order import global_batch
 from shardline.data.prepare import cache_folder
+from shardline.data.prompts import check_prompts
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
 from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention
@@ -139,6 +140,7 @@ class Setup:
         check_experts(self.arch, self.layout)
         check_cuda_graphs(config, self.arch, self.layout, self.device.type)
         check_vocabulary(self.tokenizer, self.arch)
+        check_prompts(config, self.tokenizer)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
         check_device(config, self.device, self.precision.compute)
         if self.arch.foreign is not None:

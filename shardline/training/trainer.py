@@ -25,6 +25,7 @@ from shardline.run.options import TrainOptions
 from shardline.run.signals import listening
 from shardline.run.stop import Request, exit_code, no_requests, request_of, why_not_saved
 from shardline.telemetry.log import release_log
+from shardline.training.samples import PromptSampler
 from shardline.training.setup import Setup
 from shardline.training.step import RequestNumbers, StepResult
 from shardline.training.validate import Validator
@@ -67,6 +68,10 @@ class Trainer:
         self.validator = Validator(
             run.config, run.stepper, run.validation, run.mesh, run.total_steps, run.telemetry, self._requests_meanwhile
         )
+        self.sampler = PromptSampler(
+            *(run.config, run.stepper, run.tokenizer, run.mesh, run.device, run.total_steps, run.telemetry),
+            self._requests_meanwhile,
+        )
 
     def train(self) -> Result:
         """Run to the last step, or to the step after which a signal or the time limit stops the run."""
@@ -86,6 +91,7 @@ class Trainer:
                         telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, result.more)
                         self._after_step(result)
                         request = self.validator.run_if_due(progress.step, result.request)
+                        request = self.sampler.run_if_due(progress.step, request)
                         if request.stop is not None:
                             enforcer.reached_boundary()
                         self._stop_if_worse(self.validator.loss)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config
+from shardline.data.batch import Batch
 from shardline.data.loader import Loader
 from shardline.parallel.data.fsdp import free_gathered
 from shardline.run.device import read
 from shardline.run.stop import Request
 from shardline.telemetry.telemetry import Telemetry
+from shardline.training.pipelined_step import PipelinedModel
 from shardline.training.step import Stepper
+from shardline.training.whole_model import WholeModel
 
 log = logging.getLogger("shardline")
 
@@ -69,17 +73,28 @@ class Validator:
         model.eval()
         sums = torch.zeros(1 + len(passes.names), dtype=torch.float64, device=loader.device)
         batches = iter(loader.epoch(None if self.section.steps < 0 else self.section.steps))
+        shared = self.mesh.layout.tp * self.mesh.layout.pp
         while request.stop is None and (some := list(itertools.islice(batches, passes.batches_at_once))):
             some = [batch if model.context is None else model.context.cut(batch) for batch in some]
-            sums[1:] += passes.losses(some) * passes.share
-            for batch in some:
-                sums[0] += passes.count(batch) / (self.mesh.layout.tp * self.mesh.layout.pp)
+            add_losses(sums, passes, some, shared)
             request = request.and_then(self.requests())
         free_gathered(model)
         model.train(was_training)
         if request.stop is not None:
             return None, request
-        if self.mesh.world_size > 1:
-            collectives.sum_in_place(sums, "world")
-        count, *totals = read(sums)
-        return {name: total / max(count, 1.0) for name, total in zip(passes.names, totals, strict=True)}, request
+        return means(sums, passes, self.mesh)[1], request
+
+
+def add_losses(sums: Tensor, passes: WholeModel | PipelinedModel, batches: Sequence[Batch], shared: int = 1) -> None:
+    """Add the targets (or pairs) of some batches, which `shared` ranks count, and the sums of their numbers."""
+    sums[1:] += passes.losses(batches) * passes.share
+    for batch in batches:
+        sums[0] += passes.count(batch) / shared
+
+
+def means(sums: Tensor, passes: WholeModel | PipelinedModel, mesh: Mesh) -> tuple[float, dict[str, float]]:
+    """The number of targets (or pairs) on all ranks, and the means over them."""
+    if mesh.world_size > 1:
+        collectives.sum_in_place(sums, "world")
+    count, *totals = read(sums)
+    return count, {name: total / max(count, 1.0) for name, total in zip(passes.names, totals, strict=True)}

@@ -59,6 +59,10 @@ class WholeModel:
         """The sums of the numbers of some batches, without backward."""
         return torch.stack([self._loss(batch, 1.0)[1] for batch in batches]).sum(0)
 
+    def logits_at(self, batch: Batch, places: Sequence[int]) -> Tensor:
+        """(B, V): the logits after one token of each row, as `Head.logits_at` has them on this rank."""
+        return self.head.logits_at(self.model, self.model.hidden(batch.tokens, documents=batch.documents), places)
+
     def _loss(self, batch: Batch, scale: Tensor | float) -> tuple[Tensor, Tensor]:
         """What backward begins with, and the numbers that are shown."""
         hidden = self.model.hidden(batch.tokens, documents=batch.documents, noise=batch.noise)

@@ -24,6 +24,11 @@ STOPPING = "tests/unit/run/test_stopping.py::test_"
 COMM = "tests/unit/tools/test_bench_comm.py::test_"
 OVERLAP = "tests/unit/tools/test_bench_overlap.py::test_"
 EXPERTS = "tests/unit/tools/test_bench_experts.py::test_"
+SAMPLES = "tests/parity/test_samples.py::test_samples_are_what_one_process_generates"
+EVAL = "tests/e2e/test_eval.py::test_"
+SHELL = "tests/unit/cli/test_completion.py::test_"
+INIT = "tests/unit/cli/test_init.py::test_"
+PROMPTS = "tests/unit/data/test_prompts.py::test_"
 TRACE = "tests/unit/tools/test_trace_overlap.py::test_"
 
 METRICS_ROWS = [
@@ -921,6 +926,149 @@ PLANS = [
     ),
 ]
 
+SAMPLES_AND_EVALUATION = [
+    Change(
+        "samples are drawn from another seed",
+        "training/samples.py",
+        'torch.Generator("cpu").manual_seed(seed)',
+        'torch.Generator("cpu").manual_seed(seed + 1)',
+        f"{SAMPLES}[one-documents]",
+    ),
+    Change(
+        "samples ignore the temperature",
+        "training/samples.py",
+        "choose(logits, self.section.temperature, self.section.top_k, None, prompt.generator)",
+        "choose(logits, 0.0, self.section.top_k, None, prompt.generator)",
+        f"{SAMPLES}[one-documents]",
+    ),
+    Change(
+        "samples ignore top_k",
+        "training/samples.py",
+        "choose(logits, self.section.temperature, self.section.top_k, None, prompt.generator)",
+        "choose(logits, self.section.temperature, 1, None, prompt.generator)",
+        f"{SAMPLES}[one-documents]",
+    ),
+    Change(
+        "samples are made at the last step alone",
+        "training/samples.py",
+        "due = step in (1, self.last_step) or step % self.section.freq == 0",
+        "due = step == self.last_step",
+        f"{SAMPLES}[one-documents]",
+    ),
+    Change(
+        "samples begin without the start token",
+        "data/prompts.py",
+        "[*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(text)]",
+        "tokenizer.encode(text)",
+        f"{PROMPTS}a_prompt_begins_as_documents_do",
+    ),
+    Change(
+        "a sample may be longer than a sequence",
+        "data/prompts.py",
+        "if tokens + new > length:",
+        "if tokens > length:",
+        f"{PROMPTS}prompt_and_sample_fit_into_a_sequence",
+    ),
+    Change(
+        "samples have fewer tokens than asked for",
+        "training/samples.py",
+        "for _ in range(section.max_new_tokens):",
+        "for _ in range(section.max_new_tokens // 2):",
+        f"{SAMPLES}[one-documents]",
+    ),
+    Change(
+        "samples look at what comes after the last token",
+        "training/samples.py",
+        "last = torch.tensor([len(prompt.tokens) - 1 for prompt in prompts])",
+        "last = torch.tensor([len(prompt.tokens) for prompt in prompts])",
+        f"{SAMPLES}[one-documents]",
+    ),
+    Change(
+        "with TP, samples see the vocabulary of one rank",
+        "training/loss.py",
+        "logits[rows, start : start + part.shape[1]] = part",
+        "logits[rows, : part.shape[1]] = part",
+        f"{SAMPLES}[tp2-cp2]",
+    ),
+    Change(
+        "samples of steps that are trained again stay",
+        "telemetry/metrics.py",
+        "move_rows_after(run_folder.samples_path, start_step)",
+        "pass",
+        f"{METRICS}samples_of_steps_that_are_trained_again_move",
+    ),
+    Change(
+        "TensorBoard gets no samples",
+        "telemetry/metrics.py",
+        "for number, row in enumerate(rows, start=1):",
+        "for number, row in enumerate(rows[:0], start=1):",
+        f"{METRICS}tensorboard_gets_the_text_of_samples",
+    ),
+    Change(
+        "eval reads the file like the run's validation steps",
+        "tools/perplexity.py",
+        '{"validation.dataset_path": data, "validation.steps": -1}',
+        '{"validation.dataset_path": data}',
+        f"{EVAL}a_file_is_read_whole_and_as_validation_reads_it",
+    ),
+    Change(
+        "eval ignores the data that it is given",
+        "tools/perplexity.py",
+        '{"validation.dataset_path": data, "validation.steps": -1}',
+        '{"validation.steps": -1}',
+        f"{EVAL}a_hugging_face_folder_has_the_loss_of_transformers",
+    ),
+    Change(
+        "perplexity is the loss",
+        "tools/perplexity.py",
+        "math.exp(loss) if loss < 700",
+        "loss if loss < 700",
+        f"{EVAL}the_validation_of_a_run_is_repeated_bit_by_bit",
+    ),
+    Change(
+        "a task's continuation is scored one token early",
+        "tools/tasks.py",
+        "states = hidden[place, len(given) - 1 - len(wanted) : len(given) - 1]",
+        "states = hidden[place, len(given) - 2 - len(wanted) : len(given) - 2]",
+        f"{EVAL}log_likelihoods_of_a_batch_are_those_of_each_alone",
+    ),
+    Change(
+        "an answer goes on after its end",
+        "tools/tasks.py",
+        "return min((text.split(end, 1)[0] for end in until if end), key=len, default=text)",
+        "return text",
+        f"{EVAL}an_answer_ends_where_the_task_says",
+    ),
+    Change(
+        "init writes over a file",
+        "cli/init.py",
+        "if file.exists():",
+        "if file.is_dir():",
+        f"{INIT}a_file_is_not_overwritten",
+    ),
+    Change(
+        "init writes what the config refuses",
+        "cli/init.py",
+        "            check(str(draft))",
+        "            pass",
+        f"{INIT}answers_that_cannot_be_used_leave_nothing",
+    ),
+    Change(
+        "config keys are not completed",
+        "cli/completion.py",
+        "if [[ $config == 1 ]]; then",
+        "if [[ $config == 2 ]]; then",
+        f"{SHELL}bash_completes_options_and_every_key",
+    ),
+    Change(
+        "choices of keys are not completed",
+        "cli/completion.py",
+        "return {key: NAMED.get(key) or tuple(_choices(field.annotation)) for key, field in leaves().items()}",
+        "return {key: () for key in leaves()}",
+        f"{SHELL}bash_completes_values_and_files",
+    ),
+]
+
 CHANGES = [
     *PLANS,
     *METRICS_ROWS,
@@ -930,4 +1078,5 @@ CHANGES = [
     *SAVES_AND_STOPS,
     *BENCHES,
     *CONFIG_AND_LAUNCH,
+    *SAMPLES_AND_EVALUATION,
 ]

@@ -662,7 +662,7 @@ THE_STEP = [
     Change(
         "validation is the loss of one rank",
         "training/validate.py",
-        '        if self.mesh.world_size > 1:\n            collectives.sum_in_place(sums, "world")\n',
+        '    if mesh.world_size > 1:\n        collectives.sum_in_place(sums, "world")\n',
         "",
         f"{LAYOUT}[fsdp2-validation]",
     ),

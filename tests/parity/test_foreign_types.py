@@ -13,7 +13,7 @@ from shardline.checkpoint.lora.adapter import find_adapter
 from shardline.config.schema import Lora
 from shardline.errors import UserError
 from shardline.models.huggingface.config import architecture_from_hf
-from shardline.tools.generate import _adapted, _build
+from shardline.tools.saved_model import of_adapter
 
 transformers = pytest.importorskip("transformers")
 from tests.foreign_types import BEGIN, END, PAGE, check_training, write_tiny  # noqa: E402
@@ -57,7 +57,7 @@ def test_an_adapter_beside_all_linear_layers_computes_what_its_merged_folder_doe
     write_peft(tmp_path / "adapter", tensors, how, arch, str(tmp_path / "base"))
     adapter = find_adapter(tmp_path / "adapter", None)
     assert adapter is not None
-    ours = _build(_adapted(adapter), torch.device("cpu"))
+    ours = of_adapter(adapter).build(torch.device("cpu"))
     if kind in PASSED_BY:
         with pytest.raises(UserError, match="does not call"):
             ours.check_masks(torch.device("cpu"))

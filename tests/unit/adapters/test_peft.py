@@ -13,7 +13,7 @@ from shardline.adapters.peft_files import write_peft
 from shardline.checkpoint.convert import export
 from shardline.checkpoint.lora.adapter import Adapter, find_adapter
 from shardline.errors import UserError
-from shardline.tools.generate import _adapted, _build
+from shardline.tools.saved_model import of_adapter
 from tests import bad_values
 
 peft = pytest.importorskip("peft")
@@ -150,7 +150,7 @@ def test_an_adapter_of_peft_gives_its_logits_and_goes_back_to_it(tmp_path: Path,
     theirs.save_pretrained(tmp_path / "adapter")
     adapter = find_adapter(tmp_path / "adapter", str(base))
     assert isinstance(adapter, Adapter)
-    seen = _logits(_build(_adapted(adapter), torch.device("cpu")))
+    seen = _logits(of_adapter(adapter).build(torch.device("cpu")))
     assert (seen - wanted).abs().max() < 1e-4
     # back to peft
     write_peft(tmp_path / "ours", adapter.tensors, adapter.how, adapter.architecture, str(base))

@@ -13,21 +13,11 @@ import pytest
 
 from shardline import registry
 from shardline.cli.commands import COMMANDS
-from shardline.cli.main import called_as, dispatch, main
+from shardline.cli.main import called_as, dispatch
 from shardline.errors import UserError
 from shardline.run.options import TrainOptions
 
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def run(capsys):
-    def function(*words):
-        code = main(list(words))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return function
 
 
 @pytest.fixture

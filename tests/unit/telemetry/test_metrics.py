@@ -207,7 +207,7 @@ def test_crash_while_moving_loses_no_row(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("shardline.telemetry.metrics.write_atomically", crash)
         with pytest.raises(KeyboardInterrupt):
-            move_rows_after(folder, 1)
+            move_rows_after(folder.metrics_path, 1)
     assert steps_in(folder.metrics_path) == [1, 2, 3]
     assert steps_in(folder.moved_metrics_path) == [2, 3]
 
@@ -215,6 +215,35 @@ def test_crash_while_moving_loses_no_row(tmp_path, monkeypatch):
 def test_resume_without_a_metrics_file(tmp_path):
     MetricsLog(make_config(), RunFolder(tmp_path, resume_step=5), start_step=5).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def a_sample(step: int, text: str = " of\u2028ice\n"):
+    return {"step": step, "prompt": "A sea", "text": text, "tokens": [3, 4], "seconds": 0.1}
+
+
+def test_samples_have_a_file_of_their_own(tmp_path):
+    folder = make_folder(tmp_path)
+    metrics = MetricsLog(make_config(), folder)
+    metrics.log_samples([a_sample(1), a_sample(1, "é")])
+    metrics.log_samples([a_sample(5)])
+    metrics.close()
+    other = MetricsLog(make_config(), folder, rank=1)
+    other.log_samples([a_sample(9)])
+    other.close()
+    text = folder.samples_path.read_text()
+    assert [json.loads(line) for line in text.split("\n")[:-1]] == [a_sample(1), a_sample(1, "é"), a_sample(5)]
+
+
+def test_samples_of_steps_that_are_trained_again_move(tmp_path):
+    folder = RunFolder(tmp_path, resume_step=5)
+    first = MetricsLog(make_config(), RunFolder(tmp_path))
+    for step in (1, 5, 6):
+        first.log_samples([a_sample(step)])
+    first.close()
+    MetricsLog(make_config(), folder, start_step=5).close()
+    assert [json.loads(line)["step"] for line in folder.samples_path.read_text().split("\n")[:-1]] == [1, 5]
+    moved = (tmp_path / "samples.before-resume.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in moved.split("\n")[:-1]] == [6]
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------
@@ -240,6 +269,17 @@ def test_tensorboard_gets_every_number(tmp_path):
     assert scalars["comm_bytes/dp"] == [(1, 8.0)]
     assert scalars["validation_loss"] == [(2, 0.75)]
     assert "step" not in scalars
+
+
+def test_tensorboard_gets_the_text_of_samples(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = MetricsLog(make_config(enable_tensorboard=True), make_folder(tmp_path))
+    metrics.log_samples([a_sample(3, " is wide")])
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "run" / "tb")).Reload()
+    (event,) = events.Tensors("sample/1/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0]) == (3, b"A sea is wide")
 
 
 def test_tensorboard_hides_what_a_resume_repeats(tmp_path):
@@ -312,7 +352,8 @@ def wandb_runs(monkeypatch):
         runs.append(FakeRun(options))
         return runs[-1]
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    table = lambda columns, data: (columns, data)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Table=table))
     return runs
 
 
@@ -320,8 +361,10 @@ def test_wandb_gets_config_and_rows(tmp_path, wandb_runs):
     metrics = MetricsLog(make_config(enable_wandb=True), make_folder(tmp_path))
     metrics.log(make_row(3, comm_bytes={"dp": 8}))
     metrics.log_validation(3, {"loss": 2.0})
+    metrics.log_samples([a_sample(3, " is")])
     metrics.close()
     (run,) = wandb_runs
+    assert run.rows[2] == {"step": 3, "samples": (["step", "prompt", "text"], [[3, "A sea", " is"]])}
     assert run.options["project"] == "shardline"
     assert run.options["name"] == "run"
     assert run.options["config"]["metrics"]["enable_wandb"] is True
@@ -372,7 +415,8 @@ def test_wandb_that_does_not_start_names_the_offline_mode(tmp_path, monkeypatch)
     def init(**options):
         raise RuntimeError("no API key\nand many more lines")
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    table = lambda columns, data: (columns, data)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init, Table=table))
     with pytest.raises(UserError, match=r"W&B did not start: no API key \(metrics.wandb_mode = 'offline'"):
         MetricsLog(make_config(enable_wandb=True), RunFolder(tmp_path))
 
