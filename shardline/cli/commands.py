@@ -115,9 +115,11 @@ def _located(config: Config, line: str) -> str:
 
 def _train(parsed: Parsed) -> int:
     from shardline.config.rules import refuse_pending
+    from shardline.launch.clusters.environment import take_surroundings
     from shardline.run.options import TrainOptions, node_range
 
-    options = TrainOptions(**parsed.named(), debug=parsed.options["debug"], words=parsed.words)
+    named = take_surroundings(parsed.named(), parsed.given)
+    options = TrainOptions(**named, debug=parsed.options["debug"], words=parsed.words)
     if options.resume and options.overwrite:
         raise UserError("--resume continues a run and --overwrite moves it aside: give one of them")
     if options.world_size is not None and not options.dry_run:
