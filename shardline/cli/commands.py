@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
 import re
 import sys
@@ -747,12 +749,68 @@ EXPLAIN = Command(
     ),
 )
 
+# ---- clusters --------------------------------------------------------------------------------------------------------
+
+
+def _launch(name: str, parsed: Parsed) -> int:
+    from shardline.config.rules import refuse_pending
+
+    # In a cluster the model's folder may be where this machine has nothing.
+    config = load(parsed.file, parsed.flags, check_model=name != "kubernetes")
+    with _placing(config):
+        refuse_pending(config)
+        module = importlib.import_module(f"shardline.launch.clusters.{name}")
+        code: int = module.command(config, parsed.file, parsed.flags, parsed.words, **parsed.named())
+        return code
+
+
+_NODES = Option("nodes", "Number of machines.", int, "N", default=1, low=1)
+_GPUS = Option("gpus-per-node", "GPUs of each machine; unset: none.", int, "N", low=1)
+_JOB_NAME = Option("job-name", "Name of the job; unset: that of FILE.", str, "NAME", default="")
+_RESTARTS = Option("max-restarts", "How often failed ranks are restarted inside the job.", int, "N", default=0, low=0)
+_ENV_FILE = Option("env-file", "File of lines NAME=VALUE, variables of every rank.", str, "FILE", default="")
+_SUBMISSION = (
+    Option("out", "File to write; unset: named after the job.", str, "FILE", default=""),
+    Option("dry-run", "Print it, write nothing.", bool),
+    Option("submit", "Also submit it.", bool),
+)
+LAUNCH_SLURM = Command(
+    "launch slurm",
+    "Write a script for sbatch that requeues itself until the run's last step is reached; --submit submits it.",
+    ("[FILE]",),
+    (
+        _NODES,
+        _GPUS,
+        _processes(" of the cluster; unset: one per GPU, or one"),
+        Option("cpus-per-task", "Cores of each machine; unset: whole machines, --exclusive.", int, "N", low=1),
+        Option("time", "Time limit of one start, as sbatch takes it: 24:00:00.", str, "TIME", default=""),
+        Option("partition", "Partition.", str, "NAME", default=""),
+        Option("account", "Account.", str, "NAME", default=""),
+        Option("qos", "Quality of service.", str, "NAME", default=""),
+        Option("sbatch", "Further options of sbatch, in quotes.", str, "WORDS", default=""),
+        _JOB_NAME,
+        _RESTARTS,
+        Option("container", "Image: a .sif file for apptainer, any other for pyxis.", str, "IMAGE", default=""),
+        Option("mounts", "Folders for the container, besides this one: A:B,C:D.", str, "LIST", default=""),
+        _ENV_FILE,
+        *_SUBMISSION,
+    ),
+    functools.partial(_launch, "slurm"),
+    config_flags=True,
+    details="Nothing is submitted without --submit. docs/clusters.md explains the script.",
+    examples=(
+        "shardline launch slurm run.toml --nodes 4 --gpus-per-node 8 --time 24:00:00 --partition batch",
+        "shardline launch slurm run.toml --nodes 4 --gpus-per-node 8 --submit",
+        "shardline launch slurm run.toml --sbatch='--constraint=h100 --mail-type=FAIL' --dry-run",
+    ),
+)
+
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, SHOW, VERIFY_DATA, IMPORT, EXPORT),
         *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG),
-        *(SCHEDULE, PLAN, REPORT, EXPLAIN),
+        *(SCHEDULE, PLAN, REPORT, EXPLAIN, LAUNCH_SLURM),
     )
 }
