@@ -764,6 +764,7 @@ def _launch(name: str, parsed: Parsed) -> int:
         return code
 
 
+_KINDS = ("trainjob", "pytorchjob", "jobset")
 _NODES = Option("nodes", "Number of machines.", int, "N", default=1, low=1)
 _GPUS = Option("gpus-per-node", "GPUs of each machine; unset: none.", int, "N", low=1)
 _JOB_NAME = Option("job-name", "Name of the job; unset: that of FILE.", str, "NAME", default="")
@@ -804,6 +805,53 @@ LAUNCH_SLURM = Command(
         "shardline launch slurm run.toml --sbatch='--constraint=h100 --mail-type=FAIL' --dry-run",
     ),
 )
+LAUNCH_K8S = Command(
+    "launch k8s",
+    "Write manifests of a TrainJob, a PyTorchJob or a JobSet, with shared disk, restarts and probes.",
+    ("[FILE]",),
+    (
+        Option("image", "Image that has shardline.", str, "IMAGE", default=""),
+        Option("kind", "trainjob, pytorchjob or jobset.", str, "NAME", (), _KINDS, "trainjob"),
+        _NODES,
+        _GPUS,
+        _processes(" of the cluster; unset: one per GPU, or one"),
+        Option("claim", "PersistentVolumeClaim of the shared disk; unset: one is made.", str, "NAME", default=""),
+        Option("storage", "Size of the disk that is made.", str, "SIZE", default="200Gi"),
+        Option("mount", "Where pods see the disk; relative paths of FILE start there.", str, "PATH", default="/shared"),
+        Option("namespace", "Namespace.", str, "NAME", default="default"),
+        _JOB_NAME,
+        _RESTARTS,
+        Option("restarts", "How often the cluster starts the job again.", int, "N", default=10, low=0),
+        _ENV_FILE,
+        *_SUBMISSION,
+    ),
+    functools.partial(_launch, "kubernetes"),
+    config_flags=True,
+    details="Nothing is submitted without --submit, which calls kubectl. docs/clusters.md explains the manifests.",
+    examples=(
+        "shardline launch k8s run.toml --image registry.example.org/shardline:1 --nodes 4 --gpus-per-node 8",
+        "shardline launch k8s run.toml --image IMAGE --kind jobset --claim my-disk --dry-run",
+    ),
+)
+LAUNCH_SSH = Command(
+    "launch ssh",
+    "Run on machines that ssh reaches, without a scheduler; ends when the run ends.",
+    ("[FILE]",),
+    (
+        Option("hosts", "The machines, the first one with rank 0: a,b or me@a,me@b.", str, "LIST", default=""),
+        _processes("; unset: one"),
+        Option("port", "Port of the first machine, at its name in --hosts.", int, "N", default=29500, low=1),
+        Option("ssh", "Command that reaches a machine.", str, "WORDS", default="ssh -o BatchMode=yes"),
+        Option("folder", "Folder on every machine; unset: this one.", str, "PATH", default=""),
+        _RESTARTS,
+        _ENV_FILE,
+        Option("dry-run", "Print what every machine would run.", bool),
+    ),
+    functools.partial(_launch, "ssh"),
+    config_flags=True,
+    details="Folder, FILE and this program are at the same places on all machines, the run's folder on a shared disk.",
+    examples=("shardline launch ssh run.toml --hosts a,b --nproc 8",),
+)
 
 COMMANDS: dict[str, Command] = {
     command.name: command
@@ -811,6 +859,6 @@ COMMANDS: dict[str, Command] = {
         *(TRAIN, CONFIG, PREPARE, SHOW, VERIFY_DATA, IMPORT, EXPORT),
         *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG),
-        *(SCHEDULE, PLAN, REPORT, EXPLAIN, LAUNCH_SLURM),
+        *(SCHEDULE, PLAN, REPORT, EXPLAIN, LAUNCH_SLURM, LAUNCH_K8S, LAUNCH_SSH),
     )
 }

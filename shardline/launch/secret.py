@@ -41,8 +41,8 @@ def job_secret(options: TrainOptions) -> bytes:
 def derived_secret(job: str) -> str:
     """The secret of a job that a scheduler started: made of its name and of a key that this user keeps in a file.
 
-    The file lies in the home folder, which the machines of such a cluster share; the first job makes it. Where homes are
-    not shared the keys differ, and the machines refuse each other.
+    The file lies in the home folder, which the machines of such a cluster share; the first job makes it. Where homes
+    are not shared the keys differ, and the machines refuse each other.
     """
     file = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "shardline" / "job-key"
     try:

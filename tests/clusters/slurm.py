@@ -5,7 +5,7 @@
         job = slurm.submit("job.sbatch")
         slurm.wait(job, "COMPLETED")
 
-Each host has its own network, so that nothing of it can be reached from outside, and what runs there ends with the test.
+Each host has its own network, so that nothing of it can be reached from outside, and what runs there ends with it.
 All files are in one folder: no file of a SLURM that the machine may have is read or changed.
 """
 

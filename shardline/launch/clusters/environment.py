@@ -24,6 +24,7 @@ from typing import Any
 
 from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.errors import UserError
+from shardline.launch.launch import name_problem
 from shardline.launch.secret import VARIABLE as SECRET_VARIABLE
 from shardline.launch.secret import derived_secret
 from shardline.words import counted
@@ -65,7 +66,9 @@ def take_surroundings(
     if found.job and not (environment.get(SECRET_VARIABLE) or named["rdzv_secret_file"]):
         environment[SECRET_VARIABLE] = derived_secret(found.job)
     if taken["node_rank"] == 0:
-        size = f"{counted(int(taken['nnodes'].rpartition(':')[2]), 'machine')}, {counted(taken['nproc'], 'rank')} on each"
+        size = (
+            f"{counted(int(taken['nnodes'].rpartition(':')[2]), 'machine')}, {counted(taken['nproc'], 'rank')} on each"
+        )
         print(f"note: {found.name}: {size}, meeting at {taken['rdzv_endpoint']}", file=sys.stderr)
     wait_for_name(found.host)
     return taken
@@ -82,12 +85,10 @@ def read_surroundings(environment: Mapping[str, str]) -> Surroundings | None:
     return None
 
 
-def wait_for_name(host: str, seconds: float = NAME_SECONDS, resolves: Callable[[str], str] | None = None) -> None:
+def wait_for_name(host: str, seconds: float = NAME_SECONDS, problem_of: Callable[[str], str] = name_problem) -> None:
     """Wait until the name of the first machine is known, as that of a pod is once the pod has an address."""
-    if resolves is None:
-        from shardline.launch.launch import name_problem as resolves
     deadline, said = time.monotonic() + seconds, False
-    while problem := resolves(host) if host else "":
+    while problem := problem_of(host) if host else "":
         if time.monotonic() >= deadline:
             raise UserError(f"the first machine, {host}, has no address after {seconds:g} s: {problem}")
         if not said:
@@ -159,7 +160,8 @@ def _mpi(name: str, names: tuple[str, ...], job: str, environment: Mapping[str, 
     if names[0] not in environment:
         return None
     rank, ranks, local, local_ranks = (
-        _number(known, environment.get(known, default)) for known, default in zip(names, ("", "", "0", "1"), strict=True)
+        _number(known, environment.get(known, default))
+        for known, default in zip(names, ("", "", "0", "1"), strict=True)
     )
     if ranks == 1:
         return Surroundings("")
