@@ -116,7 +116,7 @@ class Place:
         return {**_head("v1", "PersistentVolumeClaim", self.claim), "spec": spec}
 
     def train_job(self, restarts: int) -> list[Manifest]:
-        """A runtime with what a TrainJob has no words for (disk, probes, restarts), and the TrainJob that runs on it."""
+        """A runtime with what a TrainJob cannot say (disk, probes, restarts), and the TrainJob that runs on it."""
         name = self.job.name
         runtime = _head("trainer.kubeflow.org/v1alpha1", "TrainingRuntime", name)
         label = {"metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}}

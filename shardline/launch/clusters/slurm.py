@@ -43,7 +43,7 @@ wait "$step"
 code=$?
 """
 REQUEUE = """
-# {code}: saved and stopped, for the end of its time or for SIGTERM. 143: SIGTERM came before there was anything to save.
+# {code}: saved and stopped, for the end of its time or for SIGTERM. 143: SIGTERM came before there was a step to save.
 if {{ [ "$code" -eq {code} ] || [ "$code" -eq 143 ]; }} && is_running; then
     echo "job $SLURM_JOB_ID goes back to the queue, to go on from its last save"
     scontrol requeue "$SLURM_JOB_ID"

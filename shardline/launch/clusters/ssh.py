@@ -9,6 +9,7 @@ names of signals. Where that input ends, because ssh or this machine is gone, th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shlex
@@ -159,10 +160,8 @@ class Machines:
         ]
         for process in self.processes:  # the end of its input ends what still runs there
             if process.stdin is not None:
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
-                except BrokenPipeError:
-                    pass
         codes = [process.wait() for process in self.processes]
         for reader in readers:
             reader.join(1)
@@ -175,11 +174,9 @@ class Machines:
     @staticmethod
     def _tell(process: subprocess.Popen[bytes], text: str) -> None:
         assert process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has ended: seen where processes are watched
             process.stdin.write(text.encode())
             process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended: seen where processes are watched
 
     @staticmethod
     def _show(name: str, stream: IO[bytes]) -> None:
