@@ -69,7 +69,7 @@ def command(
     )  # fmt: skip
     if env_file:
         check_env_file(env_file)
-    place = Place(job, image, gpus_per_node, claim or f"{job.name}-disk", mount.rstrip("/"), bool(env_file))
+    place = PodPlan(job, image, gpus_per_node, claim or f"{job.name}-disk", mount.rstrip("/"), bool(env_file))
     found = [place.config_map(), *([] if claim else [place.disk(storage)]), *place.of_kind(kind, restarts)]
     for manifest in found:
         manifest["metadata"]["namespace"] = namespace
@@ -93,7 +93,7 @@ def command(
     return 0
 
 
-class Place:
+class PodPlan:
     """A job in a cluster: its image, its disk, and the parts of its manifests."""
 
     def __init__(
