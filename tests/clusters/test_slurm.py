@@ -98,7 +98,7 @@ class Submitted:
 
         wait_until(reached, 90)
 
-    def wait(self, *states, seconds=240):
+    def wait(self, *states, seconds=600):
         try:
             return self.slurm.wait(self.number, *states, seconds=seconds)
         except AssertionError as error:
