@@ -30,7 +30,9 @@ def test_a_killed_host_costs_a_restart_and_no_saved_step(tmp_path):
     (tmp_path / "hooks.py").write_text(HOOKS)
     with two_hosts(rate=None) as (a, b):
         jobs = [start(host, a, tmp_path, name, "--max-restarts=3") for host, name in ((a, "a"), (b, "b"))]
-        wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and max(losses(tmp_path / "run")) >= 12, 120)
+        wait_until(
+            lambda: (tmp_path / "run/metrics.jsonl").exists() and max(losses(tmp_path / "run"), default=0) >= 12, 120
+        )
         ranks = json.loads((tmp_path / "run" / "log" / "ranks.json").read_text())
         assert [row["host"] for row in ranks] == [a.name, b.name] or len(ranks) == 2
         b.cut()
