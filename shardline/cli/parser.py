@@ -39,6 +39,7 @@ class Parsed:
     positionals: list[str] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)  # config flags, as given
     words: tuple[str, ...] = ()  # all of it, as given
+    given: set[str] = field(default_factory=set)  # the options that stand on the command line
 
     @property
     def file(self) -> str | None:
@@ -97,6 +98,7 @@ def parse(command: Command, words: Sequence[str]) -> Parsed:
         if not word.startswith("-") or word == "-":
             parsed.positionals.append(word)
         elif option is not None:
+            parsed.given.add(option.key)
             parsed.options[option.key] = _value(option, text if equals else None, rest)
         elif command.config_flags and word.startswith("--") and ("." in name or name == "preset"):
             from shardline.config.flags import takes_value

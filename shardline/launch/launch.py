@@ -83,23 +83,29 @@ def started_ranks() -> int:
 def _check_address(host: str, port: str) -> None:
     if not port.isdecimal() or not 0 < int(port) < 2**16:
         raise UserError(f"MASTER_PORT={port}: expected a port of rank 0's machine, 1 to 65535")
-    problem = _name_problem(host)
+    problem = late_name_problem(host)
     if problem:
         raise UserError(f"MASTER_ADDR={host} has no address: {problem}; set it to that of rank 0's machine")
 
 
 @functools.cache
-def _name_problem(host: str) -> str:
-    """Why a host name does not resolve; "" where it does."""
+def late_name_problem(host: str) -> str:
+    """Why a host name does not resolve within a few seconds; "" where it does."""
     deadline = time.monotonic() + NAME_SECONDS
-    while True:
-        try:
-            socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-            return ""
-        except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
-            if isinstance(error, UnicodeError) or time.monotonic() >= deadline:
-                return str(getattr(error, "strerror", None) or error)
+    while problem := name_problem(host):
+        if time.monotonic() >= deadline:
+            return problem
         time.sleep(0.5)
+    return ""
+
+
+def name_problem(host: str) -> str:
+    """Why a host name does not resolve now; "" where it does."""
+    try:
+        socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        return ""
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label of the name is empty or too long
+        return str(getattr(error, "strerror", None) or error)
 
 
 def _run(config: Config, options: TrainOptions) -> int:

@@ -22,6 +22,7 @@ def resume_command(folder: Path, config: Config, options: TrainOptions, *more: s
         f"--{name.replace('_', '-')}={shlex.quote(str(getattr(options, name)))}"
         for name in KEPT
         if getattr(options, name) != getattr(TrainOptions, name)
+        and not (options.surroundings and name not in ("nproc", "max_restarts"))  # a scheduler says how machines meet
     ]
     if config.checkpoint.load_step != -1:  # was for this start
         given.append("--checkpoint.load_step=-1")

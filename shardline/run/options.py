@@ -21,6 +21,7 @@ class TrainOptions:
     rdzv_endpoint: str = ""
     rdzv_secret_file: str = ""
     max_restarts: int = 0
+    surroundings: str = ""  # the scheduler that said how machines meet, where the command line does not
     debug: bool = False  # show tracebacks of user errors
     words: tuple[str, ...] = field(default=(), compare=False)  # the command line, with which every rank is started
 

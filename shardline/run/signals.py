@@ -19,11 +19,14 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from shardline.config.names import LAUNCHER_VARIABLE
+
 if TYPE_CHECKING:
     from shardline.run.stop import Requests
 
 log = logging.getLogger("shardline")
 
+ECHO_SECONDS = 2.0  # within which a rank of a SLURM job hears of one signal twice
 STARTED_VARIABLE = "SHARDLINE_STARTED"  # when the launcher started, in seconds since 1970
 ends_with_run = False  # this process is a program's own, not that of somebody who calls a run
 
@@ -71,6 +74,9 @@ def listening(requests: Requests) -> Iterator[Requests]:
         yield requests
         return
 
+    # SLURM signals every process of a job at once; a rank's launcher then passes on what it was sent itself.
+    echoes, asked_at = "SLURM_STEP_ID" in os.environ and LAUNCHER_VARIABLE in os.environ, list[float]()
+
     def ask(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_terminal()
@@ -81,8 +87,11 @@ def listening(requests: Requests) -> Iterator[Requests]:
             if requests.final_code is not None and ends_with_run:
                 _end_at_once(requests.final_code)
             if requests.is_stopping:
+                if echoes and time.monotonic() - asked_at[0] < ECHO_SECONDS:
+                    return
                 raise KeyboardInterrupt(number)
             requests.stop = signal.Signals(number).name
+            asked_at.append(time.monotonic())
             text = "%s: stopping after this step (again: at once)"
         # From a thread: the signal may have come in the middle of a print, and one inside another repeats its text.
         _thread.start_new_thread(log.info, (text, signal.Signals(number).name))

@@ -396,3 +396,25 @@ def test_prints_after_a_closed_terminal_go_nowhere():
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert subprocess.run([sys.executable, "-c", code.replace("leave_terminal();", "None;")]).returncode != 0
+
+
+def test_a_rank_of_a_slurm_job_hears_a_signal_twice_and_stops_once(monkeypatch):
+    """Once from SLURM, which signals every process, and once from its launcher; a later one is a second request."""
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv(signals.LAUNCHER_VARIABLE, "1")
+    with signals.listening(Requests()) as requests:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            pytest.fail("the signal that came twice interrupted")
+        assert requests.stop == "SIGTERM"
+        monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    monkeypatch.undo()
+    monkeypatch.delenv(signals.LAUNCHER_VARIABLE, raising=False)
+    with signals.listening(Requests()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)

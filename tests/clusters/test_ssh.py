@@ -1,0 +1,116 @@
+"""`shardline launch ssh` between two hosts with a real sshd each."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.clusters.test_slurm import HOOKS, flags, losses
+from tests.faults.test_ranks import wait_until
+from tests.hosts import missing, two_hosts
+
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+GONE = missing() or ("" if SSHD and shutil.which("ssh") else "needs sshd and ssh: apt-get install openssh-server")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(GONE), reason=GONE or "-")]
+
+SETTINGS = """\
+HostKey {folder}/host-key
+AuthorizedKeysFile {folder}/key.pub
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PidFile none
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """Two hosts, and the words of an ssh that reaches them."""
+    folder, privileged = tmp_path_factory.mktemp("ssh"), Path("/run/sshd")
+    for name in ("host-key", "key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    (folder / "sshd_config").write_text(SETTINGS.format(folder=folder))
+    made = not privileged.exists()
+    privileged.mkdir(exist_ok=True, mode=0o755)
+    words = f"ssh -F none -o BatchMode=yes -i {folder}/key -o UserKnownHostsFile={folder}/known"
+    try:
+        with two_hosts(rate=None) as pair, contextlib.ExitStack() as stack:
+            for host in pair:
+                daemon = host.start([SSHD, "-D", "-e", "-f", str(folder / "sshd_config")], shared=True)
+                stack.callback(processes.end, daemon)
+            time.sleep(0.5)
+            yield pair, f"{words} -o StrictHostKeyChecking=accept-new"
+    finally:
+        if made:
+            privileged.rmdir()
+
+
+def start(hosts, folder, names, step_seconds="0", **keys):
+    (folder / "hooks.py").write_text(HOOKS)
+    (folder / "some.env").write_text(f"STEP_SECONDS={step_seconds}\n")
+    keys = {"training.steps": 6, "job.dump_folder": "run", **keys}
+    words = ["launch", "ssh", f"--hosts={','.join(names)}", f"--ssh={hosts[1]}", "--env-file=some.env", *flags(**keys)]
+    files = {name: (folder / name).open("w") for name in ("stdout", "stderr")}
+    # From the first host, as from a login machine beside them.
+    return hosts[0][0].start([sys.executable, "-m", "shardline", *words], cwd=folder, **files)
+
+
+def test_two_machines_train_and_no_process_shows_the_secret(hosts, tmp_path):
+    names = [host.name for host in hosts[0]]
+    job = start(hosts, tmp_path, names, step_seconds="0.2")
+    wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists(), 60)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert b"SHARDLINE_JOB_SECRET=" not in path.read_bytes()
+    assert job.wait(60) == 0, (tmp_path / "stderr").read_text()
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
+    ranks = json.loads((tmp_path / "run" / "log" / "ranks.json").read_text())
+    assert [row["host"] for row in ranks] == names
+    assert "has no secret" not in (tmp_path / "stderr").read_text()
+
+
+def test_a_signal_saves_on_both_and_a_killed_start_ends_them(hosts, tmp_path):
+    names = [host.name for host in hosts[0]]
+    keys = {"training.steps": 1000, "lr_scheduler.total_steps": 1000, "checkpoint.enable": "true"}
+    job = start(hosts, tmp_path, names, step_seconds="0.1", **keys)
+    rows = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: rows.exists() and max(losses(tmp_path / "run"), default=0) >= 3, 60)
+    command = next(pid for pid in pids_of(hosts[0][0], b"launch\0ssh"))
+    os.kill(command, signal.SIGTERM)
+    job.wait(60)
+    first = {path.name for path in (tmp_path / "run" / "checkpoint").glob("step-*")}
+    assert len(first) == 1, (tmp_path / "stderr").read_text()
+    job = start(hosts, tmp_path, names, step_seconds="0.1", **keys)
+    last = max(losses(tmp_path / "run"))
+    wait_until(lambda: max(losses(tmp_path / "run"), default=0) > last + 3, 60)
+    os.kill(next(pid for pid in pids_of(hosts[0][0], b"launch\0ssh")), signal.SIGKILL)
+    job.wait(60)
+    wait_until(lambda: not pids_of(hosts[0][0], b"train\0") + pids_of(hosts[0][1], b"train\0"), 60)
+    assert len({path.name for path in (tmp_path / "run" / "checkpoint").glob("step-*")} - first) == 1
+
+
+def test_a_machine_that_is_not_reached_ends_the_other(hosts, tmp_path):
+    job = start(hosts, tmp_path, [hosts[0][0].name, "10.77.0.99"])
+    assert job.wait(180) == 1
+    assert "error: ssh to 10.77.0.99 ended with 255" in (tmp_path / "stderr").read_text()
+    wait_until(lambda: not pids_of(hosts[0][0], b"train\0"), 30)
+
+
+def pids_of(host, words):
+    """Processes on a host whose command line has these words."""
+    pids = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True).stdout.split()
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if words in line and b"python" in line.split(b"\0")[0]:
+                found.append(int(pid))
+    return found
