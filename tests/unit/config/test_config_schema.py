@@ -119,6 +119,7 @@ OWN_KEYS = {
     "parallelism.gradient_compression",
     "parallelism.overlap_gradient_reduction",
     "parallelism.powersgd_rank",
+    "parallelism.topk_fraction",
     "profiling.record_shapes",
     "profiling.top_ops",
     "profiling.with_stack",
