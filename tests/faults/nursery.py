@@ -93,8 +93,9 @@ class Ended:
 class Nursery:
     """The other end, in the test session."""
 
-    def __init__(self) -> None:
+    def __init__(self, **variables: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= variables
         self.process = processes.start(
             [sys.executable, "-m", "tests.faults.nursery"],
             shared=True,
