@@ -22,6 +22,7 @@ OTHER_DEFAULTS = {
     "checkpoint.last_save_model_only": False,
 }
 OWN_KEYS = {
+    "compile.cuda_graphs",
     "parallelism.async_tensor_parallel_compare_freq",
     "activation_checkpoint.offload_every",
     "checkpoint.interval_ratio",
