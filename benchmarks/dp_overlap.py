@@ -4,12 +4,12 @@
     python benchmarks/dp_overlap.py --rate 200mbit --variants ddp "ddp, after backward"
     python benchmarks/dp_overlap.py -- --training.seq_len=512   # words after -- go to every run
 
-One rank per host, one thread each. One JSON line per variant: medians over the faster half of the steps after warm-up,
-since whatever else runs on the machine can only slow a step down.
+One rank per host, one thread each. One JSON line per variant: medians over all steps after warm-up.
 
     step_seconds          of the whole step
     dp_exposed_seconds    of it, waiting for data-parallel communication (the slower rank)
-    comm_seconds          what the step's collectives take without computation, by the rates in the first line
+    comm_seconds          what collectives of these kinds and bytes, in as many pieces, take one after another without
+                          computation: timed right after the run, the median of ten times
     hidden                1 - dp_exposed_seconds / comm_seconds (below 0: ranks waited for each other, not for bytes)
 
 Without root the ranks communicate over 127.0.0.1, unshaped; the first line says so, and the numbers mean little.
@@ -42,6 +42,8 @@ VARIANTS = {
     "ddp, after backward": [*DDP, "--parallelism.overlap_gradient_reduction=false"],
     "ddp": DDP,
     "ddp, bfloat16": [*DDP, "--parallelism.gradient_compression=bfloat16"],
+    "ddp, int8": [*DDP, "--parallelism.gradient_compression=int8"],
+    "ddp, topk": [*DDP, "--parallelism.gradient_compression=topk"],
     "ddp, powersgd": [*DDP, "--parallelism.gradient_compression=powersgd"],
     "fsdp": FSDP,
     "fsdp, prefetch 0": [*FSDP, "--parallelism.fsdp_prefetch=0"],
@@ -115,43 +117,63 @@ def both(program: list[str], address: str, starts: list[Start]) -> str:
     return ended[0][0]
 
 
-def measure() -> None:
-    """Runs on a rank: print the seconds that each collective takes for one MiB of `comm_bytes`."""
+Piece = tuple[str, int]  # a collective, and the bytes that a rank sends in it
+
+
+def measure(pieces: list[Piece]) -> None:
+    """Runs on a rank: print the seconds that these collectives take one after another, without computation."""
     import torch
     import torch.distributed as dist
 
     from shardline.comm import collectives
-    from shardline.comm.mesh import Mesh
+    from shardline.comm.mesh import Mesh, stop_process_group
     from shardline.config.layout import Layout
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     Mesh(Layout(dp_shard=2), "cpu")
-    whole, half = torch.ones(2**20), torch.ones(2**19)  # 4 MiB and 2
-    calls: dict[str, tuple[Callable[[], Any], int]] = {
-        "all_reduce": (lambda: dist.all_reduce(whole), 4),
-        "reduce_scatter": (lambda: collectives.scatter_sum_into(half, whole, "dp_shard"), 2),
-        "all_gather": (lambda: collectives.gather_into(whole, half, "dp_shard"), 2),
-    }
-    rates = {}
-    for name, (call, size) in calls.items():
-        call()
+
+    def ready(what: str, sent: int) -> Callable[[], Any]:
+        """Two ranks: a sum sends all of a tensor, what is gathered or scattered half of the whole one."""
+        one, two = torch.ones(sent // 4), torch.ones(2 * (sent // 4))
+        return {
+            "all_reduce": lambda: dist.all_reduce(one),
+            "reduce_scatter": lambda: collectives.scatter_sum_into(one, two, "dp_shard"),
+            "all_gather": lambda: collectives.gather_into(two, one, "dp_shard"),
+            "all_to_all": lambda: collectives.exchange_blocks(two.view(2, -1), "dp_shard"),
+        }[what]
+
+    calls, seconds = [ready(*piece) for piece in pieces], []
+    for _ in range(12):
         dist.barrier()
         started = time.perf_counter()
-        for _ in range(10):
+        for call in calls:
             call()
-        rates[name] = (time.perf_counter() - started) / 10 / size
+        seconds.append(time.perf_counter() - started)
     if dist.get_rank() == 0:
-        print(json.dumps(rates))
-    dist.destroy_process_group()
+        print(json.dumps(statistics.median(seconds[2:])))
+    dist.barrier()
+    stop_process_group()
 
 
-def alone(name: str, sent: dict[str, int], gradients: float, rates: dict[str, float]) -> float:
-    """Seconds that the bytes of a step take without computation; `gradients`: MiB of all, of which FSDP sends half."""
-    if name.startswith("ddp"):
-        return sent["dp_replicate"] / 2**20 * rates["all_reduce"]
-    gathered = sent["dp_shard"] / 2**20 - gradients / 2
-    return gradients / 2 * rates["reduce_scatter"] + gathered * rates["all_gather"]
+def pieces_of(name: str, sent: dict[str, int], options: argparse.Namespace) -> list[Piece]:
+    """The collectives of a step, from the bytes that it has counted: a piece for each bucket, or for each layer."""
+    if not name.startswith("ddp"):
+        gradients = parameters(options) * 4 // 2  # two ranks: each sends half of them
+        gathered, each = sent["dp_shard"] - gradients, gradients // (options.layers + 1)
+        return _cut("all_gather", gathered, each) + _cut("reduce_scatter", gradients, each)
+    total, buckets = sent["dp_replicate"], parameters(options) * 4 / (options.bucket * 2**20)
+    each = max(4, int(total / buckets))
+    if name.endswith("int8"):
+        return _cut("all_to_all", total // 2, each // 2) + _cut("all_gather", total // 2, each // 2)
+    if name.endswith("powersgd"):
+        each //= 2  # the P of a bucket, and its Q
+    return _cut("all_gather" if name.endswith("topk") else "all_reduce", total, each)
+
+
+def _cut(what: str, sent: int, each: int) -> list[Piece]:
+    count = max(1, round(sent / each))
+    return [(what, sent // count)] * count
 
 
 def free_port() -> int:
@@ -161,9 +183,8 @@ def free_port() -> int:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    after = sorted(rows[WARM_UP:], key=lambda row: row["step_seconds"])
-    kept = after[: (len(after) + 1) // 2]
-    return {key: statistics.median(row[key] for row in kept) for key in ("step_seconds", "dp_exposed_seconds")}
+    names = ("step_seconds", "dp_exposed_seconds")
+    return {key: statistics.median(row[key] for row in rows[WARM_UP:]) for key in names}
 
 
 def main() -> None:
@@ -175,19 +196,19 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=13)
     parser.add_argument("--bucket", type=float, default=4.0, help="MiB of gradients that DDP sums in one piece")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("words", nargs="*", help="settings for every run, after --")
     options = parser.parse_args()
     if options.measure:
-        return measure()
+        return measure(options.measure)
     with places(options.rate) as (address, starts, link):
-        rates = json.loads(both([str(Path(__file__)), "--measure"], address, starts))
-        print(json.dumps({"link": link, "seconds_per_mib": {k: round(v, 5) for k, v in rates.items()}}), flush=True)
+        print(json.dumps({"link": link}), flush=True)
         for name in options.variants:
             rows = run(options, VARIANTS[name], address, starts)
             line, sent = summary(rows), rows[-1]["comm_bytes"]
             line["mib_sent"] = sum(size for axis, size in sent.items() if axis.startswith("dp_")) / 2**20
-            line["comm_seconds"] = alone(name, sent, parameters(options) * 4 / 2**20, rates)
+            pieces = json.dumps(pieces_of(name, sent, options))
+            line["comm_seconds"] = json.loads(both([str(Path(__file__)), "--measure", pieces], address, starts))
             line["hidden"] = 1 - line["dp_exposed_seconds"] / line["comm_seconds"]
             print(json.dumps({"variant": name} | {k: round(v, 4) for k, v in line.items()}), flush=True)
 

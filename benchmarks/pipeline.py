@@ -5,7 +5,7 @@
 
 Two ranks compute matrix products, the same number in each stage, backward twice forward. Four ranks sleep for as long
 instead, since there may be fewer cores. The model has the same depth for any number of stages. One JSON line each, with
-medians over the faster half of the steps, since whatever else runs on the machine can only slow a step down.
+medians over all steps after the first two.
 
     theory, measured   the idle share of the ranks' time, by the schedule and by the clock
     off_by             |measured - theory| / theory
@@ -41,6 +41,7 @@ from shardline.parallel.pipeline.executor import MicroBatch, Pipeline, busy_and_
 from shardline.parallel.pipeline.schedules import build_schedule, theoretical_bubble
 from shardline.parallel.pipeline.stages import PipelinePlan
 
+WARM_UP = 2
 DEPTH = 128  # products, or pieces of sleep, in the whole model
 ROWS, WIDTH = 96, 768  # little to send for much to compute
 PIECE = 0.00125  # seconds of sleep forward, twice that backward
@@ -105,14 +106,14 @@ def work(rank: int, ranks: int, microbatches: int, name: str, steps: int, sleeps
     batches = [MicroBatch(torch.randn(rows, width), torch.zeros(0), None) for _ in range(microbatches)]
     pipeline.clock.enabled = True
     measured = []
-    for _ in range(steps):
+    for step in range(WARM_UP + steps):
         dist.barrier()
         pipeline.run(batches, forward, lambda stage: None)
         busy, span = busy_and_span(pipeline.clock.take())
-        measured.append((span, idle_share(busy, span, CPU)))
+        if step >= WARM_UP:
+            measured.append((span, idle_share(busy, span, CPU)))
     if rank == 0:
-        best = sorted(measured)[: max(1, steps // 2)]
-        seconds, idle = (statistics.median(column) for column in zip(*best, strict=True))
+        seconds, idle = (statistics.median(column) for column in zip(*measured, strict=True))
         theory = theoretical_bubble(schedule)
         row = {
             "schedule": name,

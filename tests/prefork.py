@@ -178,7 +178,7 @@ def _execute_or_fork(self: Any, *given: Any) -> None:
     usual = not any(call[name] for name in unusual) and call["umask"] < 0 and call["process_group"] < 0
     environment = dict(os.environ if call["env"] is None else call["env"])
     of_python = [name for name in environment if name.startswith("PYTHON") and name != "PYTHON"]  # which make exports
-    usual = usual and set(of_python) <= set(VARIABLES)
+    usual = usual and set(of_python) <= set(VARIABLES) and "LD_PRELOAD" not in environment  # the loader reads that
     folder = os.path.abspath(call["cwd"] or ".")
     server = _server_of_this_process() if found and usual and os.path.isdir(folder) else None
     if server is None or found is None:

@@ -127,6 +127,25 @@ def start_sum(x: Tensor, name: str) -> Started:
     return Started(start, work, call)
 
 
+def start_gather(out: Tensor, x: Tensor, name: str) -> Started:
+    """Begin to gather the rows of all ranks in `out`, in the order of ranks."""
+    return _start("all_gather", _all_gather, out, x, name, axis_size(name) - 1)
+
+
+def start_exchange(out: Tensor, x: Tensor, name: str) -> Started:
+    """Begin `exchange_blocks` of x (n, ...) into `out`."""
+    return _start("all_to_all", dist.all_to_all_single, out, x, name, (axis_size(name) - 1) / axis_size(name))
+
+
+def _start(what: str, issue: Callable[..., Any], out: Tensor, x: Tensor, name: str, times: float) -> Started:
+    """Issue a collective that sends `times` the bytes of `x`, and let it run in the background."""
+    over = job.axes[name]
+    on_host = runs_on_host(over.group, x.device)
+    call = Observed(name, what, described(what, name, x), times * x.nbytes, on_host, background=True)
+    start = now()
+    return Started(start, issue(out, x, group=over.group, async_op=True), call)
+
+
 def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum over a group that a DTensor's mesh names, None for all ranks; counted under its axis."""
     if group is None:

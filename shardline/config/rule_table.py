@@ -951,10 +951,21 @@ RULES: list[Rule] = [
         *_below("parallelism", "async_tensor_parallel_backend async_tensor_parallel_compare_freq"),
     ),
     _idle_unless("parallelism.gradient_compression", ["powersgd"], "parallelism.powersgd_rank"),
+    _idle_unless("parallelism.gradient_compression", ["topk"], "parallelism.topk_fraction"),
+    _idle(
+        "there are no replicas that sum gradients",
+        lambda c: not has_replicas(c),
+        *_below("parallelism", "gradient_compression"),
+    ),
+    _idle(
+        "only plain replicas (DDP) send low-rank matrices; bfloat16, int8 and topk work with shards too",
+        lambda c: has_replicas(c) and not _may_be_ddp(c) and c.parallelism.gradient_compression == "powersgd",
+        *_below("parallelism", "gradient_compression powersgd_rank"),
+    ),
     _idle(
         "only plain replicas (DDP) sum gradients in buckets",
         lambda c: not _may_be_ddp(c),
-        *_below("parallelism", "gradient_compression gradient_bucket_mib overlap_gradient_reduction"),
+        *_below("parallelism", "gradient_bucket_mib overlap_gradient_reduction"),
     ),
     _idle(
         "nothing is sharded over data-parallel ranks",

@@ -32,6 +32,7 @@ from shardline.config.types import (
     PositiveOrAll,
     RankPattern,
     Section,
+    Share,
     SourceTables,
     SpecialTokens,
     Text,
@@ -295,9 +296,10 @@ class Parallelism(Section):
     )
     overlap_gradient_reduction: bool = key(True, "Sum replicas' gradients during backward, not after it.")
     gradient_bucket_mib: PositiveFloat = key(25.0, "MiB of gradients in one all-reduce of replicas.")
-    gradient_compression: Literal["none", "bfloat16", "powersgd"] = key(
-        "none", "How replicas (DDP) exchange gradients: in full, rounded, or as low-rank matrices."
+    gradient_compression: Literal["none", "bfloat16", "int8", "topk", "powersgd"] = key(
+        "none", "How replicas exchange gradients: in full, rounded, the largest alone, or (DDP) as low-rank matrices."
     )
+    topk_fraction: Share = key(0.01, "Share of a bucket's gradients that topk sends.")
     powersgd_rank: Positive = key(4, "Rank of the matrices that powersgd sends.")
     fsdp_prefetch: NonNegative = key(1, "Decoder layers that FSDP gathers ahead; 0: one, and only in backward.")
     enable_async_tensor_parallel: bool = key(False, "Overlap tensor-parallel collectives with their matrix products.")

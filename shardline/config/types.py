@@ -45,6 +45,7 @@ NonNegativeOrLatest = Annotated[int, *_number(0, "-1 or a whole number, 0 or mor
 NonNegativeFloat = Annotated[float, Field(ge=0), Expect("a finite number, 0 or more")]
 PositiveFloat = Annotated[float, Field(gt=0), Expect("a finite number above 0")]
 Fraction = Annotated[float, Field(ge=0, le=1), Expect("a number from 0 to 1")]
+Share = Annotated[float, Field(gt=0, le=1), Expect("a number above 0, 1 at most")]
 Beta = Annotated[float, Field(ge=0, lt=1), Expect("a number from 0 to below 1")]
 
 DecayRate = Annotated[float, Field(lt=0), Expect("a finite number below 0")]

@@ -140,10 +140,17 @@ class TimeLimit:
         )
 
 
+def steady_clock() -> Callable[[], float]:
+    """Seconds since 1970 as the machine knows them now, counted on by a clock that nobody sets."""
+    offset = time.time() - time.monotonic()
+    return lambda: time.monotonic() + offset
+
+
 def find_limit(
-    config: Config, environment: Mapping[str, str], clock: Callable[[], float] = time.time
+    config: Config, environment: Mapping[str, str], clock: Callable[[], float] | None = None
 ) -> TimeLimit | None:
     """The limit of this run, the nearer one of config and SLURM; logs which it is, or why SLURM's is not known."""
+    clock = clock or steady_clock()
     given = config.checkpoint.save_before
     seconds = None if given is None else seconds_of(given)
     if why_not_saved(config) is not None or seconds == 0:

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from shardline import registry
 from shardline.adapters.lora import NOTHING, Adaptation, more_flops
 from shardline.checkpoint.assets import write_tokenizer
+from shardline.checkpoint.compression_state import CompressionState
 from shardline.checkpoint.fetch import fetch_to_resume
 from shardline.checkpoint.format import Found, list_folder
 from shardline.checkpoint.lora.base import base_of
 from shardline.checkpoint.mirror import Mirror, check_free, open_mirror
-from shardline.checkpoint.powersgd_state import PowerSGDState
 from shardline.checkpoint.resume import DataIdentity, Start, resumable_step
 from shardline.checkpoint.resume_batch import batch_to_keep, keep_batch
 from shardline.checkpoint.saver import Saver
@@ -326,7 +326,8 @@ class Setup:
         lora, self.copy = config.lora.enable, None if self.reference is None else self.reference.copy
         needed = lora or self.copy is not None
         self.base = self.mesh.from_rank_0(lambda: base_of(config, seed_of(config))) if needed else None
-        self.powersgd = PowerSGDState(self.stepper.passes.replicas, self.model, mesh, self.stepper.summed_over_tp)
+        passes = self.stepper.passes
+        self.compression = CompressionState(passes.replicas, self.model, mesh, self.stepper.summed_over_tp)
         self.saver = Saver(
             config,
             self.folder.checkpoint_folder,
@@ -336,7 +337,7 @@ class Setup:
             mesh,
             self.mirror,
             self.base,
-            extra=self.powersgd.held,
+            extra=self.compression.held,
         )
         self.closing.callback(self.saver.close)
         devices = len(set(mesh.from_everyone(device_identity(device, mesh.rank))))
@@ -392,7 +393,7 @@ class Setup:
             self.identity,
             self.total_steps,
             self.mesh,
-            self.powersgd.load,
+            self.compression.load,
             self.base,
             self.found,
             self.copy,

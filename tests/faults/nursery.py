@@ -30,6 +30,7 @@ from typing import Any
 from tests import processes
 
 PR_SET_PDEATHSIG = 1
+SESSION_VARIABLE = "SHARDLINE_NURSERY_OF"  # the process that starts the nursery
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ class Ended:
 class Nursery:
     """The other end, in the test session."""
 
-    def __init__(self) -> None:
+    def __init__(self, **variables: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {**variables, SESSION_VARIABLE: str(os.getpid())}
         self.process = processes.start(
             [sys.executable, "-m", "tests.faults.nursery"],
             shared=True,
@@ -142,7 +144,18 @@ IMPORTS = (
 )
 
 
+def die_with_session() -> None:
+    """End when the test session does, also where it is killed: jobs and their ranks end with the nursery."""
+    session, deadline = int(os.environ[SESSION_VARIABLE]), time.monotonic() + 10
+    while os.getppid() != session and time.monotonic() < deadline:
+        time.sleep(0.01)  # a program that was forked has another parent for a moment
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != session:
+        sys.exit("the test session is gone")
+
+
 def main() -> None:
+    die_with_session()
     for name in IMPORTS:
         importlib.import_module(name)
     gc.collect()

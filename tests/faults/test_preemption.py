@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import re
@@ -150,6 +151,28 @@ def test_the_end_of_a_slurm_job_is_a_limit_of_its_own(tmp_path):
     assert re.search(r"saves and stops before 2023-11-1\d \S+: the end of SLURM job 77\n", done.stdout)
     assert "stopped at step 1 before the time limit" in done.stdout
     assert [path.name for path in (tmp_path / "run" / "checkpoint").iterdir()] == ["step-1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_of_two_runs_in_the_same_instant_one_has_the_folder(tmp_path, ranks):
+    """The other one is told who has it, and has written nothing there."""
+    for number in range(3):
+        folder = tmp_path / f"run-{number}"
+        words = command(folder, training__steps=8, training__local_batch_size=1)
+        words += ["--nproc", str(ranks), "--metrics.log_freq=1"]
+        with contextlib.ExitStack() as stack:
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            both = [stack.enter_context(processes.running(words, **pipes)) for _ in range(2)]
+            ended = [(process.communicate(timeout=120), process.returncode) for process in both]
+        ended.sort(key=lambda one: one[1])
+        ((_, fine), code), ((_, refused), other) = ended
+        assert (code, fine, other) == (0, "", 2), ended
+        assert re.search(rf"{folder} is in use by a running training \(pid \d+ on |already holds a run", refused), (
+            refused
+        )
+        rows = (folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
 
 
 def test_after_kill_9_the_next_start_goes_on_at_once_and_says_so(tmp_path):

@@ -70,6 +70,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # number of ranks, and what 
     "tp": (2, {"parallelism.tensor_parallel_degree": 2}),
     "pp": (2, {"parallelism.pipeline_parallel_degree": 2}),
 }
+# Where system calls fail. The layouts above take turns in the other tests.
+LARGER_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp": (2, {"parallelism.context_parallel_degree": 2}),
+    "hsdp": (
+        4,
+        {
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.data_parallel_shard_degree": 2,
+            "training.local_batch_size": 1,
+        },
+    ),
+    "fsdp-cp": (
+        4,
+        {
+            "parallelism.data_parallel_shard_degree": 2,
+            "parallelism.context_parallel_degree": 2,
+            "training.local_batch_size": 2,
+        },
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -165,7 +185,7 @@ class Trial:
     def start(self, layout: str | None = None, fault: Fault | None = None, **changes: Any) -> Ended:
         """One attempt. Keys with a dot are settings, others belong to the job."""
         layout = layout or self.layout
-        ranks, cut = LAYOUTS[layout]
+        ranks, cut = (LAYOUTS | LARGER_LAYOUTS)[layout]
         settings = {**SETTINGS, **cut, **self.lab.data, **self.settings, "job.dump_folder": str(self.run)}
         settings |= {key: value for key, value in changes.items() if "." in key}
         options = {key: value for key, value in changes.items() if "." not in key}

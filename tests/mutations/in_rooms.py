@@ -615,6 +615,13 @@ SAVES_AND_STOPS = [
         f"{RESUME}seed_checkpoint_and_initial_load",
     ),
     Change(
+        "setting the clock ends the run",
+        "run/stop.py",
+        "clock = clock or steady_clock()",
+        "clock = clock or time.time",
+        f"{STOPPING}a_clock_that_is_set_is_not_time_that_has_passed",
+    ),
+    Change(
         "a save of a stopped run is taken to last no time",
         "run/stop.py",
         "return save * (1 + another_save) + 2 * longest_step",

@@ -10,6 +10,7 @@ OFFLOAD = "tests/unit/memory/test_offload.py::test_"
 GRAPHED = "tests/unit/training/test_graphed_model.py::test_"
 DDP = "tests/unit/parallel/test_data_parallel.py::test_"
 THIN = "tests/unit/parallel/test_data_parallel_compression.py::test_"
+FEEDBACK = "tests/unit/parallel/test_data_parallel_feedback.py::test_"
 FSDP = "tests/unit/parallel/test_data_parallel_fsdp.py::test_"
 CHOOSING = "tests/unit/parallel/test_choosing.py::test_"
 CONTEXT = "tests/unit/parallel/test_context.py::test_"
@@ -276,6 +277,63 @@ DATA_PARALLEL = [
         'if section.gradient_compression == "powersgd":',
         'if section.gradient_compression == "":',
         f"{THIN}training_with_thin_gradients_learns[1-2]",
+    ),
+    Change(
+        "gradient_compression = int8 sends whole gradients",
+        "parallel/data/ddp.py",
+        'if section.gradient_compression == "int8":',
+        'if section.gradient_compression == "":',
+        f"{FEEDBACK}training_learns_with_what_is_sent[int8-2-0.27]",
+    ),
+    Change(
+        "topk_fraction is ignored",
+        "parallel/data/ddp.py",
+        "section.topk_fraction)",
+        "0.01)",
+        f"{FEEDBACK}shards_are_summed_between_replicas_in_fewer_bytes[topk-1.0-0]",
+    ),
+    Change(
+        "codes forget what they left out",
+        "parallel/data/error_feedback.py",
+        "due.sub_(from_codes(message).view(-1))",
+        "due.zero_()",
+        f"{FEEDBACK}int8_sends_a_quarter_and_is_off_by_half_a_code[2]",
+    ),
+    Change(
+        "what rounding a sum loses belongs to nobody",
+        "parallel/data/error_feedback.py",
+        "own.add_(total[0] - from_codes(message)[0])",
+        "own",
+        f"{FEEDBACK}int8_sends_a_quarter_and_is_off_by_half_a_code[2]",
+    ),
+    Change(
+        "the smallest elements are sent",
+        "parallel/data/error_feedback.py",
+        "due.abs().topk(",
+        "due.abs().neg().topk(",
+        f"{FEEDBACK}the_largest_travel_and_the_rest_is_owed",
+    ),
+    Change(
+        "HSDP's replicas sum whole gradients whatever the config says",
+        "parallel/data/fsdp.py",
+        "compressed = replicated and compression in BETWEEN_SHARDS",
+        "compressed = False",
+        f"{FEEDBACK}shards_are_summed_between_replicas_in_fewer_bytes[int8-0-0.02]",
+    ),
+    Change(
+        "bytes of compressed sums count as whole ones too",
+        "parallel/data/fsdp.py",
+        "scatter.counts_sums = not compressed",
+        "scatter.counts_sums = True",
+        f"{FEEDBACK}shards_are_summed_between_replicas_in_fewer_bytes[int8-0-0.02]",
+    ),
+    Change(
+        "what HSDP left out is not saved",
+        "checkpoint/compression_state.py",
+        "functools.partial(left_out_of_shards, model) if replicas is None else",
+        "(lambda: iter(())) if replicas is None else",
+        "tests/parity/test_checkpoint.py::test_what_replicas_left_out_of_their_gradients_is_not_forgotten"
+        "[kind4-hsdp4-model4-disabled]",
     ),
     Change(
         "copies that differ are not looked for",

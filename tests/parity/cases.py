@@ -236,6 +236,8 @@ POWERSGD = {
     "training.seq_len": 4,
     "optimizer.eps": 1e-3,
 }
+# The largest elements alone are exact where all of them are sent.
+ALL_ELEMENTS = {"parallelism.gradient_compression": "topk", "parallelism.topk_fraction": 1.0}
 # A rank that holds a part of the vocabulary sees another rank of gradient every step, and only the first Q is random.
 ONE_STEP = {"training.steps": 1}
 CHECKED = {"debug.check_replicas_freq": 3}
@@ -448,6 +450,7 @@ CASES = [
     case("ddp2-compressed-gradients", COMPRESSED, ddp=2, tolerances=BFLOAT16),
     case("ddp2-powersgd", POWERSGD, ddp=2),
     case("ddp2-powersgd-every-micro-batch", POWERSGD, SMALL_BATCHES, EVERY_MICRO_BATCH, ddp=2, slow=True),
+    case("ddp2-topk-all-small-buckets", ALL_ELEMENTS, SMALL_BUCKETS, TIED, ddp=2, slow=True),
     case("ddp2-lamb", LAMB, ddp=2, slow=True),
     case("ddp2-lars", LARS, ddp=2, slow=True),
     case("ddp2-muon", MUON, ddp=2, slow=True),
@@ -736,6 +739,17 @@ CASES = [
     case("fsdp4-tp2", fsdp=4, tp=2, slow=True),
     case("fsdp2-tp4-one-kv-head", ONE_KV_HEAD, fsdp=2, tp=4, slow=True),
     case("hsdp2x2-tp2", ddp=2, fsdp=2, tp=2, slow=True),
+    case("hsdp2x2-topk-all", ALL_ELEMENTS, SMALL_BATCHES, SCATTER, ddp=2, fsdp=2),
+    case(
+        "hsdp2x2-topk-all-every-micro-batch", ALL_ELEMENTS, SMALL_BATCHES, EVERY_MICRO_BATCH, ddp=2, fsdp=2, slow=True
+    ),
+    case("hsdp2x2-topk-all-early-step", ALL_ELEMENTS, EARLY, UNCLIPPED, ddp=2, fsdp=2, slow=True),
+    case("hsdp2x2-topk-all-experts", ALL_ELEMENTS, EXPERTS, ep(2), ddp=2, fsdp=2, slow=True),
+    case("hsdp2x2-compressed-gradients", COMPRESSED, ddp=2, fsdp=2, tolerances=BFLOAT16, slow=True),
+    case("hsdp2x2-tp2-topk-all-biases", ALL_ELEMENTS, ONE_KV_HEAD, BIASES, ddp=2, fsdp=2, tp=2, slow=True),
+    case("pp2-hsdp2x2-topk-all-tied", ALL_ELEMENTS, TIED, layers(4), pp=2, ddp=2, fsdp=2, slow=True),
+    case("pp2-hsdp2x2-topk-all-zbv", ALL_ELEMENTS, ZBV, layers(4), pp=2, ddp=2, fsdp=2, slow=True),
+    case("cp2-ddp2-topk-all", ALL_ELEMENTS, RING, cp=2, ddp=2, slow=True),
     case("hsdp2x2-tp2-accumulation-scatter", SMALL_BATCHES, SCATTER, DOCUMENTS, ddp=2, fsdp=2, tp=2, slow=True),
     case("hsdp2x2-tp2-tied", TIED, TWO_KV_HEADS, BIASES, ddp=2, fsdp=2, tp=2, slow=True),
 ]

@@ -295,23 +295,40 @@ def test_pairs_keep_their_reference_on_other_ranks(harness, tmp_path):
 
 
 THIN = {"parallelism.gradient_compression": "powersgd", "parallelism.powersgd_rank": 2}
-THIN_LAYOUTS = {"ddp2": {"ddp": 2}, "ddp2-tp2": {"ddp": 2, "tp": 2}, "pp2-ddp2": {"pp": 2, "ddp": 2}}
+EIGHT_BITS = {"parallelism.gradient_compression": "int8"}
+LARGEST = {"parallelism.gradient_compression": "topk", "parallelism.topk_fraction": 0.2}
+THIN_LAYOUTS = {
+    "ddp2": {"ddp": 2},
+    "ddp2-tp2": {"ddp": 2, "tp": 2},
+    "pp2-ddp2": {"pp": 2, "ddp": 2},
+    "hsdp4": {"ddp": 2, "fsdp": 2},
+    "hsdp4-tp2": {"ddp": 2, "fsdp": 2, "tp": 2},
+    "pp2-hsdp4": {"pp": 2, "ddp": 2, "fsdp": 2},
+    "hsdp4-ep2": {"ddp": 2, "fsdp": 2},
+}
 
 
 @pytest.mark.parametrize(
-    ("layout", "model", "mode"),
+    ("kind", "layout", "model", "mode"),
     [
-        ("ddp2", {}, "async"),
+        (THIN, "ddp2", {}, "async"),
         # its gradients are added up over tp: errors differ there
-        pytest.param("ddp2-tp2", cases.ONE_KV_HEAD, "disabled", marks=pytest.mark.slow),
-        pytest.param("pp2-ddp2", cases.TIED, "disabled", marks=pytest.mark.slow),
+        pytest.param(THIN, "ddp2-tp2", cases.ONE_KV_HEAD, "disabled", marks=pytest.mark.slow),
+        pytest.param(THIN, "pp2-ddp2", cases.TIED, "disabled", marks=pytest.mark.slow),
+        pytest.param(EIGHT_BITS, "ddp2-tp2", cases.ONE_KV_HEAD, "async", marks=pytest.mark.slow),
+        (EIGHT_BITS, "hsdp4", {}, "disabled"),
+        pytest.param(LARGEST, "hsdp4", {}, "async", marks=pytest.mark.slow),
+        pytest.param(EIGHT_BITS, "pp2-hsdp4", cases.TIED, "disabled", marks=pytest.mark.slow),
+        pytest.param(LARGEST, "hsdp4-tp2", cases.ONE_KV_HEAD, "disabled", marks=pytest.mark.slow),
+        pytest.param(LARGEST, "pp2-ddp2", cases.TIED, "disabled", marks=pytest.mark.slow),
+        pytest.param(EIGHT_BITS, "hsdp4-ep2", cases.EXPERTS | cases.ep(2), "disabled", marks=pytest.mark.slow),
     ],
 )
 def test_what_replicas_left_out_of_their_gradients_is_not_forgotten(
-    harness, tmp_path, monkeypatch, capsys, layout, model, mode
+    harness, tmp_path, monkeypatch, capsys, kind, layout, model, mode
 ):
-    """PowerSGD's errors belong to the run: without them the resumed losses are others."""
-    monkeypatch.setitem(LAYOUTS, layout, ((THIN, model), THIN_LAYOUTS[layout]))
+    """Errors belong to the run: without them the resumed losses are others."""
+    monkeypatch.setitem(LAYOUTS, layout, ((kind, model), THIN_LAYOUTS[layout]))
     changes = (layers(4), cases.UNCLIPPED, {"checkpoint.async_mode": mode})
     runs = Runs(harness, tmp_path)
     whole = runs.train("whole", layout, *changes)
@@ -358,7 +375,7 @@ def test_what_was_left_out_is_shared_out_among_other_replicas(harness, tmp_path,
     for layout in ("ddp2", "ddp4", "ddp2-tp2", "pp2-ddp2"):
         folder, _ = runs.through(folder, layout, layout, *changes)
         found = left_out(folder, 4 if layout == "ddp4" else 2)
-        assert "error is not loaded" not in (tmp_path / layout / "log" / "rank-0.log").read_text()
+        assert "left out is not loaded" not in (tmp_path / layout / "log" / "rank-0.log").read_text()
         assert found.keys() == wanted.keys()
         for name, error in wanted.items():
             torch.testing.assert_close(found[name], error, rtol=1e-5, atol=1e-7, msg=f"{layout}: {name}")
@@ -367,7 +384,37 @@ def test_what_was_left_out_is_shared_out_among_other_replicas(harness, tmp_path,
     gone = len(wanted) - len(left_out(folder, 2))  # thin matrices of that width are no smaller than some parameters
     said = (tmp_path / "wider" / "log" / "rank-0.log").read_text()
     assert gone > 0
-    assert f"PowerSGD's error is not loaded for {gone} parameters" in said
+    assert f"what compression left out is not loaded for {gone} parameters" in said
+
+
+@pytest.mark.slow
+def test_what_shards_left_out_is_shared_out_among_other_replicas(harness, tmp_path, monkeypatch):
+    """Errors of every parameter, vectors too, cut by FSDP on the one side and whole on the other."""
+    degrees = {
+        "hsdp4": {"ddp": 2, "fsdp": 2},
+        "ddp2": {"ddp": 2},
+        "ddp4": {"ddp": 4},
+        "fsdp2-hsdp": {"ddp": 2, "fsdp": 4},
+    }
+    for name, these in degrees.items():
+        monkeypatch.setitem(LAYOUTS, name, ((EIGHT_BITS,), these))
+    runs, changes = Runs(harness, tmp_path), (layers(4), cases.UNCLIPPED)
+
+    def left_out(folder, replicas):
+        errors = {name: error for name, error in tensors(folder).items() if name.startswith("compression/error/")}
+        return {name: error.view(replicas, -1).sum(0) for name, error in errors.items()}
+
+    folder = runs.train("run", "hsdp4", *changes)
+    shutil.rmtree(folder / "step-4")
+    wanted = left_out(folder, 2)
+    assert "compression/error/norm.weight" in wanted
+    assert all(error.abs().max() > 0 for error in wanted.values())
+    for layout in ("ddp2", "fsdp2-hsdp", "ddp4", "hsdp4"):
+        folder, _ = runs.through(folder, layout, layout, *changes)
+        found = left_out(folder, degrees[layout]["ddp"])
+        assert found.keys() == wanted.keys()
+        for name, error in wanted.items():
+            torch.testing.assert_close(found[name], error, rtol=1e-5, atol=1e-7, msg=f"{layout}: {name}")
 
 
 def random_numbers(settings, step):

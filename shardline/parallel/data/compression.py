@@ -1,5 +1,7 @@
 """How replicas exchange the gradients of one bucket: whole, rounded to bfloat16, or as products of thin matrices.
 
+Exchanges in 8 bits and of the largest elements are in error_feedback.py.
+
 PowerSGD keeps for each matrix M (rows n, columns m) a thin Q (m, r) and what its approximation left out so far:
 
     M = gradient + error    P = sum over ranks of M Q, made orthonormal    Q = M^T P    error = M - P Q^T
@@ -7,11 +9,12 @@ PowerSGD keeps for each matrix M (rows n, columns m) a thin Q (m, r) and what it
 
 so (n + m) r numbers travel instead of n m. Q starts with its value after the last step, which makes each product a step
 of the power method; the error is added to the next gradient, so that nothing is lost for good. The errors take as much
-memory as the gradients in float32. They differ between ranks; each saves its own (checkpoint/powersgd_state.py).
+memory as the gradients in float32. They differ between ranks; each saves its own (checkpoint/compression_state.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections.abc import Sequence
@@ -28,6 +31,8 @@ class GradientExchange:
 
     All ranks call these methods in the same order, since each may issue a collective.
     """
+
+    timed = True  # its waits count as exposed; False where somebody else measures them
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, axis: str) -> None:
         self.shapes, self.dtype, self.axis = list(shapes), dtype, axis
@@ -49,13 +54,16 @@ class GradientExchange:
         flat = flatten(tensors, shapes, dtype, device)
         self._sending = flat, collectives.start_sum(flat, self.axis)
 
-    def _sums(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
-        """Wait for what was sent; this is the part of the communication that nothing hides."""
+    def _received(self) -> Tensor:
+        """Wait for what is under way; this is the part of the communication that nothing hides."""
         assert self._sending is not None
         (flat, work), self._sending = self._sending, None
-        with exposed.waiting(flat.device):
+        with exposed.waiting(flat.device) if self.timed else contextlib.nullcontext():
             work.wait()
-        return unflatten(flat.to(dtype), shapes)
+        return flat
+
+    def _sums(self, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
+        return unflatten(self._received().to(dtype), shapes)
 
 
 class WholeExchange(GradientExchange):

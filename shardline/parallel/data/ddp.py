@@ -17,6 +17,7 @@ from shardline.models.decoder import Decoder
 from shardline.models.dtensor import local
 from shardline.models.gradient_hooks import when_gradient_arrives
 from shardline.parallel.data.compression import GradientExchange, LowRankExchange, WholeExchange
+from shardline.parallel.data.error_feedback import FeedbackExchange, Int8Exchange, TopKExchange
 from shardline.parallel.tensor.tensor import replace_parameter
 from shardline.precision.mixed import DTYPES
 
@@ -32,13 +33,13 @@ class Bucket:
     totals: list[Tensor] | None = None  # of the step so far
 
 
-class PowerSGDMemory(NamedTuple):
-    """What PowerSGD keeps of one parameter between steps: this rank's error, and the Q that all replicas share."""
+class LeftOut(NamedTuple):
+    """What compression keeps of one parameter between steps: this rank's error; PowerSGD's Q, which replicas share."""
 
     name: str
     parameter: nn.Parameter
     error: Tensor
-    q: Tensor
+    q: Tensor | None
 
 
 class Replicas:
@@ -83,13 +84,17 @@ class Replicas:
             for parameter, total in zip(bucket.parameters, totals or [], strict=True):
                 parameter.grad = _like(parameter, total) if parameter.requires_grad else None
 
-    def powersgd_memories(self) -> Iterator[PowerSGDMemory]:
+    def left_out(self) -> Iterator[LeftOut]:
         """What a checkpoint saves between steps; loading one fills these tensors."""
         for bucket in self.buckets:
-            if isinstance(bucket.exchange, LowRankExchange):
-                for index in bucket.exchange.matrices:
+            exchange = bucket.exchange
+            if isinstance(exchange, LowRankExchange):
+                for index in exchange.matrices:
                     parameter = bucket.parameters[index]
-                    yield PowerSGDMemory(self.names[parameter], parameter, *bucket.exchange.memory(index, self.device))
+                    yield LeftOut(self.names[parameter], parameter, *exchange.memory(index, self.device))
+            elif isinstance(exchange, FeedbackExchange):
+                for parameter, error in zip(bucket.parameters, exchange.memories(self.device), strict=True):
+                    yield LeftOut(self.names[parameter], parameter, error, None)
 
     def _arrived(self, parameter: Any) -> None:
         if not self.enabled:
@@ -169,15 +174,22 @@ def _buckets(model: nn.Module, config: Config, users: Mapping[nn.Parameter, froz
             size = 0
         groups[-1].append((name, parameter))
         size += added
-    return [Bucket([p for _, p in group], _exchange(group, section, dtype)) for group in groups]
+    names = [[name for name, _ in group] for group in groups]
+    shapes = [[local(parameter).shape for _, parameter in group] for group in groups]
+    exchanges = [exchange_of(*both, section, dtype) for both in zip(names, shapes, strict=True)]
+    return [Bucket([p for _, p in group], made) for group, made in zip(groups, exchanges, strict=True)]
 
 
-def _exchange(group: list[tuple[str, nn.Parameter]], section: Parallelism, dtype: torch.dtype) -> GradientExchange:
+def exchange_of(
+    names: list[str], shapes: list[torch.Size], section: Parallelism, dtype: torch.dtype
+) -> GradientExchange:
     """The exchange of one bucket that `gradient_compression` names; each tensor-parallel rank sums its own shards."""
-    shapes = [local(parameter).shape for _, parameter in group]
     if section.gradient_compression == "powersgd":
-        names = [name for name, _ in group]
         return LowRankExchange(names, shapes, section.powersgd_rank, dtype, "dp_replicate")
+    if section.gradient_compression == "int8":
+        return Int8Exchange(shapes, dtype, "dp_replicate")
+    if section.gradient_compression == "topk":
+        return TopKExchange(shapes, dtype, "dp_replicate", section.topk_fraction)
     rounded = section.gradient_compression == "bfloat16"
     return WholeExchange(shapes, dtype, "dp_replicate", sent=torch.bfloat16 if rounded else dtype)
 

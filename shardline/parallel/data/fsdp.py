@@ -39,6 +39,7 @@ from shardline.comm.observe import Observed, Started, described, runs_on_host
 from shardline.comm.spans import now
 from shardline.config.schema import Config, Parallelism
 from shardline.models.decoder import Block, Decoder
+from shardline.parallel.data.replica_sums import BETWEEN_SHARDS, compress_sums
 from shardline.precision.mixed import Precision
 
 ENTRY_METHODS = ("hidden",)  # methods of the model that start a forward
@@ -81,7 +82,11 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     native = model.arch.foreign is None  # the hooks of `StreamWaits` know what goes in and out of a native block
     waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() and native else None
     exposed.measured = waits is not None or not on_gpu
-    use_counted_collectives(model, waits, replicated=mesh.axis("dp_replicate") is not None)
+    replicated, compression = mesh.axis("dp_replicate") is not None, config.parallelism.gradient_compression
+    compressed = replicated and compression in BETWEEN_SHARDS
+    use_counted_collectives(model, waits, replicated, compressed)
+    if compressed:
+        compress_sums(model, config)
     _prefetch(model, config.parallelism.fsdp_prefetch)
 
 
@@ -95,7 +100,9 @@ def _expert_cut(ranks: int, experts: int, parameter: nn.Parameter) -> Shard | No
     return Shard(3 if parameter.ndim == 4 else 1)
 
 
-def use_counted_collectives(model: Decoder, waits: StreamWaits | None, replicated: bool) -> None:
+def use_counted_collectives(
+    model: Decoder, waits: StreamWaits | None, replicated: bool, compressed: bool = False
+) -> None:
     """Sum instead of average, through collectives that are counted. FSDP has these settings in every module."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -103,6 +110,7 @@ def use_counted_collectives(model: Decoder, waits: StreamWaits | None, replicate
             module.set_gradient_divide_factor(1.0)
             axis = "expert_shard" if getattr(module, "rest", None) is not None else "fsdp"
             scatter = CountedScatter(waits, is_last=module is model, axis=axis)
+            scatter.counts_sums = not compressed
             module.set_custom_all_gather(CountedGather(waits, module, axis))  # type: ignore[arg-type]
             module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]
             if replicated:
@@ -172,6 +180,7 @@ class CountedScatter(_Allocate):
 
     def __init__(self, waits: StreamWaits | None = None, is_last: bool = False, axis: str = "fsdp") -> None:
         self.waits, self.is_last, self.axis = waits, is_last, axis
+        self.counts_sums = True  # between replicas; those that are compressed count what they send themselves
         self.ended: Any = 0  # nanoseconds, or an event
 
     def __call__(
@@ -201,10 +210,11 @@ class CountedScatter(_Allocate):
     def all_reduced(self, reduced: Tensor) -> None:
         """Called when HSDP has summed a scattered gradient between replicas, right after scattering it."""
         size = collectives.axis("dp_replicate").size
-        job.traffic.add("dp_replicate", 2 * (size - 1) / size * reduced.nbytes)
+        if self.counts_sums:
+            job.traffic.add("dp_replicate", 2 * (size - 1) / size * reduced.nbytes)
         if self.waits is None:
             _waited(self.ended)
-            if job.spans.enabled and reduced.device.type == "cpu":
+            if self.counts_sums and job.spans.enabled and reduced.device.type == "cpu":
                 job.spans.ended("dp_replicate", "all_reduce", self.ended)
         elif self._ends_step():
             exposed.between(self.ended, mark())

@@ -470,6 +470,18 @@ def test_not_pending(keys):
             " neither metrics.enable_tensorboard nor metrics.enable_wandb is true",
         ),
         (
+            {"parallelism__gradient_compression": "int8"},
+            "parallelism.gradient_compression has no effect: there are no replicas that sum gradients",
+        ),
+        (
+            {
+                "parallelism__data_parallel_replicate_degree": 2,
+                "parallelism__gradient_compression": "int8",
+                "parallelism__topk_fraction": 0.5,
+            },
+            "parallelism.topk_fraction has no effect: parallelism.gradient_compression is not 'topk'",
+        ),
+        (
             {"parallelism__accumulation_sync": "scatter"},
             "parallelism.accumulation_sync has no effect:"
             " only HSDP (both data parallel degrees above 1) has sums between replicas to postpone",
@@ -770,6 +782,7 @@ REPLICAS = {"parallelism__data_parallel_replicate_degree": 2}
 TENSOR = {"parallelism__tensor_parallel_degree": 2}
 IDLE = [  # keys, number of ranks -> what is said of them
     ({"parallelism__gradient_compression": "powersgd", **REPLICAS}, {2: "", 4: "only plain replicas (DDP)"}),
+    ({"parallelism__gradient_compression": "int8", **REPLICAS}, {2: "", 4: ""}),
     ({"parallelism__gradient_bucket_mib": 1.0, **REPLICAS}, {2: "", 4: "only plain replicas (DDP)"}),
     ({"parallelism__accumulation_sync": "scatter", **REPLICAS}, {2: "only HSDP", 4: ""}),
     ({"parallelism__accumulation_sync": "micro_batch"}, {1: "gradients are not summed", 2: ""}),

@@ -22,6 +22,7 @@ OTHER_DEFAULTS = {
     "checkpoint.last_save_model_only": False,
 }
 OWN_KEYS = {
+    "compile.cuda_graphs",
     "parallelism.async_tensor_parallel_compare_freq",
     "activation_checkpoint.offload_every",
     "compile.cuda_graphs",
@@ -127,6 +128,7 @@ OWN_KEYS = {
     "parallelism.gradient_compression",
     "parallelism.overlap_gradient_reduction",
     "parallelism.powersgd_rank",
+    "parallelism.topk_fraction",
     "profiling.record_shapes",
     "profiling.top_ops",
     "profiling.with_stack",

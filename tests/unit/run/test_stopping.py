@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -163,6 +164,18 @@ def limit_of(caplog):
         return find_limit(config, variables, Clock()), [record.getMessage() for record in caplog.records]
 
     return find
+
+
+def test_a_clock_that_is_set_is_not_time_that_has_passed(monkeypatch):
+    config = tiny_config("unused", checkpoint__enable=True, checkpoint__save_before="1h")
+    wall, jumps = time.time(), [0]
+    monkeypatch.setattr(time, "time", lambda: wall + jumps[-1])
+    limit = find_limit(config, {signals.STARTED_VARIABLE: str(wall)})
+    for jump in (86400, -86400):
+        jumps.append(jump)
+        assert not limit.is_near()
+        assert abs(limit.clock() - wall) < 600
+        assert limit.longest_step < 600
 
 
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_END_TIME": "5000"}
