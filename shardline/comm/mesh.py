@@ -32,10 +32,13 @@ Result = TypeVar("Result")
 
 
 class Mesh:
-    """The groups of one layout. Built on every rank, after `start_process_group`, with the same `offload`."""
+    """The groups of one layout. Built on every rank, after `start_process_group`, with the same `offload`.
 
-    def __init__(self, layout: Layout, device_type: str, offload: bool = False) -> None:
-        self.layout, self.device_type = layout, device_type
+    `apart`: the copies of the model are workers that train apart. Parameters then have no dimension for dp_replicate.
+    """
+
+    def __init__(self, layout: Layout, device_type: str, offload: bool = False, apart: bool = False) -> None:
+        self.layout, self.device_type, self.apart = layout, device_type, apart
         self.world_size = layout.world_size
         self.rank = dist.get_rank() if self.world_size > 1 else 0
         self.coordinates = layout.coordinates(self.rank)
@@ -92,7 +95,7 @@ class Mesh:
 
     def joined(self, *names: str) -> DeviceMesh | None:
         """A mesh of those of the named axes that exist, in this order; None where none does."""
-        present = [name for name in names if name in self._meshes]
+        present = [name for name in names if name in self._meshes and not (self.apart and name == "dp_replicate")]
         if not present:
             return None
         assert self.root is not None
@@ -104,7 +107,8 @@ class Mesh:
     def of_experts(self, *names: str) -> DeviceMesh:
         """A mesh of those of the named axes of the experts' mesh that exist, in this order."""
         assert self.experts is not None
-        present = tuple(name for name in names if name in (self.experts.mesh_dim_names or ()))
+        held = [name for name in self.experts.mesh_dim_names or () if not (self.apart and name == "replicas")]
+        present = tuple(name for name in names if name in held)
         return self.experts[present if len(present) > 1 else present[0]]
 
     def size(self, name: str) -> int:
@@ -134,6 +138,21 @@ class Mesh:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    @property
+    def workers(self) -> int:
+        """The copies of the model that train apart; 1 where all sum their gradients."""
+        return self.layout.dp_replicate if self.apart else 1
+
+    @property
+    def worker(self) -> int:
+        """The number of this rank's worker."""
+        return self.coordinates["dp_replicate"] if self.apart else 0
+
+    @property
+    def has_plain_replicas(self) -> bool:
+        """Whether copies of the whole model sum their gradients (DDP)."""
+        return self.axis("dp_replicate") is not None and self.axis("fsdp") is None and not self.apart
 
     @property
     def data_rank(self) -> int:

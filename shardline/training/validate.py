@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable
@@ -47,9 +48,12 @@ class Validator:
         if self.loader is None or not (step in (1, self.last_step) or step % self.section.every(self.last_step) == 0):
             return request
         found = None
+        workers = self.stepper.workers
+        of_all = contextlib.nullcontext() if workers is None else workers.outer.global_weights()
         with self.telemetry.paused():
             if request.stop is None:
-                found, request = self._numbers(self.loader, request)
+                with of_all:
+                    found, request = self._numbers(self.loader, request)
         if found is None:
             log.info("step %d: stopping, validation is left out", step)
         else:

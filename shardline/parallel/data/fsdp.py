@@ -81,7 +81,7 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     native = model.arch.foreign is None  # the hooks of `StreamWaits` know what goes in and out of a native block
     waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() and native else None
     exposed.measured = waits is not None or not on_gpu
-    use_counted_collectives(model, waits, replicated=mesh.axis("dp_replicate") is not None)
+    use_counted_collectives(model, waits, replicated=mesh.axis("dp_replicate") is not None and not mesh.apart)
     _prefetch(model, config.parallelism.fsdp_prefetch)
 
 
@@ -249,7 +249,8 @@ def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> Non
 
 def accumulation_sync(section: Parallelism) -> str:
     """When gradients are summed; without HSDP, which has sums between replicas to postpone, `scatter` means `step`."""
-    is_hsdp = collectives.axis_size("dp_replicate") > 1 and collectives.axis_size("fsdp") > 1
+    summed = section.data_parallel_mode == "sync" and collectives.axis_size("dp_replicate") > 1
+    is_hsdp = summed and collectives.axis_size("fsdp") > 1
     return section.accumulation_sync if is_hsdp or section.accumulation_sync != "scatter" else "step"
 
 
