@@ -4,6 +4,7 @@
     derived                  fsdp = dp_shard x cp, over which parameters are sharded
                              loss = dp_replicate x dp_shard x cp, over which losses and targets are summed
                              world = all ranks
+                             workers = dp_replicate once more, where workers train apart
                              pp_down = pp once more: activations go up in groups of pp, gradients down in these
                              ep, etp, expert_shard: another cut of dp_shard x cp x tp, for mixtures of experts
 
@@ -66,6 +67,8 @@ class Mesh:
         assert dist.group.WORLD is not None
         if self.layout.pp > 1:
             axes["pp_down"] = dataclasses.replace(axes["pp"], name="pp_down", group=_again(self.layout))
+        if self.workers > 1:
+            axes["workers"] = dataclasses.replace(axes["dp_replicate"], name="workers", group=_of_workers(self.layout))
         axes["world"] = Axis("world", dist.group.WORLD, self.world_size, self.rank)
         job.set_axes(axes)
 
@@ -158,6 +161,20 @@ class Mesh:
     def data_rank(self) -> int:
         """Which share of the global batch this rank reads."""
         return self.coordinates["dp_replicate"] * self.layout.dp_shard + self.coordinates["dp_shard"]
+
+
+def _of_workers(layout: Layout) -> dist.ProcessGroup:
+    """A second set of groups of dp_replicate's ranks, for a thread: others may be the group of all ranks."""
+    inside = layout.world_size // layout.pp // layout.dp_replicate
+    starts = range(0, layout.world_size, inside * layout.dp_replicate)
+    lists = [
+        [start + first + worker * inside for worker in range(layout.dp_replicate)]
+        for start in starts
+        for first in range(inside)
+    ]
+    own, _ = dist.new_subgroups_by_enumeration(lists)
+    assert own is not None
+    return own
 
 
 def _again(layout: Layout) -> dist.ProcessGroup:

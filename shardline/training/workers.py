@@ -20,7 +20,7 @@ from shardline.models.decoder import Decoder
 from shardline.parallel.data.average import average_over
 from shardline.parallel.data.diloco import outer_loop
 
-AXIS = "dp_replicate"
+AXIS = "workers"
 
 
 class Workers:

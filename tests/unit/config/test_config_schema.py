@@ -172,6 +172,7 @@ def test_reference_types_match():
             "job.dump_folder",
             "training.dataset",
             "activation_checkpoint.determinism_check",
+            "fault_tolerance.semi_sync_method",
         ):
             assert short_type(leaves()[key].annotation) == simple[kind], key
 
