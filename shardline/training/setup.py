@@ -22,12 +22,12 @@ from shardline.checkpoint.fetch import fetch_to_resume
 from shardline.checkpoint.format import Found, list_folder
 from shardline.checkpoint.lora.base import base_of
 from shardline.checkpoint.mirror import Mirror, check_free, open_mirror
-from shardline.checkpoint.powersgd_state import PowerSGDState
 from shardline.checkpoint.reader import ShardFiles
+from shardline.checkpoint.replicas.powersgd_state import PowerSGDState
+from shardline.checkpoint.replicas.worker_state import WorkerState
 from shardline.checkpoint.resume import DataIdentity, Start, resumable_step
 from shardline.checkpoint.resume_batch import batch_to_keep, keep_batch
 from shardline.checkpoint.saver import Saver
-from shardline.checkpoint.worker_state import WorkerState
 from shardline.comm import watchdog
 from shardline.comm.mesh import (
     Mesh,

@@ -123,14 +123,14 @@ WORKERS_APART = [
     ),
     Change(
         "a resumed worker begins with the global weights",
-        "checkpoint/worker_state.py",
+        "checkpoint/replicas/worker_state.py",
         "if saved == workers:",
         "if False:",
         f"{DILOCO}a_resumed_run_is_bitwise_the_uninterrupted_one[layout0-disabled]",
     ),
     Change(
         "the outer momentum is not saved",
-        "checkpoint/worker_state.py",
+        "checkpoint/replicas/worker_state.py",
         "return [*state, *(_named(one, own) for one in trained), *momenta, *self._averages(trained)]",
         "return [*state, *(_named(one, own) for one in trained), *self._averages(trained)]",
         f"{DILOCO}a_resumed_run_is_bitwise_the_uninterrupted_one[layout0-disabled]",
@@ -771,7 +771,7 @@ THE_STEP = [
     Change(
         "the loss is the mean over this rank's targets",
         "training/step.py",
-        'collectives.sum_in_place(targets, "loss")',
+        "collectives.sum_in_place(targets, axis)",
         "pass",
         f"{LAYOUT}[ddp2]",
     ),

@@ -28,7 +28,7 @@ from shardline.models.dtensor import local
 EMBEDDING, LAYERS = "tok_embeddings.", "layers."
 
 
-class Sent(Protocol):
+class SentChanges(Protocol):
     """Tensors on their way to their average."""
 
     seconds: float  # that the exchange has taken; 0 until it is known
@@ -38,7 +38,7 @@ class Sent(Protocol):
 
 
 # Starts to average tensors over the workers. All workers call it in the same order.
-Average = Callable[[Sequence[Tensor]], Sent]
+Average = Callable[[Sequence[Tensor]], SentChanges]
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Fragment:
     own: list[Tensor]
     values: list[Tensor] = field(default_factory=list)
     momenta: list[Tensor] = field(default_factory=list)
-    sent: Sent | None = None
+    sent: SentChanges | None = None
     applied_at: int = -1  # step
 
 
