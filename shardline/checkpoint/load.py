@@ -67,13 +67,18 @@ def _damaged(saved: Saved) -> Iterator[None]:
 
 
 def load_optimizer(saved: Saved, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    load_state(saved.shards, model, optimizer)
+
+
+def load_state(shards: ShardFiles, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """Fill an optimizer's state from the files of a checkpoint."""
     parameters = dict(model.named_parameters())
-    for key, target in prepare_state(optimizer, model, _saved_state(saved.shards, model)):
+    for key, target in prepare_state(optimizer, model, _saved_state(shards, model)):
         kind, name = key.split(".", 1)
         pieces = state_pieces(model.arch, kind, name, target, parameters[name])
         if pieces and pieces[0].rows is None and pieces[0].half is None:  # the same under every logical name
             pieces = pieces[:1]
-        _fill(saved.shards, f"optimizer/{kind}/", pieces, target)
+        _fill(shards, f"optimizer/{kind}/", pieces, target)
 
 
 def _saved_state(shards: ShardFiles, model: Decoder) -> dict[str, SavedState]:

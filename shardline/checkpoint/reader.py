@@ -102,9 +102,9 @@ class VerifiedFile:
 class ShardFiles:
     """The tensors in a checkpoint's files by their names there (`model/...`, `optimizer/<kind>/...`)."""
 
-    def __init__(self, folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-        """`files` and `tensors` are the manifest's tables."""
-        self.folder, self.files = folder, files
+    def __init__(self, folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any], prefix: str = "") -> None:
+        """`files` and `tensors` are the manifest's tables; in the files, names begin with `prefix` as well."""
+        self.folder, self.files, self._prefix = folder, files, prefix
         self._names = list(files)
         self._open: dict[int, VerifiedFile] = {}
         self._cache: BlockCache = {}
@@ -117,6 +117,11 @@ class ShardFiles:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._table)
+
+    def below(self, prefix: str) -> ShardFiles:
+        """The tensors whose names begin with `prefix`, by the rest of their names."""
+        table = {name.removeprefix(prefix): entry for name, entry in self._table.items() if name.startswith(prefix)}
+        return ShardFiles(self.folder, self.files, table, self._prefix + prefix)
 
     def stored(self, name: str) -> StoredTensor:
         """What the manifest says of a tensor; its pieces lie in files that there are, and are all of it, once."""
@@ -159,7 +164,7 @@ class ShardFiles:
     def _rows(
         self, name: str, stored: StoredTensor, number: int, held: Place, shared: Place
     ) -> Iterator[tuple[Place, torch.Tensor]]:
-        file, key = self._file(number), place_key(name, stored.shape, held)
+        file, key = self._file(number), place_key(self._prefix + name, stored.shape, held)
         entry = file.header.get(key)
         if entry is None or (entry.shape, entry.dtype) != (held.size, name_of_type(stored.dtype)):
             raise Damaged(f"{file.path} does not hold {key} as {self.folder}/manifest.json says")

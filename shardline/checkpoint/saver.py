@@ -58,16 +58,21 @@ class Saver:
         mirror: Mirror | None = None,
         base: Base | None = None,
         extra: Callable[[], list[HeldTensor]] = list,
+        weights: Callable[[torch.dtype | None], list[HeldTensor]] | None = None,
+        state: Callable[[], list[HeldTensor]] | None = None,
     ) -> None:
         """`mirror` is rank 0's alone; `base` are the frozen weights of LoRA or of a reference.
 
-        `extra` returns what to save besides weights and optimizer state.
+        `extra` returns what to save besides weights and optimizer state; `weights` and `state` return these two where
+        they are not simply what the model and the optimizer have.
         """
         self.config, self.section, self.mesh, self.mirror = config, config.checkpoint, mesh, mirror
         self.folder, self.model, self.optimizer, self.identity = folder, model, optimizer, identity
         self.base = base
         self.saved_step = 0
         self._extra = extra
+        self._weights = weights or functools.partial(held_weights, model)
+        self._state = state or functools.partial(held_state, model, optimizer)
         self._saves = why_not_saved(config) is None
         if self._saves:
             self._check_folder()
@@ -228,7 +233,7 @@ class Saver:
         hf_dtype = dtype if last and self.section.last_save_in_hf else None
         only_weights = hf_dtype is not None or (last and self.section.last_save_model_only)
         kind: files.Kind = "model" if only_weights else "full"
-        held = held_weights(self.model, dtype) if only_weights else self._held()
+        held = self._weights(dtype) if only_weights else self._held()
         owned = self._owners.owned(kind, held)
         self._writer.connect()
         if later:
@@ -243,7 +248,7 @@ class Saver:
         return Save(self._number, position.step, kind, owned, trainer, rng_state(), hf_dtype, later)
 
     def _held(self) -> list[HeldTensor]:
-        return held_weights(self.model) + held_state(self.model, self.optimizer) + self._extra()
+        return self._weights(None) + self._state() + self._extra()
 
     def _trainer_state(self, position: RunPosition) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@
     derived                  fsdp = dp_shard x cp, over which parameters are sharded
                              loss = dp_replicate x dp_shard x cp, over which losses and targets are summed
                              world = all ranks
+                             workers = dp_replicate once more, where workers train apart
                              pp_down = pp once more: activations go up in groups of pp, gradients down in these
                              ep, etp, expert_shard: another cut of dp_shard x cp x tp, for mixtures of experts
 
@@ -32,10 +33,13 @@ Result = TypeVar("Result")
 
 
 class Mesh:
-    """The groups of one layout. Built on every rank, after `start_process_group`, with the same `offload`."""
+    """The groups of one layout. Built on every rank, after `start_process_group`, with the same `offload`.
 
-    def __init__(self, layout: Layout, device_type: str, offload: bool = False) -> None:
-        self.layout, self.device_type = layout, device_type
+    `apart`: the copies of the model are workers that train apart. Parameters then have no dimension for dp_replicate.
+    """
+
+    def __init__(self, layout: Layout, device_type: str, offload: bool = False, apart: bool = False) -> None:
+        self.layout, self.device_type, self.apart = layout, device_type, apart
         self.world_size = layout.world_size
         self.rank = dist.get_rank() if self.world_size > 1 else 0
         self.coordinates = layout.coordinates(self.rank)
@@ -63,6 +67,8 @@ class Mesh:
         assert dist.group.WORLD is not None
         if self.layout.pp > 1:
             axes["pp_down"] = dataclasses.replace(axes["pp"], name="pp_down", group=_again(self.layout))
+        if self.workers > 1:
+            axes["workers"] = dataclasses.replace(axes["dp_replicate"], name="workers", group=_of_workers(self.layout))
         axes["world"] = Axis("world", dist.group.WORLD, self.world_size, self.rank)
         job.set_axes(axes)
 
@@ -92,7 +98,7 @@ class Mesh:
 
     def joined(self, *names: str) -> DeviceMesh | None:
         """A mesh of those of the named axes that exist, in this order; None where none does."""
-        present = [name for name in names if name in self._meshes]
+        present = [name for name in names if name in self._meshes and not (self.apart and name == "dp_replicate")]
         if not present:
             return None
         assert self.root is not None
@@ -104,7 +110,8 @@ class Mesh:
     def of_experts(self, *names: str) -> DeviceMesh:
         """A mesh of those of the named axes of the experts' mesh that exist, in this order."""
         assert self.experts is not None
-        present = tuple(name for name in names if name in (self.experts.mesh_dim_names or ()))
+        held = [name for name in self.experts.mesh_dim_names or () if not (self.apart and name == "replicas")]
+        present = tuple(name for name in names if name in held)
         return self.experts[present if len(present) > 1 else present[0]]
 
     def size(self, name: str) -> int:
@@ -136,9 +143,38 @@ class Mesh:
         return values
 
     @property
+    def workers(self) -> int:
+        """The copies of the model that train apart; 1 where all sum their gradients."""
+        return self.layout.dp_replicate if self.apart else 1
+
+    @property
+    def worker(self) -> int:
+        """The number of this rank's worker."""
+        return self.coordinates["dp_replicate"] if self.apart else 0
+
+    @property
+    def has_plain_replicas(self) -> bool:
+        """Whether copies of the whole model sum their gradients (DDP)."""
+        return self.axis("dp_replicate") is not None and self.axis("fsdp") is None and not self.apart
+
+    @property
     def data_rank(self) -> int:
         """Which share of the global batch this rank reads."""
         return self.coordinates["dp_replicate"] * self.layout.dp_shard + self.coordinates["dp_shard"]
+
+
+def _of_workers(layout: Layout) -> dist.ProcessGroup:
+    """A second set of groups of dp_replicate's ranks, for a thread: others may be the group of all ranks."""
+    inside = layout.world_size // layout.pp // layout.dp_replicate
+    starts = range(0, layout.world_size, inside * layout.dp_replicate)
+    lists = [
+        [start + first + worker * inside for worker in range(layout.dp_replicate)]
+        for start in starts
+        for first in range(inside)
+    ]
+    own, _ = dist.new_subgroups_by_enumeration(lists)
+    assert own is not None
+    return own
 
 
 def _again(layout: Layout) -> dist.ProcessGroup:

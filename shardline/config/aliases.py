@@ -68,10 +68,6 @@ NO_EFFECT: dict[str, Any] = {
     "experimental.pipeline_parallel_split_points": list[str],
     "experimental.pipeline_parallel_microbatches": int,
     "float8.force_recompute_fp8_weight_in_bwd": bool,
-    "fault_tolerance.sync_steps": int,
-    "fault_tolerance.should_quantize": bool,
-    "fault_tolerance.fragment_sync_delay": int,
-    "fault_tolerance.fragment_update_alpha": float,
 }
 
 OLD_TABLES = sorted({key.rpartition(".")[0] for key in (*ALIASES, *NO_EFFECT)})

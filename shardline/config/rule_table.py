@@ -64,6 +64,12 @@ class Rule:
         return words + (f"; {self.remedy}" if self.remedy else "")
 
 
+OUTER_KEYS = (
+    *("semi_sync_method", "sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha"),
+    *("should_quantize", "quantized_dtype", "outer_lr", "outer_momentum"),
+)
+
+
 def differs(config: Config, key: str) -> bool:
     return bool(config.value(key) != leaves()[key].default)
 
@@ -197,7 +203,69 @@ def _one_rank(config: Config) -> bool:
 
 
 def has_replicas(config: Config) -> bool:
-    return config.parallelism.data_parallel_replicate_degree != 1
+    """Whether copies of the model sum their gradients."""
+    return config.parallelism.data_parallel_replicate_degree != 1 and not has_workers(config)
+
+
+def has_workers(config: Config) -> bool:
+    """Whether the copies of the model are workers that train apart."""
+    return config.parallelism.data_parallel_mode != "sync"
+
+
+def _averages_now_and_then(config: Config) -> bool:
+    return config.parallelism.data_parallel_mode == "diloco"
+
+
+def _worker_rules() -> list[Rule]:
+    mode, section = "parallelism.data_parallel_mode", "fault_tolerance"
+    return [
+        _refuse(
+            mode,
+            lambda c: has_workers(c) and c.parallelism.data_parallel_replicate_degree == 1,
+            "workers are copies of the model, and there is one",
+            "set parallelism.data_parallel_replicate_degree to the number of workers",
+        ),
+        _refuse(
+            mode,
+            lambda c: has_workers(c) and c.optimizer.early_step_in_backward,
+            "a worker's gradient norm is known only after its backward",
+            "set optimizer.early_step_in_backward = false",
+        ),
+        _refuse(
+            f"{section}.num_fragments",
+            lambda c: _averages_now_and_then(c) and c.fault_tolerance.sync_steps % c.fault_tolerance.num_fragments != 0,
+            lambda c: f"fault_tolerance.sync_steps = {c.fault_tolerance.sync_steps} is no multiple of it",
+            "fragments follow each other at even distances: change one of the two",
+        ),
+        _refuse(
+            f"{section}.fragment_sync_delay",
+            lambda c: (
+                _averages_now_and_then(c)
+                and c.fault_tolerance.sync_steps % c.fault_tolerance.num_fragments == 0
+                and c.fault_tolerance.fragment_sync_delay
+                >= c.fault_tolerance.sync_steps // c.fault_tolerance.num_fragments
+            ),
+            lambda c: (
+                "the next fragment is sent"
+                f" {c.fault_tolerance.sync_steps // c.fault_tolerance.num_fragments} steps later (sync_steps /"
+                " num_fragments)"
+            ),
+            "give fewer steps of delay",
+        ),
+    ]
+
+
+def _idle_worker_rules() -> list[Rule]:
+    section = "fault_tolerance"
+    return [
+        _idle(
+            "neither fault_tolerance.enable is true nor parallelism.data_parallel_mode 'diloco'",
+            lambda c: not _averages_now_and_then(c) and not c.fault_tolerance.enable,
+            *(f"{section}.{name}" for name in OUTER_KEYS),
+        ),
+        _idle_unless(f"{section}.should_quantize", [True], f"{section}.quantized_dtype"),
+        _idle_if(f"{section}.semi_sync_method", ["local_sgd"], *_below(section, "outer_lr outer_momentum")),
+    ]
 
 
 def _shards(config: Config) -> bool:
@@ -728,7 +796,13 @@ RULES: list[Rule] = [
         "is a fraction of the steps, and checkpoint.interval_type is 'seconds'",
         "give checkpoint.interval",
     ),
+    *_worker_rules(),
     # Pending: features that are not built yet.
+    _not_built(
+        "asynchronous data parallel",
+        "parallelism.data_parallel_mode",
+        when=lambda c: c.parallelism.data_parallel_mode == "async",
+    ),
     _not_built(_model_feature, "model.name", when=lambda c: bool(_flavors_not_built(c))),
     _not_built("MX formats", "model.converters", when=lambda c: bool(set(MX_CONVERTERS) & set(c.model.converters))),
     _not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),
@@ -810,7 +884,12 @@ RULES: list[Rule] = [
         lambda c: c.checkpoint.initial_load_path is None,
         "checkpoint.initial_load_model_only",
     ),
-    *(_idle_without(f"{part}.enable", f"{part}.") for part in ("validation", "compile", "fault_tolerance")),
+    *_idle_worker_rules(),
+    *(_idle_without(f"{part}.enable", f"{part}.") for part in ("validation", "compile")),
+    _idle_without(
+        "fault_tolerance.enable",
+        *_below("fault_tolerance", "process_group process_group_timeout_ms replica_id group_size min_replica_size"),
+    ),
     _idle_without("memory_estimation.enable", "memory_estimation."),
     _idle("generation.prompts is empty", lambda c: not c.generation.prompts, "generation."),
     _idle(

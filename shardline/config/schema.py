@@ -291,6 +291,9 @@ class Parallelism(Section):
     tensor_parallel_degree: Positive = key(1, "Ranks that split each layer's matrices.")
     disable_loss_parallel: bool = key(False, "Compute the loss from the whole output layer on every rank.")
     enable_sequence_parallel: bool = key(True, "Split norms and residuals over tensor-parallel ranks, by tokens.")
+    data_parallel_mode: Literal["sync", "diloco", "async"] = key(
+        "sync", "How copies of the model meet: sum gradients every step, average weights now and then, or never wait."
+    )
     accumulation_sync: Literal["step", "micro_batch", "scatter"] = key(
         "step", "Sum gradients once per step, each micro-batch, or (HSDP) scatter each and sum replicas once."
     )
@@ -505,7 +508,17 @@ class FaultTolerance(Section):
     replica_id: NonNegative = key(0, "Number of this replica group.")
     group_size: NonNegative = key(0, "Number of replica groups.")
     min_replica_size: Positive = key(1, "Fewest replica groups that continue training.")
-    semi_sync_method: Name | None = key(None, "How replica groups synchronize, such as diloco.")
+    semi_sync_method: Literal["diloco", "local_sgd"] | None = key(
+        None, "How workers are averaged now and then: diloco (the default of that mode), or a plain average."
+    )
+    sync_steps: Positive = key(5, "Steps after which each fragment of the model is averaged again.")
+    num_fragments: Positive = key(1, "Runs of layers that are averaged one after the other, at even distances.")
+    fragment_sync_delay: NonNegative = key(0, "Steps between sending a fragment and applying its average.")
+    fragment_update_alpha: Fraction = key(0.0, "Share of a worker's own weights that stays when an average is applied.")
+    should_quantize: bool = key(False, "Send changes in 8 bits.")
+    quantized_dtype: Literal["int8", "float8"] = key("int8", "Type in which they are sent then.")
+    outer_lr: PositiveFloat = key(0.7, "Learning rate with which the averaged change moves the global weights.")
+    outer_momentum: Beta = key(0.9, "Nesterov momentum of these outer steps.")
 
 
 class Experimental(Section):

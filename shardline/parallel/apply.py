@@ -136,7 +136,7 @@ def make_model(
 def router_run(config: Config, mesh: Mesh) -> RouterRun:
     """What this run says to the routers."""
     section = config.training
-    batch = global_batch(section, mesh.layout.data_ranks) * section.rows_of_a_sample
+    batch = global_batch(section, mesh.layout.data_ranks) * section.rows_of_a_sample // mesh.workers
     return RouterRun(config.debug.moe_force_load_balance, batch, section.seq_len)
 
 
@@ -169,11 +169,12 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     if mesh.axis("fsdp") is not None:
         apply_fsdp(model, mesh, config, precision)
         if mesh.size("fsdp") > 1:
-            copies = f", {mesh.layout.dp_replicate} copies" if mesh.layout.dp_replicate > 1 else ""
+            several = mesh.layout.dp_replicate > 1 and not mesh.apart
+            copies = f", {mesh.layout.dp_replicate} copies" if several else ""
             log.info("parameters sharded over %d ranks%s", mesh.size("fsdp"), copies)
         if config.training.enable_cpu_offload:
             log.info("parameters, gradients and optimizer state are kept in host memory")
-    elif mesh.axis("dp_replicate") is not None:
+    elif mesh.has_plain_replicas:
         replicate_parameters(model, mesh)
         log.info("%d copies of the model (DDP)", mesh.layout.dp_replicate)
     return done

@@ -83,7 +83,9 @@ def _trace(
     tokens: int,
 ) -> dict[bool, dict[str, float]]:
     with _silent(), fake_group(0, layout.world_size):
-        model, _ = make_model(arch, config, Mesh(layout, "cpu"), precision)
+        model, _ = make_model(
+            arch, config, Mesh(layout, "cpu", apart=config.parallelism.data_parallel_mode != "sync"), precision
+        )
         with fake_tensors():
             for module in model.modules():
                 module.to_empty(device="cpu", recurse=False)

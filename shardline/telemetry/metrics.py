@@ -50,6 +50,8 @@ KEYS = (
 # pipeline's ranks were idle; bytes of activations that the step sent to host memory. Of mixtures of experts: how many
 # times the mean the most used expert got, the largest of all layers and by layer; the routers' losses, means over the
 # layers. Of pairs of answers: by how much the reward of the better one is higher, and the share of pairs where it is.
+# Of workers that train apart, since this start of the run: fragments that were averaged, the seconds that rank 0's
+# exchanges took, and those of them that it waited for (on a CPU).
 OPTIONAL_KEYS = (
     "dp_exposed_seconds",
     "tp_comm_seconds",
@@ -68,6 +70,9 @@ OPTIONAL_KEYS = (
     "z_loss",
     "reward_margin",
     "reward_accuracy",
+    "outer_steps",
+    "outer_comm_seconds",
+    "outer_exposed_seconds",
 )
 
 

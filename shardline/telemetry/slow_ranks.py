@@ -21,6 +21,7 @@ AXES = {
     "ep": "expert",
     "dp_shard": "FSDP",
     "dp_replicate": "replicas",
+    "workers": "workers",
     "dp": "data parallel",
     "pp": "pipeline",
     "other": "sums over all ranks",

@@ -60,6 +60,8 @@ def overview(run: Setup) -> TableRows:
     rows.append(("device", _device(run)))
     if layout.world_size > 1:
         rows.append(("layout", f"{layout.world_size} ranks: {layout}"))
+    if run.mesh.apart:
+        rows.append(("workers", _workers(config, layout.dp_replicate)))
     types = [str(kind).removeprefix("torch.") for kind in (precision.compute, precision.storage)]
     stored = "" if types[0] == types[1] else f", weights in {types[1]}"
     rows += [
@@ -97,6 +99,19 @@ def _trained(run: Setup) -> str:
         count = sum(math.prod(shape) for _, shape in shapes)
         whole = own + sum(math.prod(shape) for name, shape in shapes if is_low_rank(name))
     return f"{count:,} of {whole:,} parameters ({100 * count / whole:.3g} %)"
+
+
+def _workers(config: Config, workers: int) -> str:
+    """`2, each clips by its own gradient norm; averaged every 100 steps (diloco), in 2 fragments ...`."""
+    section = config.fault_tolerance
+    plain = section.semi_sync_method == "local_sgd"
+    outer = "local SGD" if plain else f"DiLoCo, outer rate {section.outer_lr:g}, momentum {section.outer_momentum:g}"
+    parts = f" in {section.num_fragments} fragments" if section.num_fragments > 1 else ""
+    late = section.fragment_sync_delay
+    after = f", applied {counted(late, 'step')} later" if late else ""
+    code = f", sent in {section.quantized_dtype}" if section.should_quantize else ""
+    every = counted(section.sync_steps, "step")
+    return f"{workers}, each clips by its own gradient norm; averaged every {every}{parts}{after}{code} ({outer})"
 
 
 def _device(run: Setup) -> str:

@@ -29,8 +29,8 @@ class PipelinedModel:
         self.batches_at_once = mesh.layout.pp  # of a validation: ranks work on as many at a time
         self.rank = mesh.coordinates["pp"]
         self.stages = {index: plan.stages[index] for index in plan.schedule.stages_of(self.rank)}
-        plain_replicas = mesh.axis("dp_replicate") is not None and mesh.axis("fsdp") is None
-        self.replicas = Replicas(model, config, stage_users(model, self.stages)) if plain_replicas else None
+        users = stage_users(model, self.stages)
+        self.replicas = Replicas(model, config, users) if mesh.has_plain_replicas else None
         self.sums = StageSums(model, config.parallelism, self.stages, self.replicas)
         self.pipeline = Pipeline(plan, device, self._describe)
 

@@ -76,7 +76,7 @@ class PromptSampler:
         due = step in (1, self.last_step) or step % self.section.freq == 0
         if not self.section.prompts or not due or request.stop is not None:
             return request
-        with self.telemetry.paused():
+        with self.telemetry.paused("sampling"), self.stepper.global_weights():
             began = time.perf_counter()
             prompts, request = self._continued(request)
             if request.stop is not None:

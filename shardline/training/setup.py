@@ -18,11 +18,13 @@ import torch.distributed as dist
 from shardline import registry
 from shardline.adapters.lora import NOTHING, Adaptation, more_flops
 from shardline.checkpoint.assets import write_tokenizer
-from shardline.checkpoint.compression_state import CompressionState
 from shardline.checkpoint.fetch import fetch_to_resume
 from shardline.checkpoint.format import Found, list_folder
 from shardline.checkpoint.lora.base import base_of
 from shardline.checkpoint.mirror import Mirror, check_free, open_mirror
+from shardline.checkpoint.reader import ShardFiles
+from shardline.checkpoint.replicas.compression_state import CompressionState
+from shardline.checkpoint.replicas.worker_state import WorkerState
 from shardline.checkpoint.resume import DataIdentity, Start, resumable_step
 from shardline.checkpoint.resume_batch import batch_to_keep, keep_batch
 from shardline.checkpoint.saver import Saver
@@ -169,7 +171,8 @@ class Setup:
         attempt.note("joined")
         if self.owns_group:
             self.closing.callback(stop_process_group)
-        self.mesh = Mesh(self.layout, self.device.type, offload)
+        apart = self.config.parallelism.data_parallel_mode != "sync"
+        self.mesh = Mesh(self.layout, self.device.type, offload, apart)
         if self.layout.ep > 1 and self.config.parallelism.expert_parallel_comm_backend == "deepep":
             deepep.start(self.arch.dim, self.precision.compute, self.device)
 
@@ -326,8 +329,9 @@ class Setup:
         lora, self.copy = config.lora.enable, None if self.reference is None else self.reference.copy
         needed = lora or self.copy is not None
         self.base = self.mesh.from_rank_0(lambda: base_of(config, seed_of(config))) if needed else None
-        passes = self.stepper.passes
+        passes, workers = self.stepper.passes, self.stepper.workers
         self.compression = CompressionState(passes.replicas, self.model, mesh, self.stepper.summed_over_tp)
+        self.worker_state = WorkerState(None if workers is None else workers.outer, self.model, self.optimizer, mesh)
         self.saver = Saver(
             config,
             self.folder.checkpoint_folder,
@@ -338,6 +342,8 @@ class Setup:
             self.mirror,
             self.base,
             extra=self.compression.held,
+            weights=self.worker_state.weights,
+            state=self.worker_state.held,
         )
         self.closing.callback(self.saver.close)
         devices = len(set(mesh.from_everyone(device_identity(device, mesh.rank))))
@@ -393,12 +399,13 @@ class Setup:
             self.identity,
             self.total_steps,
             self.mesh,
-            self.compression.load,
+            self._load_more,
             self.base,
             self.found,
             self.copy,
         )
         self.progress, self.finished = start.run(self.folder.resume, seed_of(self.config))
+        self.worker_state.begin()
         if not self.finished:
             self.total_steps = start.last_step(self.progress)
             self._note_validation()
@@ -413,6 +420,12 @@ class Setup:
             self.model.check_masks(self.device)
             reshard(self.model)
         attempt.note("loaded", step=self.progress.step)
+
+    def _load_more(self, shards: ShardFiles) -> None:
+        """Load what a checkpoint holds beside weights and the state of the optimizer."""
+        self.compression.load(shards)
+        if "model" not in self.config.checkpoint.exclude_from_loading:
+            self.worker_state.load(shards)
 
     def _note_validation(self) -> None:
         """Warn where a resumed run validates on another number of samples: validation.steps counts batches per rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from shardline.training.loss import Head
 from shardline.training.pairs import PairedModel, Reference
 from shardline.training.pipelined_step import PipelinedModel
 from shardline.training.whole_model import WholeModel
+from shardline.training.workers import Workers
 from shardline.words import counted, listed
 
 log = logging.getLogger("shardline")
@@ -87,7 +89,7 @@ class Stepper:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.loss_scale = LossScale(dynamic=model.compute_dtype == torch.float16)
         self.summed_over_tp = replicated_parameters(model, tensor) if tensor is not None else []
-        self.experts = ExpertLoad(model, device)
+        self.experts = ExpertLoad(model, device, mesh.workers)
         section = config.quantize.linear.float8
         gathered = applied.float8_modules if section.enable_fsdp_float8_all_gather else ()
         self.float8_gather = Float8Gather(model, gathered, section.precompute_float8_dynamic_scale_for_fsdp)
@@ -97,6 +99,7 @@ class Stepper:
         if self.frozen_rows.places:
             tensors = counted(len(self.frozen_rows.places), "tensor")
             log.info("%s trained in part (unfrozen_parameters): gradients and state have all rows", tensors)
+        self.workers = Workers(config, model, mesh, self.passes.on_two_stages) if mesh.apart else None
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
@@ -109,7 +112,8 @@ class Stepper:
     def forward_backward(self, batches: list[Batch]) -> Tensor:
         """Gradients of the mean loss over all targets (or pairs) of the global batch, summed over data ranks.
 
-        Returns this rank's part of that loss, and of the other numbers of a pass.
+        Workers that train apart have the mean over their own batch, and its gradients. Returns this rank's part of that
+        loss, and of the other numbers of a pass.
         """
         self.experts.begin()
         self.float8_gather.prepare()
@@ -119,8 +123,9 @@ class Stepper:
             batches = [self.model.context.cut(batch) for batch in batches]
         device = batches[0].labels.device
         targets = sum((self.passes.count(batch) for batch in batches), torch.zeros((), device=device))
-        if self.mesh.size("loss") > 1:
-            collectives.sum_in_place(targets, "loss")
+        axis = "loss" if self.workers is None else self.workers.count(targets)
+        if self.mesh.size(axis) > 1:
+            collectives.sum_in_place(targets, axis)
         scale = self.loss_scale.value / targets.clamp(min=1)
         total = torch.zeros(len(self.passes.names), device=device)
         for number, batch in enumerate(batches, start=1):
@@ -134,6 +139,10 @@ class Stepper:
         self.frozen_rows.clear()
         return total
 
+    def global_weights(self) -> contextlib.AbstractContextManager[None]:
+        """The model has the weights that count meanwhile: those that all workers share, where workers train apart."""
+        return contextlib.nullcontext() if self.workers is None else self.workers.outer.global_weights()
+
     def _with_noise(self, batch: Batch) -> Batch:
         """A batch whose embeddings get noise, which depends on its samples and their positions alone."""
         return replace(batch, noise=noise_keys(self.seed, batch.sample_ids, batch.tokens.shape[1]))
@@ -145,8 +154,12 @@ class Stepper:
         number: int,
         requests: RequestNumbers = no_requests,
         momentum: float | None = None,
+        last: bool = False,
     ) -> StepResult:
-        """One optimizer step, unless its loss or gradients are not finite; `momentum` where the schedule has one."""
+        """One optimizer step, unless its loss or gradients are not finite; `momentum` where the schedule has one.
+
+        `last` of the run: workers that train apart meet.
+        """
         set_lr(self.optimizer, lr, momentum)
         if self.early is not None:
             result = self._step_early(self.early, batches, lr, number, requests)
@@ -154,17 +167,21 @@ class Stepper:
             result = self._step_late(batches, lr, number, requests)
         if result.finite:
             self.experts.balance()
+        if self.workers is not None:
+            self.workers.outer.after_step(number, last)
+            return result._replace(more=result.more | self.workers.row())
         return result
 
     def _step_late(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers) -> StepResult:
         """One step after the whole backward."""
         result = self._agree(self.forward_backward(batches), lr, requests)
         if result.finite:
+            norm = result.grad_norm if self.workers is None else self.workers.norm
             if isinstance(self.optimizer, GPUAdam):
-                factor = clipping_factor(result.grad_norm, self.config.training.max_norm)
+                factor = clipping_factor(norm, self.config.training.max_norm)
                 self.optimizer.scale = factor / self.loss_scale.value
             else:
-                clip_(self.parameters, result.grad_norm, self.config.training.max_norm, self.loss_scale.value)
+                clip_(self.parameters, norm, self.config.training.max_norm, self.loss_scale.value)
             self.optimizer.step()
             self.loss_scale.advance()
         else:
@@ -189,22 +206,31 @@ class Stepper:
     def _agree(self, loss: Tensor, lr: float, requests: RequestNumbers, squares: Tensor | None = None) -> StepResult:
         """Loss, gradient norm, requests and loads of experts, of all ranks: one all-reduce, one wait a step."""
         if squares is None:
-            ranks = self.mesh.world_size // self.mesh.layout.pp
+            ranks = self.mesh.world_size // self.mesh.layout.pp // self.mesh.workers
             squares = squared_norm(self.parameters, ranks, self.passes.on_two_stages)
         alone = self.mesh.world_size == 1
         asked = torch.tensor(() if alone else requests(), device=loss.device)
-        numbers = torch.cat([squares.to(loss.device)[None], loss * self.passes.share, asked, self.experts.tallies()])
+        numbers, sums = squares.to(loss.device)[None], loss * self.passes.share
+        if self.workers is not None:
+            numbers, sums = self.workers.spread(numbers), self.workers.weigh(sums)
+        first, many = len(numbers), len(numbers) + len(sums)
+        numbers = torch.cat([numbers, sums, asked, self.experts.tallies()])
         if not alone:
             collectives.sum_in_place(numbers, "world")
-        first = 1 + len(loss)
-        tallies = first + len(asked)
+        tallies = many + len(asked)
         if isinstance(self.optimizer, GPUAdam):
             self.optimizer.prepare()  # while the device computes
         row = read(torch.cat([numbers[:tallies], self.experts.summary(numbers[tallies:])]))
-        squared, means, others = row[0], [one / self.loss_scale.value for one in row[1:first]], row[first:]
+        sums_of_all, others = row[first:many], row[many:]
+        if self.workers is not None:
+            sums_of_all = self.workers.means(sums_of_all)
+        means = [one / self.loss_scale.value for one in sums_of_all]
+        norms = [math.sqrt(one) / self.loss_scale.value if one >= 0 else math.nan for one in row[:first]]
+        if self.workers is not None:
+            self.workers.norm = norms[self.mesh.worker]
         return StepResult(
             means[0],
-            math.sqrt(squared) / self.loss_scale.value if squared >= 0 else math.nan,
+            sum(norms) / len(norms),
             lr,
             request_of(requests() if alone else others[: len(asked)]),
             dict(zip(self.passes.names[1:], means[1:], strict=True)) | self.experts.row(others[len(asked) :]),

@@ -115,7 +115,8 @@ class Trainer:
         origin = self.progress.schedule_start
         place = (self.progress.step - origin, self.config, self.total_steps - origin)
         lr = learning_rate(self.base_lr, *place)
-        return self.stepper.step(batches, lr, self.progress.step + 1, requests, momentum(*place))
+        number = self.progress.step + 1
+        return self.stepper.step(batches, lr, number, requests, momentum(*place), last=number == self.total_steps)
 
     def close(self) -> None:
         """Release the run's folder, stop data workers, leave the other ranks."""

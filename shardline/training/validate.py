@@ -53,7 +53,8 @@ class Validator:
         found = None
         with self.telemetry.paused("validating"):
             if request.stop is None:
-                found, request = self._numbers(self.loader, request)
+                with self.stepper.global_weights():
+                    found, request = self._numbers(self.loader, request)
         if found is None:
             log.info("step %d: stopping, validation is left out", step)
         else:

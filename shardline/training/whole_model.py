@@ -26,8 +26,7 @@ class WholeModel:
 
     def __init__(self, config: Config, model: Decoder, mesh: Mesh, head: Head) -> None:
         self.section, self.model, self.head = config.parallelism, model, head
-        plain_replicas = mesh.axis("dp_replicate") is not None and mesh.axis("fsdp") is None
-        self.replicas = Replicas(model, config) if plain_replicas else None
+        self.replicas = Replicas(model, config) if mesh.has_plain_replicas else None
 
     @property
     def share(self) -> float:

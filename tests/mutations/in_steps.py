@@ -25,9 +25,125 @@ EXPERTS = "tests/e2e/test_experts.py::test_"
 LOAD = "tests/unit/parallel/test_expert_load.py::test_"
 FLOAT8 = "tests/unit/precision/test_float8.py::test_"
 TRAINING = "tests/e2e/test_training.py::test_"
+DILOCO = "tests/parity/test_diloco.py::test_"
 KEYS = "tests/e2e/test_fine_tuning_keys.py::test_"
 DPO = "tests/e2e/test_dpo.py::test_"
 TARGETS = "tests/unit/adapters/test_targets.py::test_"
+
+WORKERS_APART = [
+    Change(
+        "workers sum their gradients",
+        "training/setup.py",
+        'apart = self.config.parallelism.data_parallel_mode != "sync"',
+        "apart = False",
+        f"{DILOCO}workers_do_what_a_simulation_of_them_does[diloco]",
+    ),
+    Change(
+        "the outer momentum is not Nesterov's",
+        "parallel/data/diloco.py",
+        "changes = list(torch._foreach_add(changes, momenta, alpha=self.momentum))",
+        "changes = list(momenta)",
+        f"{DILOCO}workers_do_what_a_simulation_of_them_does[diloco]",
+    ),
+    Change(
+        "outer rate is a constant",
+        "parallel/data/diloco.py",
+        "OuterStep(section.outer_lr, section.outer_momentum)",
+        "OuterStep(0.7, section.outer_momentum)",
+        f"{DILOCO}workers_do_what_a_simulation_of_them_does[streaming]",
+    ),
+    Change(
+        "outer momentum is a constant",
+        "parallel/data/diloco.py",
+        "OuterStep(section.outer_lr, section.outer_momentum)",
+        "OuterStep(section.outer_lr, 0.9)",
+        f"{DILOCO}meeting_after_every_step_is_ddp",
+    ),
+    Change(
+        "local SGD is DiLoCo",
+        "parallel/data/diloco.py",
+        'plain = section.semi_sync_method == "local_sgd"',
+        "plain = False",
+        f"{DILOCO}workers_do_what_a_simulation_of_them_does[local-sgd]",
+    ),
+    Change(
+        "fragments are applied when they are sent",
+        "parallel/data/diloco.py",
+        "return self.applied_after(step + self.delay)",
+        "return self.applied_after(step)",
+        f"{DILOCO}each_fragment_meets_once_in_a_round",
+    ),
+    Change(
+        "all layers are in the first fragment",
+        "parallel/data/diloco.py",
+        'return int(name.split(".")[1]) * fragments // layers',
+        "return 0",
+        f"{DILOCO}a_fragment_is_a_run_of_layers",
+    ),
+    Change(
+        "a worker keeps nothing of its own",
+        "parallel/data/diloco.py",
+        "value if self.own_share == 0 else torch.lerp(value, own, self.own_share)",
+        "value",
+        f"{DILOCO}workers_do_what_a_simulation_of_them_does[streaming]",
+    ),
+    Change(
+        "changes are never sent in 8 bits",
+        "parallel/data/average.py",
+        "if code is None or collectives.axis_size(axis) == 1:",
+        "if True:",
+        f"{DILOCO}what_is_sent_is_counted",
+    ),
+    Change(
+        "float8 on the wire is int8",
+        "training/workers.py",
+        "code = section.quantized_dtype if section.should_quantize else None",
+        'code = "int8" if section.should_quantize else None',
+        f"{DILOCO}changes_in_8_bits_train_as_well",
+    ),
+    Change(
+        "workers clip by the norm of all",
+        "training/step.py",
+        "norm = result.grad_norm if self.workers is None else self.workers.norm",
+        "norm = result.grad_norm",
+        f"{DILOCO}workers_do_what_a_simulation_of_them_does[diloco]",
+    ),
+    Change(
+        "the logged loss is a mean of workers' means",
+        "training/workers.py",
+        "self._own, self._targets = targets.clone(), targets",
+        "self._own, self._targets = targets.new_ones(()), targets.new_ones(())",
+        f"{DILOCO}a_worker_has_its_own_mean_and_the_log_that_of_all",
+    ),
+    Change(
+        "validation reads a worker's own weights",
+        "training/step.py",
+        "contextlib.nullcontext() if self.workers is None else self.workers.outer.global_weights()",
+        "contextlib.nullcontext()",
+        f"{DILOCO}validation_reads_the_global_weights",
+    ),
+    Change(
+        "a resumed worker begins with the global weights",
+        "checkpoint/replicas/worker_state.py",
+        "if saved == workers:",
+        "if False:",
+        f"{DILOCO}a_resumed_run_is_bitwise_the_uninterrupted_one[layout0-disabled]",
+    ),
+    Change(
+        "the outer momentum is not saved",
+        "checkpoint/replicas/worker_state.py",
+        "return [*state, *(_named(one, own) for one in trained), *momenta, *self._averages(trained)]",
+        "return [*state, *(_named(one, own) for one in trained), *self._averages(trained)]",
+        f"{DILOCO}a_resumed_run_is_bitwise_the_uninterrupted_one[layout0-disabled]",
+    ),
+    Change(
+        "meetings are not counted",
+        "parallel/data/diloco.py",
+        "self.synchronisations += 1",
+        "self.synchronisations += 0",
+        f"{DILOCO}a_resumed_run_is_bitwise_the_uninterrupted_one[layout0-disabled]",
+    ),
+]
 
 COMPILE_AND_MEMORY = [
     Change(
@@ -329,7 +445,7 @@ DATA_PARALLEL = [
     ),
     Change(
         "what HSDP left out is not saved",
-        "checkpoint/compression_state.py",
+        "checkpoint/replicas/compression_state.py",
         "functools.partial(left_out_of_shards, model) if replicas is None else",
         "(lambda: iter(())) if replicas is None else",
         "tests/parity/test_checkpoint.py::test_what_replicas_left_out_of_their_gradients_is_not_forgotten"
@@ -713,7 +829,7 @@ THE_STEP = [
     Change(
         "the loss is the mean over this rank's targets",
         "training/step.py",
-        'collectives.sum_in_place(targets, "loss")',
+        "collectives.sum_in_place(targets, axis)",
         "pass",
         f"{LAYOUT}[ddp2]",
     ),
@@ -1089,6 +1205,7 @@ MODELS = [
 ]
 
 CHANGES = [
+    *WORKERS_APART,
     *COMPILE_AND_MEMORY,
     *DATA_PARALLEL,
     *TENSOR_PARALLEL,

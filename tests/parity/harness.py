@@ -228,6 +228,8 @@ def train(
         record.parameters, record.parameter_prints = _whole(
             trainer, lambda parameter: parameter.detach(), of_trained=False
         )
+        if trainer.mesh.apart:  # each worker has its own
+            record.gradients, record.gradient_prints = {}, {}
         if trainer.mesh.rank % (trainer.mesh.world_size // trainer.mesh.layout.pp):  # the first of each stage has them
             record.gradients, record.parameters = {}, {}
         return record

@@ -9,7 +9,7 @@ PowerSGD keeps for each matrix M (rows n, columns m) a thin Q (m, r) and what it
 
 so (n + m) r numbers travel instead of n m. Q starts with its value after the last step, which makes each product a step
 of the power method; the error is added to the next gradient, so that nothing is lost for good. The errors take as much
-memory as the gradients in float32. They differ between ranks; each saves its own (checkpoint/compression_state.py).
+memory as the gradients in float32. They differ between ranks; each saves its own (checkpoint/replicas).
 """
 
 from __future__ import annotations

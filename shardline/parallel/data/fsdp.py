@@ -82,7 +82,8 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     native = model.arch.foreign is None  # the hooks of `StreamWaits` know what goes in and out of a native block
     waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() and native else None
     exposed.measured = waits is not None or not on_gpu
-    replicated, compression = mesh.axis("dp_replicate") is not None, config.parallelism.gradient_compression
+    replicated = mesh.axis("dp_replicate") is not None and not mesh.apart
+    compression = config.parallelism.gradient_compression
     compressed = replicated and compression in BETWEEN_SHARDS
     use_counted_collectives(model, waits, replicated, compressed)
     if compressed:
@@ -259,7 +260,8 @@ def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> Non
 
 def accumulation_sync(section: Parallelism) -> str:
     """When gradients are summed; without HSDP, which has sums between replicas to postpone, `scatter` means `step`."""
-    is_hsdp = collectives.axis_size("dp_replicate") > 1 and collectives.axis_size("fsdp") > 1
+    summed = section.data_parallel_mode == "sync" and collectives.axis_size("dp_replicate") > 1
+    is_hsdp = summed and collectives.axis_size("fsdp") > 1
     return section.accumulation_sync if is_hsdp or section.accumulation_sync != "scatter" else "step"
 
 

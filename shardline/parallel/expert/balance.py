@@ -19,9 +19,10 @@ from shardline.models.dtensor import local
 class ExpertLoad:
     """The tallies of all layers with experts, on this or another pipeline rank, in the last step."""
 
-    def __init__(self, model: Decoder, device: torch.device) -> None:
+    def __init__(self, model: Decoder, device: torch.device, workers: int = 1) -> None:
+        """Each of several `workers` has means over its own batch as the losses of its routers."""
         moe = model.arch.moe
-        self.device = device
+        self.device, self.workers = device, workers
         self.layers = [] if moe is None else [layer for layer in range(model.arch.n_layers) if moe.holds(layer)]
         self.n_experts, self.losses = (0, {}) if moe is None else (moe.n_experts, moe.losses)
         here = {layer: model.block(layer) for layer in self.layers if str(layer) in model.layers}
@@ -49,7 +50,7 @@ class ExpertLoad:
             return total
         loads, losses = total.view(len(self.layers), -1).split((self.n_experts, len(self.losses)), dim=1)
         self.loads = loads.round()  # ranks that route the same tokens added fractions
-        return torch.cat([self.loads.amax(1) / self.loads.mean(1), losses.mean(0)])
+        return torch.cat([self.loads.amax(1) / self.loads.mean(1), losses.mean(0) / self.workers])
 
     def row(self, summary: list[float]) -> dict[str, Any]:
         """The keys of metrics.jsonl: max over mean of each layer and the largest; losses as means over the layers."""

@@ -95,7 +95,9 @@ def build_rank(
 ) -> Built:
     """`planned` is what the planner expects of the fullest rank; without it activations are not known."""
     with fake_group(rank, layout.world_size):
-        model, _ = make_model(arch, config, Mesh(layout, "cpu"), precision)
+        model, _ = make_model(
+            arch, config, Mesh(layout, "cpu", apart=config.parallelism.data_parallel_mode != "sync"), precision
+        )
         counts: Counter[ParameterKind] = Counter()
         shards = {}
         any_layer = re.compile(rf"^({re.escape(layers_name(arch))})\.\d+")

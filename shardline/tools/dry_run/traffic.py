@@ -108,7 +108,7 @@ def _step(
     config = _without_memory(config, arch, layout, precision)
     training = config.training
     with fake_group(0, layout.world_size):
-        mesh = Mesh(layout, "cpu")
+        mesh = Mesh(layout, "cpu", apart=config.parallelism.data_parallel_mode != "sync")
         model, applied = make_model(arch, config, mesh, precision)
         with fake_tensors():
             if arch.foreign is not None:
@@ -127,6 +127,8 @@ def _step(
                 torch.device("cpu"),
                 _reference(config, model),
             )
+            if stepper.workers is not None:  # what is counted is a step between two meetings
+                stepper.workers.outer.fragments.clear()
             rows = training.local_batch_size * training.rows_of_a_sample
             tokens = torch.zeros(rows, training.seq_len, dtype=torch.int64)
             batch = Batch(tokens, tokens, None, torch.zeros(training.local_batch_size, dtype=torch.int64))

@@ -9,6 +9,7 @@ import pytest
 
 from shardline.config.architecture import Architecture
 from shardline.config.load import load_config
+from shardline.config.rule_table import OUTER_KEYS
 from shardline.config.schema import Config, leaves
 from shardline.config.types import short_type
 from shardline.errors import ConfigError
@@ -25,7 +26,6 @@ OWN_KEYS = {
     "compile.cuda_graphs",
     "parallelism.async_tensor_parallel_compare_freq",
     "activation_checkpoint.offload_every",
-    "compile.cuda_graphs",
     "checkpoint.interval_ratio",
     "checkpoint.interval_type",
     "generation.freq",
@@ -107,6 +107,8 @@ OWN_KEYS = {
     "lora.double_quantization",
     "lora.adapter_path",
     "lora.lr_ratio",
+    *(f"fault_tolerance.{name}" for name in OUTER_KEYS if name != "semi_sync_method"),
+    "parallelism.data_parallel_mode",
     "model.overrides",
     "optimizer.decay_norms",
     "parallelism.async_tensor_parallel_backend",
@@ -179,6 +181,7 @@ def test_reference_types_match():
             "job.dump_folder",
             "training.dataset",
             "activation_checkpoint.determinism_check",
+            "fault_tolerance.semi_sync_method",
         ):
             assert short_type(leaves()[key].annotation) == simple[kind], key
 

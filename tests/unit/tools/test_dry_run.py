@@ -519,3 +519,11 @@ def test_405b_for_512_ranks_takes_seconds(capsys):
     # forward, backward and recomputation of its blocks, two each; the embedding
     assert any(line.startswith(f"tp all-gather {micro_batches * (layers * 6 + 1)} x") for line in lines)
     assert any(line.startswith(f"pp send {micro_batches * send} x") for line in lines)
+
+
+def test_workers_send_little_between_two_meetings():
+    keys = {"dp_replicate": 2, "dp_shard": 2, "parallelism__data_parallel_mode": "diloco"}
+    sent = {axis for axis, _ in traffic_of(4, tiny(**keys, fault_tolerance__sync_steps=1))}
+    assert sent == {"dp_shard", "world"} | ({"fsdp"} & sent)
+    keys |= {"parallelism__data_parallel_mode": "sync"}
+    assert "dp_replicate" in {axis for axis, _ in traffic_of(4, tiny(**keys))}

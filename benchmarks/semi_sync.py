@@ -1,0 +1,121 @@
+"""What workers that meet now and then send, wait for and learn, on two hosts with a shaped link.
+
+    python benchmarks/semi_sync.py                              # root and iproute2: two network namespaces, 100 Mbit/s
+    python benchmarks/semi_sync.py --rate 1gbit --variants ddp diloco
+    python benchmarks/semi_sync.py --steps 2000 --rate none -- --training.seed=1   # words after -- go to every run
+
+One rank per host, one thread each; the demo's model and text. One JSON line per variant:
+
+    step_seconds       mean over all steps but the first ones, meetings included
+    bytes_per_token    all that a rank sends, over the tokens of the global batch
+    fewer_bytes        ddp's bytes per token over these
+    hidden             share of the time of the exchanges in which rank 0 went on training
+    loss               mean of the last tenth of the steps (of all workers, over all targets)
+    against_ddp        loss over that of ddp, less 1
+    validation         the last validation loss (of the global weights)
+
+Without root the ranks communicate over 127.0.0.1, unshaped; the first line says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.dp_overlap import both, places, start_here  # noqa: E402
+
+FT = "--fault_tolerance."
+DILOCO = ["--parallelism.data_parallel_mode=diloco"]
+
+
+def variants(options: argparse.Namespace) -> dict[str, list[str]]:
+    diloco = [*DILOCO, f"{FT}sync_steps={options.sync_steps}"]
+    streaming = [*diloco, f"{FT}num_fragments=2", f"{FT}fragment_sync_delay=5", f"{FT}fragment_update_alpha=0.5"]
+    return {
+        "ddp": [],
+        "local_sgd": [*diloco, f"{FT}semi_sync_method=local_sgd"],
+        "diloco": diloco,
+        "diloco, int8": [*diloco, f"{FT}should_quantize"],
+        "streaming": streaming,
+        "streaming, int8": [*streaming, f"{FT}should_quantize"],
+    }
+
+
+def words(options: argparse.Namespace, folder: Path) -> list[str]:
+    return [
+        "--preset=demo",
+        "--parallelism.data_parallel_replicate_degree=2",
+        f"--training.steps={options.steps}",
+        f"--training.local_batch_size={options.batch}",
+        "--metrics.log_freq=1",
+        "--validation.enable",
+        f"--validation.freq={options.steps}",
+        f"--job.dump_folder={folder}",
+        *options.words,
+    ]
+
+
+def run(options: argparse.Namespace, variant: list[str], address: str, starts: list[Any]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "run"
+        both(["-m", "shardline", "train", *words(options, folder), *variant], address, starts)
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    steps = [row for row in rows if "loss" in row]
+    later, ends = steps[3:], steps[-max(1, len(steps) // 10) :]
+    comm, waited = steps[-1].get("outer_comm_seconds", 0), steps[-1].get("outer_exposed_seconds", 0)
+    return {
+        "step_seconds": statistics.fmean(row["step_seconds"] for row in later),
+        "bytes_per_token": sum(sum(row["comm_bytes"].values()) for row in steps) / steps[-1]["tokens"],
+        "hidden": 1 - waited / comm if comm else None,
+        "loss": statistics.fmean(row["loss"] for row in ends),
+        "validation": next((row["validation_loss"] for row in reversed(rows) if "validation_loss" in row), None),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+")
+    parser.add_argument("--rate", default="100mbit", help='of the link, as tc writes it; "none": 127.0.0.1')
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--sync-steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of each worker")
+    parser.add_argument("words", nargs="*", help="settings for every run, after --")
+    options = parser.parse_args()
+    known = variants(options)
+    unknown = [name for name in options.variants or () if name not in known]
+    if unknown:
+        sys.exit(f"--variants: {unknown[0]!r} is none of {', '.join(known)}")
+    if options.rate == "none":
+        return measure(options, known, "127.0.0.1", [start_here, start_here], "127.0.0.1, unshaped")
+    with places(options.rate) as (address, starts, link):
+        measure(options, known, address, starts, link)
+
+
+def measure(
+    options: argparse.Namespace, known: dict[str, list[str]], address: str, starts: list[Any], link: str
+) -> None:
+    print(json.dumps({"link": link, "steps": options.steps, "sync_steps": options.sync_steps}), flush=True)
+    base: dict[str, float | None] = {}
+    for name in options.variants or known:
+        line = summary(run(options, known[name], address, starts))
+        base = line if name == "ddp" else base
+        if base:
+            line["fewer_bytes"] = float(base["bytes_per_token"] or 0) / float(line["bytes_per_token"] or 1)
+            line["against_ddp"] = float(line["loss"] or 0) / float(base["loss"] or 1) - 1
+        rounded = {key: None if value is None else round(value, 4) for key, value in line.items()}
+        print(json.dumps({"variant": name} | rounded), flush=True)
+
+
+if __name__ == "__main__":
+    main()

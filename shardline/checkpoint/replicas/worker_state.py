@@ -1,0 +1,148 @@
+"""The state of workers that train apart, in a checkpoint.
+
+    model/<name>, optimizer/<kind>/<name>     the global weights, and the optimizer state of worker 0: a checkpoint like
+                                              any other, which also a synchronous run resumes
+    workers/<worker>/model/<name>             each worker's own weights
+    workers/<worker>/optimizer/<kind>/<name>  the state of the others' optimizers
+    outer/momentum/model/<name>               of the outer steps
+    outer/average/model/<name>                averages that were sent and not yet applied
+
+A run that is resumed with as many workers continues bit by bit, if the layout inside of them is the same. With another
+number all workers begin with the global weights, and what each learned since the last synchronisation is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from shardline.checkpoint.load import load_state
+from shardline.checkpoint.reader import ShardFiles
+from shardline.checkpoint.shards import HeldTensor, held_state, held_weights, put
+from shardline.comm.mesh import Mesh
+from shardline.models.decoder import Decoder
+from shardline.parallel.data.diloco import Arrived, Fragment, OuterLoop
+from shardline.words import counted
+
+log = logging.getLogger("shardline")
+WORKERS, MOMENTUM, AVERAGE = "workers/", "outer/momentum/", "outer/average/"
+
+
+class WorkerState:
+    """What this rank saves and loads of its worker; `outer` is None where gradients are summed every step."""
+
+    def __init__(self, outer: OuterLoop | None, model: Decoder, optimizer: torch.optim.Optimizer, mesh: Mesh) -> None:
+        self.outer, self.model, self.optimizer, self.mesh = outer, model, optimizer, mesh
+        self.loaded = False
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def weights(self, dtype: torch.dtype | None = None) -> list[HeldTensor]:
+        """The weights that a checkpoint calls the model's: the global ones, where workers have their own."""
+        held = held_weights(self.model, dtype)
+        return held if self.outer is None else self._with(held, "values")
+
+    def held(self) -> list[HeldTensor]:
+        """The state of this rank's optimizer, and what else its worker continues from."""
+        state = held_state(self.model, self.optimizer)
+        if self.outer is None:
+            return state
+        own = f"{WORKERS}{self.mesh.worker}/"
+        trained = self._trained()
+        state = state if self.mesh.worker == 0 else [_named(one, own) for one in state]
+        momenta = self._with(trained, "momenta", MOMENTUM)
+        return [*state, *(_named(one, own) for one in trained), *momenta, *self._averages(trained)]
+
+    def _trained(self) -> list[HeldTensor]:
+        assert self.outer is not None
+        known = {tensor.data_ptr() for fragment in self.outer.fragments for tensor in fragment.own}
+        return [one for one in held_weights(self.model) if one.tensor.data_ptr() in known]
+
+    def _with(self, held: list[HeldTensor], what: str, prefix: str = "") -> list[HeldTensor]:
+        """The same with the fragments' `values` or `momenta` in place of the worker's own weights."""
+        assert self.outer is not None
+        other = {
+            own.data_ptr(): tensor
+            for fragment in self.outer.fragments
+            for own, tensor in zip(fragment.own, getattr(fragment, what), strict=True)
+        }
+        swapped = [replace(one, tensor=other.get(one.tensor.data_ptr(), one.tensor)) for one in held]
+        return [_named(one, prefix) for one in swapped] if prefix else swapped
+
+    def _averages(self, trained: list[HeldTensor]) -> Iterator[HeldTensor]:
+        """Averages on their way; waits for them."""
+        for fragment in self._fragments():
+            if fragment.sent is not None:
+                pairs = zip(fragment.own, fragment.sent.wait(), strict=True)
+                there = {own.data_ptr(): average for own, average in pairs}
+                for one in trained:
+                    average = there.get(one.tensor.data_ptr())
+                    if average is not None:
+                        yield _named(replace(one, tensor=average, dtype=average.dtype), AVERAGE)
+
+    def _fragments(self) -> list[Fragment]:
+        return [] if self.outer is None else self.outer.fragments
+
+    # ---- loading -----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Call when the model has its weights: they are the global ones, unless a checkpoint had more."""
+        if self.outer is not None and not self.loaded:
+            self.outer.begin()
+
+    def load(self, shards: ShardFiles) -> None:
+        """Load what the checkpoint has; the model has its global weights, the optimizer the state of worker 0."""
+        saved = len({name.split("/", 2)[1] for name in shards if name.startswith(WORKERS)})
+        workers = self.mesh.workers
+        if saved and saved != (0 if self.outer is None else workers):
+            log.warning(
+                "the checkpoint has the states of %s, and there %s now: all begin with the global weights, and what"
+                " each learned since the last synchronisation is left out",
+                counted(saved, "worker"),
+                "are none" if self.outer is None else f"are {workers}" if workers > 1 else "is 1",
+            )
+        if self.outer is None:
+            return
+        self.outer.begin()
+        self.loaded = True
+        trained = self._trained()
+        _fill(self._with(trained, "momenta", MOMENTUM), shards)
+        source = self.mesh.worker % saved if saved else 0
+        if source:
+            load_state(shards.below(f"{WORKERS}{source}/"), self.model, self.optimizer)
+        if saved == workers:
+            _fill([_named(one, f"{WORKERS}{self.mesh.worker}/") for one in trained], shards)
+            self._load_averages(trained, shards)
+
+    def _load_averages(self, trained: list[HeldTensor], shards: ShardFiles) -> None:
+        held = {one.tensor.data_ptr(): one for one in trained}
+        for fragment in self._fragments():
+            ours = [held[own.data_ptr()] for own in fragment.own if own.data_ptr() in held]
+            there = [piece.name for one in ours for piece in one.pieces if AVERAGE + piece.name in shards]
+            if there and len(there) == sum(len(one.pieces) for one in ours):
+                averages = [torch.zeros_like(own, dtype=torch.float32) for own in fragment.own]
+                places = {own.data_ptr(): average for own, average in zip(fragment.own, averages, strict=True)}
+                _fill([_named(replace(one, tensor=places[one.tensor.data_ptr()]), AVERAGE) for one in ours], shards)
+                fragment.sent = Arrived(averages)
+            elif there:
+                log.warning("an average that was under way is left out: fragments have other layers now")
+
+
+def _named(one: HeldTensor, prefix: str) -> HeldTensor:
+    """The same under other names, and with a key of its own."""
+    digest = hashlib.blake2b(f"{prefix} {one.key}".encode(), digest_size=8).digest()
+    pieces = tuple(piece._replace(name=prefix + piece.name) for piece in one.pieces)
+    return replace(one, key=int.from_bytes(digest, "little"), pieces=pieces)
+
+
+def _fill(held: list[HeldTensor], shards: ShardFiles) -> None:
+    """Fill the tensors that the checkpoint has."""
+    for one in held:
+        if all(piece.name in shards for piece in one.pieces):
+            for piece in one.pieces:
+                for place, block in shards.blocks(piece.name, piece.place):
+                    put(one.tensor, piece, place, block)

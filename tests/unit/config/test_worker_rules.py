@@ -1,0 +1,72 @@
+"""Keys of workers that train apart: what is refused, and what has no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardline.config.load import load_config
+from shardline.config.rules import checked_layout, notes, pending
+from shardline.errors import ConfigError
+from shardline.training.overview import _workers
+
+TWO = {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_mode": "diloco"}
+FT = "fault_tolerance."
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"parallelism.data_parallel_replicate_degree": 1},
+            "there is one; set parallelism.data_parallel_replicate_deg",
+        ),
+        ({"optimizer.early_step_in_backward": True, "parallelism.data_parallel_shard_degree": 2}, "after its backward"),
+        ({FT + "sync_steps": 10, FT + "num_fragments": 3}, "fault_tolerance.sync_steps = 10 is no multiple of it"),
+        (
+            {FT + "sync_steps": 10, FT + "num_fragments": 2, FT + "fragment_sync_delay": 5},
+            "the next fragment is sent 5 steps later",
+        ),
+        ({FT + "semi_sync_method": "dilco"}, "'diloco'"),
+        ({FT + "fragment_update_alpha": 1.5}, "a number from 0 to 1"),
+    ],
+)
+def test_refused(keys, words):
+    with pytest.raises(ConfigError, match=words):
+        checked_layout(load_config(overrides=TWO | keys), 4)
+
+
+def test_asynchronous_workers_are_not_built():
+    config = load_config(overrides=TWO | {"parallelism.data_parallel_mode": "async"})
+    assert pending(config) == {"parallelism.data_parallel_mode": "asynchronous data parallel"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"parallelism.data_parallel_mode": "sync", FT + "sync_steps": 7}, "sync_steps has no effect: neither"),
+        ({FT + "quantized_dtype": "float8"}, "quantized_dtype has no effect: fault_tolerance.should_quantize is not"),
+        ({FT + "semi_sync_method": "local_sgd", FT + "outer_lr": 0.5}, "outer_lr has no effect: fault_tolerance.semi"),
+        ({"parallelism.gradient_bucket_mib": 3.0}, "gradient_bucket_mib has no effect: only plain replicas"),
+        ({FT + "group_size": 3}, "group_size has no effect: fault_tolerance.enable is false"),
+    ],
+)
+def test_idle(keys, line):
+    assert any(line in one for one in notes(load_config(overrides=TWO | keys)))
+
+
+def test_keys_that_have_an_effect_are_not_idle():
+    keys = {FT + "sync_steps": 8, FT + "num_fragments": 2, FT + "outer_momentum": 0.5, FT + "fragment_sync_delay": 2}
+    keys |= {FT + "should_quantize": True, FT + "quantized_dtype": "float8", FT + "fragment_update_alpha": 0.5}
+    assert not [line for line in notes(load_config(overrides=TWO | keys)) if "fault_tolerance" in line]
+
+
+def test_the_table_of_the_start_says_how_workers_meet():
+    config = load_config(overrides=TWO | {FT + "sync_steps": 8, FT + "num_fragments": 2, FT + "fragment_sync_delay": 1})
+    assert _workers(config, 2) == (
+        "2, each clips by its own gradient norm; averaged every 8 steps in 2 fragments, applied 1 step later"
+        " (DiLoCo, outer rate 0.7, momentum 0.9)"
+    )
+    config = load_config(overrides=TWO | {FT + "semi_sync_method": "local_sgd", FT + "should_quantize": True})
+    assert _workers(config, 3) == (
+        "3, each clips by its own gradient norm; averaged every 5 steps, sent in int8 (local SGD)"
+    )
