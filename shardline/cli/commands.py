@@ -745,12 +745,37 @@ EXPLAIN = Command(
     ),
 )
 
+
+def _lighthouse(parsed: Parsed) -> int:
+    from shardline.launch.lighthouse import serve
+
+    return serve(**parsed.named())
+
+
+LIGHTHOUSE = Command(
+    "lighthouse",
+    "Serve the place in which replica groups find each other (fault_tolerance.enable), until Ctrl-C.",
+    (),
+    (
+        Option("bind", "Address to listen at; port 0: any that is free.", str, "HOST:PORT", default="127.0.0.1:29510"),
+        Option("min-replicas", "Fewest groups that train.", int, "N", default=1, low=1),
+        Option("join-timeout", "Seconds to wait for a group that lives and does not come.", float, "S", default=60.0),
+        Option("heartbeat-timeout", "Seconds of silence after which a group is lost.", float, "S", default=5.0),
+    ),
+    _lighthouse,
+    details="It needs the package torchft (pip install 'shardline[ft]'), and prints the variable that groups read.",
+    examples=(
+        "shardline lighthouse",
+        "shardline lighthouse --bind 10.0.0.1:29510 --heartbeat-timeout 2",
+    ),
+)
+
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
         *(TRAIN, CONFIG, PREPARE, SHOW, VERIFY_DATA, IMPORT, EXPORT),
         *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG),
-        *(SCHEDULE, PLAN, REPORT, EXPLAIN),
+        *(SCHEDULE, PLAN, REPORT, EXPLAIN, LIGHTHOUSE),
     )
 }

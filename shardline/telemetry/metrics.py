@@ -50,6 +50,8 @@ KEYS = (
 # pipeline's ranks were idle; bytes of activations that the step sent to host memory. Of mixtures of experts: how many
 # times the mean the most used expert got, the largest of all layers and by layer; the routers' losses, means over the
 # layers. Of pairs of answers: by how much the reward of the better one is higher, and the share of pairs where it is.
+# Of replica groups: how many shared the step's batch, this one's place among them (-1: it healed), the steps and heals
+# since its start, and how often this step had to be repeated.
 OPTIONAL_KEYS = (
     "dp_exposed_seconds",
     "tp_comm_seconds",
@@ -68,6 +70,11 @@ OPTIONAL_KEYS = (
     "z_loss",
     "reward_margin",
     "reward_accuracy",
+    "replica_groups",
+    "replica_place",
+    "replica_commits",
+    "replica_heals",
+    "replica_repeats",
 )
 
 
