@@ -95,6 +95,7 @@ LLAMA_1B = Model(
     *("Llama 3.2 1B, output not tied", "llama3", "1B", 16, 8192, 2, {"tie_word_embeddings": False}),
     *("llama3_args", "8B", SMALL),
 )
+LLAMA_SHORT = LLAMA_1B._replace(label="Llama 3.2 1B, 512 tokens a step", seq_len=512, batch=1)
 DEEPSEEK = Model(
     *("DeepSeek 16B cut to 8 layers", "deepseek_v3", "16B", 8, 4096, 4, CAUSAL),
     *("deepseekv3_args", "16B", TITAN_CAUSAL),
@@ -155,6 +156,10 @@ CASES: dict[str, list[Run]] = {
         *each(("shardline", "peft"), LLAMA_WHOLE, LORA, "LoRA, not compiled"),
         *each(("peft",), LLAMA_WHOLE, (*FULL, *LORA), "LoRA, full checkpointing"),
         *each(("shardline",), LLAMA_WHOLE, (*FULL, *LORA, "--lora.base_dtype=nf4"), "QLoRA, full checkpointing"),
+    ],
+    "launch-bound": [
+        *each(("shardline",), LLAMA_SHORT, (*COMPILED, "--compile.cuda_graphs"), "CUDA graphs"),
+        *each(OURS_AND_TITAN, LLAMA_SHORT, COMPILED),
     ],
     "modes": [Run("shardline", LLAMA_8B, (*COMPILED, *flags), name) for name, flags in VARIANTS.items()],
     "cpu-demo": each(("shardline", "trainer", "loop"), DEMO, ()),

@@ -158,6 +158,22 @@ def check_experts(arch: Architecture, layout: Layout) -> None:
         )
 
 
+def check_cuda_graphs(config: Config, arch: Architecture, layout: Layout, device: str = "cuda") -> None:
+    """Raise where recorded passes would leave out what the host does in each of them."""
+    if not (config.compile.enable and config.compile.cuda_graphs):
+        return
+    reasons = {
+        f"the device is a {device.upper()}, which has none": device != "cuda",
+        f"{layout.world_size} ranks send to each other in each pass": layout.world_size > 1,
+        "experts count their tokens in each pass": arch.moe is not None,
+        "block_causal finds the documents of each batch": arch.attn_mask_type == "block_causal",
+        "a model of transformers may do anything in a pass": arch.foreign is not None,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"compile.cuda_graphs = true: {reason}; set compile.cuda_graphs = false")
+
+
 def routes_together(layout: Layout) -> bool:
     """Whether the ranks of tp share each expert, and so route the same tokens."""
     return layout.tp > 1 and (layout.ep == 1 or layout.etp == layout.tp)

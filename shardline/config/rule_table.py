@@ -472,6 +472,21 @@ def _compiles_model(config: Config) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
+# What a CUDA graph of a pass would leave out.
+NOT_RECORDED: dict[str, Test] = {
+    "a step in backward": _steps_early,
+    "training.enable_cpu_offload": lambda c: c.training.enable_cpu_offload,
+    'activation_checkpoint.mode = "offload"': lambda c: c.activation_checkpoint.mode == "offload",
+    "the objective of pairs": lambda c: c.training.objective == "dpo",
+    "training.neftune_alpha": lambda c: c.training.neftune_alpha is not None,
+    "lora.dropout": lambda c: c.lora.enable and c.lora.dropout > 0,
+}
+
+
+def _recorded_and(holds: Test) -> Test:
+    return lambda config: config.compile.enable and config.compile.cuda_graphs and holds(config)
+
+
 def _splits_by_weights(config: Config) -> bool:
     by_count = config.parallelism.pipeline_parallel_layers_per_stage is not None
     return not by_count and not any(differs(config, key) for key in LESS_LAYERS)
@@ -575,6 +590,15 @@ RULES: list[Rule] = [
         lambda c: c.activation_checkpoint.mode == "memory_budget" and not _compiles_model(c),
         "memory_budget is a setting of the compiler",
         remedy="set compile.enable = true with 'model' in compile.components, or choose 'selective'",
+    ),
+    *(
+        _refuse(
+            "compile.cuda_graphs",
+            _recorded_and(holds),
+            f"{what} needs the host in each pass, and a recorded pass runs without it",
+            remedy="set compile.cuda_graphs = false",
+        )
+        for what, holds in NOT_RECORDED.items()
     ),
     _refuse(
         "validation.dataset",
@@ -710,6 +734,7 @@ RULES: list[Rule] = [
         for what, key, test in (
             ("pairs of answers", "training.objective", lambda c: c.training.objective == "dpo"),
             ("updates in backward", EARLY_STEP, lambda c: c.value(EARLY_STEP)),
+            ("CUDA graphs", "compile.cuda_graphs", lambda c: c.compile.enable and c.compile.cuda_graphs),
             ("compressed gradients", COMPRESSION, lambda c: c.value(COMPRESSION) != "none"),
         )
     ),

@@ -393,6 +393,7 @@ class Compile(Section):
     enable: bool = key(False, "Use torch.compile.")
     components: list[Literal["model", "loss"]] = key(["model", "loss"], "What is compiled.")
     backend: Name = key("inductor", "Backend of torch.compile.")
+    cuda_graphs: bool = key(False, "Record forward and backward as a CUDA graph and replay it, on one GPU.")
 
 
 class Float8Linear(Section):

@@ -670,6 +670,10 @@ class Decoder(nn.Module):
             return local(self.tok_embeddings.weight)
         return self.output.whole()
 
+    def tables_for(self, tokens: Tensor) -> Tables:
+        """The tables of positions that the next pass over such tokens reads: who records that pass must keep them."""
+        return self._rope(tokens, None, None)
+
     def _rope(self, tokens: Tensor, positions: Tensor | None, cache: KVCache | None) -> Tables:
         """Cosines and sines that broadcast to (B, S, KV, group, D/2), and for layers without them factors of queries.
 

@@ -23,7 +23,7 @@ from shardline.adapters.lora import Adaptation, attach
 from shardline.adapters.peft_files import adaptation_of
 from shardline.comm.mesh import Mesh
 from shardline.config.architecture import Architecture
-from shardline.config.layout import Layout, check_experts
+from shardline.config.layout import Layout, check_cuda_graphs, check_experts
 from shardline.config.schema import Config
 from shardline.data.order import global_batch
 from shardline.errors import ConfigError
@@ -67,6 +67,7 @@ class Applied:
     float8_modules: Sequence[str] = ()  # those whose weights are used in float8 alone
     offload: Offload | None = None
     graphs: list[Operations] | None = None  # that were compiled so far; None where nothing is to be
+    cuda_graphs: int = 0  # that were recorded so far
 
 
 def tensor_plan(config: Config, layout: Layout) -> TensorParallel | None:
@@ -84,6 +85,7 @@ def tensor_plan(config: Config, layout: Layout) -> TensorParallel | None:
 def check_layout(config: Config, arch: Architecture, layout: Layout) -> None:
     """Refuse a model that cannot be cut for this layout; the launcher does so before it starts ranks."""
     check_experts(arch, layout)
+    check_cuda_graphs(config, arch, layout)
     plan = tensor_plan(config, layout)
     if layout.cp > 1:
         check_context_parallel(context_plan(config, layout.cp, 0), config, arch, layout.tp)

@@ -120,6 +120,7 @@ class StepObserver:
         kept = self.kept.values()
         return {
             "compiled_graphs": len(graphs or []),
+            "cuda_graphs": self.applied.cuda_graphs,
             "blocks": len(self.kept),
             "kept_bytes": sum(kept),
             "kept_bytes_of_a_block": max(kept, default=0),

@@ -178,17 +178,23 @@ class Telemetry:
             self.console.update(self.row)
         if self.number == self.first_step + 1:
             self._tell_what_engaged()
+        elif self.observer.found.get("cuda_graphs") != self.observer.applied.cuda_graphs:
+            self._write_what_engaged({**self.observer.found, "cuda_graphs": self.observer.applied.cuda_graphs})
         for line in self.recompiles.lines(self.number, self.first_step):
             log.warning("%s", line)
 
     def _tell_what_engaged(self) -> None:
         """Write what the first step did on all ranks, and warn of what the config asks for and did not happen."""
-        found = self.mesh.from_everyone(self.observer.found)
-        if self.mesh.rank == 0:
-            engaged.write(self.folder.path, self.number, found)
+        self._write_what_engaged(self.observer.found)
         log_table(engaged.table(self.observer.found), "What the first step did", file_only=True)
         if self.observer.applied.graphs == []:
             log.warning("compile.enable: no graph was compiled in the first step; blocks run as they are")
+
+    def _write_what_engaged(self, found: dict[str, Any]) -> None:
+        self.observer.found = found
+        of_ranks = self.mesh.from_everyone(found)
+        if self.mesh.rank == 0:
+            engaged.write(self.folder.path, self.number, of_ranks)
 
     def log_validation(self, step: int, found: dict[str, float]) -> None:
         self.metrics.log_validation(step, found)

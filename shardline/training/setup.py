@@ -37,7 +37,7 @@ from shardline.comm.mesh import (
 )
 from shardline.comm.store import connect_store, gather_ranks, ranks_from_environment
 from shardline.config.architecture import Architecture
-from shardline.config.layout import check_experts, with_degrees
+from shardline.config.layout import check_cuda_graphs, check_experts, with_degrees
 from shardline.config.rules import (
     check_architecture,
     checked_layout,
@@ -141,6 +141,7 @@ class Setup:
         self.tokenizer = choose_tokenizer(config)
         self.arch = fitted(arch, config, self.tokenizer)
         check_experts(self.arch, self.layout)
+        check_cuda_graphs(config, self.arch, self.layout, self.device.type)
         check_vocabulary(self.tokenizer, self.arch)
         self.precision = choose_precision(config, self.device, supports_bf16(self.device))
         check_device(config, self.device, self.precision.compute)

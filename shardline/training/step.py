@@ -31,6 +31,7 @@ from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicat
 from shardline.precision.loss_scale import LossScale
 from shardline.run.device import read
 from shardline.run.stop import Request, no_requests, request_of
+from shardline.training.graphed_model import GraphedModel
 from shardline.training.loss import Head
 from shardline.training.pairs import PairedModel, Reference
 from shardline.training.pipelined_step import PipelinedModel
@@ -78,6 +79,8 @@ class Stepper:
         self.passes: WholeModel | PipelinedModel
         if reference is not None:
             self.passes = PairedModel(config, model, mesh, self.head, reference)
+        elif config.compile.enable and config.compile.cuda_graphs:
+            self.passes = GraphedModel(config, model, mesh, self.head, applied)
         elif applied.pipeline is None:
             self.passes = WholeModel(config, model, mesh, self.head)
         else:

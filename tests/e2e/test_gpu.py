@@ -1,5 +1,7 @@
 """What only a CUDA device shows: the numbers of a CPU, bitwise repetition, packed documents on every kernel."""
 
+import json
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ KERNEL_SIZES = {"head_dim": 64, "attn_mask_type": "block_causal"}
 
 
 def numbers(written):
-    return [(row["loss"], row["grad_norm"]) for row in written]
+    return [tuple(row[key] for key in ("loss", "grad_norm", "validation_loss") if key in row) for row in written]
 
 
 def test_float32_on_cuda_gives_the_cpu_numbers(tmp_path, monkeypatch):
@@ -67,3 +69,32 @@ def test_weights_in_host_memory_give_the_same_numbers(tmp_path, early):
     assert all(local(parameter).is_pinned() for parameter in trainer.model.parameters())
     for a, b in zip(numbers(rows(tmp_path / "offload")), plain, strict=True):
         assert a == pytest.approx(b, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"training__gradient_accumulation_steps": 3},
+        {"lora__enable": True, "lora__target_modules": ["all-linear"]},
+        {"activation_checkpoint__mode": "selective"},
+        {"validation__enable": True, "validation__freq": 2, "validation__steps": 1, "validation__seq_len": 16},
+        {"training__dtype": "bfloat16"},
+        {"optimizer__name": "SGD"},
+    ],
+    ids=lambda settings: ",".join(settings) or "plain",
+)
+def test_recorded_passes_give_the_same_bits(tmp_path, settings):
+    settings = {"compile__enable": True, "debug__deterministic": True, "training__steps": 8, **settings}
+    plain = numbers(run(tmp_path / "plain", **settings))
+    assert numbers(run(tmp_path / "recorded", compile__cuda_graphs=True, **settings)) == plain
+    engaged = json.loads((tmp_path / "recorded/engaged.json").read_text())
+    assert engaged["cuda_graphs"] == (2 if "training__gradient_accumulation_steps" in settings else 1)
+
+
+def test_recorded_passes_go_on_from_a_checkpoint(tmp_path):
+    settings = {"checkpoint__enable": True, "checkpoint__interval": 4, "debug__deterministic": True,
+                "lr_scheduler__total_steps": 8, "compile__enable": True, "compile__cuda_graphs": True}  # fmt: skip
+    whole = numbers(run(tmp_path / "whole", training__steps=8, **settings))
+    run(tmp_path / "parts", training__steps=4, **settings)
+    assert numbers(run(tmp_path / "parts", training__steps=8, **settings)) == whole

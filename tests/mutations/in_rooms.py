@@ -285,7 +285,7 @@ TABLES = [
     Change(
         "engaged.json is not written",
         "telemetry/telemetry.py",
-        "engaged.write(self.folder.path, self.number, found)",
+        "engaged.write(self.folder.path, self.number, of_ranks)",
         "pass",
         f"{ENGAGED}a_plain_run",
     ),

@@ -7,6 +7,7 @@ from tests.mutations.change import Change
 ENGAGED = "tests/unit/telemetry/test_engaged.py::test_"
 ACTIVATION = "tests/unit/memory/test_activation.py::test_"
 OFFLOAD = "tests/unit/memory/test_offload.py::test_"
+GRAPHED = "tests/unit/training/test_graphed_model.py::test_"
 DDP = "tests/unit/parallel/test_data_parallel.py::test_"
 THIN = "tests/unit/parallel/test_data_parallel_compression.py::test_"
 FSDP = "tests/unit/parallel/test_data_parallel_fsdp.py::test_"
@@ -28,6 +29,34 @@ DPO = "tests/e2e/test_dpo.py::test_"
 TARGETS = "tests/unit/adapters/test_targets.py::test_"
 
 COMPILE_AND_MEMORY = [
+    Change(
+        "passes are never recorded",
+        "training/step.py",
+        "config.compile.enable and config.compile.cuda_graphs:",
+        "False:",
+        f"{GRAPHED}every_replay_reads_its_own_batch[plain]",
+    ),
+    Change(
+        "replays read the labels of the first batch",
+        "training/graphed_model.py",
+        "(self.batch.labels, batch.labels), ",
+        "",
+        f"{GRAPHED}every_replay_reads_its_own_batch[plain]",
+    ),
+    Change(
+        "recordings read weights from before torch changed them",
+        "training/graphed_model.py",
+        "        renew_copies(self.trained)\n",
+        "",
+        f"{GRAPHED}replays_read_weights_that_torch_has_changed",
+    ),
+    Change(
+        "recorded passes of several ranks",
+        "config/layout.py",
+        'layout.world_size > 1,\n        "experts count',
+        'False,\n        "experts count',
+        f"{GRAPHED}passes_that_need_the_host_are_refused_with_the_reason",
+    ),
     Change(
         "blocks are never compiled",
         "parallel/apply.py",

@@ -170,6 +170,11 @@ def _join(job: Job) -> Any:
 def _leave_no_trace(environment: dict[str, str]) -> None:
     import torch.distributed as dist
 
+    if "shardline.comm.mesh" in sys.modules:
+        # Memory shared with the ranks of this case would be taken for that of the next one's group of the same name.
+        from shardline.comm.mesh import stop_process_group
+
+        stop_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
     # Where a rank raises while another one still joins, torch has counted the group of that one all the same, and would

@@ -7,6 +7,7 @@ torch has changed the weight since (its version); the optimizer's kernel writes 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,15 +36,26 @@ def narrow_copy(parameter: Tensor) -> Tensor | None:
 
 def narrowed(parameter: Tensor) -> Tensor:
     """The parameter in its narrow type, with a gradient for the parameter; itself where no copy is kept."""
-    copy: _Copy | None = getattr(parameter, _NAME, None)
+    copy = _renewed(parameter)
     if copy is None:
         return parameter
-    if copy.version != parameter._version:
+    out: Tensor = _Narrowed.apply(parameter, copy.tensor)
+    return out
+
+
+def renew_copies(parameters: Iterable[Tensor]) -> None:
+    """Make the copies again whose parameters torch has changed since."""
+    for parameter in parameters:
+        _renewed(parameter)
+
+
+def _renewed(parameter: Tensor) -> _Copy | None:
+    copy: _Copy | None = getattr(parameter, _NAME, None)
+    if copy is not None and copy.version != parameter._version:
         with torch.no_grad():
             copy.tensor.copy_(parameter)
         copy.version = parameter._version
-    out: Tensor = _Narrowed.apply(parameter, copy.tensor)
-    return out
+    return copy
 
 
 class _Narrowed(torch.autograd.Function):

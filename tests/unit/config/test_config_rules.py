@@ -35,6 +35,8 @@ SEEDS_THAT_LOAD = (
     *("float8_tensorwise", "fsdp_8", "fsdp_tp_64", "fsdp_tp_pp_512"),
 )
 
+GRAPHS = {"compile__enable": True, "compile__cuda_graphs": True}
+
 
 def given(**keys):
     return load_config(overrides={key.replace("__", "."): value for key, value in keys.items()})
@@ -108,6 +110,16 @@ def test_rules_name_real_keys():
             "initial_load_model_only = true",
         ),
         ({"activation_checkpoint__mode": "memory_budget"}, "compile.enable = true"),
+        *(
+            ({**GRAPHS, **keys}, f"compile.cuda_graphs: {what} needs the host in each pass")
+            for keys, what in [
+                ({"optimizer__early_step_in_backward": True, "training__max_norm": 0.0}, "a step in backward"),
+                ({"training__enable_cpu_offload": True}, "training.enable_cpu_offload"),
+                ({"activation_checkpoint__mode": "offload"}, 'activation_checkpoint.mode = "offload"'),
+                ({"training__neftune_alpha": 5.0}, "training.neftune_alpha"),
+                ({"lora__enable": True, "lora__dropout": 0.1}, "lora.dropout"),
+            ]
+        ),
         ({"checkpoint__create_seed_checkpoint": True}, "checkpoint.enable = true"),
         (
             {"parallelism__pipeline_parallel_schedule": "1F2B"},
@@ -238,6 +250,8 @@ def test_a_package_is_missed_where_it_would_be_used():
 
 
 def test_accepted_neighbours_of_refused_values():
+    check(given(**GRAPHS))
+    check(given(compile__cuda_graphs=True, training__neftune_alpha=5.0))
     check(given(training__epochs=0.5))
     check(given(profiling__profile_freq=3))
     check(given(activation_checkpoint__mode="memory_budget", compile__enable=True))
@@ -268,6 +282,11 @@ def test_accepted_neighbours_of_refused_values():
             {"optimizer__early_step_in_backward": True, "fault_tolerance__enable": True, "training__max_norm": 0.0},
             None,
             "replica groups with updates in backward",
+        ),
+        (
+            {"compile__cuda_graphs": True, "compile__enable": True, "fault_tolerance__enable": True},
+            "compile.cuda_graphs",
+            "replica groups with CUDA graphs",
         ),
         (
             {"parallelism__gradient_compression": "bfloat16", "fault_tolerance__enable": True},
