@@ -1050,8 +1050,8 @@ REPLICA_GROUPS = [
     Change(
         "a broken connection of replica groups is used again",
         "parallel/replicas/quorum.py",
-        "connects = len(links) > 1 or not next(iter(links)).startswith(who)",
-        "connects = not next(iter(links)).startswith(who)",
+        "connects = len(links) > 1 or not max(links).startswith(who)",
+        "connects = not max(links).startswith(who)",
         f"{GROUPS}a_connection_stays_until_somebody_comes_goes_or_fails",
     ),
     Change(

@@ -90,7 +90,7 @@ def plan_step(own: str, members: Sequence[Member]) -> Plan:
     healing = [member for member in ordered if member not in participants]
     sources = {one.name: participants[place % len(participants)] for place, one in enumerate(healing)}
     links, who = {member.link for member in ordered}, _digest([member.name for member in ordered])
-    connects = len(links) > 1 or not next(iter(links)).startswith(who)
+    connects = len(links) > 1 or not max(links).startswith(who)
     # Steps and failures make the name of a new connection one that the store of its first member has never seen.
     moment = [[one.step, one.history, one.attempt, one.link] for one in ordered]
     link = f"{who}-{_digest(moment)}" if connects else ordered[0].link
