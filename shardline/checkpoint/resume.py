@@ -63,6 +63,7 @@ class RunPosition:
     excluded: tuple[str, ...] = ()  # checkpoint.exclude_from_loading when this run was started
     lr: float = 0.0  # learning rate of the last step
     last_step: int = 0  # at which the run was to end
+    history: str = ""  # of the replica groups that made its steps: groups with equal histories have equal weights
 
 
 @dataclass(frozen=True)
@@ -398,6 +399,7 @@ class Start:
             position.worse_validations = trainer.get("worse_validations", 0)
             position.loss_scale = tuple(trainer.get("loss_scale", position.loss_scale))
             position.lr, position.last_step = trainer.get("lr", 0.0), trainer.get("last_step", 0)
+            position.history = trainer.get("history", "")
             with _damaged_state(saved):
                 set_rng_state(self._rng(saved))
         scheduled = 0 if "lr_scheduler" in excluded else trainer["step"] - trainer["schedule_start"]

@@ -1027,6 +1027,31 @@ LAUNCH_SSH = Command(
     examples=("shardline launch ssh run.toml --hosts a,b --nproc 8",),
 )
 
+
+def _lighthouse(parsed: Parsed) -> int:
+    from shardline.launch.lighthouse import serve
+
+    return serve(**parsed.named())
+
+
+LIGHTHOUSE = Command(
+    "lighthouse",
+    "Serve the place in which replica groups find each other (fault_tolerance.enable), until Ctrl-C.",
+    (),
+    (
+        Option("bind", "Address to listen at; port 0: any that is free.", str, "HOST:PORT", default="127.0.0.1:29510"),
+        Option("min-replicas", "Fewest groups that train.", int, "N", default=1, low=1),
+        Option("join-timeout", "Seconds to wait for a group that lives and does not come.", float, "S", default=60.0),
+        Option("heartbeat-timeout", "Seconds of silence after which a group is lost.", float, "S", default=5.0),
+    ),
+    _lighthouse,
+    details="It needs the package torchft (pip install 'shardline[ft]'), and prints the variable that groups read.",
+    examples=(
+        "shardline lighthouse",
+        "shardline lighthouse --bind 10.0.0.1:29510 --heartbeat-timeout 2",
+    ),
+)
+
 COMMANDS: dict[str, Command] = {
     command.name: command
     for command in (
@@ -1034,6 +1059,6 @@ COMMANDS: dict[str, Command] = {
         *(CHECKPOINT_LS, CHECKPOINT_VERIFY, CHECKPOINT_SHOW, GENERATE, EVAL),
         *(BENCH_COMM, BENCH_OVERLAP, BENCH_EXPERTS, BENCH_DEVICE, TRACE_OVERLAP, TRACE_KERNELS, TRACE_HANG),
         *(SCHEDULE, PLAN, DOCTOR, REPORT, EXPLAIN, TAIL, INIT, COMPLETION),
-        *(LAUNCH_SLURM, LAUNCH_K8S, LAUNCH_SSH),
+        *(LAUNCH_SLURM, LAUNCH_K8S, LAUNCH_SSH, LIGHTHOUSE),
     )
 }

@@ -29,7 +29,7 @@ def program(words: Sequence[str] | None = None) -> int:
     code = main(sys.argv[1:] if words is None else words)
     is_rank = "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1"
     # Such a thread waits for a machine that is gone; if it woke while the interpreter ends, it would abort the process
-    hangs = any(thread.name == "shardline-store" for thread in threading.enumerate())
+    hangs = any(thread.name in ("shardline-store", "shardline-quorum") for thread in threading.enumerate())
     if is_rank or hangs:
         from shardline.launch.rank_main import leave
 

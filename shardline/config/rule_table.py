@@ -68,6 +68,12 @@ OUTER_KEYS = (
     *("semi_sync_method", "sync_steps", "num_fragments", "fragment_sync_delay", "fragment_update_alpha"),
     *("should_quantize", "quantized_dtype", "outer_lr", "outer_momentum"),
 )
+EARLY_STEP, COMPRESSION = "optimizer.early_step_in_backward", "parallelism.gradient_compression"
+
+
+def _in_groups(test: Callable[[Config], Any]) -> Test:
+    """A test that holds for replica groups alone."""
+    return lambda config: config.fault_tolerance.enable and bool(test(config))
 
 
 def differs(config: Config, key: str) -> bool:
@@ -813,9 +819,39 @@ RULES: list[Rule] = [
         when=lambda c: is_context_parallel(c) and c.parallelism.context_parallel_load_balancer == "ptrr",
     ),
     _not_built("memory estimation", "memory_estimation.enable"),
-    _not_built("replica groups", "fault_tolerance.enable"),
+    _not_built(
+        "replica groups of workers that train apart",
+        "parallelism.data_parallel_mode",
+        when=lambda c: c.fault_tolerance.enable and has_workers(c),
+    ),
+    _not_built(
+        "semi-synchronous training of replica groups",
+        "fault_tolerance.semi_sync_method",
+        when=lambda c: c.fault_tolerance.enable and c.fault_tolerance.semi_sync_method is not None,
+    ),
+    _not_built(
+        "replica groups connected by anything but gloo",
+        "fault_tolerance.process_group",
+        when=lambda c: c.fault_tolerance.enable and c.fault_tolerance.process_group != "gloo",
+    ),
+    *(
+        _not_built(f"replica groups with {what}", key, when=_in_groups(test))
+        for what, key, test in (
+            ("pairs of answers", "training.objective", lambda c: c.training.objective == "dpo"),
+            ("updates in backward", EARLY_STEP, lambda c: c.value(EARLY_STEP)),
+            ("CUDA graphs", "compile.cuda_graphs", lambda c: c.compile.enable and c.compile.cuda_graphs),
+            ("compressed gradients", COMPRESSION, lambda c: c.value(COMPRESSION) != "none"),
+        )
+    ),
     _not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
     # Missing: packages that are not installed, and data that nobody named.
+    _missing(
+        "torchft",
+        "fault_tolerance.enable",
+        lambda c: c.fault_tolerance.enable,
+        "pip install 'shardline[ft]'",
+        lambda c: True,
+    ),
     _missing("deep_ep", EXPERT_BACKEND, _sends_by_deepep, instead="'standard' sends tokens without it"),
     *(
         _missing(

@@ -503,11 +503,13 @@ class MemoryEstimation(Section):
 
 class FaultTolerance(Section):
     enable: bool = key(False, "Train in replica groups that may join and leave.")
-    process_group: Name = key("gloo", "Backend between replica groups.")
-    process_group_timeout_ms: Positive = key(10000, "Longest wait between replica groups.")
-    replica_id: NonNegative = key(0, "Number of this replica group.")
-    group_size: NonNegative = key(0, "Number of replica groups.")
-    min_replica_size: Positive = key(1, "Fewest replica groups that continue training.")
+    process_group: Name = key("gloo", "Backend between replica groups: gloo.")
+    process_group_timeout_ms: Positive = key(10000, "Longest wait for another group in a step, which is then repeated.")
+    replica_id: NonNegative = key(0, "Number of this replica group, from 0; everything else is the same in all groups.")
+    group_size: NonNegative = key(
+        0, "Replica groups that training.global_batch_size = -1 is meant for; the batch stays fixed."
+    )
+    min_replica_size: Positive = key(1, "Fewest replica groups that train; fewer wait for others.")
     semi_sync_method: Literal["diloco", "local_sgd"] | None = key(
         None, "How workers are averaged now and then: diloco (the default of that mode), or a plain average."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -105,6 +105,7 @@ class Loader:
         self.local_batch_size, self.global_batch_size = local_batch_size, global_batch_size
         self.rank, self.ranks, self.device = rank, ranks, device
         self.position = self.step_tokens = 0
+        self._share: tuple[int, int] | None = (0, 1)
         self._sampler = MicroBatchSampler()
         self._reader = _reader(samples, self._sampler, options, device)
         self._stream: Iterator[Batch] | None = None
@@ -116,12 +117,18 @@ class Loader:
         self.position = position
         self._stream = None
 
+    def take(self, share: tuple[int, int] | None) -> None:
+        """From the next step on, read only these micro-batches of a step: the place-th of so many; None: no one."""
+        if share != self._share:
+            self._share, self._stream = share, None
+
     def step(self) -> list[Batch]:
         """The micro-batches of the next optimizer step for this rank."""
-        if self._stream is None:
+        micro_batches_of_all = range(self.global_batch_size // (self.local_batch_size * self.ranks))
+        count = len(self._shared(micro_batches_of_all))
+        if self._stream is None and count:
             self._stream = self._start(self._endless())
-        count = self.global_batch_size // (self.local_batch_size * self.ranks)
-        batches = [next(self._stream).to(self.device) for _ in range(count)]
+        batches = [next(self._stream).to(self.device) for _ in range(count)] if self._stream is not None else []
         self.step_tokens = self.samples.tokens_in(self.position, self.global_batch_size)
         self.position += self.global_batch_size
         return batches
@@ -160,10 +167,14 @@ class Loader:
         steps = max(1, SAMPLES_AHEAD // size)
         cut = (size, self.local_batch_size, self.rank, self.ranks)
         while True:
-            rows = [row for step in range(steps) for row in micro_batches(position + step * size, *cut)]
+            rows = [row for step in range(steps) for row in self._shared(micro_batches(position + step * size, *cut))]
             starts = self.samples.order.starts(np.concatenate(rows)).reshape(len(rows), -1)
             yield from zip(rows, starts, strict=True)
             position += steps * size
+
+    def _shared(self, of_step: Sequence[Any]) -> Sequence[Any]:
+        """Those of a step's micro-batches that are read here."""
+        return of_step[:0] if self._share is None else of_step[self._share[0] :: self._share[1]]
 
     def _once(self, limit: int | None) -> Iterator[Item]:
         together = self.local_batch_size * self.ranks

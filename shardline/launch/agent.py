@@ -35,6 +35,8 @@ from shardline.launch.recovery import MARKS, Recovery
 from shardline.launch.rendezvous import Rendezvous
 from shardline.launch.rounds import End, Round, Terms
 from shardline.launch.scratch import scratch_folder
+from shardline.parallel.replicas.lighthouse import KEY_VARIABLE as GROUPS_VARIABLE
+from shardline.parallel.replicas.lighthouse import derive_key
 from shardline.report import Report, this_report
 from shardline.run import attempt, signals
 from shardline.run.options import TrainOptions, node_range
@@ -202,7 +204,8 @@ class Agent:
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             }
             environment = {**defaults, **os.environ, **variables, **self.launch.environment}
-            environment.pop(secret.VARIABLE, None)
+            if environment.pop(secret.VARIABLE, None) or self.launch.options.rdzv_secret_file:
+                environment[GROUPS_VARIABLE] = derive_key(self.launch.secret).hex()  # replica groups share the secret
             self.ranks.append(start_rank(folder, self.launch.entry, self.launch.words, first + local, environment))
 
     # ---- watching ----------------------------------------------------------------------------------------------------

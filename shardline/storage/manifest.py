@@ -70,6 +70,7 @@ class TrainerRecord(Section):
     worse_validations: Count = 0
     loss_scale: list[float | Count] = Field(default=[0.0, 0], min_length=2, max_length=2)
     excluded: list[str] = Field(default=[])
+    history: str = ""
     data: DataRecord = DataRecord()
     optimizer: str = ""
     tokenizer: str | None = None

@@ -25,6 +25,7 @@ from shardline.memory.activation import kept_results
 from shardline.models.decoder import Decoder
 from shardline.parallel.apply import Applied
 from shardline.parallel.compiled_graphs import Operations
+from shardline.parallel.replicas.groups import ReplicaGroups
 from shardline.parallel.tensor.backend_table import choices
 from shardline.storage.atomic import write_atomically
 from shardline.words import TableRows, counted, listed, sized
@@ -45,6 +46,7 @@ class StepObserver:
         self.updates: Operations = Counter()
         self.kept: dict[str, int] = {}  # layer -> bytes that its last forward pass kept
         self.in_backward = False  # the optimizer stepped there
+        self.groups: ReplicaGroups | None = None
         self.found: dict[str, Any] = {}
 
     @contextlib.contextmanager
@@ -128,6 +130,7 @@ class StepObserver:
             "tensor_parallel": {str(product): str(choice) for product, choice in sorted(ran, key=str)},
             "optimizer": type(self.optimizer).__name__,
             "update": _update(self.optimizer, self.updates) + (", inside backward" if self.in_backward else ""),
+            **({} if self.groups is None else {"replica_groups": self.groups.engaged()}),
         }
 
 

@@ -52,6 +52,8 @@ KEYS = (
 # layers. Of pairs of answers: by how much the reward of the better one is higher, and the share of pairs where it is.
 # Of workers that train apart, since this start of the run: fragments that were averaged, the seconds that rank 0's
 # exchanges took, and those of them that it waited for (on a CPU).
+# Of replica groups: how many shared the step's batch, this one's place among them (-1: it healed), the steps and heals
+# since its start, and how often this step had to be repeated.
 OPTIONAL_KEYS = (
     "dp_exposed_seconds",
     "tp_comm_seconds",
@@ -73,6 +75,11 @@ OPTIONAL_KEYS = (
     "outer_steps",
     "outer_comm_seconds",
     "outer_exposed_seconds",
+    "replica_groups",
+    "replica_place",
+    "replica_commits",
+    "replica_heals",
+    "replica_repeats",
 )
 
 

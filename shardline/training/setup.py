@@ -72,6 +72,7 @@ from shardline.parallel.expert.choose import choose_carrier
 from shardline.parallel.pipeline.schedules import warnings
 from shardline.parallel.pipeline.stages import plan_pipeline
 from shardline.parallel.replica_check import check_replicas
+from shardline.parallel.replicas.groups import ReplicaGroups
 from shardline.parallel.tensor import async_tp
 from shardline.plan.check import Verdict, before_start
 from shardline.precision.convert import check_device
@@ -92,6 +93,7 @@ from shardline.telemetry.metrics import Meter, check_wandb
 from shardline.telemetry.telemetry import Telemetry
 from shardline.training.overview import overview, overview_notes, overview_warnings
 from shardline.training.pairs import Reference, reference_kind
+from shardline.training.replica_groups import for_groups, join_groups
 from shardline.training.step import Stepper
 
 log = logging.getLogger("shardline")
@@ -136,6 +138,8 @@ class Setup:
         check_wandb(config)
         self.device = choose_device()
         self.layout = checked_layout(config, world_size())
+        if config.fault_tolerance.enable:
+            self.config = config = for_groups(config, self.layout, arch)
         set_determinism(config, self.device)  # first: kernels are chosen by it
         self.tokenizer = choose_tokenizer(config)
         self.arch = fitted(arch, config, self.tokenizer)
@@ -319,6 +323,7 @@ class Setup:
             log.info("%s", line)
         self.reference = self._build_reference()
         self.stepper = Stepper(config, self.model, self.optimizer, mesh, applied, device, self.reference)
+        self.groups: ReplicaGroups | None = None
         self.identity = DataIdentity(
             seed=seed_of(config),
             dataset=self.loader.samples.store.source_fingerprint,
@@ -381,6 +386,7 @@ class Setup:
         """Keep the blocks' matrices in the compute type too, where nothing but this rank's optimizer changes them."""
         config, compute = self.config, self.precision.compute
         alone = self.mesh.world_size == 1 and not config.training.enable_cpu_offload
+        alone = alone and not config.fault_tolerance.enable  # a group that heals gets the weights themselves
         once = self.loader.global_batch_size == config.training.local_batch_size * self.layout.data_ranks
         if alone and once and isinstance(self.optimizer, GPUAdam) and compute == torch.bfloat16:
             held = [parameter for block in self.model.blocks() for parameter in block.module.parameters()]
@@ -419,6 +425,10 @@ class Setup:
             check_replicas(self.model, self.progress.step)
             self.model.check_masks(self.device)
             reshard(self.model)
+        if self.config.fault_tolerance.enable and not self.finished:
+            self.groups = self.stepper.groups = join_groups(self.config, self.mesh, self.model, self.optimizer)
+            self.telemetry.observer.groups = self.groups
+            self.closing.callback(self.groups.close)
         attempt.note("loaded", step=self.progress.step)
 
     def _load_more(self, shards: ShardFiles) -> None:

@@ -27,6 +27,7 @@ from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.apply import Applied
 from shardline.parallel.data.float8_gather import Float8Gather
 from shardline.parallel.expert.balance import ExpertLoad
+from shardline.parallel.replicas.groups import ReplicaGroups
 from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicated_gradients
 from shardline.precision.loss_scale import LossScale
 from shardline.run.device import read
@@ -51,6 +52,7 @@ class StepResult(NamedTuple):
     lr: float
     request: Request  # to stop or to save, made to some rank
     more: dict[str, Any] = {}  # what metrics.jsonl says of pairs, and of a mixture of experts  # noqa: RUF012
+    counts: bool = True  # False: a replica group was lost in it, nothing was changed, and it is made again
 
     @property
     def finite(self) -> bool:
@@ -71,6 +73,7 @@ class Stepper:
         reference: Reference | None = None,
     ) -> None:
         """`reference` is what pairs are compared by, where the objective has pairs."""
+        self.groups: ReplicaGroups | None = None  # with fault_tolerance
         self.config, self.model, self.optimizer, self.mesh = config, model, optimizer, mesh
         tensor = applied.tensor
         compiled = config.compile.enable and "loss" in config.compile.components
@@ -121,11 +124,13 @@ class Stepper:
             batches = [self._with_noise(batch) for batch in batches]
         if self.model.context is not None:
             batches = [self.model.context.cut(batch) for batch in batches]
-        device = batches[0].labels.device
+        device = self.experts.device
         targets = sum((self.passes.count(batch) for batch in batches), torch.zeros((), device=device))
         axis = "loss" if self.workers is None else self.workers.count(targets)
         if self.mesh.size(axis) > 1:
             collectives.sum_in_place(targets, axis)
+        if self.groups is not None:
+            self.groups.sum_targets(targets)
         scale = self.loss_scale.value / targets.clamp(min=1)
         total = torch.zeros(len(self.passes.names), device=device)
         for number, batch in enumerate(batches, start=1):
@@ -133,10 +138,13 @@ class Stepper:
             if self.early is not None:
                 self.early.enabled = last
             total += self.passes.forward_backward(batch, scale, last)
-        self.passes.finish()
-        sum_replicated_gradients(self.summed_over_tp)
-        self.passes.sum_tied()
+        if batches:  # a replica group may have none, on all of its ranks
+            self.passes.finish()
+            sum_replicated_gradients(self.summed_over_tp)
+            self.passes.sum_tied()
         self.frozen_rows.clear()
+        if self.groups is not None:
+            self.groups.sum_gradients(self.parameters, total)
         return total
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
@@ -165,7 +173,7 @@ class Stepper:
             result = self._step_early(self.early, batches, lr, number, requests)
         else:
             result = self._step_late(batches, lr, number, requests)
-        if result.finite:
+        if result.finite and result.counts:
             self.experts.balance()
         if self.workers is not None:
             self.workers.outer.after_step(number, last)
@@ -175,6 +183,12 @@ class Stepper:
     def _step_late(self, batches: list[Batch], lr: float, number: int, requests: RequestNumbers) -> StepResult:
         """One step after the whole backward."""
         result = self._agree(self.forward_backward(batches), lr, requests)
+        if self.groups is not None:
+            self.groups.ready()
+            if self.groups.failed_anywhere():
+                self.optimizer.zero_grad(set_to_none=True)
+                return result._replace(counts=False)
+            self.groups.commit()
         if result.finite:
             norm = result.grad_norm if self.workers is None else self.workers.norm
             if isinstance(self.optimizer, GPUAdam):

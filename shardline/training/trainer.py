@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shardline import registry
+from shardline.checkpoint.resume import RunPosition
 from shardline.comm import collectives, watchdog
 from shardline.config.names import LAUNCHER_VARIABLE
 from shardline.config.schema import Config
@@ -18,6 +21,7 @@ from shardline.data.batch import Batch
 from shardline.errors import UserError
 from shardline.optim.lr_schedule import learning_rate, momentum
 from shardline.parallel.replica_check import check_replicas
+from shardline.parallel.replicas.groups import ReplicaGroups
 from shardline.run import enforcer
 from shardline.run.device import read
 from shardline.run.next_steps import after_end, resume_command
@@ -62,7 +66,8 @@ class Trainer:
         self.loader, self.validation = run.loader, run.validation  # `validation` is None without a validation set
         self.folder, self.requests = run.folder, run.requests
         self.stepper, self.saver, self.telemetry = run.stepper, run.saver, run.telemetry
-        self.async_tensor = run.async_tensor
+        self.async_tensor, self.groups = run.async_tensor, run.groups
+        self.devices = run.telemetry.meter.devices
         self.progress, self.total_steps, self.finished = run.progress, run.total_steps, run.finished
         self.high_losses = 0  # steps in a row above training.max_loss
         self.validator = Validator(
@@ -82,13 +87,20 @@ class Trainer:
             with telemetry.running(progress.step, self.total_steps), listening(self.requests):
                 self.saver.prepare()
                 while progress.step < self.total_steps and request.stop is None:
+                    if self.groups is not None and not self._meet(self.groups):
+                        request = self._requests_meanwhile()
+                        self.saver.save_if_due(progress, self.total_steps, request, self._saving)
+                        continue
                     with telemetry.step(progress.step + 1):
                         with telemetry.fetching():
                             batches = self.loader.step()
                         telemetry.step_tokens = self.loader.step_tokens
                         result = self.train_step(batches, self._request_numbers)
-                        self._advance(result)
-                        telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, result.more)
+                        if self.groups is not None and not result.counts:
+                            self._repeat(self.groups)
+                            continue
+                        more = self._advance(result)
+                        telemetry.log(result.loss, result.grad_norm, result.lr, progress.tokens, more)
                         self._after_step(result)
                         request = self.validator.run_if_due(progress.step, result.request)
                         request = self.sampler.run_if_due(progress.step, request)
@@ -137,12 +149,49 @@ class Trainer:
             return True
         return False
 
-    def _advance(self, result: StepResult) -> None:
+    def _meet(self, groups: ReplicaGroups) -> bool:
+        """Meet the other replica groups; False where this one is asked to stop while it waits for them.
+
+        A group that was away goes to where they are: their weights arrive while the step is made.
+        """
+        progress = self.progress
+        self._before = dataclasses.replace(progress)
+        position = dataclasses.asdict(progress)
+        plan = groups.meet(progress.step, progress.history, position, lambda: self.requests.is_stopping)
+        if plan is None:
+            return False
+        if plan.source is not None:
+            self._go_to(RunPosition(**{**plan.source.position, "excluded": progress.excluded}))
+            self.stepper.loss_scale.load(progress.loss_scale)
+        if groups.commits == 0:
+            self.telemetry.first_step = progress.step  # the first that is made here
+        self.loader.take(plan.share)
+        self.telemetry.meter.devices = self.devices * len(plan.participants)
+        return True
+
+    def _repeat(self, groups: ReplicaGroups) -> None:
+        """The step was not made: read its samples again, with whoever is there then."""
+        groups.fail()
+        self._go_to(self._before)
+        self.stepper.loss_scale.load(self.progress.loss_scale)
+
+    def _go_to(self, position: RunPosition) -> None:
+        for name, value in dataclasses.asdict(position).items():
+            setattr(self.progress, name, value)
+        self.loader.seek(self.progress.samples)
+
+    def _advance(self, result: StepResult) -> dict[str, Any]:
+        """Count the step; returns what metrics.jsonl says of it besides its numbers."""
+        more = result.more
+        if self.groups is not None and self.groups.plan is not None:
+            self.progress.history = self.groups.plan.history()
+            more = more | self.groups.row()
         self.progress.step += 1
         self.progress.lr, self.progress.last_step = result.lr, self.total_steps
         self.progress.tokens += self.telemetry.step_tokens
         self.progress.samples = self.loader.position
         self.progress.loss_scale = self.stepper.loss_scale.state()
+        return more
 
     def _after_step(self, result: StepResult) -> None:
         """Look for what went wrong without an error, and run hooks; from the first step on the run has its folder."""

@@ -1204,8 +1204,84 @@ MODELS = [
     ),
 ]
 
+GROUPS = "tests/unit/parallel/test_replica_groups.py::test_"
+LOST = "tests/faults/test_replica_groups.py::test_a_group_is_lost_and_comes_back"
+REPLICA_GROUPS = [
+    Change(
+        "a replica group that is behind takes part",
+        "parallel/replicas/quorum.py",
+        "participants = tuple(one for one in ordered if one.step == farthest and one.history == history)",
+        "participants = tuple(one for one in ordered if one.history == history)",
+        f"{GROUPS}a_group_that_is_behind_heals_and_reads_nothing",
+    ),
+    Change(
+        "histories of replica groups are not compared",
+        "parallel/replicas/quorum.py",
+        "participants = tuple(one for one in ordered if one.step == farthest and one.history == history)",
+        "participants = tuple(one for one in ordered if one.step == farthest)",
+        f"{GROUPS}of_two_histories_the_one_that_most_groups_have_goes_on",
+    ),
+    Change(
+        "a broken connection of replica groups is used again",
+        "parallel/replicas/quorum.py",
+        "connects = len(links) > 1 or not max(links).startswith(who)",
+        "connects = not max(links).startswith(who)",
+        f"{GROUPS}a_connection_stays_until_somebody_comes_goes_or_fails",
+    ),
+    Change(
+        "a stranger is a replica group",
+        "parallel/replicas/lighthouse.py",
+        "if hmac.compare_digest(signature, self._signature(text)):",
+        "if signature:",
+        f"{GROUPS}a_member_that_the_job_did_not_write_is_ignored_and_named_once",
+    ),
+    Change(
+        "a parameter without a gradient gets zeros from replica groups",
+        "parallel/replicas/groups.py",
+        "            if count == 0:\n                parameter.grad = None",
+        "            if count < 0:\n                parameter.grad = None",
+        f"{GROUPS}a_parameter_without_a_gradient_anywhere_keeps_none",
+    ),
+    Change(
+        "replica groups count their own targets alone",
+        "training/step.py",
+        "self.groups.sum_targets(targets)",
+        "pass",
+        LOST,
+    ),
+    Change(
+        "replica groups keep their gradients to themselves",
+        "training/step.py",
+        "self.groups.sum_gradients(self.parameters, total)",
+        "pass",
+        LOST,
+    ),
+    Change(
+        "the global batch is that of one replica group",
+        "training/replica_groups.py",
+        "size = groups * global_batch(training, layout.data_ranks)",
+        "size = global_batch(training, layout.data_ranks)",
+        f"{GROUPS}the_global_batch_is_that_of_all_groups",
+    ),
+    Change(
+        "every replica group reads the whole batch",
+        "training/trainer.py",
+        "self.loader.take(plan.share)",
+        "pass",
+        LOST,
+    ),
+    Change(
+        "metrics.jsonl has no heals",
+        "parallel/replicas/groups.py",
+        "            self.heals += 1",
+        "            pass",
+        LOST,
+    ),
+]
+
 CHANGES = [
     *WORKERS_APART,
+    *REPLICA_GROUPS,
     *COMPILE_AND_MEMORY,
     *DATA_PARALLEL,
     *TENSOR_PARALLEL,

@@ -86,8 +86,16 @@ def test_each_command_explains_itself(run, name):
         (["train", "a.toml", "b.toml"], "unexpected argument 'b.toml'"),
         (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
         (
-            ["train", "--preset", "demo", "--fault_tolerance.enable"],
+            ["train", "--preset", "demo", "--fault_tolerance.enable", "--fault_tolerance.process_group=nccl"],
             "is not built yet",
+        ),
+        (
+            ["train", "--preset", "demo", "--fault_tolerance.enable"],
+            "fault_tolerance.group_size = 0: the global batch is that of all replica groups",
+        ),
+        (
+            ["lighthouse", "--bind", "29510"],
+            "--bind 29510: expected HOST:PORT",
         ),
         (["config", "--model.flavor=9B"], "command line: model.flavor = '9B': llama3 has no such flavor"),
         (["config", "--model.overrides.n_kv_heads=3"], "command line: model: n_kv_heads (3) must divide n_heads (16)"),

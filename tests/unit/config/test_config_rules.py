@@ -268,7 +268,31 @@ def test_accepted_neighbours_of_refused_values():
     [
         ({"model__converters": ["quantize.grouped_mm.mx"]}, None, "MX formats"),
         ({"comm__mode": "fake_backend"}, None, "simulated communication"),
-        ({"fault_tolerance__enable": True}, None, "replica groups"),
+        (
+            {"fault_tolerance__semi_sync_method": "diloco", "fault_tolerance__enable": True},
+            None,
+            "semi-synchronous training of replica groups",
+        ),
+        (
+            {"fault_tolerance__process_group": "nccl", "fault_tolerance__enable": True},
+            None,
+            "replica groups connected by anything but gloo",
+        ),
+        (
+            {"optimizer__early_step_in_backward": True, "fault_tolerance__enable": True, "training__max_norm": 0.0},
+            None,
+            "replica groups with updates in backward",
+        ),
+        (
+            {"compile__cuda_graphs": True, "compile__enable": True, "fault_tolerance__enable": True},
+            "compile.cuda_graphs",
+            "replica groups with CUDA graphs",
+        ),
+        (
+            {"parallelism__gradient_compression": "bfloat16", "fault_tolerance__enable": True},
+            None,
+            "replica groups with compressed gradients",
+        ),
         ({"job__custom_config_module": "mine"}, None, "custom config keys"),
         ({"model__name": "flux", "model__flavor": "flux-dev"}, "model.name", "image generation"),
     ],

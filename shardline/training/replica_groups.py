@@ -1,0 +1,71 @@
+"""What a run of a replica group needs besides the groups themselves: its global batch, and what must be the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardline.comm.mesh import Mesh
+from shardline.config.architecture import Architecture
+from shardline.config.layout import Layout
+from shardline.config.schema import Config
+from shardline.data.order import global_batch
+from shardline.errors import UserError
+from shardline.models.decoder import Decoder
+from shardline.optim.state import optimizer_state
+from shardline.parallel.replicas.groups import ReplicaGroups
+from shardline.parallel.replicas.lighthouse import import_coordination
+
+# Sections on which the numbers of a run depend.
+SECTIONS = ("model", "optimizer", "lr_scheduler", "parallelism", "data", "lora", "quantize")
+KEYS = "seq_len local_batch_size max_norm steps epochs dataset dataset_path dtype mixed_precision_param objective"
+
+
+def for_groups(config: Config, layout: Layout, arch: Architecture) -> Config:
+    """The config with its global batch, that of all groups together, as a number."""
+    import_coordination()
+    if arch.moe is not None:
+        raise UserError("fault_tolerance.enable: replica groups of a mixture of experts are not built yet")
+    training, groups = config.training, config.fault_tolerance.group_size
+    if training.global_batch_size >= 0 and training.gradient_accumulation_steps is None:
+        return config
+    if groups == 0:
+        raise UserError(
+            "fault_tolerance.group_size = 0: the global batch is that of all replica groups, and stays so when some are"
+            " gone: give their number, or training.global_batch_size"
+        )
+    size = groups * global_batch(training, layout.data_ranks)
+    return config.replace({"training.global_batch_size": size, "training.gradient_accumulation_steps": None})
+
+
+def join_groups(config: Config, mesh: Mesh, model: Decoder, optimizer: torch.optim.Optimizer) -> ReplicaGroups:
+    """This rank's view of the groups; they meet before the first step."""
+
+    def state() -> Mapping[str, Tensor]:
+        """All tensors that a step changes, in the same order in all groups."""
+        trained = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return {**trained, **dict(model.named_buffers()), **optimizer_state(optimizer, model)}
+
+    return ReplicaGroups(config.fault_tolerance, mesh, _same(config, mesh), state)
+
+
+def _same(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """What must be equal in all groups: some keys by their values, sections by a checksum."""
+    training = {f"training.{name}": str(getattr(config.training, name, None)) for name in KEYS.split()}
+    return {
+        "training.global_batch_size": config.training.global_batch_size,
+        "debug.seed": config.debug.seed or 0,
+        "the layout": str(mesh.layout),
+        **training,
+        **{f"checksum of [{name}]": _checksum(getattr(config, name)) for name in SECTIONS},
+    }
+
+
+def _checksum(section: Any) -> str:
+    text = json.dumps(section.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
