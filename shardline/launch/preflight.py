@@ -35,8 +35,8 @@ def fitting_layout(config: Config, ranks: int) -> Layout:
 
 def check_start(config: Config, options: TrainOptions, alone: bool) -> None:
     """Refuse files and names with which no rank could start; the run's folder only where no other machine has it."""
+    from shardline.data.formats.prompts import check_prompts
     from shardline.data.loader import fitted
-    from shardline.data.prompts import check_prompts
     from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
     from shardline.models.flavors import resolve
     from shardline.run.folder import check_folder

@@ -11,7 +11,7 @@ import torch
 
 from shardline.checkpoint.assets import end_tokens
 from shardline.checkpoint.fetch import local_path
-from shardline.data.prompts import prompt_tokens
+from shardline.data.formats.prompts import prompt_tokens
 from shardline.data.tokenizer import Tokenizer
 from shardline.errors import UserError
 from shardline.models.generate import generate

@@ -24,7 +24,7 @@ from shardline.comm import collectives
 from shardline.comm.mesh import Mesh
 from shardline.config.schema import Config
 from shardline.data.batch import IGNORE, Batch
-from shardline.data.prompts import prompt_tokens
+from shardline.data.formats.prompts import prompt_tokens
 from shardline.data.tokenizer import Tokenizer
 from shardline.models.generate import choose
 from shardline.parallel.data.fsdp import free_gathered

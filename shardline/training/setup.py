@@ -51,10 +51,10 @@ from shardline.config.rules import (
 )
 from shardline.config.schema import Config, Job
 from shardline.config.write import to_toml
+from shardline.data.formats.prompts import check_prompts
 from shardline.data.loader import Loader, build_loader, fitted, steps_for_epochs
 from shardline.data.order import global_batch
 from shardline.data.prepare import cache_folder
-from shardline.data.prompts import check_prompts
 from shardline.data.tokenizer import check_vocabulary, choose_tokenizer
 from shardline.errors import UserError, blame
 from shardline.models.attention import check_attention

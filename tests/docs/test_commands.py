@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def test_commands_are_taken_from_blocks_as_a_reader_would() -> None:
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_examples_of_the_help_are_commands(name: str) -> None:
     for example in COMMANDS[name].examples:
-        words = shlex.split(example.partition(" > ")[0])
+        inner = re.search(r"\$\((.*)\)|-m (shardline .*)", example)
+        words = shlex.split(re.split(r" [|>] ", next(filter(None, inner.groups())) if inner else example)[0])
         found = " ".join(words[1:3]) if " ".join(words[1:3]) in COMMANDS else words[1]
         parse(COMMANDS[found], words[1 + len(found.split()) :])
 

@@ -964,14 +964,14 @@ SAMPLES_AND_EVALUATION = [
     ),
     Change(
         "samples begin without the start token",
-        "data/prompts.py",
+        "data/formats/prompts.py",
         "[*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(text)]",
         "tokenizer.encode(text)",
         f"{PROMPTS}a_prompt_begins_as_documents_do",
     ),
     Change(
         "a sample may be longer than a sequence",
-        "data/prompts.py",
+        "data/formats/prompts.py",
         "if tokens + new > length:",
         "if tokens > length:",
         f"{PROMPTS}prompt_and_sample_fit_into_a_sequence",

@@ -9,7 +9,7 @@ import torch
 
 from shardline.config.load import load_config
 from shardline.config.names import SCHEDULES
-from shardline.data.prompts import prompt_tokens
+from shardline.data.formats.prompts import prompt_tokens
 from shardline.models.generate import generate
 from shardline.tools.saved_model import open_model, tokenizer_at
 from tests.parity import cases

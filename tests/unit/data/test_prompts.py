@@ -4,7 +4,7 @@ import pytest
 
 from shardline.config.load import load_config
 from shardline.config.rules import notes
-from shardline.data.prompts import check_prompts, prompt_tokens
+from shardline.data.formats.prompts import check_prompts, prompt_tokens
 from shardline.data.tokenizer import ByteTokenizer
 from shardline.errors import ConfigError
 
