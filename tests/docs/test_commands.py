@@ -32,8 +32,9 @@ def test_commands_are_taken_from_blocks_as_a_reader_would() -> None:
     text = (
         "```\n$ shardline a \\\n    --b   # why it's so\nshardline output\n```\n"
         "```toml\nmake = 1\n```\n```\nmake x\n```\n"
+        "\n    shardline c \\\n        --d  # why\n    output\n\n    make y\n- a list\n    make z\n"
     )
-    assert commands_of(text) == ["shardline a --b", "shardline output", "make x"]
+    assert commands_of(text) == ["shardline a --b", "shardline output", "make x", "shardline c --d", "make y"]
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
