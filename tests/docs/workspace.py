@@ -32,6 +32,17 @@ warmup_steps = 1
 path = "data/train.jsonl"
 type = "completion"
 """
+TASK = """\
+task: mine
+dataset_path: json
+dataset_kwargs: {data_files: questions.jsonl}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
 AXOLOTL = """\
 base_model: ./Qwen3-tiny
 datasets:
@@ -63,6 +74,12 @@ def make(folder: Path) -> Path:
             (folder / "data" / part / f"{number}.txt").write_text(text)
     texts = [{"text": " ".join(chance.choices(words, k=60))} for _ in range(1500)]
     (folder / "data" / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
+    for name in ("held_out", "book"):
+        (folder / f"{name}.txt").write_text("\n".join(one["text"] for one in texts[:400]))
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "mine.yaml").write_text(TASK)
+    question = {"question": "the cat sat on", "choices": [" the mat", " a bird"], "answer": 0}
+    (folder / "questions.jsonl").write_text((json.dumps(question) + "\n") * 4)
     turns = [{"role": "user", "content": SENTENCE}, {"role": "assistant", "content": "a bird"}]
     (folder / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 200)
     for name in ("run", "a", "b"):
@@ -87,9 +104,10 @@ def model(folder: Path, family: str) -> None:
 
 def runs(folder: Path) -> None:
     saved = "--checkpoint.enable --training.steps 4 --training.dataset_path data/train.jsonl --training.seq_len 64"
+    validated = "--validation.enable --validation.dataset_path data/held_out --validation.steps 2"
     traced = "--profiling.enable_profiling --profiling.profile_freq 4 --profiling.profiler_active 1"
     base = "shardline train --preset finetune --model.hf_assets_path ./Qwen3-tiny --training.global_batch_size 2"
-    shell(folder, f"{base} {saved} {traced} --job.dump_folder outputs/plain")
+    shell(folder, f"{base} {saved} {validated} {traced} --job.dump_folder outputs/plain")
     shell(folder, f"{base} {saved} --lora.enable --lora.rank 4 --job.dump_folder outputs/lora")
     for name in ("first", "second"):
         shell(folder, f"shardline train run.toml --job.dump_folder outputs/{name} --checkpoint.enable")
