@@ -49,7 +49,7 @@ datasets:
   - path: ./chat.jsonl
     type: chat_template
 chat_template: chatml
-sequence_len: 64
+sequence_len: 256
 micro_batch_size: 1
 gradient_accumulation_steps: 1
 max_steps: 2
@@ -118,6 +118,7 @@ def shell(folder: Path, command: str, seconds: float = 300) -> subprocess.Comple
     """Run a command as it stands on a page, 80 columns wide."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     given = os.environ | {"PATH": places, "COLUMNS": "80", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    given["SHARDLINE_CACHE"] = str(folder / "cache")  # prepared data stays out of the home folder
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=given, capture_output=True, text=True, timeout=seconds
     )
