@@ -10,8 +10,9 @@ import pytest
 
 from shardline.cli.main import COMMANDS
 from shardline.cli.parser import parse
+from shardline.errors import UserError
 from tests.docs import workspace
-from tests.docs.fences import Shown, commands, commands_of
+from tests.docs.fences import Shown, commands, commands_of, pages
 from tests.docs.not_run import NOT_RUN
 
 
@@ -53,6 +54,25 @@ def test_examples_of_the_help_are_commands(name: str) -> None:
         words = shlex.split(re.split(r" [|>] ", next(filter(None, inner.groups())) if inner else example)[0])
         found = " ".join(words[1:3]) if " ".join(words[1:3]) in COMMANDS else words[1]
         parse(COMMANDS[found], words[1 + len(found.split()) :])
+
+
+def refusal(command: str) -> str:
+    """What the command line finds wrong with a command, but for words that a page leaves out."""
+    words = shlex.split(re.sub(r" [|>] .*| \[.*", "", command))[1:]  # without what follows it, or may be left out
+    name = " ".join(words[:2]) if " ".join(words[:2]) in COMMANDS else words[0]
+    try:
+        parse(COMMANDS[name], words[len(name.split()) :])
+    except UserError as error:
+        return "" if re.search(r" is missing|needs a value", str(error)) else f"{command}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_commands_have_options_that_exist_also_where_nothing_runs_them(page: Path) -> None:
+    text = page.read_text()
+    inline = re.findall(r"`(shardline [^`|]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    shown = [one for one in (*inline, *commands_of(text)) if one.startswith("shardline ") and "..." not in one]
+    assert [found for one in shown if (found := refusal(one))] == []
 
 
 @pytest.fixture(scope="module")
