@@ -97,7 +97,8 @@ def make(folder: Path) -> Path:
 
 
 def model(folder: Path, family: str) -> None:
-    write_model(folder, family, vocab_size=300, bos_token_id=0, eos_token_id=1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # NF4 cuts rows into blocks of 64
+    write_model(folder, family, **sizes, vocab_size=300, bos_token_id=0, eos_token_id=1)
     for file in tokenizer_folder().iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
 
