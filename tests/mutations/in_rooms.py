@@ -316,6 +316,20 @@ TABLES = [
         f"{ENGAGED}a_compiler_that_was_never_asked_is_a_warning",
     ),
     Change(
+        "the start's table hides two validations",
+        "training/overview.py",
+        '+ ", and after the first and the last"',
+        '+ ""',
+        "tests/unit/training/test_overview.py::test_the_table_says_which_steps_are_validated",
+    ),
+    Change(
+        "keys of many parts reach the reader of TOML",
+        "config/files.py",
+        '{63}")',
+        '{63000}")',
+        "tests/unit/config/test_config_fuzz.py::test_a_key_of_many_parts_is_refused_before_it_is_read",
+    ),
+    Change(
         "the start's table leaves accumulation out",
         "training/overview.py",
         "passes = whole // (section.local_batch_size * ranks)",

@@ -189,7 +189,7 @@ def test_a_large_model_wants_its_data_named(keys, named, tmp_path):
     assert with_data_named(again, 100_000_001) == large
     if not named:
         check(large)
-        lines = r"no data is named.*add two lines:\n  \[training\]\n  dataset_path = \"data/\*\.jsonl\"\n\(text"  # to be copied
+        lines = r"no data is named.*two lines:\n  \[training\]\n  dataset_path = \"data/\*\.jsonl\"\n\("  # to be copied
         with pytest.raises(ConfigError, match=rf"^training.dataset: {lines}"):
             refuse_pending(large)
 
