@@ -20,6 +20,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Sources, tests and configs are not part of the site: their names stay, their links go."""
+    markdown = re.sub(r"\]\(\.\./README\.md", "](index.md", markdown)
     return re.sub(r"\[([^\]]+)\]\(\.\./([^)]+)\)", r"\1 (`\2`)", markdown)
 
 
