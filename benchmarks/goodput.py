@@ -47,7 +47,13 @@ class Processes:
         self.folder, self.all = folder, list[subprocess.Popen[str]]()
 
     def start(self, words: Sequence[str], name: str, **more: str) -> subprocess.Popen[str]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **more}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "PYTHONPATH": str(ROOT),
+            **more,
+        }
         with (self.folder / f"said-{name}").open("a") as said:
             process = subprocess.Popen(
                 [sys.executable, "-m", "shardline", *words],

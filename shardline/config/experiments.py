@@ -41,7 +41,8 @@ def _translate_groups(values: dict[str, Any], origins: dict[str, str]) -> Iterat
     for key in MODULE_KEYS:
         module = values.get(key)
         if isinstance(module, str) and any(f"{module}.".startswith(f"{known}.") for known in GROUPS_MODULES):
-            yield f"{origins.pop(key)}: {key} = {values.pop(key)!r} is not needed: its keys are those of [fault_tolerance]"
+            del values[key]
+            yield f"{origins.pop(key)}: {key} = {module!r} is not needed: its keys are those of [fault_tolerance]"
 
 
 def _translate_backend(values: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:

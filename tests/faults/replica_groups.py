@@ -156,7 +156,9 @@ def arm(trainer: Any, life: Life) -> None:
         before(*places[life.phase][:2])
 
 
-def in_the_middle(trainer: Any, at: int, sum_over: Callable[..., int], happen: Callable[[], None]) -> Callable[..., int]:
+def in_the_middle(
+    trainer: Any, at: int, sum_over: Callable[..., int], happen: Callable[[], None]
+) -> Callable[..., int]:
     """A sum whose fault comes when its first part is on its way; that of the gradients, not that of the targets."""
 
     class Begun:

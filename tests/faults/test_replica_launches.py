@@ -11,8 +11,8 @@ import pytest
 
 from tests import processes
 from tests.faults.replica_groups import GLOBAL_BATCH, STEPS, Life
-from tests.faults.test_replica_groups import FAULT_TOLERANT, FLOAT32, Lab, serve_lighthouse
 from tests.faults.test_ranks import wait_until
+from tests.faults.test_replica_groups import FAULT_TOLERANT, FLOAT32, Lab, serve_lighthouse
 from tests.hosts import two_hosts
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,10 @@ PARALLEL = "parallelism.{}_parallel_"
 @pytest.fixture(scope="module")
 def lab(nursery, tmp_path_factory):
     return Lab(nursery, tmp_path_factory.mktemp("replicas"))
+
+
+def written(value):
+    return str(value).lower() if isinstance(value, bool) else value
 
 
 class Launch:
@@ -36,7 +40,7 @@ class Launch:
         }
         overrides = settings.pop("model.overrides")
         settings |= {f"model.overrides.{name}": value for name, value in overrides.items()}
-        words = [f"--{key}={str(value).lower() if value in (True, False) else value}" for key, value in settings.items()]
+        words = [f"--{key}={written(value)}" for key, value in settings.items()]
         env = {**os.environ, "REPLICAS_FOLDER": str(folder), "REPLICAS_LIFE": json.dumps(asdict(life)),
                "REPLICAS_COUNT": str(count), "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1",
                "CUDA_VISIBLE_DEVICES": "", "SHARDLINE_JOB_SECRET": "a secret of many letters"}  # fmt: skip
