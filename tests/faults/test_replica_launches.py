@@ -33,11 +33,15 @@ class Launch:
 
     def __init__(self, lab, folder, number, count, life, lighthouse, ranks, settings, start=processes.start):
         self.log = folder / f"said-{number}-{count}"
-        settings = lab.settings(**FAULT_TOLERANT, **settings) | {
-            "fault_tolerance.replica_id": number,
-            "job.dump_folder": str(folder / f"group-{number}-{count}"),
-            "experimental.custom_import": "tests.faults.replica_hooks",
-        }
+        settings = (
+            lab.settings(**FAULT_TOLERANT)
+            | settings
+            | {
+                "fault_tolerance.replica_id": number,
+                "job.dump_folder": str(folder / f"group-{number}-{count}"),
+                "experimental.custom_import": "tests.faults.replica_hooks",
+            }
+        )
         overrides = settings.pop("model.overrides")
         settings |= {f"model.overrides.{name}": value for name, value in overrides.items()}
         words = [f"--{key}={written(value)}" for key, value in settings.items()]
