@@ -293,6 +293,11 @@ def test_accepted_neighbours_of_refused_values():
             None,
             "replica groups with compressed gradients",
         ),
+        (
+            {"training__objective": "dpo", "fault_tolerance__enable": True},
+            None,
+            "replica groups with pairs of answers",
+        ),
         ({"job__custom_config_module": "mine"}, None, "custom config keys"),
         ({"model__name": "flux", "model__flavor": "flux-dev"}, "model.name", "image generation"),
     ],
