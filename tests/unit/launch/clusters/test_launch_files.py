@@ -282,7 +282,7 @@ def test_the_commands_to_submit_are_printed(capsys, place):
 def test_every_machine_has_its_number_and_none_shows_the_secret(capsys, place):
     text = printed(capsys, "launch", "ssh", "My_run.toml", "--hosts=me@a,me@b", "--nproc=2", "--port=7000", *FLAGS)
     for number, name in enumerate("ab"):
-        assert f"ssh -o BatchMode=yes me@{name} <<" in text
+        assert f"ssh -o BatchMode=yes -o ServerAliveInterval=15 me@{name} <<" in text
         assert f"--nproc=2 --nnodes 2 --node-rank {number} --rdzv-endpoint a:7000 <" in text
     assert f"cd {place} || exit 2" in text
     assert "SHARDLINE_JOB_SECRET=" not in text
