@@ -1,4 +1,4 @@
-"""`shardline launch ssh` between two hosts with a real sshd each."""
+"""`shardline launch ssh`, and mpirun of Open MPI, between two hosts with a real sshd each."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import processes
-from tests.clusters.test_slurm import HOOKS, flags, losses
+from tests.clusters.test_slurm import HOOKS, SHARDLINE, flags, losses
 from tests.faults.test_ranks import wait_until
 from tests.hosts import missing, two_hosts
 
@@ -128,6 +128,43 @@ def test_a_machine_that_is_cut_off_ends_the_run(hosts, tmp_path):
         hosts[0][1].mend()
     assert f"ssh to {names[1]} ended with 255: the connection was cut" in (tmp_path / "stderr").read_text()
     wait_until(lambda: not pids_of(hosts[0][0], b"train\0") + pids_of(hosts[0][1], b"train\0"), 120)
+
+
+MPIRUN = ["mpirun", "--allow-run-as-root", "--bind-to", "none"]
+with_mpirun = pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun: apt-get install openmpi-bin")
+MPI_KEYS = {"training.steps": 3, "job.dump_folder": "run"}
+
+
+def single_process_losses(folder):
+    words = [*SHARDLINE, "train", *flags(**{**MPI_KEYS, "job.dump_folder": "whole"})]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=120)
+    return losses(folder / "whole")
+
+
+@with_mpirun
+def test_mpirun_on_one_machine_needs_no_option(tmp_path):
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    words = [*MPIRUN, "--oversubscribe", "-n", "2", *SHARDLINE, "train", *flags(**MPI_KEYS)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert [row["rank"] for row in json.loads((tmp_path / "run" / "log" / "ranks.json").read_text())] == [0, 1]
+    assert losses(tmp_path / "run") == pytest.approx(single_process_losses(tmp_path), rel=1e-4)
+
+
+@with_mpirun
+def test_mpirun_on_two_machines_needs_the_name_of_the_first(hosts, tmp_path):
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    names = [host.name for host in hosts[0]]
+    agent = ["--mca", "plm_rsh_agent", hosts[1], "--mca", "oob_tcp_if_include", "10.77.0.0/24"]
+    words = [*MPIRUN, *agent, "--host", ",".join(f"{name}:1" for name in names), "-n", "2"]
+    train = [*SHARDLINE, "train", *flags(**MPI_KEYS)]
+    done = hosts[0][0].run([*words, *train], cwd=tmp_path, timeout=180)
+    assert done.returncode == 2
+    assert "set MASTER_ADDR to its name (mpirun -x MASTER_ADDR=HOST" in done.stderr
+    done = hosts[0][0].run([*words, "-x", f"MASTER_ADDR={names[0]}", *train], cwd=tmp_path, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert [row["host"] for row in json.loads((tmp_path / "run" / "log" / "ranks.json").read_text())] == names
+    assert losses(tmp_path / "run") == pytest.approx(single_process_losses(tmp_path), rel=1e-4)
 
 
 def step(folder):
