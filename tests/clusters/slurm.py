@@ -49,7 +49,7 @@ PreemptMode=REQUEUE
 KillWait=30
 MailProg=/bin/true
 InactiveLimit=0
-ReturnToService=2
+ReturnToService=1
 MpiDefault=none
 NodeName=n1 NodeHostname={a.name} NodeAddr={a.address} Port=17001 CPUs=2 State=UNKNOWN
 NodeName=n2 NodeHostname={b.name} NodeAddr={b.address} Port=17002 CPUs=2 State=UNKNOWN

@@ -159,10 +159,8 @@ class Machines:
             if gone:
                 return "; ".join(f"ssh to {self.names[place]} ended with {self._codes()[place]}" for place in gone)
             if time.monotonic() > deadline:
-                silent = [place for place, answer in enumerate(self.answers) if not answer.is_set()]
-                for place in silent:
-                    self.processes[place].terminate()
-                names = ", ".join(self.names[place] for place in silent)
+                silent = [name for name, answer in zip(self.names, self.answers, strict=True) if not answer.is_set()]
+                names = ", ".join(silent)
                 return f"{names} did not answer within {REACH_SECONDS:g} s: nothing was started"
             time.sleep(WATCH_SECONDS)
         return ""
@@ -197,10 +195,12 @@ class Machines:
 
     def _end(self, readers: list[threading.Thread]) -> list[int]:
         """End what still runs by the end of its input, and return the exit codes."""
-        for process in self.processes:
+        for process, answer in zip(self.processes, self.answers, strict=True):
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
+            if not answer.is_set():
+                process.terminate()  # it would wait for the machine, and read no input
         codes = [process.wait() for process in self.processes]
         for reader in readers:
             reader.join(1)
@@ -212,7 +212,7 @@ class Machines:
             print(f"error: ssh to {', '.join(cut)} ended with {UNREACHED}: the connection was cut", file=sys.stderr)
             return 1
         failed = [code for code in codes if code not in (0, *STOPPED)]
-        return codes[0] if codes[0] or not failed else failed[0]
+        return failed[0] if failed else codes[0]
 
     @staticmethod
     def _tell(process: subprocess.Popen[bytes], text: str) -> None:
