@@ -87,6 +87,13 @@ CHANGES = [
         f"{FILES}a_pod_has_config_disk_secret_probes_and_restarts",
     ),
     Change(
+        "a name that Kubernetes refuses is written",
+        "launch/clusters/kubernetes.py",
+        "if not LABEL.fullmatch(job.name):",
+        "if False:",
+        f"{FILES}what_is_refused",
+    ),
+    Change(
         "a config that is wrong starts a set of jobs again",
         "launch/clusters/kubernetes.py",
         "USER_ERROR = 2",
