@@ -11,6 +11,7 @@ steps that are validated or saved, and after the last, nothing of a later step i
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ from shardline.parallel.data.asynchronous.tickets import POLL_SECONDS, Tickets, 
 from shardline.run.stop import Request, no_requests, request_of
 
 if TYPE_CHECKING:
-    from shardline.training.step import RequestNumbers, StepResult, Stepper
+    from shardline.training.step import RequestNumbers, Stepper, StepResult
 
 AXIS = "workers"  # of comm_bytes
 MADE = -1  # in place of a ticket: the step that this rank waits for was made
@@ -67,10 +68,11 @@ class AsyncSteps:
         served = [self.parameters[index] for index in self.shares[self.mesh.worker]]
         self.server = Server(self.stepper.optimizer, served, self.workers, self.section.async_lr_power, step)
         store: dist.Store = dist.HashStore() if self.mesh.world_size == 1 else connect_store()
+        name = self.mesh.from_rank_0(lambda: f"async/{os.urandom(8).hex()}")  # a process may train twice
         if self.inside.rank == 0:
-            self.tickets = Tickets(SignedStore(store, "async", rank_key()), self.mesh.worker, self.workers, step)
+            self.tickets = Tickets(SignedStore(store, name, rank_key()), self.mesh.worker, self.workers, step)
         shapes = [[self.tensors[index].shape for index in share] for share in self.shares]
-        place = dist.PrefixStore(f"async/{self.inside.rank}", store)
+        place = dist.PrefixStore(f"{name}/{self.inside.rank}", store)
         self.peers = Peers(place, self.server, self.mesh.worker, shapes, len(self.stepper.passes.names))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """What travels between a worker's rank and the ranks that serve its tensors: contributions there, weights back.
 
-Each pair of ranks has two connections of its own over gloo, one for what each asks of the other; a thread for each serves
-what comes. What is asked for is a header of float64, then, with a contribution, the gradients in one vector of float32.
+Each pair of ranks has two connections of its own over gloo, one for what each asks of the other; a thread for each
+serves what comes. A question is a header of float64, then, with a contribution, the gradients in a vector of float32.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ if they were synchronous. A worker takes the next ticket whenever it is free, so
     ticket      | 0   1 | 2   3 | 4   5 | 6   7 |      ticket = step * workers + slot; the slot says which samples
     worker      | A   B | A   A | B   A | A   B |      weights of version v are those that v steps have made
 
-A ticket of step s is computed on weights of version s - staleness at least: nobody takes it before. Tickets are taken in
-their order, and whoever takes one has seen all before it. So what a worker asks for with its ticket (to stop, to save)
-is known to all who take tickets of later steps, and all of them end with that step.
+A ticket of step s is computed on weights of version s - staleness at least: nobody takes it before. Tickets are taken
+in their order, and whoever takes one has seen all before it. So what a worker asks for with its ticket (to stop, to
+save) is known to all who take tickets of later steps, and all of them end with that step.
 """
 
 from __future__ import annotations
