@@ -32,8 +32,9 @@ from shardline.errors import UserError
 from shardline.models.dtensor import local
 from shardline.optim.clip import clip_, squared_norm
 from shardline.optim.gpu_adam import GPUAdam
+from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.data.asynchronous.exchange import A_DAY, Peers
-from shardline.parallel.data.asynchronous.server import Made, Rate, Report, Server, share_out
+from shardline.parallel.data.asynchronous.server import Contribution, Made, ParameterServer, share_out
 from shardline.parallel.data.asynchronous.tickets import POLL_SECONDS, Tickets, may_take
 from shardline.run.stop import Request, no_requests, request_of
 
@@ -66,7 +67,7 @@ class AsyncSteps:
         """Serve the weights as they are now, those of all workers after so many steps and samples."""
         self.first_step, self.first_sample = step, samples
         served = [self.parameters[index] for index in self.shares[self.mesh.worker]]
-        self.server = Server(self.stepper.optimizer, served, self.workers, self.section.async_lr_power, step)
+        self.server = ParameterServer(self.stepper.optimizer, served, self.workers, self.section.async_lr_power, step)
         store: dist.Store = dist.HashStore() if self.mesh.world_size == 1 else connect_store()
         name = self.mesh.from_rank_0(lambda: f"async/{os.urandom(8).hex()}")  # a process may train twice
         if self.inside.rank == 0:
@@ -91,8 +92,15 @@ class AsyncSteps:
 
     # ---- a step of the run -------------------------------------------------------------------------------------------
 
-    def set_rate(self, rate: Rate) -> None:
-        self.server.rate = rate
+    def set_rate(self, rate: Callable[[int], tuple[float, float | None]]) -> None:
+        """Take learning rate and momentum of the step after so many from here."""
+
+        def give(step: int, share: float) -> float:
+            lr, momentum = rate(step)
+            set_lr(self.stepper.optimizer, lr * share, momentum)
+            return lr * share
+
+        self.server.set_rate = give
 
     def step(self, number: int, requests: RequestNumbers) -> StepResult:
         """Contribute until the step of this number is made."""
@@ -189,7 +197,7 @@ class AsyncSteps:
             totals, targets = self._nonfinite(ticket, totals, norm), 0.0
         clip_(self.parameters, norm, self.config.training.max_norm)
         if self._counts(ticket):
-            report = Report(ticket, self.mesh.worker, version, targets, norm if targets else 0.0, tuple(totals))
+            report = Contribution(ticket, self.mesh.worker, version, targets, norm if targets else 0.0, tuple(totals))
             self.peers.push(report, [[self._gradient(i, targets) for i in share] for share in self.shares])
         for parameter in self.parameters:
             parameter.grad = None

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardline.comm.store import SignedStore
+from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.data.asynchronous.server import (
-    Report,
-    Server,
+    Contribution,
+    ParameterServer,
     freshness,
     share_out,
     weights_of,
@@ -29,14 +30,22 @@ def books(workers: int, store=None) -> list[Tickets]:
     return [Tickets(SignedStore(store, "async", b"key"), worker, workers, 0) for worker in range(workers)]
 
 
-def report(ticket: int, version: int, worker: int = 0, targets: float = 10.0) -> Report:
-    return Report(ticket, worker, version, targets, 1.0, (targets,))
+def report(ticket: int, version: int, worker: int = 0, targets: float = 10.0) -> Contribution:
+    return Contribution(ticket, worker, version, targets, 1.0, (targets,))
 
 
-def server(workers: int, power: float = 0.5, lr: float = 0.1) -> tuple[nn.Parameter, Server]:
+def at_rate(found: ParameterServer, lr: float):
+    def give(step: int, share: float) -> float:
+        set_lr(found.optimizer, lr * share)
+        return lr * share
+
+    return give
+
+
+def server(workers: int, power: float = 0.5, lr: float = 0.1) -> tuple[nn.Parameter, ParameterServer]:
     parameter = nn.Parameter(torch.zeros(3))
-    found = Server(torch.optim.SGD([parameter], lr=1.0), [parameter], workers, power, 0)
-    found.rate = lambda step: (lr, None)
+    found = ParameterServer(torch.optim.SGD([parameter], lr=1.0), [parameter], workers, power, 0)
+    found.set_rate = at_rate(found, lr)
     return parameter, found
 
 
@@ -202,8 +211,8 @@ def test_the_state_stays_with_who_serves():
     optimizer = torch.optim.SGD([served, other], lr=1.0, momentum=0.9)
     for parameter in (served, other):
         optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), 3.0)
-    found = Server(optimizer, [served], 1, 0.5, 0)
-    found.rate = lambda step: (1.0, None)
+    found = ParameterServer(optimizer, [served], 1, 0.5, 0)
+    found.set_rate = at_rate(found, 1.0)
     found.add(report(0, 0), [torch.ones(2)])
     assert found.read(1)[1][0].tolist() == pytest.approx([1 - 3.7] * 2)
     with found.as_of_model():

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.parallel.data.asynchronous.server import Report, Server
+from shardline.parallel.data.asynchronous.server import Contribution, ParameterServer
 from shardline.parallel.data.compression import flatten, unflatten
 
 PUSH, PULL, FIXED = 0.0, 1.0, 6  # kinds of headers; their numbers before the losses
@@ -27,7 +27,12 @@ class Peers:
     """This rank's connections with the ranks of the same place in other workers."""
 
     def __init__(
-        self, store: dist.Store, server: Server, worker: int, shapes: Sequence[Sequence[torch.Size]], losses: int
+        self,
+        store: dist.Store,
+        server: ParameterServer,
+        worker: int,
+        shapes: Sequence[Sequence[torch.Size]],
+        losses: int,
     ) -> None:
         """`shapes[worker]` are those of what that worker's rank serves; `losses` counts a report's sums."""
         self.server, self.worker, self.shapes, self.losses = server, worker, shapes, losses
@@ -59,7 +64,7 @@ class Peers:
 
     # ---- asking ------------------------------------------------------------------------------------------------------
 
-    def push(self, report: Report, gradients: Sequence[Sequence[Tensor]]) -> None:
+    def push(self, report: Contribution, gradients: Sequence[Sequence[Tensor]]) -> None:
         """Send the part of a contribution that each worker's rank serves."""
         works, held = [], []
         head = torch.tensor([PUSH, *report[:-1], *report.sums], dtype=torch.float64)
@@ -115,7 +120,7 @@ class Peers:
             if flat.numel():
                 group.recv([flat], 0, 0).wait()
             ticket, worker, version, targets, norm, *sums = numbers
-            report = Report(int(ticket), int(worker), int(version), targets, norm, tuple(sums))
+            report = Contribution(int(ticket), int(worker), int(version), targets, norm, tuple(sums))
             self.server.add(report, unflatten(flat, shapes))
             return
         version, values = self.server.read(int(numbers[0]))

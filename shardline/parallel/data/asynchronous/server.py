@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from shardline.models.dtensor import local
-from shardline.optim.lr_schedule import set_lr
 
-Rate = Callable[[int], tuple[float, float | None]]  # learning rate and momentum of the step after so many
+# Gives the optimizer the rate of the step after so many, or this share of it; returns what it gave.
+SetRate = Callable[[int, float], float]
 
 
-class Report(NamedTuple):
+class Contribution(NamedTuple):
     """What comes with a contribution; `sums` are its losses, summed over its targets."""
 
     ticket: int
@@ -42,7 +42,7 @@ class Report(NamedTuple):
 class Made:
     """A step that was made."""
 
-    reports: list[Report]
+    reports: list[Contribution]
     lr: float
 
     def staleness(self, workers: int) -> list[int]:
@@ -54,7 +54,7 @@ def freshness(stale: int, power: float) -> float:
     return (1.0 + stale) ** -power
 
 
-def weights_of(reports: Sequence[Report], workers: int, power: float) -> tuple[list[float], float]:
+def weights_of(reports: Sequence[Contribution], workers: int, power: float) -> tuple[list[float], float]:
     """The share of each contribution in its step, and that of the learning rate that is left."""
     fresh = [report.targets * freshness(report.ticket // workers - report.version, power) for report in reports]
     total, targets = sum(fresh), sum(report.targets for report in reports)
@@ -73,7 +73,7 @@ def share_out(sizes: Sequence[int], workers: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-class Server:
+class ParameterServer:
     """The tensors that this rank serves. All methods may be called from any thread."""
 
     def __init__(
@@ -83,11 +83,11 @@ class Server:
         self.optimizer, self.workers, self.power, self.version = optimizer, workers, power, step
         self.served = list(served)
         self.values = [nn.Parameter(parameter.detach().clone()) for parameter in served]
-        self.rate: Rate = lambda step: (0.0, None)
+        self.set_rate: SetRate = lambda step, share: 0.0
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
         self.made: dict[int, Made] = {}  # number of the step -> what it was made of, until it is asked for
-        self._waiting: dict[int, dict[int, tuple[Report, list[Tensor]]]] = {}
+        self._waiting: dict[int, dict[int, tuple[Contribution, list[Tensor]]]] = {}
         self._keep_state()
 
     def _keep_state(self) -> None:
@@ -117,7 +117,7 @@ class Server:
 
     # ---- contributions -----------------------------------------------------------------------------------------------
 
-    def add(self, report: Report, gradients: list[Tensor]) -> None:
+    def add(self, report: Contribution, gradients: list[Tensor]) -> None:
         """Take a contribution, and make all steps that are complete."""
         with self.changed:
             step, slot = divmod(report.ticket, self.workers)
@@ -130,12 +130,12 @@ class Server:
                 self.changed.notify_all()
 
     @torch.no_grad()
-    def _make(self, contributions: dict[int, tuple[Report, list[Tensor]]]) -> None:
+    def _make(self, contributions: dict[int, tuple[Contribution, list[Tensor]]]) -> None:
         """Make a step of its contributions, in the order of their slots: copies elsewhere get the same bits."""
         ordered = [contributions[slot] for slot in range(self.workers)]
         reports = [report for report, _ in ordered]
         shares, left = weights_of(reports, self.workers, self.power)
-        lr, momentum = self.rate(self.version)
+        lr = self.set_rate(self.version, left)
         if left > 0 and self.values:
             for index, value in enumerate(self.values):
                 total = torch.zeros_like(local(value))
@@ -143,11 +143,10 @@ class Server:
                     total.add_(gradients[index].to(total), alpha=share)
                 value.grad = torch.empty_like(value)
                 local(value.grad).copy_(total)
-            set_lr(self.optimizer, lr * left, momentum)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        self.made[self.version] = Made(reports, lr * left)
+        self.made[self.version] = Made(reports, lr)
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 

@@ -22,15 +22,15 @@ from shardline.comm.store import SignedStore
 POLL_SECONDS = 0.02  # between looks at the store, where a worker waits for others
 
 
-class Taken(NamedTuple):
+class TakenTicket(NamedTuple):
     """A ticket that somebody has taken."""
 
     worker: int
     asks: tuple[float, ...]  # numbers of requests; all zero: none
 
 
-def decode(message: Any) -> Taken:
-    return Taken(int(message["worker"]), tuple(map(float, message["asks"])))
+def decode(message: Any) -> TakenTicket:
+    return TakenTicket(int(message["worker"]), tuple(map(float, message["asks"])))
 
 
 def may_take(step: int, version: int, made: int, staleness: int, ends: Callable[[int], bool]) -> bool:
@@ -56,7 +56,7 @@ class Tickets:
 
     def take(self, asks: Sequence[float]) -> int | None:
         """Take the next ticket; None where somebody else has it."""
-        own = Taken(self.worker, tuple(asks))
+        own = TakenTicket(self.worker, tuple(asks))
         taken = self.store.offer(f"ticket/{self.next}", own._asdict(), decode)
         number = self.next
         self._count(own if taken is None else taken)
@@ -67,7 +67,7 @@ class Tickets:
         while (taken := self.store.read(f"ticket/{self.next}", decode)) is not None:
             self._count(taken)
 
-    def _count(self, taken: Taken) -> None:
+    def _count(self, taken: TakenTicket) -> None:
         if any(taken.asks):
             sums = self.asked.get(self.step, [0.0] * len(taken.asks))
             self.asked[self.step] = [a + b for a, b in zip(sums, taken.asks, strict=True)]
@@ -80,11 +80,11 @@ class Tickets:
         first = self.store.read(f"ticket/{number}", decode)
         if first is None or first.worker == self.worker:
             return False
-        return self.store.offer(f"again/{number}", Taken(self.worker, ())._asdict(), decode) is None
+        return self.store.offer(f"again/{number}", TakenTicket(self.worker, ())._asdict(), decode) is None
 
     def is_first(self, number: int) -> bool:
         """Whether this worker is the first that is through with a ticket: only its contribution counts."""
-        return self.store.offer(f"through/{number}", Taken(self.worker, ())._asdict(), decode) is None
+        return self.store.offer(f"through/{number}", TakenTicket(self.worker, ())._asdict(), decode) is None
 
     def is_through(self, number: int) -> bool:
         return self.store.read(f"through/{number}", decode) is not None
