@@ -281,7 +281,7 @@ def test_a_disk_that_is_full_from_the_start_or_soon(small_disk, capsys):
     refused = capsys.readouterr().err
     assert refused.startswith(f"error: command line: job.dump_folder: cannot use {folder} as the run folder: No space")
     (small_disk / "other files").unlink()
-    fill(small_disk, leave=32_768)  # room for the config and a few rows
+    fill(small_disk, leave=65_536)  # room for the config, what the first step did, and a few rows
     soon = command("train", *flags(folder, training__steps=2000))
     assert soon.returncode == 2
     assert "Traceback" not in soon.stderr

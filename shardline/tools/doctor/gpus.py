@@ -32,7 +32,7 @@ def cards() -> int:
 
 def driver_version() -> str | None:
     try:
-        found = re.search(r"Kernel Module\D*([\d.]+)", VERSION.read_text())
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", VERSION.read_text())
     except OSError:
         return None
     return found[1] if found else None

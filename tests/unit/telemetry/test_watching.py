@@ -94,7 +94,7 @@ def steps_of_two_ranks(folder):
 
         def late(self):
             if self is trainer.loader and trainer.mesh.rank == 1:
-                time.sleep(0.25)
+                time.sleep(0.6)
             return load(self)
 
         stack.enter_context(patch.object(Loader, "step", late))
@@ -111,7 +111,7 @@ def test_a_run_names_the_rank_whose_data_comes_late(tmp_path):
     messages, other = pool.run(2, steps_of_two_ranks, tmp_path / "run")
     pool.close()
     (line,) = (message for message in messages if "is slow" in message)
-    assert line.startswith(f"step {ROWS + 1}: rank 1 is slow in loading data: 0.2")
+    assert line.startswith(f"step {ROWS + 1}: rank 1 is slow in loading data: 0.6")
     assert not [message for message in other if "is slow" in message]
     warned = [json.loads(row) for row in (tmp_path / "run" / "log" / "telemetry-0.jsonl").read_text().splitlines()]
     assert [row["text"] for row in warned if row["event"] == "warning"] == [line]
@@ -167,8 +167,8 @@ def test_a_run_tells_of_a_jump(tmp_path):
     trainer = Trainer(tiny_config(tmp_path / "run", training__steps=LEAST + 3))
     step = trainer.stepper.step
 
-    def jumps(batches, lr, number, *rest):
-        result = step(batches, lr, number, *rest)
+    def jumps(batches, lr, number, *rest, **more):
+        result = step(batches, lr, number, *rest, **more)
         return result._replace(loss=99.0) if number == LEAST + 2 else result
 
     with patch.object(trainer.stepper, "step", jumps):

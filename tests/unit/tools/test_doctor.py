@@ -18,6 +18,7 @@ from shardline.cli.main import main
 from shardline.comm.mesh import Mesh, start_process_group, stop_process_group
 from shardline.config.layout import Layout
 from shardline.tools.bench import device
+from shardline.tools.doctor import gpus
 from shardline.tools.doctor import host as host_module
 from shardline.tools.doctor import storage as storage_module
 from shardline.tools.doctor.doctor import checkpoint_need, report
@@ -338,3 +339,17 @@ def test_two_ranks_meet_and_their_launcher_ends_with_the_verdict(tmp_path):
     assert done.returncode == 1
     assert done.stdout.endswith("1 finding would break a run\n")
     assert "ended with exit code" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27\nGCC version: 12\n", "580.65.06"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n", "580.159.04"),
+        ("something else", None),
+    ],
+)
+def test_the_version_of_the_driver(tmp_path, monkeypatch, text, version):
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(gpus, "VERSION", tmp_path / "version")
+    assert gpus.driver_version() == version
