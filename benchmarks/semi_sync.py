@@ -116,10 +116,8 @@ def main() -> None:
 def measure(
     options: argparse.Namespace, known: dict[str, list[str]], address: str, starts: list[Any], link: str
 ) -> None:
-    print(
-        json.dumps({"link": link, "steps": options.steps, "sync_steps": options.sync_steps, "paces": options.paces}),
-        flush=True,
-    )
+    of_run = {"link": link, "steps": options.steps, "sync_steps": options.sync_steps, "paces": options.paces}
+    print(json.dumps(of_run), flush=True)
     base: dict[str, float | None] = {}
     for name in options.variants or known:
         line = summary(run(options, known[name], address, starts))

@@ -1,6 +1,6 @@
 """Imported by runs of `semi_sync.py --paces`: forward and backward of rank r take PACES[r] seconds at least.
 
-It stands for hosts of different speed: the rest of the time is slept, so it does not depend on what else a machine does.
+It stands for hosts of different speed. The rest of the time is slept, so other work of the machine changes little.
 """
 
 import os
