@@ -212,6 +212,7 @@ def test_the_state_stays_with_who_serves():
     for parameter in (served, other):
         optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), 3.0)
     found = ParameterServer(optimizer, [served], 1, 0.5, 0)
+    assert other not in optimizer.state
     found.set_rate = at_rate(found, 1.0)
     found.add(report(0, 0), [torch.ones(2)])
     assert found.read(1)[1][0].tolist() == pytest.approx([1 - 3.7] * 2)
