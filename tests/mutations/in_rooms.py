@@ -791,8 +791,9 @@ CONFIG_AND_LAUNCH = [
     Change(
         "replica groups train on pairs of answers",
         "config/rule_table.py",
-        '("pairs of answers", "training.objective", lambda c: c.training.objective == "dpo"),',
-        '("pairs of answers", "training.objective", lambda c: False),',
+        'for what, key, test in (\n            ("pairs of answers", "training.objective", lambda c: c.training.objective == "dpo"),\n'
+        '            ("updates in backward"',
+        'for what, key, test in (\n            ("updates in backward"',
         "tests/unit/config/test_config_rules.py::test_pending",
     ),
     Change(
