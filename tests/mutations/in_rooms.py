@@ -987,8 +987,8 @@ SAMPLES_AND_EVALUATION = [
     Change(
         "samples are made at the last step alone",
         "training/samples.py",
-        "due = step in (1, self.last_step) or step % self.section.freq == 0",
-        "due = step == self.last_step",
+        "return bool(self.section.prompts) and (step in (1, self.last_step) or step % self.section.freq == 0)",
+        "return bool(self.section.prompts) and step == self.last_step",
         f"{SAMPLES}[one-documents]",
     ),
     Change(
