@@ -791,9 +791,8 @@ CONFIG_AND_LAUNCH = [
     Change(
         "replica groups train on pairs of answers",
         "config/rule_table.py",
-        'for what, key, test in (\n            ("pairs of answers", "training.objective", lambda c: c.training.objective == "dpo"),\n'
-        '            ("updates in backward"',
-        'for what, key, test in (\n            ("updates in backward"',
+        'lambda c: c.training.objective == "dpo"),\n            ("updates in backward"',
+        'lambda c: False),\n            ("updates in backward"',
         "tests/unit/config/test_config_rules.py::test_pending",
     ),
     Change(
