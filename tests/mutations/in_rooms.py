@@ -126,8 +126,8 @@ METRICS_ROWS = [
     Change(
         "the learning rate is its peak",
         "training/trainer.py",
-        "lr = learning_rate(self.base_lr, *place)",
-        "lr = self.base_lr",
+        "return learning_rate(self.base_lr, *place), momentum(*place)",
+        "return self.base_lr, momentum(*place)",
         f"{METRICS}the_learning_rate_of_a_row_is_that_of_its_step",
     ),
     Change(
