@@ -891,7 +891,8 @@ RULES: list[Rule] = [
         lambda c: c.training.dataset is None and not c.training.dataset_path and not c.data.sources,
         "no data is named, and generated text is only for demos and models of up to"
         f" {LARGEST_ON_DEMO // 10**6}M parameters, unless it is asked for; add two lines:\n  [training]\n"
-        '  dataset_path = "data/*.jsonl"  # text, JSONL, Parquet, a prepared store; dataset = "demo" is generated text',
+        '  dataset_path = "data/*.jsonl"\n'
+        '(text, JSONL, Parquet, a prepared store or a dataset; dataset = "demo" asks for generated text)',
     ),
     # Idle: keys that are given and have no effect. Of several reasons the first is reported.
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),

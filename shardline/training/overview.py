@@ -72,7 +72,7 @@ def overview(run: Setup) -> TableRows:
         ("schedule", _schedule(config, run.total_steps, run.loader.global_batch_size)),
     ]
     if run.validation is not None:
-        every = counted(config.validation.every(run.total_steps), "step")
+        every = counted(config.validation.every(run.total_steps), "step") + ", and after the first and the last"
         samples = counted(run.validation.samples_in(config.validation.steps), "sample")
         rows.append(("validation", f"every {every}: {samples} of {_source(config, 'validation', run.validation)}"))
     rows += [
