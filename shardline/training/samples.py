@@ -72,8 +72,7 @@ class PromptSampler:
         self.ends: list[int] | None = None
 
     def is_due(self, step: int) -> bool:
-        due = step in (1, self.last_step) or step % self.section.freq == 0
-        return bool(self.section.prompts) and due
+        return bool(self.section.prompts) and (step in (1, self.last_step) or step % self.section.freq == 0)
 
     def run_if_due(self, step: int, request: Request) -> Request:
         """Sample where it is time to; returns `request` with what ranks were asked for meanwhile."""
