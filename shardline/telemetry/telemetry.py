@@ -96,7 +96,8 @@ class Telemetry:
 
     def watch(self, model: Decoder, optimizer: torch.optim.Optimizer, experts: ExpertLoad) -> None:
         """What is written of this rank alone: the time of its update, what it holds, the load of experts."""
-        self.parts.watch(optimizer)
+        if self.config.parallelism.data_parallel_mode != "async":  # there a server's threads step, at any time
+            self.parts.watch(optimizer)
         self.experts = experts
         self.rank_log = RankLog(self.folder.path, self.mesh, self.device, held_by_rank(model))
 

@@ -72,9 +72,7 @@ class AsyncSteps:
         name = self.mesh.from_rank_0(lambda: f"async/{os.urandom(8).hex()}")  # a process may train twice
         if self.inside.rank == 0:
             self.tickets = Tickets(SignedStore(store, name, rank_key()), self.mesh.worker, self.workers, step)
-        shapes = [[self.tensors[index].shape for index in share] for share in self.shares]
-        place = dist.PrefixStore(f"{name}/{self.inside.rank}", store)
-        self.peers = Peers(place, self.server, self.mesh.worker, shapes, len(self.stepper.passes.names))
+        self.place = dist.PrefixStore(f"{name}/{self.inside.rank}", store)
 
     def close(self) -> None:
         if hasattr(self, "peers"):
@@ -92,15 +90,20 @@ class AsyncSteps:
 
     # ---- a step of the run -------------------------------------------------------------------------------------------
 
-    def set_rate(self, rate: Callable[[int], tuple[float, float | None]]) -> None:
-        """Take learning rate and momentum of the step after so many from here."""
+    def start(self, rate: Callable[[int], tuple[float, float | None]], ends: Callable[[int], bool]) -> None:
+        """Meet the other workers. Whoever is connected may bring all of a step, so nothing may be missing here by then.
+
+        `rate` gives learning rate and momentum of the step after so many; all ranks meet after steps that `ends` names.
+        """
 
         def give(step: int, share: float) -> float:
             lr, momentum = rate(step)
             set_lr(self.stepper.optimizer, lr * share, momentum)
             return lr * share
 
-        self.server.set_rate = give
+        self.server.set_rate, self.ends = give, ends
+        shapes = [[self.tensors[index].shape for index in share] for share in self.shares]
+        self.peers = Peers(self.place, self.server, self.mesh.worker, shapes, len(self.stepper.passes.names))
 
     def step(self, number: int, requests: RequestNumbers) -> StepResult:
         """Contribute until the step of this number is made."""

@@ -366,7 +366,7 @@ class Setup:
             step_tokens=batch * seq_len,
             pipeline=self.stepper.passes.pipeline,
             applied=applied,
-            observer=StepObserver(self.model, self.optimizer, applied),
+            observer=StepObserver(self.model, self.optimizer, applied, self.stepper.asynchronous is not None),
         )
         self.telemetry.watch(self.model, self.optimizer, self.stepper.experts)
 

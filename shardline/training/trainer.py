@@ -79,8 +79,7 @@ class Trainer:
         )
 
         if self.stepper.asynchronous is not None and not self.finished:
-            self.stepper.asynchronous.ends = self._meets_after
-            self.stepper.asynchronous.set_rate(self._rate)
+            self.stepper.asynchronous.start(self._rate, self._meets_after)
 
     def train(self) -> Result:
         """Run to the last step, or to the step after which a signal or the time limit stops the run."""

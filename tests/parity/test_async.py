@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardline.config.load import load_config
+from shardline.training.async_steps import AsyncSteps
 from tests.parity import cases
 from tests.parity.cases import case, layers
 from tests.parity.harness import GLOBAL_BATCH, STEPS, _chosen_device, _own_logging
@@ -142,3 +143,28 @@ def test_a_synchronous_run_resumes_what_workers_have_saved(harness, tmp_path):
     sync = Runs(harness, tmp_path, UNCLIPPED, {"ddp": 2}).train("other")
     assert losses(sync) == pytest.approx(losses(whole), rel=1e-5)
     assert SAVED["checkpoint.interval"] == 2
+
+
+def ready_later(settings):
+    """Train, with a pause in rank 1 before it is ready."""
+    from shardline.training.trainer import Trainer
+
+    with _chosen_device(), _own_logging():
+        built = AsyncSteps.start
+
+        def late(self, *arguments):
+            time.sleep(1.0 if self.mesh.rank == 1 else 0.0)
+            built(self, *arguments)
+
+        with patch.object(AsyncSteps, "start", late):
+            Trainer(load_config(overrides=settings)).train()
+
+
+def test_a_worker_that_is_ready_late_misses_no_step(harness, tmp_path):
+    """The other may bring all of a step: it must not be made before this one knows its learning rate."""
+    runs = Runs(harness, tmp_path, SYNCHRONOUS, {"ddp": 2})
+    whole = runs.train("whole")
+    harness.pool.run(2, ready_later, runs.settings("late", {}))
+    late = tmp_path / "late" / "checkpoint"
+    assert losses(late) == losses(whole)
+    assert_same(tensors(whole, 4), tensors(late, 4), "late")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shardline.comm.store import SignedStore
+from shardline.optim.lion import Sgd
 from shardline.optim.lr_schedule import set_lr
 from shardline.parallel.data.asynchronous.server import (
     Contribution,
@@ -220,3 +221,15 @@ def test_the_state_stays_with_who_serves():
         assert [group["params"] for group in optimizer.param_groups] == [[served]]
         assert optimizer.state[served]["momentum_buffer"].tolist() == pytest.approx([3.7] * 2)
     assert optimizer.param_groups[0]["params"] == found.values
+
+
+def test_state_that_the_first_step_makes_is_saved():
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Sgd([{"params": [parameter], "weight_decay": 0.0}], {"lr": 1.0, "momentum": 0.9})
+    found = ParameterServer(optimizer, [parameter], 1, 0.5, 0)
+    found.set_rate = at_rate(found, 1.0)
+    for ticket in range(2):
+        found.add(report(ticket, ticket), [torch.ones(2)])
+        with found.as_of_model():
+            state = optimizer.state[parameter]["momentum_buffer"].tolist()
+    assert state == pytest.approx([1.9] * 2)

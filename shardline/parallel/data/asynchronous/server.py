@@ -96,8 +96,7 @@ class ParameterServer:
         for parameter in list(self.optimizer.state):
             if parameter not in twins:
                 del self.optimizer.state[parameter]
-        for parameter, value in twins.items():
-            self.optimizer.state[value] = self.optimizer.state[parameter]  # one dict for both
+        self._share_state(self.served, self.values)
         self._groups = [[p for p in group["params"] if p in twins] for group in self.optimizer.param_groups]
         self._twins = [[twins[parameter] for parameter in group] for group in self._groups]
         self._give(self._twins)
@@ -110,10 +109,17 @@ class ParameterServer:
     def as_of_model(self) -> Iterator[None]:
         """The optimizer has the model's parameters meanwhile, as a checkpoint names them; no step is under way."""
         self._give(self._groups)
+        self._share_state(self.values, self.served)
         try:
             yield
         finally:
+            self._share_state(self.served, self.values)
             self._give(self._twins)
+
+    def _share_state(self, source: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> None:
+        """One dict for both: some optimizers make a new one in their first step."""
+        for one, twin in zip(source, other, strict=True):
+            self.optimizer.state[twin] = self.optimizer.state[one]
 
     # ---- contributions -----------------------------------------------------------------------------------------------
 
