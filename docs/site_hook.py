@@ -20,12 +20,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Sources, tests and configs are not part of the site: their names stay, their links go."""
+    markdown = re.sub(r"\]\(\.\./README\.md", "](index.md", markdown)
     return re.sub(r"\[([^\]]+)\]\(\.\./([^)]+)\)", r"\1 (`\2`)", markdown)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """The theme takes this script from another host."""
-    return re.sub(r'<script src="https://unpkg\.com/[^"]*">', '<script src="file_worker.js">', output)
+    return re.sub(r'<script src="https://[^"]*worker[^"]*">', '<script src="file_worker.js">', output)
 
 
 def on_post_template(output: str, template_name: str, config: Any) -> str:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from shardline.config.schema import Config
 from shardline.run.stop import TIME_LIMIT
-from shardline.telemetry.log import ConsoleHandler, log_table, make_terminal
+from shardline.telemetry.log import ConsoleHandler, NotebookLine, live_line, log_table, make_terminal
 from shardline.telemetry.summary import RunSummary, summary
 from shardline.words import Part, TableRows, fitted
 
@@ -92,17 +92,15 @@ class Console:
         there = [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]
         self.terminal = there[0].terminal if there else make_terminal(not config.metrics.disable_color_printing)
         self.line = LiveLine()
-        self.live: Live | None = None
+        self.live: Live | NotebookLine | None = None
         self.seen = RunSummary(theoretical_bubble=theoretical_bubble)
         self.first_mark: tuple[int, float] | None = None  # (step, time) from which the ETA is computed
         self.drawn_at = 0.0
 
     def start(self, total_steps: int, start_step: int = 0) -> None:
         self.line.total, self.line.step = total_steps, start_step
-        if self.rank == 0 and self.terminal.is_interactive:
-            # No refresh thread: data workers forked while it holds a lock would hang.
-            self.live = Live(self.line, console=self.terminal, auto_refresh=False, transient=True)
-            self.live.start(refresh=True)
+        if self.rank == 0:
+            self.live = live_line(self.line, self.terminal)
 
     def advance(self, step: int, loss: float) -> None:
         """Move the live line after a step, with or without a row."""

@@ -29,6 +29,7 @@ log = logging.getLogger("shardline")
 LOGGERS = ("shardline", "py.warnings")  # the second one carries what the warnings module reports
 FILE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 NOTEBOOK_VARIABLE = "JPY_PARENT_PID"  # set for what a notebook starts: its pseudo-terminal cannot move the cursor
+NOTEBOOK_WIDTH = 80  # of a line that is drawn anew: where it is shown, and how wide, nothing says
 STYLES = {logging.WARNING: ("warning: ", "yellow"), logging.ERROR: ("error: ", "red")}
 
 
@@ -58,13 +59,80 @@ class TerminalOutput:
         return getattr(self.stream, name)
 
 
+class NotebookOutput:
+    """Standard output that a notebook shows, which knows of all control characters only the carriage return.
+
+    Below what is written is one line that is drawn anew; spaces wipe out the one before.
+    """
+
+    def __init__(self) -> None:
+        self.stream = sys.stdout
+        self.line = ""
+
+    def draw(self, line: str) -> None:
+        """Show a line in the place of the one before; an empty one wipes it out."""
+        if line != self.line:
+            wiped, self.line = self._wiped(), line
+            self.stream.write(wiped + line)
+            self.stream.flush()
+
+    def write(self, text: str) -> int:
+        wiped, below = self._wiped(), self.line
+        self.line = below if text.endswith("\n") else ""  # elsewhere it would hide what was written
+        self.stream.write(wiped + text + self.line)
+        return len(text)
+
+    def _wiped(self) -> str:
+        return "\r" + " " * len(self.line) + "\r" if self.line else ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class NotebookLine:
+    """What takes the place of rich's live line in a notebook."""
+
+    def __init__(self, content: rich.console.RenderableType, terminal: rich.console.Console) -> None:
+        self.content, self.terminal = content, terminal
+        self.output = cast(NotebookOutput, terminal.file)
+
+    def refresh(self) -> None:
+        parts = self.terminal.render(self.content, self.terminal.options.update(width=NOTEBOOK_WIDTH))
+        self.output.draw("".join(part.text for part in parts).rstrip())
+
+    def stop(self) -> None:
+        self.output.draw("")
+
+
+def in_notebook() -> bool:
+    """Whether output goes to a notebook: from its kernel itself, or from a command that a cell runs."""
+    of_kernel = type(sys.stdout).__module__.startswith("ipykernel.")
+    return of_kernel or (sys.stdout.isatty() and NOTEBOOK_VARIABLE in os.environ)
+
+
+def live_line(content: rich.console.RenderableType, terminal: rich.console.Console) -> Live | NotebookLine | None:
+    """A line below the others that is drawn anew by `refresh`, where the terminal can; `stop` removes it."""
+    if isinstance(terminal.file, NotebookOutput):
+        line = NotebookLine(content, terminal)
+        line.refresh()
+        return line
+    if not terminal.is_interactive:
+        return None
+    # No refresh thread: data workers forked while it holds a lock would hang.
+    live = Live(content, console=terminal, auto_refresh=False, transient=True)
+    live.start(refresh=True)
+    return live
+
+
 def make_terminal(color: bool) -> rich.console.Console:
     """Standard output. Without colours no styles are written at all; NO_COLOR has the same effect."""
     colored = color and not os.environ.get("NO_COLOR")
     # Rich takes FORCE_COLOR for a terminal and would draw a bar into a log file: ask the stream itself.
-    is_terminal = sys.stdout.isatty() and NOTEBOOK_VARIABLE not in os.environ
+    notebook = in_notebook()
+    is_terminal = sys.stdout.isatty() and not notebook
+    output = NotebookOutput() if notebook else TerminalOutput() if is_terminal else None
     return rich.console.Console(
-        file=cast(IO[str], TerminalOutput()) if is_terminal else None,
+        file=cast(IO[str] | None, output),
         force_terminal=is_terminal,
         force_jupyter=False,  # a cell would be a new output for each line
         color_system="auto" if colored else None,
@@ -130,16 +198,19 @@ def passing_line() -> Iterator[Callable[[str], None]]:
     On a terminal each text takes the place of the one before, and the last one goes; elsewhere the first is printed.
     """
     terminals = [handler.terminal for handler in log.handlers if isinstance(handler, ConsoleHandler)]
-    live = [Live(console=one, auto_refresh=False, transient=True) for one in terminals if one.is_interactive]
+    content = Text("", no_wrap=True, overflow="ellipsis")
+    live: list[Live | NotebookLine] = []
     shown = False
 
     def tell(text: str) -> None:
-        nonlocal shown
+        nonlocal shown, live
+        content.plain = text
+        if not shown:
+            live = [line for one in terminals if (line := live_line(content, one)) is not None]
+            if not live:
+                log.info("%s", text)
         for line in live:
-            line.start()
-            line.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
-        if not live and not shown:
-            log.info("%s", text)
+            line.refresh()
         shown = True
 
     try:

@@ -250,9 +250,10 @@ class Telemetry:
         self._write_rank(parts, times, sent, waited, memory, actions)
         of_axes = [seconds for axis in times for seconds in times[axis]]
         lasted = 0.0 if self.serial is None else self.serial.seconds()
-        paces = self.slow_ranks.slots(parts) if self.mesh.world_size > 1 else []
+        together = self.mesh.world_size > 1 and self.config.parallelism.data_parallel_mode != "async"
+        paces = self.slow_ranks.slots(parts) if together else []
         highest = [memory, waited or 0.0, offloaded, lasted, *of_axes, *paces]
-        if self.mesh.world_size > 1:
+        if together:
             numbers = torch.tensor(highest, dtype=torch.float64, device=self.device)  # float32 cannot count bytes
             highest = read(collectives.max_in_place(numbers, "world"))
         memory, waited_longest, offloaded, lasted, *longest = highest

@@ -1,8 +1,9 @@
-"""The shell commands in the pages: lines of fenced blocks that begin with a program."""
+"""The shell commands in the pages: lines of fenced or indented blocks that begin with a program."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,9 @@ def commands() -> list[Shown]:
 
 def commands_of(text: str) -> list[str]:
     found = []
-    for language, block in re.findall(r"^```([a-z]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+    blocks = r"^```([a-z]*)\n(.*?)^```|(?<=\n\n)((?:    [^\n]*\n|\n(?=    ))+)"
+    for language, fenced, indented in re.findall(blocks, text, re.MULTILINE | re.DOTALL):
+        block = textwrap.dedent(fenced or indented)
         if language in SHELL and not block.startswith("#!"):  # a script of another program
             lines = re.sub(r"\s*\\\n\s*", " ", block).splitlines()
             found += [line for line in map(_without_comment, lines) if line.partition(" ")[0] in PROGRAMS]

@@ -36,6 +36,11 @@ def test_every_page_is_there_and_found_by_the_search(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_links_to_the_readme_lead_to_the_first_page(site: Path) -> None:
+    assert 'href="index.html#why-believe-it"' in (site / "benchmarks.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
 def test_nothing_is_loaded_from_another_host(site: Path) -> None:
     found = [(page.name, one) for page in site.rglob("*.html") for one in LOADED.findall(page.read_text("utf-8"))]
     styles = [

@@ -32,13 +32,24 @@ warmup_steps = 1
 path = "data/train.jsonl"
 type = "completion"
 """
+TASK = """\
+task: mine
+dataset_path: json
+dataset_kwargs: {data_files: questions.jsonl}
+test_split: train
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
 AXOLOTL = """\
 base_model: ./Qwen3-tiny
 datasets:
   - path: ./chat.jsonl
     type: chat_template
 chat_template: chatml
-sequence_len: 64
+sequence_len: 256
 micro_batch_size: 1
 gradient_accumulation_steps: 1
 max_steps: 2
@@ -63,6 +74,12 @@ def make(folder: Path) -> Path:
             (folder / "data" / part / f"{number}.txt").write_text(text)
     texts = [{"text": " ".join(chance.choices(words, k=60))} for _ in range(1500)]
     (folder / "data" / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in texts))
+    for name in ("held_out", "book"):
+        (folder / f"{name}.txt").write_text("\n".join(one["text"] for one in texts[:400]))
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "mine.yaml").write_text(TASK)
+    question = {"question": "the cat sat on", "choices": [" the mat", " a bird"], "answer": 0}
+    (folder / "questions.jsonl").write_text((json.dumps(question) + "\n") * 4)
     turns = [{"role": "user", "content": SENTENCE}, {"role": "assistant", "content": "a bird"}]
     (folder / "chat.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 200)
     for name in ("run", "a", "b"):
@@ -80,16 +97,18 @@ def make(folder: Path) -> Path:
 
 
 def model(folder: Path, family: str) -> None:
-    write_model(folder, family, vocab_size=300, bos_token_id=0, eos_token_id=1)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # NF4 cuts rows into blocks of 64
+    write_model(folder, family, **sizes, vocab_size=300, bos_token_id=0, eos_token_id=1)
     for file in tokenizer_folder().iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
 
 
 def runs(folder: Path) -> None:
     saved = "--checkpoint.enable --training.steps 4 --training.dataset_path data/train.jsonl --training.seq_len 64"
+    validated = "--validation.enable --validation.dataset_path data/held_out --validation.steps 2"
     traced = "--profiling.enable_profiling --profiling.profile_freq 4 --profiling.profiler_active 1"
     base = "shardline train --preset finetune --model.hf_assets_path ./Qwen3-tiny --training.global_batch_size 2"
-    shell(folder, f"{base} {saved} {traced} --job.dump_folder outputs/plain")
+    shell(folder, f"{base} {saved} {validated} {traced} --job.dump_folder outputs/plain")
     shell(folder, f"{base} {saved} --lora.enable --lora.rank 4 --job.dump_folder outputs/lora")
     for name in ("first", "second"):
         shell(folder, f"shardline train run.toml --job.dump_folder outputs/{name} --checkpoint.enable")
@@ -100,6 +119,7 @@ def shell(folder: Path, command: str, seconds: float = 300) -> subprocess.Comple
     """Run a command as it stands on a page, 80 columns wide."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     given = os.environ | {"PATH": places, "COLUMNS": "80", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    given["SHARDLINE_CACHE"] = str(folder / "cache")  # prepared data stays out of the home folder
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=given, capture_output=True, text=True, timeout=seconds
     )

@@ -8,6 +8,7 @@ DOCTOR = "tests/unit/tools/test_doctor.py::test_"
 WATCH = "tests/unit/telemetry/test_watching.py::test_"
 PROMETHEUS = "tests/unit/telemetry/test_prometheus.py::test_"
 TAIL = "tests/unit/show/test_tail.py::test_"
+CONSOLE = "tests/unit/telemetry/test_console.py::test_"
 
 DOCTORS = [
     Change(
@@ -162,4 +163,29 @@ NOTICES = [
     ),
 ]
 
-CHANGES = [*DOCTORS, *NOTICES]
+NOTEBOOK = f"{CONSOLE}a_notebook_has_one_line_that_is_drawn_anew_without_other_control_characters"
+SHOWN = [
+    Change(
+        "a notebook has no live line",
+        "telemetry/log.py",
+        "if isinstance(terminal.file, NotebookOutput):",
+        "if False:",
+        NOTEBOOK,
+    ),
+    Change(
+        "rows are written behind the live line of a notebook",
+        "telemetry/log.py",
+        "self.stream.write(wiped + text + self.line)",
+        "self.stream.write(text)",
+        NOTEBOOK,
+    ),
+    Change(
+        "W&B has names of its own",
+        "telemetry/metrics.py",
+        'self.run.log({"step": step, **scalars})',
+        'self.run.log({"step": step, **{f"train/{name}": value for name, value in scalars.items()}})',
+        "tests/unit/telemetry/test_wandb_files.py::test_wandb_and_tensorboard_get_the_names_and_numbers_of_the_file",
+    ),
+]
+
+CHANGES = [*DOCTORS, *NOTICES, *SHOWN]

@@ -49,6 +49,16 @@ def test_links_into_pages_name_a_place(page):
     assert not [(name, place) for name, place in links if place not in anchors(page.parent / name if name else page)]
 
 
+def test_every_benchmark_is_listed_and_the_page_with_its_table_names_it():
+    rows = [row.split(" | ") for row in (ROOT / "docs" / "benchmarks.md").read_text().splitlines() if "`" in row]
+    listed = {name for row in rows for name in re.findall(r"benchmarks/(\w+\.py)", row[-1])}
+    assert listed == {file.name for file in (ROOT / "benchmarks").glob("*.py") if "__main__" in file.read_text()}
+    for _, tables, command in (row for row in rows if len(row) == 3):
+        pages = [(ROOT / "docs" / name).read_text() for name in re.findall(r"\]\(([^)#]+)", tables)]
+        programs = re.findall(r"benchmarks/\w+\.\w+|shardline \w+ \w+", command)
+        assert [name for name in programs if pages and not any(name in page for page in pages)] == []
+
+
 def test_the_page_of_the_commands_is_that_of_the_code():
     assert (ROOT / "docs" / "cli.md").read_text() == commands_page(COMMANDS), "run `make docs`"
 

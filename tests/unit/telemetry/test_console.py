@@ -15,6 +15,7 @@ from shardline.telemetry.console import Console, LossCurve, format_time, thousan
 from shardline.telemetry.log import (
     ConsoleHandler,
     hold_log,
+    in_notebook,
     log_table,
     make_terminal,
     passing_line,
@@ -365,12 +366,52 @@ def test_colors_can_be_switched_off(monkeypatch, color, no_color, expected):
     assert "warning: careful" in stream.getvalue()
 
 
-def test_a_notebook_gets_plain_lines(monkeypatch):
+def of_a_kernel(monkeypatch):
+    """Standard output of a notebook's kernel: no terminal, of a class of ipykernel."""
+    return type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+
+
+def of_a_cell(monkeypatch):
+    """Standard output of `!shardline train`: a pseudo-terminal."""
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
     stream = io.StringIO()
-    stream.isatty = lambda: True  # as the pseudo-terminal of `!shardline train` is
+    stream.isatty = lambda: True
+    return stream
+
+
+@pytest.mark.parametrize("kind", [of_a_kernel, of_a_cell])
+def test_a_notebook_has_one_line_that_is_drawn_anew_without_other_control_characters(tmp_path, monkeypatch, kind):
+    stream = kind(monkeypatch)
     monkeypatch.setattr("sys.stdout", stream)
     monkeypatch.setenv("TERM", "xterm-color")
+    setup_logging(RunFolder(tmp_path))
+    clock = Clock()
+    console = Console(Config(), tmp_path, 0, clock)
+    with passing_line() as tell:
+        tell("measuring product 1 of 2")
+        tell("measuring product 2 of 2")
+        assert screen(stream.getvalue(), 100) == ["measuring product 2 of 2"]
+    assert screen(stream.getvalue(), 100) == []
+    console.start(200, 100)
+    console.update(make_row(110))
+    for step in (111, 112):
+        clock.now += 1
+        console.advance(step, 3.2)
+    row, live = screen(stream.getvalue(), 100)
+    assert row.startswith("step 110/200  loss 3.2100")
+    assert row.endswith("GiB  mfu 45.1%  eta 0:45")  # whole, as in a pipe
+    assert re.fullmatch(r"112/200 ━{2,} +loss 3\.21\d*  ▁ .*eta \d:\d\d", live), live
+    assert len(live) <= 80
+    console.stop()
+    console.report(None)
+    assert "━" not in "".join(screen(stream.getvalue(), 100))
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_pipe_below_a_notebook_gets_plain_lines(monkeypatch):
+    monkeypatch.setattr("sys.stdout", io.StringIO())
     monkeypatch.setenv("JPY_PARENT_PID", "1")
+    assert not in_notebook()
     assert not make_terminal(True).is_interactive
 
 
