@@ -36,20 +36,25 @@ UNREACHED = 255  # how ssh ends where it did not reach the machine, or was cut
 MARK = "shardline: this machine is reached"
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 # Descriptor 3: the shell gives a command in the background no standard input.
+# The second cat takes what is printed after the connection is gone: a run that cannot print would not save.
 SHELL = """\
 echo '{mark}'
 IFS= read -r {secret} || exit 2
 export {secret}
 while IFS= read -r line && [ "$line" != end ]; do export "$line"; done
 cd {folder} || exit 2
-exec 3<&0
-{command} </dev/null 3<&- &
-run=$!
-{{ while read -r name <&3; do kill -s "$name" "$run"; done; kill -s TERM "$run"; }} 2>/dev/null &
-listens=$!
-wait "$run"
-code=$?
-kill "$listens" 2>/dev/null
+exec 3<&0 4>&1
+code=$({{
+    {{
+        {command} </dev/null 3<&- 4>&- 5>&- &
+        run=$!
+        {{ while read -r name <&3; do kill -s "$name" "$run"; done; kill -s TERM "$run"; }} >/dev/null 2>&1 5>&- &
+        listens=$!
+        wait "$run"
+        echo "$?" >&5
+        kill "$listens" 2>/dev/null
+    }} 2>&1 | {{ trap '' PIPE; cat; cat >/dev/null; }} >&4 2>/dev/null 5>&-
+}} 5>&1)
 exit "$code"
 """
 

@@ -26,7 +26,7 @@ RUN = """\
 case "$*" in
     *"--node-rank 1"*) echo "$SHARDLINE_JOB_SECRET $COLOUR" >second; echo from b; exit "${SECOND_CODE:-0}" ;;
 esac
-trap 'echo TERM >told; kill $!; exit 143' TERM
+trap '[ -z "$PRINTS" ] || seq 99999 && echo TERM >told; kill $!; exit 143' TERM
 echo "$SHARDLINE_JOB_SECRET $COLOUR" >first
 printf 'from a, no end'
 [ -z "$WAITS" ] || { sleep 8 & wait; }
@@ -82,6 +82,17 @@ def test_a_signal_reaches_the_run(place):
         job.send_signal(signal.SIGTERM)
         assert job.wait(60) == 143
     assert (place / "told").exists()
+
+
+def test_a_killed_start_leaves_a_run_that_can_still_print(place):
+    words = [sys.executable, "-m", "shardline", "launch", "ssh", "--hosts=a,b", "--ssh=sh reach"]
+    with subprocess.Popen(words, env={**os.environ, "WAITS": "1", "PRINTS": "1"}, stdout=subprocess.PIPE) as job:
+        assert job.stdout.read(14) == b"from a, no end"
+        job.kill()
+    deadline = time.monotonic() + 6
+    while not (place / "told").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_a_signal_before_all_have_answered_ends_the_start(place):
