@@ -13,6 +13,7 @@ NOT_RUN: dict[str, str] = {
     "shardline data prepare SRC": "a synopsis; the store of the other commands is prepared by one like it",
     "shardline train ...": "a part of a command",
     "--trust-pickle": "needs a checkpoint of TorchTitan; tests/unit/checkpoint writes some",
+    "--lora.base_dtype nf4": "trains 10,000 steps of Llama 8B; tests/unit/adapters and tests/parity have QLoRA",
     "--watch": "serves until Ctrl-C; tests/unit/show has the server",
     "python benchmarks/": "measures for minutes, most of them on a GPU",
     "bench overlap --model llama3 --flavor 8B": "needs a GPU; tests/unit/tools has a small model",

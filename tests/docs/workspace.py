@@ -19,7 +19,7 @@ RUN = """\
 name = "llama3"
 flavor = "debugmodel"
 tokenizer_path = "bytes"
-overrides = { dim = 64, n_layers = 8, n_heads = 8, n_kv_heads = 8, ffn_dim = 96, vocab_size = 272 }
+overrides = { dim = 64, n_layers = 8, n_heads = 8, n_kv_heads = 8, ffn_dim = 128, vocab_size = 272 }
 [training]
 steps = 2
 seq_len = 64
@@ -85,7 +85,7 @@ def make(folder: Path) -> Path:
     for name in ("run", "a", "b"):
         (folder / f"{name}.toml").write_text(RUN)
     for name in ("axolotl", "my-axolotl"):
-        (folder / f"{name}.yml").write_text(AXOLOTL)
+        (folder / f"{name}.yml").write_text(AXOLOTL.replace("outputs/axolotl", f"outputs/{name}"))
     for name, family in (("Qwen3-tiny", "Qwen3"), ("Qwen3-0.6B", "Qwen3"), ("Llama-3.2-1B", "Llama")):
         model(folder / name, family)
     (folder / "Llama-3.1-8B").symlink_to("Llama-3.2-1B")
