@@ -33,9 +33,11 @@ test: .venv/.dev .venv/triton style  ## lint, types and tests
 test-all: .venv/.dev .venv/triton style  ## also the tests that take longer, every program in a process of its own
 	$(WITH_TYPES) SHARDLINE_TEST_STARTS=exec HYPOTHESIS_PROFILE=full $(PYTEST)
 
-test-slurm: .venv/.dev  ## jobs on a real SLURM of two nodes, ssh and torchrun on two hosts; installs them (Debian, root)
-	@PATH="$$PATH:/usr/sbin"; command -v slurmctld slurmd munged sshd ip >/dev/null || { apt-get update && \
-		DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends slurm-wlm munge openssh-server iproute2; }
+CLUSTER := slurmctld slurmd munged sshd mpirun ip
+test-slurm: .venv/.dev  ## jobs on a real SLURM of two nodes, ssh, mpirun and torchrun on two hosts; installs them (Debian, root)
+	@PATH="$$PATH:/usr/sbin"; for one in $(CLUSTER); do command -v $$one >/dev/null || { \
+		apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+		slurm-wlm munge openssh-server openmpi-bin iproute2 && break; } || exit 1; done
 	$(BIN)/python -m pytest -p no:xdist -rs tests/clusters
 
 test-mutations: .venv/.dev .venv/triton  ## switch promises off one by one: each must make a test fail

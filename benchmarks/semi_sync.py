@@ -2,11 +2,13 @@
 
     python benchmarks/semi_sync.py                              # root and iproute2: two network namespaces, 100 Mbit/s
     python benchmarks/semi_sync.py --rate 1gbit --variants ddp diloco
+    python benchmarks/semi_sync.py --variants ddp async --paces 0.2 0.4   # one host at half the speed of the other
     python benchmarks/semi_sync.py --steps 2000 --rate none -- --training.seed=1   # words after -- go to every run
 
 One rank per host, one thread each; the demo's model and text. One JSON line per variant:
 
     step_seconds       mean over all steps but the first ones, meetings included
+    samples_per_second of all workers together
     bytes_per_token    all that a rank sends, over the tokens of the global batch
     fewer_bytes        ddp's bytes per token over these
     hidden             share of the time of the exchanges in which rank 0 went on training
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -46,6 +49,7 @@ def variants(options: argparse.Namespace) -> dict[str, list[str]]:
         "diloco, int8": [*diloco, f"{FT}should_quantize"],
         "streaming": streaming,
         "streaming, int8": [*streaming, f"{FT}should_quantize"],
+        "async": ["--parallelism.data_parallel_mode=async"],
     }
 
 
@@ -59,6 +63,7 @@ def words(options: argparse.Namespace, folder: Path) -> list[str]:
         "--validation.enable",
         f"--validation.freq={options.steps}",
         f"--job.dump_folder={folder}",
+        *([f"--experimental.custom_import={ROOT / 'benchmarks' / 'slow_host.py'}"] if options.paces else []),
         *options.words,
     ]
 
@@ -70,12 +75,15 @@ def run(options: argparse.Namespace, variant: list[str], address: str, starts: l
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+def summary(rows: list[dict[str, Any]], seq_len: int = 128) -> dict[str, float | None]:
     steps = [row for row in rows if "loss" in row]
     later, ends = steps[3:], steps[-max(1, len(steps) // 10) :]
     comm, waited = steps[-1].get("outer_comm_seconds", 0), steps[-1].get("outer_exposed_seconds", 0)
+    seconds = statistics.fmean(row["step_seconds"] for row in later)
+    tokens = (later[-1]["tokens"] - steps[2]["tokens"]) / len(later)
     return {
-        "step_seconds": statistics.fmean(row["step_seconds"] for row in later),
+        "step_seconds": seconds,
+        "samples_per_second": tokens / seconds / seq_len,
         "bytes_per_token": sum(sum(row["comm_bytes"].values()) for row in steps) / steps[-1]["tokens"],
         "hidden": 1 - waited / comm if comm else None,
         "loss": statistics.fmean(row["loss"] for row in ends),
@@ -91,7 +99,10 @@ def main() -> None:
     parser.add_argument("--sync-steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=4, help="sequences of each worker")
     parser.add_argument("words", nargs="*", help="settings for every run, after --")
+    parser.add_argument("--paces", type=float, nargs=2, help="seconds of forward and backward on each host, at least")
     options = parser.parse_args()
+    if options.paces:
+        os.environ["SEMI_SYNC_PACES"] = " ".join(map(str, options.paces))
     known = variants(options)
     unknown = [name for name in options.variants or () if name not in known]
     if unknown:
@@ -105,7 +116,8 @@ def main() -> None:
 def measure(
     options: argparse.Namespace, known: dict[str, list[str]], address: str, starts: list[Any], link: str
 ) -> None:
-    print(json.dumps({"link": link, "steps": options.steps, "sync_steps": options.sync_steps}), flush=True)
+    of_run = {"link": link, "steps": options.steps, "sync_steps": options.sync_steps, "paces": options.paces}
+    print(json.dumps(of_run), flush=True)
     base: dict[str, float | None] = {}
     for name in options.variants or known:
         line = summary(run(options, known[name], address, starts))

@@ -26,7 +26,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """The theme takes this script from another host."""
-    return re.sub(r'<script src="https://unpkg\.com/[^"]*">', '<script src="file_worker.js">', output)
+    return re.sub(r'<script src="https://[^"]*worker[^"]*">', '<script src="file_worker.js">', output)
 
 
 def on_post_template(output: str, template_name: str, config: Any) -> str:

@@ -132,10 +132,12 @@ def printable(text: str) -> str:
     return "".join(one for one in kept if one.isprintable() or one in "\n\t")
 
 
-# Passwords in URLs: user:password@ (no port of a host, no IPv6 address), anything before @ of http, signed queries.
+# Passwords in URLs: user:password@ (no port of a host, no IPv6 address), anything before @ of http and of the Hub,
+# signed queries; and tokens of the Hub wherever they stand.
 _PASSWORDS = (
+    re.compile(r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{30,}"),
     re.compile(r"(?<=://)(?!\[)[^\s@/:]*:(?!\d{1,5}(?:/|$))[^\s@]+(?=@)"),
-    re.compile(r"(?<=http://)[^\s/@]+(?=@)|(?<=https://)[^\s/@]+(?=@)"),
+    re.compile(r"(?<=http://)[^\s/@]+(?=@)|(?<=https://)[^\s/@]+(?=@)|(?<=hf://)[^\s/@]+(?=@)"),
     re.compile(
         r"(?<=[?&])([\w-]*(?:token|signature|secret|passw(?:or)?d|api_?key|access_?key|credential)|sig)=[^\s&#]+", re.I
     ),
@@ -143,18 +145,19 @@ _PASSWORDS = (
 
 
 def masked(text: str) -> str:
-    """A text without the passwords of the URLs in it."""
-    for pattern in _PASSWORDS if "://" in text else ():
+    """A text without tokens of the Hub and the passwords of the URLs in it."""
+    for pattern in _PASSWORDS if "://" in text or "hf_" in text else ():
         text = pattern.sub("***", text)
     return text
 
 
 def password_problem(text: str) -> str:
-    """Why a URL is refused that holds a password; "" for any other text."""
+    """Why a text is refused that holds a password; "" for any other."""
     shown = masked(text)
     if shown == text:
         return ""
     return (
         f"{shown} holds a password, which would be written into files and logs: leave it out, and let fsspec read it"
-        " from its settings (~/.config/fsspec/conf.json, FSSPEC_S3_SECRET) or the environment (AWS_SECRET_ACCESS_KEY)"
+        " from its settings (~/.config/fsspec/conf.json, FSSPEC_S3_SECRET) or the environment (AWS_SECRET_ACCESS_KEY);"
+        " for the Hub, HF_TOKEN or `hf auth login`"
     )

@@ -65,7 +65,7 @@ def rank_key() -> bytes:
 
 
 def _log_stranger(name: str) -> None:
-    log.warning("note: %s in the job's store was not written by this job: ignored", name)
+    log.warning("%s in the job's store was not written by this job: ignored", name)
 
 
 class SignedStore:

@@ -26,6 +26,8 @@ MOST_EXPANDED = 100_000  # with what aliases stand for: each may stand for many 
 _TOML_TOKEN = re.compile(
     r"""(?s)\"{3}(?:[^"\\]++|\\.|"(?!""))*+"{3,5}|'{3}.*?'{3,5}|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*'|\#[^\n]*|[\[\]{}\n]"""
 )
+# A key of 64 parts, after strings became words: tomllib takes quadratic time for its parts
+_TOML_DEEP_KEY = re.compile(r"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){63}")
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,8 @@ def _find_base(base: str, file: ConfigFile, folder: Path) -> Path:
 
 
 def _parse_toml(path: str, text: str) -> tuple[dict[str, Any], dict[str, int]]:
+    if _TOML_DEEP_KEY.search(_TOML_TOKEN.sub(lambda found: "s" if found[0][0] in "\"'" else found[0][:1], text)):
+        raise ConfigError(f"{path}: nested too deeply")
     try:
         return tomllib.loads(text), toml_lines(text)
     except ValueError as error:  # TOMLDecodeError, and integers too long for Python to read
@@ -205,9 +209,10 @@ def _statements(text: str) -> Iterator[tuple[int, str]]:
 
 def _numbered(key: str, tables: dict[str, int]) -> str:
     """The key with the number of its table where it lies in a list of tables: `data.sources.0.path`."""
-    for name, number in tables.items():
-        if key == name or key.startswith(name + "."):
-            return f"{name}.{number}{key.removeprefix(name)}"
+    names = key.split(".")
+    for count in range(1, len(names) + 1):
+        if (name := ".".join(names[:count])) in tables:
+            return f"{name}.{tables[name]}{key.removeprefix(name)}"
     return key
 
 

@@ -19,9 +19,9 @@ from shardline.config.assemble import (
     unknown_table,
 )
 from shardline.config.axolotl.translate import is_axolotl, translate
+from shardline.config.experiments import translate_experiments
 from shardline.config.files import ConfigFile, preset_path, read_chain
 from shardline.config.flags import WHERE, from_text, parse_flags
-from shardline.config.modeling_backend import translate_backend
 from shardline.config.names import ALTERNATIVES, LAUNCHER_VARIABLE
 from shardline.config.schema import Config, leaves, tables
 from shardline.config.sources import SOURCE_LISTS
@@ -128,7 +128,7 @@ def _merge(layers: Sequence[Layer], file: str | None) -> Config:
         values["job.config_file"] = str(file)
     origins = {key: given.where for key, given in merged.items()}
     origins |= {key: place for given in merged.values() for key, place in given.inside.items()}
-    notes += translate_backend(values, origins)
+    notes += translate_experiments(values, origins)
     return build_config(values, origins, notes)
 
 

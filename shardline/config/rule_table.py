@@ -71,6 +71,15 @@ OUTER_KEYS = (
 EARLY_STEP, COMPRESSION = "optimizer.early_step_in_backward", "parallelism.gradient_compression"
 
 
+ASYNC_KEYS = ("async_staleness", "async_lr_power", "async_late", "async_late_seconds")
+SERVED_OPTIMIZERS = ("AdamW", "Adam", "SGD", "Lion")  # whose update of an element needs no other element
+
+
+def _in_async(test: Callable[[Config], Any]) -> Test:
+    """A test that holds for workers that do not wait for each other alone."""
+    return lambda config: config.parallelism.data_parallel_mode == "async" and bool(test(config))
+
+
 def _in_groups(test: Callable[[Config], Any]) -> Test:
     """A test that holds for replica groups alone."""
     return lambda config: config.fault_tolerance.enable and bool(test(config))
@@ -227,7 +236,7 @@ def _worker_rules() -> list[Rule]:
     return [
         _refuse(
             mode,
-            lambda c: has_workers(c) and c.parallelism.data_parallel_replicate_degree == 1,
+            lambda c: _averages_now_and_then(c) and c.parallelism.data_parallel_replicate_degree == 1,
             "workers are copies of the model, and there is one",
             "set parallelism.data_parallel_replicate_degree to the number of workers",
         ),
@@ -269,6 +278,12 @@ def _idle_worker_rules() -> list[Rule]:
             lambda c: not _averages_now_and_then(c) and not c.fault_tolerance.enable,
             *(f"{section}.{name}" for name in OUTER_KEYS),
         ),
+        _idle(
+            "parallelism.data_parallel_mode is not 'async'",
+            lambda c: c.parallelism.data_parallel_mode != "async",
+            *(f"{section}.{name}" for name in ASYNC_KEYS),
+        ),
+        _idle_if(f"{section}.async_late", ["wait"], f"{section}.async_late_seconds"),
         _idle_unless(f"{section}.should_quantize", [True], f"{section}.quantized_dtype"),
         _idle_if(f"{section}.semi_sync_method", ["local_sgd"], *_below(section, "outer_lr outer_momentum")),
     ]
@@ -804,10 +819,16 @@ RULES: list[Rule] = [
     ),
     *_worker_rules(),
     # Pending: features that are not built yet.
-    _not_built(
-        "asynchronous data parallel",
-        "parallelism.data_parallel_mode",
-        when=lambda c: c.parallelism.data_parallel_mode == "async",
+    *(
+        _not_built(f"asynchronous data parallel with {what}", key, when=_in_async(test))
+        for what, key, test in (
+            ("saves in the background", "checkpoint.async_mode", lambda c: c.checkpoint.async_mode != "disabled"),
+            ("this optimizer", "optimizer.name", lambda c: c.optimizer.name not in SERVED_OPTIMIZERS),
+            ("narrow state", "optimizer.state_dtype", lambda c: c.optimizer.state_dtype != "parameter"),
+            ("pairs of answers", "training.objective", lambda c: c.training.objective == "dpo"),
+            ("CUDA graphs", "compile.cuda_graphs", lambda c: c.compile.enable and c.compile.cuda_graphs),
+            ("weights on the host", "training.enable_cpu_offload", lambda c: c.training.enable_cpu_offload),
+        )
     ),
     _not_built(_model_feature, "model.name", when=lambda c: bool(_flavors_not_built(c))),
     _not_built("MX formats", "model.converters", when=lambda c: bool(set(MX_CONVERTERS) & set(c.model.converters))),
@@ -870,7 +891,8 @@ RULES: list[Rule] = [
         lambda c: c.training.dataset is None and not c.training.dataset_path and not c.data.sources,
         "no data is named, and generated text is only for demos and models of up to"
         f" {LARGEST_ON_DEMO // 10**6}M parameters, unless it is asked for; add two lines:\n  [training]\n"
-        '  dataset_path = "data/*.jsonl"  # text, JSONL, Parquet, a prepared store; dataset = "demo" is generated text',
+        '  dataset_path = "data/*.jsonl"\n'
+        '(text, JSONL, Parquet, a prepared store or a dataset; dataset = "demo" asks for generated text)',
     ),
     # Idle: keys that are given and have no effect. Of several reasons the first is reported.
     _idle_without(EXPERT_DEGREE, *EXPERT_KEYS),

@@ -521,6 +521,16 @@ class FaultTolerance(Section):
     quantized_dtype: Literal["int8", "float8"] = key("int8", "Type in which they are sent then.")
     outer_lr: PositiveFloat = key(0.7, "Learning rate with which the averaged change moves the global weights.")
     outer_momentum: Beta = key(0.9, "Nesterov momentum of these outer steps.")
+    async_staleness: NonNegative = key(
+        2, "Steps by which a contribution of an asynchronous worker may be late; who would be farther ahead waits."
+    )
+    async_lr_power: Fraction = key(
+        0.5, "A contribution that is n steps late keeps (1 + n) to the power of minus this of the learning rate."
+    )
+    async_late: Literal["wait", "drop"] = key(
+        "wait", "Wait for late workers, or let others make their contributions again and drop what comes later."
+    )
+    async_late_seconds: PositiveFloat = key(60.0, "Seconds that a worker waits for others before they count as late.")
 
 
 class Experimental(Section):

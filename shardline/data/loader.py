@@ -133,6 +133,13 @@ class Loader:
         self.position += self.global_batch_size
         return batches
 
+    def read(self, first: int, rank: int) -> list[Batch]:
+        """The micro-batches that a rank reads of the step that begins with this global sample."""
+        rows = micro_batches(first, self.global_batch_size, self.local_batch_size, rank, self.ranks)
+        starts = self.samples.order.starts(np.concatenate(rows)).reshape(len(rows), -1)
+        self._stream = None
+        return [batch.to(self.device) for batch in self._start(iter(list(zip(rows, starts, strict=True))))]
+
     def epoch(self, limit: int | None = None) -> Iterator[Batch]:
         """Every sample once, in the order of the store, divided among the ranks; at most `limit` batches per rank.
 

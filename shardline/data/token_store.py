@@ -316,9 +316,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+        raise UserError(f"{file} cannot be read: {error}: {AGAIN}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise UserError(f"{file} is not the manifest of a token store")
+        raise UserError(f"{file} is not the manifest of a token store: {AGAIN}")
     if manifest.get("version") not in READABLE:
         known = " and ".join(map(str, READABLE))
         raise UserError(f"{file} has version {manifest.get('version')}, versions {known} can be read: {AGAIN}")

@@ -67,6 +67,7 @@ class Endpoint:
         if listener is None:
             return
         bound, self.port = listener.getsockname()[:2]
+        self.address = f"{self.address.rpartition(':')[0]}:{self.port}"  # port 0 was any that is free
         wildcard = ipaddress.ip_address(bound).is_unspecified
         self.near = LOOPBACK if wildcard else bound
         # torch binds no address of its own choice: it gets a socket that listens, and closes it in the end.

@@ -40,8 +40,11 @@ UPDATES = {"_fused_": "fused", "_foreach_": "foreach"}  # in names of operations
 class StepObserver:
     """Watches one step of this rank; `found` is what it saw."""
 
-    def __init__(self, model: Decoder, optimizer: torch.optim.Optimizer, applied: Applied) -> None:
-        self.model, self.optimizer, self.applied = model, optimizer, applied
+    def __init__(
+        self, model: Decoder, optimizer: torch.optim.Optimizer, applied: Applied, served: bool = False
+    ) -> None:
+        """`served`: a parameter server's threads make the updates, at any time; they are not watched."""
+        self.model, self.optimizer, self.applied, self.served = model, optimizer, applied, served
         self.operations: Operations = Counter()
         self.updates: Operations = Counter()
         self.kept: dict[str, int] = {}  # layer -> bytes that its last forward pass kept
@@ -55,7 +58,8 @@ class StepObserver:
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, choices, "ran", None)
             stack.enter_context(self._counting_what_blocks_keep())
-            stack.enter_context(self._seeing_updates())
+            if not self.served:
+                stack.enter_context(self._seeing_updates())
             if self.applied.graphs is None:
                 stack.enter_context(_Seeing(self.operations))
             yield
@@ -112,6 +116,9 @@ class StepObserver:
             for handle in handles:
                 handle.remove()
 
+    def _update(self) -> str:
+        return _update(self.optimizer, self.updates) + (", inside backward" if self.in_backward else "")
+
     def _found(self) -> dict[str, Any]:
         graphs, ran = self.applied.graphs, choices.ran or set()
         seen = sum(graphs or [], Counter(self.operations))
@@ -129,7 +136,7 @@ class StepObserver:
             "products": _words(products),
             "tensor_parallel": {str(product): str(choice) for product, choice in sorted(ran, key=str)},
             "optimizer": type(self.optimizer).__name__,
-            "update": _update(self.optimizer, self.updates) + (", inside backward" if self.in_backward else ""),
+            "update": "by the parameter server" if self.served else self._update(),
             **({} if self.groups is None else {"replica_groups": self.groups.engaged()}),
         }
 

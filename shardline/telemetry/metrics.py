@@ -52,6 +52,8 @@ KEYS = (
 # layers. Of pairs of answers: by how much the reward of the better one is higher, and the share of pairs where it is.
 # Of workers that train apart, since this start of the run: fragments that were averaged, the seconds that rank 0's
 # exchanges took, and those of them that it waited for (on a CPU).
+# Of workers that do not wait for each other: by how many steps the oldest contribution of the step was late, and how
+# many each worker made of it.
 # Of replica groups: how many shared the step's batch, this one's place among them (-1: it healed), the steps and heals
 # since its start, and how often this step had to be repeated.
 OPTIONAL_KEYS = (
@@ -72,6 +74,8 @@ OPTIONAL_KEYS = (
     "z_loss",
     "reward_margin",
     "reward_accuracy",
+    "staleness",
+    "contributions",
     "outer_steps",
     "outer_comm_seconds",
     "outer_exposed_seconds",

@@ -96,7 +96,8 @@ class Telemetry:
 
     def watch(self, model: Decoder, optimizer: torch.optim.Optimizer, experts: ExpertLoad) -> None:
         """What is written of this rank alone: the time of its update, what it holds, the load of experts."""
-        self.parts.watch(optimizer)
+        if self.config.parallelism.data_parallel_mode != "async":  # there a server's threads step, at any time
+            self.parts.watch(optimizer)
         self.experts = experts
         self.rank_log = RankLog(self.folder.path, self.mesh, self.device, held_by_rank(model))
 
@@ -250,9 +251,10 @@ class Telemetry:
         self._write_rank(parts, times, sent, waited, memory, actions)
         of_axes = [seconds for axis in times for seconds in times[axis]]
         lasted = 0.0 if self.serial is None else self.serial.seconds()
-        paces = self.slow_ranks.slots(parts) if self.mesh.world_size > 1 else []
+        together = self.mesh.world_size > 1 and self.config.parallelism.data_parallel_mode != "async"
+        paces = self.slow_ranks.slots(parts) if together else []
         highest = [memory, waited or 0.0, offloaded, lasted, *of_axes, *paces]
-        if self.mesh.world_size > 1:
+        if together:
             numbers = torch.tensor(highest, dtype=torch.float64, device=self.device)  # float32 cannot count bytes
             highest = read(collectives.max_in_place(numbers, "world"))
         memory, waited_longest, offloaded, lasted, *longest = highest

@@ -146,7 +146,7 @@ def harness_model(model: Decoder, tokenizer: Tokenizer, ends: Sequence[int], bat
 def log_likelihoods(
     model: Decoder, pairs: Sequence[tuple[list[int], list[int]]], longest: int, batch_size: int, device: torch.device
 ) -> list[tuple[float, bool]]:
-    """Of each (context, continuation): the continuation's log-probability, and whether it is the likeliest one.
+    """Return each continuation's log-probability after its context, and whether it is the likeliest one.
 
     The longest come first: what does not fit into memory shows at once. What is too long loses its beginning.
     """

@@ -72,7 +72,7 @@ def overview(run: Setup) -> TableRows:
         ("schedule", _schedule(config, run.total_steps, run.loader.global_batch_size)),
     ]
     if run.validation is not None:
-        every = counted(config.validation.every(run.total_steps), "step")
+        every = counted(config.validation.every(run.total_steps), "step") + ", and after the first and the last"
         samples = counted(run.validation.samples_in(config.validation.steps), "sample")
         rows.append(("validation", f"every {every}: {samples} of {_source(config, 'validation', run.validation)}"))
     rows += [
@@ -104,6 +104,10 @@ def _trained(run: Setup) -> str:
 def _workers(config: Config, workers: int) -> str:
     """`2, each clips by its own gradient norm; averaged every 100 steps (diloco), in 2 fragments ...`."""
     section = config.fault_tolerance
+    if config.parallelism.data_parallel_mode == "async":
+        most = counted(section.async_staleness, "step")
+        what = "waited for" if section.async_late == "wait" else f"dropped after {section.async_late_seconds:g} s"
+        return f"{workers}, asynchronous; contributions at most {most} late, late workers {what}"
     plain = section.semi_sync_method == "local_sgd"
     outer = "local SGD" if plain else f"DiLoCo, outer rate {section.outer_lr:g}, momentum {section.outer_momentum:g}"
     parts = f" in {section.num_fragments} fragments" if section.num_fragments > 1 else ""

@@ -71,10 +71,12 @@ class PromptSampler:
         self.rows = config.training.local_batch_size * (2 if config.training.objective == "dpo" else 1)
         self.ends: list[int] | None = None
 
+    def is_due(self, step: int) -> bool:
+        return bool(self.section.prompts) and (step in (1, self.last_step) or step % self.section.freq == 0)
+
     def run_if_due(self, step: int, request: Request) -> Request:
         """Sample where it is time to; returns `request` with what ranks were asked for meanwhile."""
-        due = step in (1, self.last_step) or step % self.section.freq == 0
-        if not self.section.prompts or not due or request.stop is not None:
+        if not self.is_due(step) or request.stop is not None:
             return request
         with self.telemetry.paused("sampling"), self.stepper.global_weights():
             began = time.perf_counter()

@@ -28,6 +28,7 @@ from shardline.checkpoint.replicas.worker_state import WorkerState
 from shardline.checkpoint.resume import DataIdentity, Start, resumable_step
 from shardline.checkpoint.resume_batch import batch_to_keep, keep_batch
 from shardline.checkpoint.saver import Saver
+from shardline.checkpoint.shards import HeldTensor
 from shardline.comm import watchdog
 from shardline.comm.mesh import (
     Mesh,
@@ -91,6 +92,7 @@ from shardline.telemetry.engaged import StepObserver
 from shardline.telemetry.log import hold_log, log_table, passing_line, setup_logging
 from shardline.telemetry.metrics import Meter, check_wandb
 from shardline.telemetry.telemetry import Telemetry
+from shardline.training.async_steps import AsyncSteps
 from shardline.training.overview import overview, overview_notes, overview_warnings
 from shardline.training.pairs import Reference, reference_kind
 from shardline.training.replica_groups import for_groups, join_groups
@@ -323,6 +325,9 @@ class Setup:
             log.info("%s", line)
         self.reference = self._build_reference()
         self.stepper = Stepper(config, self.model, self.optimizer, mesh, applied, device, self.reference)
+        if config.parallelism.data_parallel_mode == "async":
+            self.stepper.asynchronous = AsyncSteps(config, mesh, self.loader, self.stepper)
+            self.closing.callback(self.stepper.asynchronous.close)
         self.groups: ReplicaGroups | None = None
         self.identity = DataIdentity(
             seed=seed_of(config),
@@ -348,7 +353,7 @@ class Setup:
             self.base,
             extra=self.compression.held,
             weights=self.worker_state.weights,
-            state=self.worker_state.held,
+            state=self._held_state,
         )
         self.closing.callback(self.saver.close)
         devices = len(set(mesh.from_everyone(device_identity(device, mesh.rank))))
@@ -361,9 +366,14 @@ class Setup:
             step_tokens=batch * seq_len,
             pipeline=self.stepper.passes.pipeline,
             applied=applied,
-            observer=StepObserver(self.model, self.optimizer, applied),
+            observer=StepObserver(self.model, self.optimizer, applied, self.stepper.asynchronous is not None),
         )
         self.telemetry.watch(self.model, self.optimizer, self.stepper.experts)
+
+    def _held_state(self) -> list[HeldTensor]:
+        """The optimizer's state that this rank has."""
+        served = self.stepper.asynchronous
+        return self.worker_state.held() if served is None else served.held()
 
     def _build_reference(self) -> Reference | None:
         """What pairs are compared by; a copy of the model is frozen, in the type that it computes in."""
@@ -415,6 +425,8 @@ class Setup:
         if not self.finished:
             self.total_steps = start.last_step(self.progress)
             self._note_validation()
+        if self.stepper.asynchronous is not None and not self.finished:
+            self.stepper.asynchronous.begin(self.progress.step, self.progress.samples)
         self.saver.resumed(self.progress.step if self.folder.resume else 0)
         self.stepper.loss_scale.load(self.progress.loss_scale)
         self.loader.seek(self.progress.samples)

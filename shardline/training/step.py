@@ -32,6 +32,7 @@ from shardline.parallel.tensor.tensor import replicated_parameters, sum_replicat
 from shardline.precision.loss_scale import LossScale
 from shardline.run.device import read
 from shardline.run.stop import Request, no_requests, request_of
+from shardline.training.async_steps import AsyncSteps
 from shardline.training.graphed_model import GraphedModel
 from shardline.training.loss import Head
 from shardline.training.pairs import PairedModel, Reference
@@ -102,7 +103,9 @@ class Stepper:
         if self.frozen_rows.places:
             tensors = counted(len(self.frozen_rows.places), "tensor")
             log.info("%s trained in part (unfrozen_parameters): gradients and state have all rows", tensors)
-        self.workers = Workers(config, model, mesh, self.passes.on_two_stages) if mesh.apart else None
+        average = config.parallelism.data_parallel_mode == "diloco"
+        self.workers = Workers(config, model, mesh, self.passes.on_two_stages) if average else None
+        self.asynchronous: AsyncSteps | None = None  # where workers do not wait for each other
         self.early = None
         if config.optimizer.early_step_in_backward:
             self.early = EarlyStep(
@@ -126,7 +129,8 @@ class Stepper:
             batches = [self.model.context.cut(batch) for batch in batches]
         device = self.experts.device
         targets = sum((self.passes.count(batch) for batch in batches), torch.zeros((), device=device))
-        axis = "loss" if self.workers is None else self.workers.count(targets)
+        apart = self.workers or self.asynchronous
+        axis = "loss" if apart is None else apart.count(targets)
         if self.mesh.size(axis) > 1:
             collectives.sum_in_place(targets, axis)
         if self.groups is not None:
@@ -168,6 +172,8 @@ class Stepper:
 
         `last` of the run: workers that train apart meet.
         """
+        if self.asynchronous is not None:
+            return self.asynchronous.step(number, requests)
         set_lr(self.optimizer, lr, momentum)
         if self.early is not None:
             result = self._step_early(self.early, batches, lr, number, requests)

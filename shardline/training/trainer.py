@@ -78,6 +78,9 @@ class Trainer:
             self._requests_meanwhile,
         )
 
+        if self.stepper.asynchronous is not None and not self.finished:
+            self.stepper.asynchronous.start(self._rate, self._meets_after)
+
     def train(self) -> Result:
         """Run to the last step, or to the step after which a signal or the time limit stops the run."""
         progress, telemetry, request = self.progress, self.telemetry, Request()
@@ -124,11 +127,21 @@ class Trainer:
 
     def train_step(self, batches: list[Batch], requests: RequestNumbers = no_requests) -> StepResult:
         """One optimizer step at the learning rate of its place in the schedule."""
-        origin = self.progress.schedule_start
-        place = (self.progress.step - origin, self.config, self.total_steps - origin)
-        lr = learning_rate(self.base_lr, *place)
         number = self.progress.step + 1
-        return self.stepper.step(batches, lr, number, requests, momentum(*place), last=number == self.total_steps)
+        rate = self._rate(number - 1)
+        return self.stepper.step(batches, rate[0], number, requests, rate[1], last=number == self.total_steps)
+
+    def _rate(self, step: int) -> tuple[float, float | None]:
+        """Learning rate and momentum of the step after so many."""
+        origin = self.progress.schedule_start
+        place = (step - origin, self.config, self.total_steps - origin)
+        return learning_rate(self.base_lr, *place), momentum(*place)
+
+    def _meets_after(self, step: int) -> bool:
+        """Whether all ranks do something together after a step: where workers never wait, they do it there."""
+        last, freq = self.total_steps, self.config.debug.check_replicas_freq
+        together = step == last or self.saver.is_due(step, last) or (freq > 0 and step % freq == 0)
+        return together or self.validator.is_due(step) or self.sampler.is_due(step)
 
     def close(self) -> None:
         """Release the run's folder, stop data workers, leave the other ranks."""

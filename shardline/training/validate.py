@@ -45,10 +45,14 @@ class Validator:
         self.last_step, self.telemetry, self.requests = last_step, telemetry, requests
         self.loss: float | None = None  # of the validation after this step, where there was one
 
+    def is_due(self, step: int) -> bool:
+        due = step in (1, self.last_step) or step % self.section.every(self.last_step) == 0
+        return self.loader is not None and due
+
     def run_if_due(self, step: int, request: Request) -> Request:
         """Validate where it is time to; returns `request` with what ranks were asked for meanwhile."""
         self.loss = None
-        if self.loader is None or not (step in (1, self.last_step) or step % self.section.every(self.last_step) == 0):
+        if self.loader is None or not self.is_due(step):
             return request
         found = None
         with self.telemetry.paused("validating"):

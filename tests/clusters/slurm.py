@@ -49,7 +49,7 @@ PreemptMode=REQUEUE
 KillWait=30
 MailProg=/bin/true
 InactiveLimit=0
-ReturnToService=2
+ReturnToService=1
 MpiDefault=none
 NodeName=n1 NodeHostname={a.name} NodeAddr={a.address} Port=17001 CPUs=2 State=UNKNOWN
 NodeName=n2 NodeHostname={b.name} NodeAddr={b.address} Port=17002 CPUs=2 State=UNKNOWN
@@ -116,7 +116,10 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         config = folder / "slurm.conf"
         config.write_text(CONFIG.format(a=hosts[0], b=hosts[1], folder=folder))
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")  # none is used
+        home = folder / "home"  # where jobs keep the key of their secrets
+        home.mkdir()
         environment = {"SLURM_CONF": str(config), "PATH": f"{os.environ['PATH']}:{SBIN}"}
+        environment |= {"HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config")}
         slurm = Cluster(folder, hosts, environment)
         _start_munge(slurm, stack)
         _daemon(slurm, stack, 0, "slurmctld", "-D", "-i")

@@ -68,6 +68,7 @@ def uninterrupted(slurm, work):
     assert done.returncode == 0, done.stderr
     assert re.search(r"note: srun: 2 machines, 1 rank on each, meeting at n1:2\d{4}", done.stderr)
     assert "has no secret" not in done.stderr
+    assert (slurm.folder / "home/.config/shardline/job-key").stat().st_mode & 0o777 == 0o600
     found = losses(work / "whole")
     assert list(found) == list(range(1, STEPS + 1))
     ranks = json.loads((work / "whole" / "log" / "ranks.json").read_text())

@@ -134,29 +134,15 @@ def arm(trainer: Any, life: Life) -> None:
 
         setattr(owner, name, replaced)
 
-    under_way: list[Any] = []
-
-    def half_a_sum(group: Any, tensors: Sequence[Any]) -> None:
-        under_way.append((flat := tensors[0].reshape(-1).clone(), group.allreduce([flat])))
-
     places: dict[str, tuple[Any, ...]] = {
         "forward": (trainer.stepper.passes, "forward_backward"),
         "backward": (whole_model, "run_backward"),
-        "all_reduce": (groups, "_sum"),
         "commit": (groups, "commit"),
         "heal": (link, "receive_state"),
         "send": (link, "send_state"),
     }
     if life.phase == "all_reduce":
-        original = groups.sum_gradients
-
-        def in_the_middle(parameters: Any, numbers: Any) -> Any:
-            if trainer.progress.step + 1 == life.at and groups.group is not None:
-                half_a_sum(groups.group, [parameters[0].grad])
-                happen()
-            return original(parameters, numbers)
-
-        groups.sum_gradients = in_the_middle
+        link.sum_over = in_the_middle(trainer, life.at, link.sum_over, happen)  # type: ignore[assignment]
     elif life.phase in ("heal", "send"):
         owner, name = places[life.phase]
         before_any = getattr(owner, name)
@@ -168,6 +154,27 @@ def arm(trainer: Any, life: Life) -> None:
         setattr(owner, name, gone)
     elif life.phase:
         before(*places[life.phase][:2])
+
+
+def in_the_middle(
+    trainer: Any, at: int, sum_over: Callable[..., int], happen: Callable[[], None]
+) -> Callable[..., int]:
+    """A sum whose fault comes when its first part is on its way; that of the gradients, not that of the targets."""
+
+    class Begun:
+        def __init__(self, group: Any) -> None:
+            self.group, self.size = group, group.size
+
+        def allreduce(self, tensors: Any) -> Any:
+            work = self.group.allreduce(tensors)
+            happen()
+            return work
+
+    def replaced(group: Any, tensors: Sequence[Any]) -> int:
+        begins = trainer.progress.step + 1 == at and len(tensors) > 1
+        return sum_over(Begun(group) if begins else group, tensors)
+
+    return replaced
 
 
 # ---- in the test -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """Replica groups are killed, come back or are slow: samples, losses and weights are those of one process."""
 
+import contextlib
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +13,8 @@ import time
 import pytest
 import torch
 
+from shardline.parallel.replicas.lighthouse import Lighthouse
+from shardline.parallel.replicas.quorum import Member
 from tests import processes
 from tests.faults.ledger import write_corpus
 from tests.faults.nursery import Job
@@ -204,3 +209,40 @@ def test_the_lighthouse_is_killed_and_starts_again(lab):
     thread.join()
     assert {row.life for row in rows} == {0}
     assert max(row.step for row in rows) == STEPS
+
+
+@pytest.mark.slow
+def test_a_stranger_at_the_lighthouse_changes_nothing(caplog):
+    """Garbage does not end it; a member that the job did not sign is left out of each quorum, and named once."""
+    process, address = serve_lighthouse()
+    port = int(address.rpartition(":")[2])
+    for garbage in (b"", b"\x00" * 4096, b"GET /../../etc/passwd HTTP/1.0\r\n\r\n", os.urandom(65536)):
+        with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
+            connection.sendall(garbage)
+    own, other = Lighthouse(address, "0:own", b"key"), Lighthouse(address, "1:other", b"key")
+    stranger = Lighthouse(address, "2:stranger", b"guessed")
+
+    def asks(lighthouse, step, found):
+        number = int(lighthouse.name[0])
+        found[number] = lighthouse.quorum(Member(lighthouse.name, number, step, "h", "", 0, ""), lambda: over.is_set())
+
+    over, counts = threading.Event(), []
+    for step in (1, 2, 3):
+        found = {}
+        threads = [threading.Thread(target=asks, args=(one, step, found)) for one in (own, other, stranger)]
+        for thread in threads:
+            thread.start()
+        for thread in threads[:2]:
+            thread.join(30)
+        counts.append([sorted(one.number for one in found[number]) for number in (0, 1)])
+    over.set()
+    for thread in threads:
+        thread.join()
+    for one in (own, other, stranger):
+        one.close()
+    assert process.poll() is None
+    assert counts[1:] == [[[0, 1]] * 2] * 2  # the first quorum may be made before all have come
+    assert all(2 not in numbers for both in counts for numbers in both)
+    said = caplog.text.count(f"a member of the quorum at {address} is none of this job's groups: ignored")
+    assert said == sum(one.met_stranger for one in (own, other, stranger))
+    assert own.met_stranger or other.met_stranger

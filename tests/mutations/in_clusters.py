@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.change import Change
 
 READ = "tests/unit/launch/clusters/test_environment.py::test_"
+SSH = "tests/unit/launch/clusters/test_ssh_start.py::test_"
 FILES = "tests/unit/launch/clusters/test_launch_files.py::test_"
 
 CHANGES = [
@@ -86,6 +87,13 @@ CHANGES = [
         f"{FILES}a_pod_has_config_disk_secret_probes_and_restarts",
     ),
     Change(
+        "a name that Kubernetes refuses is written",
+        "launch/clusters/kubernetes.py",
+        "if not LABEL.fullmatch(job.name):",
+        "if False:",
+        f"{FILES}what_is_refused",
+    ),
+    Change(
         "a config that is wrong starts a set of jobs again",
         "launch/clusters/kubernetes.py",
         "USER_ERROR = 2",
@@ -98,6 +106,20 @@ CHANGES = [
         '"--node-rank", str(number)',
         '"--node-rank", "0"',
         f"{FILES}every_machine_has_its_number_and_none_shows_the_secret",
+    ),
+    Change(
+        "a run starts before every machine of ssh has answered",
+        "launch/clusters/ssh.py",
+        "while not self.signals and not all(",
+        "while not self.signals and not any(",
+        f"{SSH}nothing_starts_where_a_machine_does_not_answer",
+    ),
+    Change(
+        "a failed machine of ssh leaves the others waiting",
+        "launch/clusters/ssh.py",
+        "if failed_at is not None and time.monotonic()",
+        "if False and time.monotonic()",
+        f"{SSH}where_one_machine_fails_the_other_is_asked_to_stop",
     ),
     Change(
         "a signal that SLURM and the launcher send ends a rank at once",

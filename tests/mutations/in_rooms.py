@@ -126,8 +126,8 @@ METRICS_ROWS = [
     Change(
         "the learning rate is its peak",
         "training/trainer.py",
-        "lr = learning_rate(self.base_lr, *place)",
-        "lr = self.base_lr",
+        "return learning_rate(self.base_lr, *place), momentum(*place)",
+        "return self.base_lr, momentum(*place)",
         f"{METRICS}the_learning_rate_of_a_row_is_that_of_its_step",
     ),
     Change(
@@ -314,6 +314,20 @@ TABLES = [
         "if self.observer.applied.graphs == []:",
         "if False:",
         f"{ENGAGED}a_compiler_that_was_never_asked_is_a_warning",
+    ),
+    Change(
+        "the start's table hides two validations",
+        "training/overview.py",
+        '+ ", and after the first and the last"',
+        '+ ""',
+        "tests/unit/training/test_overview.py::test_the_table_says_which_steps_are_validated",
+    ),
+    Change(
+        "keys of many parts reach the reader of TOML",
+        "config/files.py",
+        '{63}")',
+        '{63000}")',
+        "tests/unit/config/test_config_fuzz.py::test_a_key_of_many_parts_is_refused_before_it_is_read",
     ),
     Change(
         "the start's table leaves accumulation out",
@@ -768,6 +782,20 @@ BENCHES = [
 
 CONFIG_AND_LAUNCH = [
     Change(
+        "TorchTitan's model of replica groups is none",
+        "config/experiments.py",
+        'if values.get("model.name") in GROUPS_MODELS:',
+        "if False:",
+        "tests/unit/config/test_experiments.py::test_the_file_of_torchtitans_groups_loads",
+    ),
+    Change(
+        "replica groups train on pairs of answers",
+        "config/rule_table.py",
+        'lambda c: c.training.objective == "dpo"),\n            ("updates in backward"',
+        'lambda c: False),\n            ("updates in backward"',
+        "tests/unit/config/test_config_rules.py::test_pending",
+    ),
+    Change(
         "a model may have any number of parameters",
         "config/rules.py",
         "if parameters > PARAMETERS:",
@@ -958,8 +986,8 @@ SAMPLES_AND_EVALUATION = [
     Change(
         "samples are made at the last step alone",
         "training/samples.py",
-        "due = step in (1, self.last_step) or step % self.section.freq == 0",
-        "due = step == self.last_step",
+        "return bool(self.section.prompts) and (step in (1, self.last_step) or step % self.section.freq == 0)",
+        "return bool(self.section.prompts) and step == self.last_step",
         f"{SAMPLES}[one-documents]",
     ),
     Change(

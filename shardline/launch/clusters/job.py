@@ -17,6 +17,7 @@ from shardline.run.stop import why_not_saved
 MARK = "# Written by `shardline launch"  # a file that begins so may be written again
 PREEMPTED = 99  # the exit code of a run that saved and wants to go on, where the config gives none
 NAME = re.compile(r"[A-Z_a-z][A-Z_a-z0-9]*")
+JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # stands in the names of files, and in a script
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def make_job(
     """The job, once its layout fits its ranks; one machine has a rank for each GPU, or `nproc` of them."""
     from shardline.launch.preflight import fitting_layout
 
+    if name and not JOB_NAME.fullmatch(name):
+        raise UserError(f"--job-name {name!r}: expected letters, digits, dots, dashes and underscores")
     job = ClusterJob(
         name or job_name(file), config, file, tuple(flags), nodes, nproc or gpus_per_node or 1, max_restarts, words
     )

@@ -11,6 +11,7 @@ of the job is a Secret of the cluster and stands in no file.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import shlex
 import shutil
@@ -33,6 +34,7 @@ SUBMIT_SECONDS = 120
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 SILENT_MINUTES = 20  # longer than machines wait for each other
 USER_ERROR = 2
+LABEL = re.compile(r"[a-z](?:[a-z0-9-]{0,38}[a-z0-9])?")  # names of pods are longer, and have 63 characters at most
 
 
 def command(
@@ -67,6 +69,11 @@ def command(
         config, file, flags, words,
         name=job_name, nodes=nodes, nproc=nproc, gpus_per_node=gpus_per_node, max_restarts=max_restarts,
     )  # fmt: skip
+    if not LABEL.fullmatch(job.name):
+        raise UserError(
+            f"--job-name {job.name}: Kubernetes takes small letters, digits and dashes, a letter first,"
+            " and pods need names of at most 40 characters"
+        )
     if env_file:
         check_env_file(env_file)
     place = PodPlan(job, image, gpus_per_node, claim or f"{job.name}-disk", mount.rstrip("/"), bool(env_file))

@@ -3,13 +3,15 @@
     this machine ── ssh a ── shell ── shardline train ... --node-rank 0   serves the store at a
                  └─ ssh b ── shell ── shardline train ... --node-rank 1
 
-What goes to a machine goes through the standard input of its shell, which nobody else can read: the secret, then the
-names of signals. Where that input ends, because ssh or this machine is gone, the run there is asked to stop.
+Every shell says first that it is there, and nothing starts before all have. What goes to a machine goes through the
+standard input of its shell, which nobody else can read: the secret, then the names of signals. Where that input ends,
+because ssh or this machine is gone, the run there is asked to stop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 import shlex
@@ -21,7 +23,6 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import IO
 
 from shardline.config.schema import Config
 from shardline.errors import UserError
@@ -29,21 +30,31 @@ from shardline.launch.clusters.job import ClusterJob, check_env_file, make_job, 
 from shardline.launch.secret import VARIABLE
 
 WATCH_SECONDS = 0.1
-UNREACHED = 255  # how ssh ends where it did not reach the machine
+REACH_SECONDS = 30.0  # for all machines to answer
+FAILED_SECONDS = 60.0  # for the others to end by themselves, once the run of one machine has failed
+UNREACHED = 255  # how ssh ends where it did not reach the machine, or was cut
+MARK = "shardline: this machine is reached"
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 # Descriptor 3: the shell gives a command in the background no standard input.
+# The second cat takes what is printed after the connection is gone: a run that cannot print would not save.
 SHELL = """\
-IFS= read -r {secret} && export {secret}
+echo '{mark}'
+IFS= read -r {secret} || exit 2
+export {secret}
 while IFS= read -r line && [ "$line" != end ]; do export "$line"; done
 cd {folder} || exit 2
-exec 3<&0
-{command} </dev/null 3<&- &
-run=$!
-{{ while read -r name <&3; do kill -s "$name" "$run"; done; kill -s TERM "$run"; }} 2>/dev/null &
-listens=$!
-wait "$run"
-code=$?
-kill "$listens" 2>/dev/null
+exec 3<&0 4>&1
+code=$({{
+    {{
+        {command} </dev/null 3<&- 4>&- 5>&- &
+        run=$!
+        {{ while read -r name <&3; do kill -s "$name" "$run"; done; kill -s TERM "$run"; }} >/dev/null 2>&1 5>&- &
+        listens=$!
+        wait "$run"
+        echo "$?" >&5
+        kill "$listens" 2>/dev/null
+    }} 2>&1 | {{ trap '' PIPE; cat; cat >/dev/null; }} >&4 2>/dev/null 5>&-
+}} 5>&1)
 exit "$code"
 """
 
@@ -97,7 +108,7 @@ def shell(job: ClusterJob, folder: str, number: int, hosts: list[str], port: int
     meeting = ["--nnodes", str(job.nodes), "--node-rank", str(number), "--rdzv-endpoint", f"{address}:{port}"]
     config = [*([job.file] if job.file else []), *job.flags]
     words = [*shlex.split(_absolute(program())), "train", *config, *job.options(), *(meeting if job.nodes > 1 else [])]
-    return SHELL.format(secret=VARIABLE, folder=shlex.quote(folder), command=shlex.join(words))
+    return SHELL.format(mark=MARK, secret=VARIABLE, folder=shlex.quote(folder), command=shlex.join(words))
 
 
 def _absolute(called: str) -> str:
@@ -114,37 +125,70 @@ class Machines:
         self.names, self.given = names, given
         self.processes = [
             # In sessions of their own: a Ctrl-C is passed on, and does not end the connections.
-            subprocess.Popen([*words, text], stdin=subprocess.PIPE, stdout=None if first else subprocess.PIPE,
-                             stderr=subprocess.STDOUT if not first else None, start_new_session=True)
-            for words, text, first in zip(reached, shells, [True] + [False] * len(names), strict=False)
+            subprocess.Popen([*words, text], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                             stderr=None if number == 0 else subprocess.STDOUT, start_new_session=True)
+            for number, (words, text) in enumerate(zip(reached, shells, strict=True))
         ]  # fmt: skip
+        self.answers = [threading.Event() for _ in names]
         self.signals: list[int] = []
+        self.is_started = False
 
     def run(self) -> int:
         """Wait for all machines, and return the exit code of the run."""
         previous = {one: signal.signal(one, self._on_signal) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-        readers = [
-            threading.Thread(target=self._show, args=(name, process.stdout), daemon=True)
-            for name, process in zip(self.names, self.processes, strict=True)
-            if process.stdout is not None
-        ]
+        readers = [threading.Thread(target=self._show, args=(place,), daemon=True) for place in range(len(self.names))]
+        for reader in readers:
+            reader.start()
         try:
+            if error := self._reach():
+                self._end(readers)
+                print(f"error: {error}", file=sys.stderr)
+                return 1
+            if self.signals:
+                self._end(readers)
+                return 128 + self.signals[0]
+            self.is_started = True
             for process in self.processes:
                 self._tell(process, self.given)
-            for reader in readers:
-                reader.start()
-            while any(process.poll() is None for process in self.processes):
-                self._pass_on()
-                if any(process.returncode == UNREACHED for process in self.processes):
-                    break
-                time.sleep(WATCH_SECONDS)
-            return self._end(readers)
+            self._watch()
+            return self._exit_code(self._end(readers))
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
+    def _reach(self) -> str:
+        """Wait until every machine has answered, or the user has had enough; return what is wrong."""
+        deadline = time.monotonic() + REACH_SECONDS
+        while not self.signals and not all(answer.is_set() for answer in self.answers):
+            gone = [place for place, code in enumerate(self._codes()) if code is not None]
+            if gone:
+                return "; ".join(f"ssh to {self.names[place]} ended with {self._codes()[place]}" for place in gone)
+            if time.monotonic() > deadline:
+                silent = [name for name, answer in zip(self.names, self.answers, strict=True) if not answer.is_set()]
+                names = ", ".join(silent)
+                return f"{names} did not answer within {REACH_SECONDS:g} s: nothing was started"
+            time.sleep(WATCH_SECONDS)
+        return ""
+
+    def _watch(self) -> None:
+        """Pass signals on until all have ended, a connection is cut, or the run of one machine has failed for long."""
+        failed_at = None
+        while None in (codes := self._codes()):
+            self._pass_on()
+            if UNREACHED in codes:
+                return
+            if failed_at is None and {1, 2} & {*codes}:
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() > failed_at + FAILED_SECONDS:
+                return
+            time.sleep(WATCH_SECONDS)
+
+    def _codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
+        if self.is_started or number != signal.SIGUSR1:  # before, there is nothing to save
+            self.signals.append(number)
 
     def _pass_on(self) -> None:
         """Signals go to the first machine, whose launcher tells the others; where it is gone, to all that are left."""
@@ -154,22 +198,26 @@ class Machines:
             for process in left[:1] if left[:1] == self.processes[:1] else left:
                 self._tell(process, f"{name}\n")
 
-    def _end(self, readers: list[threading.Thread]) -> int:
-        unreached = [
-            name for name, process in zip(self.names, self.processes, strict=True) if process.returncode == UNREACHED
-        ]
-        for process in self.processes:  # the end of its input ends what still runs there
-            if process.stdin is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
+    def _end(self, readers: list[threading.Thread]) -> list[int]:
+        """End what still runs by the end of its input, and return the exit codes."""
+        for process, answer in zip(self.processes, self.answers, strict=True):
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            if not answer.is_set():
+                process.terminate()  # it would wait for the machine, and read no input
         codes = [process.wait() for process in self.processes]
         for reader in readers:
             reader.join(1)
-        if unreached:
-            print(f"error: ssh to {', '.join(unreached)} ended with {UNREACHED}: not reached, or cut", file=sys.stderr)
+        return codes
+
+    def _exit_code(self, codes: list[int]) -> int:
+        cut = [name for name, code in zip(self.names, codes, strict=True) if code == UNREACHED]
+        if cut:
+            print(f"error: ssh to {', '.join(cut)} ended with {UNREACHED}: the connection was cut", file=sys.stderr)
             return 1
         failed = [code for code in codes if code not in (0, *STOPPED)]
-        return codes[0] if codes[0] or not failed else failed[0]
+        return failed[0] if failed else codes[0]
 
     @staticmethod
     def _tell(process: subprocess.Popen[bytes], text: str) -> None:
@@ -178,7 +226,17 @@ class Machines:
             process.stdin.write(text.encode())
             process.stdin.flush()
 
-    @staticmethod
-    def _show(name: str, stream: IO[bytes]) -> None:
+    def _show(self, place: int) -> None:
+        """Show the output of a machine: that of the first one as it is, that of others by lines with their names."""
+        name, stream = self.names[place], self.processes[place].stdout
+        assert isinstance(stream, io.BufferedReader)
         for line in stream:
-            print(f"{name}: {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
+            if not self.answers[place].is_set() and line.decode(errors="replace").strip() == MARK:
+                self.answers[place].set()
+                if place == 0:
+                    break
+            else:
+                print(f"{name}: {line.decode(errors='replace').rstrip()}", file=sys.stderr, flush=True)
+        while place == 0 and (part := stream.read1()):
+            sys.stdout.buffer.write(part)
+            sys.stdout.flush()

@@ -168,6 +168,8 @@ _NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attenti
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """The folder's config.json (or another of its JSON files) as a dict."""
     path = folder / name
+    if not folder.exists():
+        raise ConfigError(f"there is no folder {folder}: give one that has {name}, or a name on the Hub (owner/name)")
     if not path.is_file():
         raise ConfigError(f"{path}: there is no such file; a Hugging Face model folder has a {name}")
     try:

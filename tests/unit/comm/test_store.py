@@ -53,6 +53,15 @@ def test_a_signed_message_of_another_shape_is_absent_too(pair, message):
     assert ignored == ["job/a"]
 
 
+def test_the_warning_of_a_rank_names_the_message_and_is_no_note_too(caplog):
+    own = SignedStore(dist.HashStore(), "watchdog", b"secret")
+    own.store.set("hang", b"{}")
+    assert own.read("hang", dict) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "watchdog/hang in the job's store was not written by this job: ignored"
+    ]
+
+
 def test_a_signed_message_that_is_no_json_is_absent(pair):
     own, *_ = pair
     for text in ("[" * 90_000, "9" * 5_000, "", "{"):

@@ -175,6 +175,21 @@ def test_numbers_too_long_to_print():
         load_config(overrides={"model.overrides.dim": 0, "training.steps": 10**5000})
 
 
+@pytest.mark.parametrize("part", ["a", '"a.b"', "'a'", " a "])
+@pytest.mark.parametrize("line", ["{} = 1", "[{}]", "x = {{{} = 1}}"])
+def test_a_key_of_many_parts_is_refused_before_it_is_read(part, line):
+    """The reader of Python takes a time that grows with the square of the parts: half a minute for 20,000."""
+    with pytest.raises(ConfigError, match=r"^f\.toml: nested too deeply$"):
+        files._parse_toml("f.toml", line.format(".".join([part] * 64)))
+    tables, _ = files._parse_toml("f.toml", line.format(".".join([part] * 63)))
+    assert len(str(tables).split("{")) >= 63
+
+
+def test_dots_in_texts_are_no_keys():
+    text = f"a = \"{'x.' * 100}\" # {'y.' * 100}\nb = '''\n{'z.' * 100}\n'''\n"
+    assert set(files._parse_toml("f.toml", text)[0]) == {"a", "b"}
+
+
 def aliases(first, text, count):
     """Lines of YAML of which each stands for several of the one before."""
     return "\n".join(

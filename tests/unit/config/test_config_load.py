@@ -449,6 +449,9 @@ def test_line_numbers_of_statements():
         ("simplecache::sftp://me:pass@host/run", "simplecache::sftp://***@host/run"),
         ("ftp://:pass@host", "ftp://***@host"),
         ("https://hf_token@host/file", "https://***@host/file"),
+        ("hf://hf_token@datasets/owner/name", "hf://***@datasets/owner/name"),
+        (f"hf://owner/hf_{'x' * 34}", "hf://owner/***"),
+        (f"hf_{'A1' * 17}", "***"),
         ("https://host/a?sv=1&sig=pass%3D&x=2", "https://host/a?sv=1&***&x=2"),
         ("https://host/a?X-Amz-Signature=pass", "https://host/a?***"),
         ("see s3://a:pass@b and s3://c:pass@d", "see s3://***@b and s3://***@d"),
@@ -470,6 +473,8 @@ def test_a_password_in_a_url_is_masked(text, shown):
         "http://host:8080",
         "/data/a:b@c.txt",
         "owner/name@main:split",
+        "hf://datasets/owner/name@main/data",
+        "hf_models/tokenizer.json",
         "gs://bucket/a?versionId=7",
     ],
 )

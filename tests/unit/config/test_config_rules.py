@@ -189,7 +189,7 @@ def test_a_large_model_wants_its_data_named(keys, named, tmp_path):
     assert with_data_named(again, 100_000_001) == large
     if not named:
         check(large)
-        lines = r"no data is named.*add two lines:\n  \[training\]\n  dataset_path = "
+        lines = r"no data is named.*two lines:\n  \[training\]\n  dataset_path = \"data/\*\.jsonl\"\n\("  # to be copied
         with pytest.raises(ConfigError, match=rf"^training.dataset: {lines}"):
             refuse_pending(large)
 
@@ -292,6 +292,11 @@ def test_accepted_neighbours_of_refused_values():
             {"parallelism__gradient_compression": "bfloat16", "fault_tolerance__enable": True},
             None,
             "replica groups with compressed gradients",
+        ),
+        (
+            {"training__objective": "dpo", "fault_tolerance__enable": True},
+            None,
+            "replica groups with pairs of answers",
         ),
         ({"job__custom_config_module": "mine"}, None, "custom config keys"),
         ({"model__name": "flux", "model__flavor": "flux-dev"}, "model.name", "image generation"),

@@ -23,6 +23,10 @@ OTHER_DEFAULTS = {
     "checkpoint.last_save_model_only": False,
 }
 OWN_KEYS = {
+    "fault_tolerance.async_staleness",
+    "fault_tolerance.async_lr_power",
+    "fault_tolerance.async_late",
+    "fault_tolerance.async_late_seconds",
     "compile.cuda_graphs",
     "parallelism.async_tensor_parallel_compare_freq",
     "activation_checkpoint.offload_every",

@@ -35,9 +35,22 @@ def test_refused(keys, words):
         checked_layout(load_config(overrides=TWO | keys), 4)
 
 
-def test_asynchronous_workers_are_not_built():
-    config = load_config(overrides=TWO | {"parallelism.data_parallel_mode": "async"})
-    assert pending(config) == {"parallelism.data_parallel_mode": "asynchronous data parallel"}
+ASYNC = TWO | {"parallelism.data_parallel_mode": "async"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("checkpoint.async_mode", "async"),
+        ("optimizer.name", "Muon"),
+        ("optimizer.state_dtype", "int8"),
+        ("training.enable_cpu_offload", True),
+    ],
+)
+def test_what_asynchronous_workers_do_not_do_is_refused(key, value):
+    assert pending(load_config(overrides=ASYNC)) == {}
+    assert key in pending(load_config(overrides=ASYNC | {key: value}))
+    assert key not in pending(load_config(overrides=TWO | {key: value}))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +60,8 @@ def test_asynchronous_workers_are_not_built():
         ({FT + "quantized_dtype": "float8"}, "quantized_dtype has no effect: fault_tolerance.should_quantize is not"),
         ({FT + "semi_sync_method": "local_sgd", FT + "outer_lr": 0.5}, "outer_lr has no effect: fault_tolerance.semi"),
         ({"parallelism.gradient_bucket_mib": 3.0}, "gradient_bucket_mib has no effect: only plain replicas"),
+        ({FT + "async_staleness": 1}, "async_staleness has no effect: parallelism.data_parallel_mode is not 'async'"),
+        (ASYNC | {FT + "async_late_seconds": 1.0}, "async_late_seconds has no effect: fault_tolerance.async_late is"),
         ({FT + "group_size": 3}, "group_size has no effect: fault_tolerance.enable is false"),
     ],
 )

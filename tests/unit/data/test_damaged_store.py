@@ -195,7 +195,10 @@ def test_a_manifest_with_a_right_checksum_and_wrong_contents(folder: Path, chang
 def test_a_manifest_that_is_nested_deeply_or_lacks_checksums(folder: Path) -> None:
     manifest = json.loads((folder / "store.json").read_text())
     (folder / "store.json").write_text("[" * 100_000)
-    with pytest.raises(UserError, match=r"store\.json cannot be read: nested more than 100 deep"):
+    with pytest.raises(UserError, match=r"store\.json cannot be read: nested more than 100 deep: prepare it again"):
+        TokenStore.open(folder)
+    (folder / "store.json").write_text("[]")
+    with pytest.raises(UserError, match=r"store\.json is not the manifest of a token store: prepare it again"):
         TokenStore.open(folder)
     manifest["parts"][1]["token_checksums"] = manifest["parts"][1]["token_checksums"][:-8]
     (folder / "store.json").write_text(json.dumps(manifest | {"checksum": manifest_checksum(manifest)}))

@@ -58,6 +58,13 @@ def test_the_store_listens_at_the_endpoint_alone(port):
     assert beside.open().get("key") == b"value"
 
 
+def test_messages_name_the_port_that_was_found_free():
+    one = Endpoint("127.0.0.1:0", None, 20.0)
+    one.open()
+    assert one.port > 0
+    assert one.address == f"127.0.0.1:{one.port}"
+
+
 @pytest.mark.parametrize("number", [0, None])
 def test_a_name_that_stands_for_a_loopback_says_nothing_of_what_others_reach(port, number, monkeypatch, capsys):
     monkeypatch.setattr(Endpoint, "_addresses", lambda self: ["127.0.1.1"])

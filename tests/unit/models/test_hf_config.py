@@ -233,6 +233,10 @@ def test_what_is_not_built_is_refused_by_name(changes: dict[str, Any], message: 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: there is no such file"):
         architecture_from_hf(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^there is no folder .*none: give one that has config\.json, or a name on the"
+    ):
+        architecture_from_hf(tmp_path / "none")
     for text in ("{", "[1]", "\xff"):
         (tmp_path / "config.json").write_text(text, encoding="latin-1")
         with pytest.raises(ConfigError, match=r"config\.json"):

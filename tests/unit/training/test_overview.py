@@ -108,6 +108,13 @@ def test_memory_that_is_not_there_is_a_warning(tmp_path, capsys, monkeypatch):
     )
 
 
+def test_the_table_says_which_steps_are_validated(tmp_path, capsys):
+    keys = {"validation__enable": True, "validation__freq": 3, "validation__steps": 1, "training__steps": 5}
+    row = started(tmp_path / "run", capsys, **keys)[0]["validation"]
+    assert re.fullmatch(r"every 3 steps, and after the first and the last: \d+ samples of demo \(generated text\)", row)
+    assert [one["step"] for one in run(tmp_path / "run", **keys) if "validation_loss" in one] == [1, 3, 5]
+
+
 def test_a_model_of_a_folder_is_named_by_it(tmp_path):
     folder = tmp_path / "SmolLM"
     folder.mkdir()

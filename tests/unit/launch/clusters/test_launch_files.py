@@ -111,7 +111,10 @@ def test_nothing_is_submitted_or_overwritten_unasked(capsys, place, monkeypatch)
         (["slurm", "--env-file=bad.env"], "--env-file bad.env, line 2: expected NAME=VALUE"),
         (["slurm", "--nodes=3", "--parallelism.tensor_parallel_degree=2"], "does not match 3 ranks"),
         (["slurm", "--submit"], "--submit: this machine has no sbatch"),
+        (["slurm", "--job-name=a/b"], "--job-name 'a/b': expected letters, digits, dots, dashes and underscores"),
         (["k8s"], "--image is missing"),
+        (["k8s", "--image=i", "--job-name=My_run"], "--job-name My_run: Kubernetes takes small letters"),
+        (["k8s", "--image=i", "--job-name=" + 41 * "a"], "at most 40 characters"),
         (["k8s", "--image=i", "--kind=pod"], "--kind: expected one of trainjob, pytorchjob, jobset"),
         (["k8s", "--image=i", "--submit"], "--submit: this machine has no kubectl"),
         (["ssh"], "--hosts is missing"),
@@ -146,6 +149,11 @@ def closed(model):
             one["type"] = ["string", "number"]
         elif "properties" in one:
             one["additionalProperties"] = False
+    # What the definitions say besides, and these models leave out.
+    schema["properties"]["metadata"] = {"properties": {"name": {"pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$"}}}
+    rule = schema["$defs"].get("JobsetV1alpha2FailurePolicyRule", {"properties": {}})["properties"]
+    rule["action"] = {"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]}
+    rule["name"] = {"pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"}
     return schema
 
 
@@ -206,6 +214,12 @@ def test_manifests_fit_the_published_schemas(capsys, kind, found):
     wrong["spec"]["nodes"] = 2
     with pytest.raises((jsonschema.ValidationError, AssertionError)):
         check(wrong)
+    for manifest in (manifests[name] for name in ("TrainingRuntime", "JobSet") if name in manifests):
+        wrong = copy.deepcopy(manifest)
+        spec = wrong["spec"] if wrong["kind"] == "JobSet" else wrong["spec"]["template"]["spec"]
+        spec["failurePolicy"]["rules"][0]["action"] = "Stop"
+        with pytest.raises(jsonschema.ValidationError, match="'Stop' is not one of"):
+            check(wrong)
 
 
 def test_a_pod_has_config_disk_secret_probes_and_restarts(capsys, place):
@@ -282,7 +296,7 @@ def test_the_commands_to_submit_are_printed(capsys, place):
 def test_every_machine_has_its_number_and_none_shows_the_secret(capsys, place):
     text = printed(capsys, "launch", "ssh", "My_run.toml", "--hosts=me@a,me@b", "--nproc=2", "--port=7000", *FLAGS)
     for number, name in enumerate("ab"):
-        assert f"ssh -o BatchMode=yes me@{name} <<" in text
+        assert f"ssh -o BatchMode=yes -o ServerAliveInterval=15 me@{name} <<" in text
         assert f"--nproc=2 --nnodes 2 --node-rank {number} --rdzv-endpoint a:7000 <" in text
     assert f"cd {place} || exit 2" in text
     assert "SHARDLINE_JOB_SECRET=" not in text

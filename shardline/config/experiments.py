@@ -1,9 +1,16 @@
-"""TorchTitan's experiment that trains models by the code of `transformers`, in our keys. Torch-free.
+"""TorchTitan's experiments, in our keys. Torch-free.
+
+Models by the code of `transformers`:
 
 model.name = "transformers_modeling_backend"   ->  model.name = "auto", model.implementation = "transformers"
 hf_transformers.model = FOLDER                 ->  model.hf_assets_path
 model.hf_assets_path (the tokenizer's there)   ->  model.tokenizer_path
 model.flavor = "debugmodel", also by default   ->  model.overrides of a small model; "full" changes nothing
+
+Replica groups and DiLoCo, whose keys are our own:
+
+model.name = "llama3_ft"                       ->  model.name = "llama3"
+job.custom_config_module = "torchtitan.experiments.ft...."   dropped: it adds keys of [fault_tolerance]
 """
 
 from __future__ import annotations
@@ -16,8 +23,29 @@ SMALL = {"dim": 256, "n_layers": 2, "n_heads": 16, "n_kv_heads": 16}
 MODEL, ASSETS, TOKENIZER = "hf_transformers.model", "model.hf_assets_path", "model.tokenizer_path"
 
 
-def translate_backend(values: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:
-    """Change the keys of a config that names TorchTitan's experiment; yields a note on each."""
+GROUPS_MODELS = ("llama3_ft", "ft/llama3", "ft.llama3")
+GROUPS_MODULES = ("torchtitan.experiments.ft", "torchtitan.components.ft")
+MODULE_KEYS = ("job.custom_config_module", "experimental.custom_args_module")
+
+
+def translate_experiments(values: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:
+    """Change the keys of a config that names an experiment of TorchTitan; yields a note on each change."""
+    yield from _translate_backend(values, origins)
+    yield from _translate_groups(values, origins)
+
+
+def _translate_groups(values: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:
+    if values.get("model.name") in GROUPS_MODELS:
+        name, values["model.name"] = values["model.name"], "llama3"
+        yield f"{origins['model.name']}: model.name = {name!r} is read as 'llama3': any model may be in replica groups"
+    for key in MODULE_KEYS:
+        module = values.get(key)
+        if isinstance(module, str) and any(f"{module}.".startswith(f"{known}.") for known in GROUPS_MODULES):
+            del values[key]
+            yield f"{origins.pop(key)}: {key} = {module!r} is not needed: its keys are those of [fault_tolerance]"
+
+
+def _translate_backend(values: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:
     if values.get("model.name") != BACKEND:
         return
     where = origins["model.name"]

@@ -1,0 +1,176 @@
+"""One rank's part of the parameter server: global weights, the optimizer's state, contributions on their way to a step.
+
+The tensors of one place inside the workers (say stage 1, shard 0) are shared out over the ranks that have this place,
+one in each worker. A step is made when its last contribution is here, in the thread that brings it:
+
+    gradient = sum(targets * freshness * gradient) / sum(targets * freshness)       over the step's slots, in order
+    rate     = the schedule's * sum(targets * freshness) / sum(targets)             freshness = 1 / (1 + stale)^power
+
+So with SGD each contribution has the rate that its staleness leaves it, and a step that nothing stale is in is that of
+synchronous training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardline.models.dtensor import local
+
+# Gives the optimizer the rate of the step after so many, or this share of it; returns what it gave.
+SetRate = Callable[[int, float], float]
+
+
+class Contribution(NamedTuple):
+    """What comes with a contribution; `sums` are its losses, summed over its targets."""
+
+    ticket: int
+    worker: int
+    version: int  # of the weights that it was computed on
+    targets: float
+    norm: float  # of its gradients, before they were clipped
+    sums: tuple[float, ...]
+
+
+@dataclass
+class Made:
+    """A step that was made."""
+
+    reports: list[Contribution]
+    lr: float
+
+    def staleness(self, workers: int) -> list[int]:
+        return [report.ticket // workers - report.version for report in self.reports]
+
+
+def freshness(stale: int, power: float) -> float:
+    """The share of the learning rate that a contribution keeps which is so many steps late."""
+    return (1.0 + stale) ** -power
+
+
+def weights_of(reports: Sequence[Contribution], workers: int, power: float) -> tuple[list[float], float]:
+    """The share of each contribution in its step, and that of the learning rate that is left."""
+    fresh = [report.targets * freshness(report.ticket // workers - report.version, power) for report in reports]
+    total, targets = sum(fresh), sum(report.targets for report in reports)
+    if total == 0:
+        return [0.0] * len(reports), 0.0
+    return [one / total for one in fresh], total / targets
+
+
+def share_out(sizes: Sequence[int], workers: int) -> list[list[int]]:
+    """Which tensors, by their index, each worker's rank serves: the largest first, each to who has least."""
+    loads, shares = [0] * workers, [[] for _ in range(workers)]  # type: tuple[list[int], list[list[int]]]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        least = loads.index(min(loads))
+        loads[least] += sizes[index]
+        shares[least].append(index)
+    return [sorted(share) for share in shares]
+
+
+class ParameterServer:
+    """The tensors that this rank serves. All methods may be called from any thread."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, served: Sequence[nn.Parameter], workers: int, power: float, step: int
+    ) -> None:
+        """Begin with the parameters' values and the optimizer's state, which stays here for the served ones alone."""
+        self.optimizer, self.workers, self.power, self.version = optimizer, workers, power, step
+        self.served = list(served)
+        self.values = [nn.Parameter(parameter.detach().clone()) for parameter in served]
+        self.set_rate: SetRate = lambda step, share: 0.0
+        self.changed = threading.Condition()
+        self.failure: BaseException | None = None
+        self.made: dict[int, Made] = {}  # number of the step -> what it was made of, until it is asked for
+        self._waiting: dict[int, dict[int, tuple[Contribution, list[Tensor]]]] = {}
+        self._keep_state()
+
+    def _keep_state(self) -> None:
+        """Move the optimizer from the model's parameters to the values here."""
+        twins = dict(zip(self.served, self.values, strict=True))
+        for parameter in list(self.optimizer.state):
+            if parameter not in twins:
+                del self.optimizer.state[parameter]
+        self._share_state(self.served, self.values)
+        self._groups = [[p for p in group["params"] if p in twins] for group in self.optimizer.param_groups]
+        self._twins = [[twins[parameter] for parameter in group] for group in self._groups]
+        self._give(self._twins)
+
+    def _give(self, groups: list[list[nn.Parameter]]) -> None:
+        for group, parameters in zip(self.optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+
+    @contextlib.contextmanager
+    def as_of_model(self) -> Iterator[None]:
+        """The optimizer has the model's parameters meanwhile, as a checkpoint names them; no step is under way."""
+        self._give(self._groups)
+        self._share_state(self.values, self.served)
+        try:
+            yield
+        finally:
+            self._share_state(self.served, self.values)
+            self._give(self._twins)
+
+    def _share_state(self, source: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> None:
+        """One dict for both: some optimizers make a new one in their first step."""
+        for one, twin in zip(source, other, strict=True):
+            self.optimizer.state[twin] = self.optimizer.state[one]
+
+    # ---- contributions -----------------------------------------------------------------------------------------------
+
+    def add(self, report: Contribution, gradients: list[Tensor]) -> None:
+        """Take a contribution, and make all steps that are complete."""
+        with self.changed:
+            step, slot = divmod(report.ticket, self.workers)
+            waiting = self._waiting.setdefault(step, {})
+            if step < self.version or slot in waiting:
+                raise RuntimeError(f"ticket {report.ticket} was contributed twice")
+            waiting[slot] = report, gradients
+            while len(self._waiting.get(self.version, ())) == self.workers:
+                self._make(self._waiting.pop(self.version))
+                self.changed.notify_all()
+
+    @torch.no_grad()
+    def _make(self, contributions: dict[int, tuple[Contribution, list[Tensor]]]) -> None:
+        """Make a step of its contributions, in the order of their slots: copies elsewhere get the same bits."""
+        ordered = [contributions[slot] for slot in range(self.workers)]
+        reports = [report for report, _ in ordered]
+        shares, left = weights_of(reports, self.workers, self.power)
+        lr = self.set_rate(self.version, left)
+        if left > 0 and self.values:
+            for index, value in enumerate(self.values):
+                total = torch.zeros_like(local(value))
+                for share, (_, gradients) in zip(shares, ordered, strict=True):
+                    total.add_(gradients[index].to(total), alpha=share)
+                value.grad = torch.empty_like(value)
+                local(value.grad).copy_(total)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        self.made[self.version] = Made(reports, lr)
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def wait(self, version: int, seconds: float | None = None) -> bool:
+        """Wait until the weights have this version; False where it takes longer."""
+        with self.changed:
+            there = self.changed.wait_for(lambda: self.version >= version or self.failure is not None, seconds)
+            if self.failure is not None:
+                raise RuntimeError(f"the parameter server lost a worker: {self.failure}") from self.failure
+            return there
+
+    def read(self, version: int) -> tuple[int, list[Tensor]]:
+        """The weights, of this version or a later one, and which it is."""
+        self.wait(version)
+        with self.changed:
+            return self.version, [local(value.detach()).clone() for value in self.values]
+
+    def fail(self, error: BaseException) -> None:
+        with self.changed:
+            self.failure = self.failure or error
+            self.changed.notify_all()

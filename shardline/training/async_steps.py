@@ -1,0 +1,281 @@
+"""Steps of workers that do not wait for each other: take a ticket, pull weights, forward and backward, push gradients.
+
+    worker A   | ticket 0 | ticket 2 | ticket 3 |            each on the newest weights when it begins
+    worker B   | ticket 1            | ticket 4 ...
+    weights      version 0  1 (of 0, 1)         2 (of 2, 3)
+
+A rank's loop counts the steps that the server has made, so all ranks have the same steps, whoever contributed. After
+steps that are validated or saved, and after the last, nothing of a later step is begun before all ranks have met there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.checkpoint.shards import HeldTensor, held_state
+from shardline.comm import collectives
+from shardline.comm.job import job
+from shardline.comm.mesh import Mesh
+from shardline.comm.store import SignedStore, connect_store, rank_key
+from shardline.config.layout import Layout
+from shardline.config.schema import Config
+from shardline.data.loader import Loader
+from shardline.errors import UserError
+from shardline.models.dtensor import local
+from shardline.optim.clip import clip_, squared_norm
+from shardline.optim.gpu_adam import GPUAdam
+from shardline.optim.lr_schedule import set_lr
+from shardline.parallel.data.asynchronous.exchange import A_DAY, Peers
+from shardline.parallel.data.asynchronous.server import Contribution, Made, ParameterServer, share_out
+from shardline.parallel.data.asynchronous.tickets import POLL_SECONDS, Tickets, may_take
+from shardline.run.stop import Request, no_requests, request_of
+
+if TYPE_CHECKING:
+    from shardline.training.step import RequestNumbers, Stepper, StepResult
+
+AXIS = "workers"  # of comm_bytes
+MADE = -1  # in place of a ticket: the step that this rank waits for was made
+
+
+class AsyncSteps:
+    """This rank's part of its worker, and of the parameter server."""
+
+    def __init__(self, config: Config, mesh: Mesh, loader: Loader, stepper: Stepper) -> None:
+        _refuse(config, stepper)
+        self.config, self.mesh, self.loader, self.stepper = config, mesh, loader, stepper
+        self.section, self.workers = config.fault_tolerance, mesh.workers
+        self.parameters = stepper.parameters
+        self.tensors = [local(parameter.detach()) for parameter in self.parameters]
+        self.shares = share_out([tensor.numel() for tensor in self.tensors], self.workers)
+        self.inside = Inside(mesh.layout, mesh.worker)
+        self.ends: Callable[[int], bool] = lambda step: False  # all ranks meet after so many steps
+        self.tickets: Tickets | None = None  # of the worker's first rank
+        self.versions = [-1] * self.workers  # of what each worker's rank serves, in the model
+        self._targets = torch.zeros(())
+        self._pending = list(no_requests())
+        loader.take(None)  # a step reads nothing by itself: tickets do
+
+    def begin(self, step: int, samples: int) -> None:
+        """Serve the weights as they are now, those of all workers after so many steps and samples."""
+        self.first_step, self.first_sample = step, samples
+        served = [self.parameters[index] for index in self.shares[self.mesh.worker]]
+        self.server = ParameterServer(self.stepper.optimizer, served, self.workers, self.section.async_lr_power, step)
+        store: dist.Store = dist.HashStore() if self.mesh.world_size == 1 else connect_store()
+        name = self.mesh.from_rank_0(lambda: f"async/{os.urandom(8).hex()}")  # a process may train twice
+        if self.inside.rank == 0:
+            self.tickets = Tickets(SignedStore(store, name, rank_key()), self.mesh.worker, self.workers, step)
+        self.place = dist.PrefixStore(f"{name}/{self.inside.rank}", store)
+
+    def close(self) -> None:
+        if hasattr(self, "peers"):
+            self.peers.close()
+
+    def held(self) -> list[HeldTensor]:
+        """The optimizer's state of the tensors that this rank serves, as a checkpoint names it."""
+        with self.server.as_of_model():
+            return held_state(self.stepper.model, self.stepper.optimizer)
+
+    def count(self, targets: Tensor) -> str:
+        """Keep this rank's targets, which the caller sums in place; returns the axis: the worker's ranks."""
+        self._targets = targets
+        return "fsdp"
+
+    # ---- a step of the run -------------------------------------------------------------------------------------------
+
+    def start(self, rate: Callable[[int], tuple[float, float | None]], ends: Callable[[int], bool]) -> None:
+        """Meet the other workers. Whoever is connected may bring all of a step, so nothing may be missing here by then.
+
+        `rate` gives learning rate and momentum of the step after so many; all ranks meet after steps that `ends` names.
+        """
+
+        def give(step: int, share: float) -> float:
+            lr, momentum = rate(step)
+            set_lr(self.stepper.optimizer, lr * share, momentum)
+            return lr * share
+
+        self.server.set_rate, self.ends = give, ends
+        shapes = [[self.tensors[index].shape for index in share] for share in self.shares]
+        self.peers = Peers(self.place, self.server, self.mesh.worker, shapes, len(self.stepper.passes.names))
+
+    def step(self, number: int, requests: RequestNumbers) -> StepResult:
+        """Contribute until the step of this number is made."""
+        while (ticket := self._next(number, requests)) != MADE:
+            self._contribute(ticket)
+        self.server.wait(number)
+        made = self.server.made.pop(number)
+        request = self._asked(number)
+        if self.ends(number) or request != Request():
+            self._meet(number)
+        job.traffic.add(AXIS, self.peers.take_bytes())
+        return self._result(made, request)
+
+    def _result(self, made: Made, request: Request) -> StepResult:
+        from shardline.training.step import StepResult
+
+        targets = max(1.0, sum(report.targets for report in made.reports))
+        means = [sum(column) / targets for column in zip(*(report.sums for report in made.reports), strict=True)]
+        of_workers = {str(worker): 0 for worker in range(self.workers)}
+        for report in made.reports:
+            of_workers[str(report.worker)] += 1
+        more: dict[str, Any] = {"staleness": max(made.staleness(self.workers)), "contributions": of_workers}
+        more |= dict(zip(self.stepper.passes.names[1:], means[1:], strict=True))
+        norm = sum(report.norm for report in made.reports) / len(made.reports)
+        return StepResult(means[0], norm, made.lr, request, more)
+
+    def _asked(self, number: int) -> Request:
+        """What was asked for with the tickets of a step: the same on all ranks."""
+        sums = list(no_requests())
+        if self.tickets is not None:
+            self.tickets.look()
+            sums = self.tickets.asked.pop(number - 1, sums)
+        return request_of(self.inside.sum(sums))
+
+    def _meet(self, number: int) -> None:
+        """All ranks have the weights of this step, and nobody is ahead."""
+        self._pull(number)
+        if self.mesh.world_size > 1:
+            collectives.sum_in_place(torch.zeros(1, device=self.mesh.device_type), "world")
+
+    # ---- a ticket ----------------------------------------------------------------------------------------------------
+
+    def _next(self, number: int, requests: RequestNumbers) -> int:
+        """The next ticket of this worker, MADE where the step needs none; all ranks of the worker call this."""
+        asked = self.inside.sum(requests())
+        self._pending = [a + b for a, b in zip(self._pending, asked, strict=True)] if asked else self._pending
+        found = 0 if self.tickets is None else self._decide(self.tickets, number)
+        return int(self.inside.sum([float(found)])[0])
+
+    def _decide(self, tickets: Tickets, number: int) -> int:
+        began = time.monotonic()
+        while self.server.version < number:
+            tickets.look()
+            if self._may_take(tickets, number):
+                ticket = tickets.take(self._pending)
+                if ticket is not None:
+                    self._pending = list(no_requests())
+                    return ticket
+                continue
+            if self.section.async_late == "drop" and time.monotonic() - began > self.section.async_late_seconds:
+                late = self._late(tickets)
+                if late is not None:
+                    return late
+            self.server.wait(min(number, self.server.version + 1), POLL_SECONDS)
+        return MADE
+
+    def _may_take(self, tickets: Tickets, number: int) -> bool:
+        def ends(step: int) -> bool:
+            return self.ends(step) or step - 1 in tickets.asked
+
+        return may_take(tickets.step, self.server.version, number - 1, self.section.async_staleness, ends)
+
+    def _late(self, tickets: Tickets) -> int | None:
+        """A ticket of the step that all wait for, whose worker is late: it is made again here."""
+        first = self.server.version * self.workers
+        for ticket in range(first, min(first + self.workers, tickets.next)):
+            if not tickets.is_through(ticket) and tickets.take_again(ticket):
+                return ticket
+        return None
+
+    def _contribute(self, ticket: int) -> None:
+        """Gradients of the ticket's samples on the newest weights, to whoever serves them."""
+        stepper, (step, slot) = self.stepper, divmod(ticket, self.workers)
+        version = self._pull(step - self.section.async_staleness)
+        first = self.first_sample + (step - self.first_step) * self.loader.global_batch_size
+        place = slot * self.mesh.layout.dp_shard + self.mesh.coordinates["dp_shard"]
+        loss = stepper.forward_backward(self.loader.read(first, place))
+        ranks = self.inside.size // self.mesh.layout.pp
+        squares = squared_norm(self.parameters, ranks, stepper.passes.on_two_stages)
+        sums = loss * stepper.passes.share * self._targets.clamp(min=1)
+        square, *totals = self.inside.sum([float(squares), *sums.tolist()])
+        norm, targets = math.sqrt(square) if square >= 0 else math.nan, float(self._targets)
+        if not (math.isfinite(norm) and all(map(math.isfinite, totals))):
+            totals, targets = self._nonfinite(ticket, totals, norm), 0.0
+        clip_(self.parameters, norm, self.config.training.max_norm)
+        if self._counts(ticket):
+            report = Contribution(ticket, self.mesh.worker, version, targets, norm if targets else 0.0, tuple(totals))
+            self.peers.push(report, [[self._gradient(i, targets) for i in share] for share in self.shares])
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _gradient(self, index: int, targets: float) -> Tensor:
+        gradient = self.parameters[index].grad
+        return torch.zeros_like(self.tensors[index]) if gradient is None or not targets else local(gradient)
+
+    def _counts(self, ticket: int) -> bool:
+        """Whether this worker is the first that is through; where late workers are waited for nobody else can be."""
+        if self.section.async_late == "wait":
+            return True
+        first = self.tickets is not None and self.tickets.is_first(ticket)
+        return self.inside.sum([float(first)])[0] > 0
+
+    def _nonfinite(self, ticket: int, totals: Sequence[float], norm: float) -> list[float]:
+        """Stop, or let the contribution count for nothing."""
+        text = f"step {ticket // self.workers + 1}, worker {self.mesh.worker}: loss {totals[0]}, gradient norm {norm}"
+        if self.config.training.nonfinite == "stop":
+            raise UserError(f'{text}. Lower optimizer.lr, or set training.nonfinite = "skip"')
+        return [0.0] * len(totals)
+
+    @torch.no_grad()
+    def _pull(self, version: int) -> int:
+        """Bring the model to this version or a later one, the same on all of its worker's ranks; returns which."""
+        needed = max(version, self.first_step)
+        behind = list(range(self.workers))
+        while True:
+            for worker, (found, values) in self.peers.pull(needed, behind).items():
+                for index, value in zip(self.shares[worker], values, strict=True):
+                    self.tensors[index].copy_(value)
+                self.versions[worker] = found
+            needed = int(self.inside.highest(float(max(self.versions))))
+            behind = [worker for worker, found in enumerate(self.versions) if found < needed]
+            if self.inside.highest(float(len(behind))) == 0:
+                return needed
+
+
+class Inside:
+    """The ranks of one worker, which make its contributions together; numbers travel over gloo, on the host."""
+
+    def __init__(self, layout: Layout, worker: int) -> None:
+        lists: list[list[int]] = [[] for _ in range(layout.dp_replicate)]
+        for rank in range(layout.world_size):
+            lists[layout.coordinates(rank)["dp_replicate"]].append(rank)
+        self.size, self.rank, self.group = len(lists[worker]), 0, None
+        if self.size > 1:
+            for number, ranks in enumerate(lists):
+                group = dist.new_group(ranks, backend="gloo", timeout=A_DAY)
+                self.group = group if number == worker else self.group
+            self.rank = lists[worker].index(dist.get_rank())
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        return self._reduced(numbers, dist.ReduceOp.SUM)
+
+    def highest(self, number: float) -> float:
+        return self._reduced([number], dist.ReduceOp.MAX)[0]
+
+    def _reduced(self, numbers: Sequence[float], how: Any) -> list[float]:
+        if self.group is None:
+            return list(numbers)
+        tensor = torch.tensor(list(numbers), dtype=torch.float64)
+        dist.all_reduce(tensor, op=how, group=self.group)
+        found: list[float] = tensor.tolist()
+        return found
+
+
+def _refuse(config: Config, stepper: Stepper) -> None:
+    """What only a model, its optimizer or the machine tell."""
+    mode = 'parallelism.data_parallel_mode = "async"'
+    if stepper.model.arch.moe is not None:
+        raise UserError(f"{mode}: mixtures of experts are not built yet; use sync or diloco")
+    if stepper.frozen_rows.places:
+        raise UserError(f"{mode}: weights that are trained in part are not built yet; use sync or diloco")
+    if isinstance(stepper.optimizer, GPUAdam):
+        raise UserError(f'{mode}: set optimizer.implementation = "foreach"; the fused kernel steps on one stream')
+    if stepper.model.compute_dtype == torch.float16:
+        raise UserError(f"{mode}: float16 needs one scale of the loss for all workers; train in bfloat16")

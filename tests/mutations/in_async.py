@@ -1,0 +1,73 @@
+"""Promises of workers that do not wait for each other (`data_parallel_mode = "async"`)."""
+
+from tests.mutations.change import Change
+
+UNIT = "tests/unit/parallel/test_asynchronous.py::test_"
+RUNS = "tests/parity/test_async.py::test_"
+FOLDER = "parallel/data/asynchronous/"
+
+ASYNCHRONOUS = [
+    Change(
+        "asynchronous: staleness has no bound",
+        FOLDER + "tickets.py",
+        "return version >= step - staleness and not",
+        "return not",
+        f"{UNIT}without_staleness_nothing_of_a_later_step_is_taken",
+    ),
+    Change(
+        "asynchronous: nobody waits at a meeting",
+        FOLDER + "tickets.py",
+        "not any(ends(number) for number in range(made + 1, step + 1))",
+        "True",
+        f"{UNIT}nothing_of_a_later_step_is_begun_before_a_meeting",
+    ),
+    Change(
+        "asynchronous: requests of others are not seen",
+        FOLDER + "tickets.py",
+        "if any(taken.asks):",
+        "if any(taken.asks) and taken.worker == self.worker:",
+        f"{UNIT}whoever_takes_a_ticket_knows_what_was_asked_before",
+    ),
+    Change(
+        "asynchronous: what a late worker brings counts too",
+        FOLDER + "tickets.py",
+        'return self.store.offer(f"through/{number}", TakenTicket(self.worker, ())._asdict(), decode) is None',
+        "return True",
+        f"{UNIT}what_a_late_worker_brings_is_dropped",
+    ),
+    Change(
+        "asynchronous: a late contribution keeps its rate",
+        FOLDER + "server.py",
+        "return (1.0 + stale) ** -power",
+        "return 1.0",
+        f"{UNIT}a_late_contribution_has_a_smaller_learning_rate",
+    ),
+    Change(
+        "asynchronous: contributions weigh the same",
+        FOLDER + "server.py",
+        "fresh = [report.targets * freshness(",
+        "fresh = [(report.targets > 0) * freshness(",
+        f"{UNIT}a_step_is_the_mean_over_targets",
+    ),
+    Change(
+        "asynchronous: the state of all tensors stays everywhere",
+        FOLDER + "server.py",
+        "            if parameter not in twins:\n",
+        "            if False:\n",
+        f"{UNIT}the_state_stays_with_who_serves",
+    ),
+    Change(
+        "asynchronous: all workers read the samples of the first",
+        "training/async_steps.py",
+        "place = slot * self.mesh.layout.dp_shard",
+        "place = 0 * self.mesh.layout.dp_shard",
+        f"{RUNS}a_slow_worker_reads_less_and_no_sample_is_lost",
+    ),
+    Change(
+        "asynchronous: late workers are never dropped",
+        "training/async_steps.py",
+        'if self.section.async_late == "drop" and',
+        "if False and",
+        f"{RUNS}what_a_late_worker_does_is_made_again_and_counts_once",
+    ),
+]
