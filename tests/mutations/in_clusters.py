@@ -115,6 +115,13 @@ CHANGES = [
         f"{SSH}nothing_starts_where_a_machine_does_not_answer",
     ),
     Change(
+        "a run cannot print once its connection is gone",
+        "launch/clusters/ssh.py",
+        "trap '' PIPE; cat; cat >/dev/null;",
+        "cat;",
+        f"{SSH}a_killed_start_leaves_a_run_that_can_still_print",
+    ),
+    Change(
         "a failed machine of ssh leaves the others waiting",
         "launch/clusters/ssh.py",
         "if failed_at is not None and time.monotonic()",
