@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws: a part of them in `make test`, all of them in `make test-all`."""
+"""How many examples hypothesis draws: a few in `make test`, the same in every run, and many new ones in `make test-all`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL = os.environ.get("HYPOTHESIS_PROFILE") == "full"
 def load_profile() -> None:
     """For tests that do not say how many."""
     hypothesis.settings.register_profile("full", max_examples=100, deadline=None)
-    hypothesis.settings.register_profile("fast", max_examples=30, deadline=None)
+    hypothesis.settings.register_profile("fast", max_examples=30, deadline=None, derandomize=True)
     hypothesis.settings.load_profile("full" if FULL else "fast")
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,8 +46,12 @@ def relative(value: Tensor, expected: Tensor, floor: float = 1e-12) -> float:
 
 
 def assert_same(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, **options) -> None:
-    """Against torch in float64, relative to the whole or, where tokens cancel out, to the share of one token."""
-    scale = 1 / 37
+    """Against torch in float64, relative to the whole or, where tokens cancel out, to what was added up.
+
+    The gradient of the weight is a sum over tokens: the shares of n tokens that do not cancel out have a norm of about
+    sqrt(n) times one share. The gradient of a hidden state is the share of its own token.
+    """
+    scale, targets = 1 / 37, max(1, int(count_targets(labels)))
     ours = chunked_cross_entropy(hidden, weight, labels, scale=scale, **options)
     exact = hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     reference = plain(*exact, labels, scale, options.get("cap"))
@@ -55,9 +59,10 @@ def assert_same(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float
     assert ours.shape == ()
     assert relative(ours.detach(), reference.detach(), scale) <= tolerance
     gradients = torch.autograd.grad(ours, (hidden, weight))
-    for gradient, expected in zip(gradients, torch.autograd.grad(reference, exact), strict=True):
+    floors = scale, scale * targets**0.5
+    for gradient, expected, floor in zip(gradients, torch.autograd.grad(reference, exact), floors, strict=True):
         assert gradient.dtype == torch.float32
-        assert relative(gradient, expected, scale) <= tolerance
+        assert relative(gradient, expected, floor) <= tolerance
 
 
 @settings(deadline=None, max_examples=40)
@@ -70,6 +75,7 @@ def assert_same(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float
     ignored=st.sampled_from([0.0, 0.3, 0.9]),
     seed=st.integers(0, 1000),
 )
+@example(batch=3, sequence=37, dim=1, vocabulary=2, chunk=0, ignored=0.0, seed=130)  # the shares nearly cancel out
 def test_equals_torch_in_float32(batch, sequence, dim, vocabulary, chunk, ignored, seed):
     assert_same(*make(batch, sequence, dim, vocabulary, ignored, seed), 1e-6, chunk_tokens=chunk)
 
