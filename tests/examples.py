@@ -1,4 +1,4 @@
-"""How many examples hypothesis draws: a few in `make test`, the same in every run, and many new ones in `make test-all`."""
+"""Which examples hypothesis draws: a few in `make test`, the same every time, and many new ones in `make test-all`."""
 
 from __future__ import annotations
 
