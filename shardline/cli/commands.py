@@ -121,6 +121,7 @@ TRAIN = Command(
     (
         Option("resume", "Resume from the latest checkpoint; an error if there is none.", bool),
         Option("overwrite", "Move the run that is already in the folder aside.", bool),
+        Option("measure-again", "Measure what async TP chooses by, whatever earlier runs measured.", bool),
         Option("dry-run", "Report layout, sizes and communication; do not train.", bool),
         Option("world-size", "Number of ranks in a dry run.", int, "N", low=1),
         processes("", default=1),

@@ -11,6 +11,7 @@ from shardline.errors import UserError
 class TrainOptions:
     resume: bool = False  # insist on a checkpoint to go on from
     overwrite: bool = False  # replace a run that is already in the folder
+    measure_again: bool = False  # trust no choice of an earlier run
     dry_run: bool = False  # build and report, do not train
     world_size: int | None = None  # ranks to build for in a dry run
     nproc: int = 1  # processes on this machine

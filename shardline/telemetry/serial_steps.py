@@ -6,6 +6,9 @@
 A step runs serially by its number alone, so a resumed run repeats it. A serial step also shows how long communication
 takes by itself, which is what hidden time is compared with from then on. A run with the profiler compares nothing: its
 traces show the products as they run otherwise.
+
+Where overlapped steps turn out slower than serial ones, what the start measured is doubted: perhaps the machine was
+busy, and the products are measured again, once in a run.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from shardline.comm.hidden_time import Times
 from shardline.config.schema import Config
 from shardline.parallel.tensor.backend_table import choices
 
+ENOUGH = 3  # steps of each kind, before they can contradict what the start measured
 SERIAL_PLACE = 2  # of the logged steps between two comparisons: the first ones have the costs of the start
 
 
@@ -37,6 +41,8 @@ class SerialComparison:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.alone: list[float] = []  # seconds of communication in serial steps
+        self.serial: list[float] = []  # seconds of steps
+        self.overlapped: list[float] = []
         self._began = 0.0
 
     def begin(self, step: int) -> None:
@@ -49,11 +55,28 @@ class SerialComparison:
         was_serial, choices.serial = choices.serial, False
         if was_serial:
             self.alone.append(times.comm)
+            self.serial.append(seconds)
             return {"tp_comm_seconds": times.comm, "tp_serial_step_seconds": seconds}
         found = Times(statistics.median(self.alone) if self.alone else times.comm, times.exposed)
         row = {"tp_comm_seconds": found.comm, "tp_exposed_seconds": found.exposed, "tp_hidden_fraction": found.hidden}
-        overlaps = self.config.parallelism.enable_async_tensor_parallel
-        return row | ({"tp_overlapped_step_seconds": seconds} if overlaps else {})
+        if not self.config.parallelism.enable_async_tensor_parallel:
+            return row
+        self.overlapped.append(seconds)
+        return row | {"tp_overlapped_step_seconds": seconds}
+
+    def is_contradicted(self) -> bool:
+        """Whether overlapped steps take longer than serial ones; the same on every rank, since all know the slowest."""
+        if min(len(self.serial), len(self.overlapped)) < ENOUGH:
+            return False
+        return statistics.median(self.overlapped) > statistics.median(self.serial)
+
+    def words(self) -> str:
+        overlapped, serial = map(statistics.median, (self.overlapped, self.serial))
+        return f"overlapped steps took {overlapped:.3f} s and serial ones {serial:.3f} s"
+
+    def forget(self) -> None:
+        """Begin to compare anew, with other choices."""
+        self.serial, self.overlapped = [], []
 
     def seconds(self) -> float:
         """Since the step began; the device has finished it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import random
@@ -316,13 +315,21 @@ class Setup:
         cache = cache_folder(config.training.cache_folder)
         with passing_line() as tell:
             self.async_tensor = async_tp.prepare(
-                config, self.arch, mesh, applied.tensor, dtype, device, cache, applied.recipes, tell
+                config,
+                self.arch,
+                mesh,
+                applied.tensor,
+                dtype,
+                device,
+                cache,
+                applied.recipes,
+                tell,
+                again=self.options.measure_again,
             )
-        if self.async_tensor.measured:
-            log_table(self.async_tensor.table(), "Async TP: what carries each product", file_only=True)
+        report_choices(self.async_tensor)
         carried = choose_carrier(config, self.arch, mesh, dtype, device)
-        for line in (*self.async_tensor.lines, *filter(None, [carried])):
-            log.info("%s", line)
+        if carried is not None:
+            log.info("%s", carried)
         self.reference = self._build_reference()
         self.stepper = Stepper(config, self.model, self.optimizer, mesh, applied, device, self.reference)
         if config.parallelism.data_parallel_mode == "async":
@@ -465,10 +472,18 @@ class Setup:
         self.folder.write_config(text)
         write_tokenizer(self.config, self.tokenizer)
         if self.async_tensor.measured:
-            write_atomically(self.folder.path / async_tp.FILE, json.dumps(self.async_tensor.rows(), indent=1))
+            self.async_tensor.save(self.folder.path)
         if self.config.job.save_config_file:
             with blame("job.save_config_file"):
                 write_atomically(Path(self.config.job.save_config_file), text)
+
+
+def report_choices(found: async_tp.AsyncTensor) -> None:
+    """Log what carries each product: a line on the console, a table in the log's file."""
+    if found.measured:
+        log_table(found.table(), "Async TP: what carries each product", file_only=True)
+    for line in found.lines:
+        log.info("%s", line)
 
 
 # ---- parts that other programs use -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from shardline.run.signals import listening
 from shardline.run.stop import Request, exit_code, no_requests, request_of, why_not_saved
 from shardline.telemetry.log import release_log
 from shardline.training.samples import PromptSampler
-from shardline.training.setup import Setup
+from shardline.training.setup import Setup, report_choices
 from shardline.training.step import RequestNumbers, StepResult
 from shardline.training.validate import Validator
 from shardline.words import TableRows
@@ -213,10 +213,25 @@ class Trainer:
         self._check_loss(result.loss)
         for line in self.async_tensor.missed():
             log.warning("%s", line)
+        self._doubt_choices()
         if freq and step % freq == 0:
             check_replicas(self.model, step)
         registry.run_hooks("after_step", self, {"step": step, "loss": result.loss, "lr": result.lr})
         self.saver.check()
+
+    def _doubt_choices(self) -> None:
+        """Measure anew what carries each product, once, where this run's own steps contradict the choices."""
+        comparison, measure_again = self.telemetry.serial, self.async_tensor.measure_again
+        if measure_again is None or comparison is None or not comparison.is_contradicted():
+            return
+        log.info("Async TP: %s: the products are measured again", comparison.words())
+        comparison.forget()
+        with self.telemetry.paused("measuring products"), watchdog.patiently("measuring products"):
+            self.async_tensor = measure_again()
+        self.async_tensor.measure_again = None
+        report_choices(self.async_tensor)
+        if self.mesh.rank == 0:
+            self.async_tensor.save(self.folder.path)
 
     def _check_loss(self, loss: float) -> None:
         """End a run whose loss stays above `training.max_loss`, before such weights are saved."""

@@ -11,6 +11,7 @@ ENGAGED = "tests/unit/telemetry/test_engaged.py::test_"
 PROFILE = "tests/unit/telemetry/test_profile.py::test_"
 HIDDEN = "tests/parity/test_async_tensor.py::test_hidden_time_is_compared_with_communication_alone"
 SUMMARY = "tests/parity/test_async_tensor.py::test_the_summary_tells_what_was_gained_and_that_it_was_measured"
+CHOICES = "tests/parity/test_async_tensor.py::test_"
 SERIAL = "tests/parity/test_async_tensor.py::test_which_logged_steps_run_serially"
 START = "tests/unit/training/test_overview.py::test_every_line_of_the_table"
 LOADER = "tests/unit/data/test_data_loader.py::test_"
@@ -199,6 +200,27 @@ METRICS_ROWS = [
         "return rest == 0 and place % freq == SERIAL_PLACE % freq",
         "return False",
         f"{SERIAL}[changes1-serial1]",
+    ),
+    Change(
+        "choices that steps contradict stay",
+        "telemetry/serial_steps.py",
+        "return statistics.median(self.overlapped) > statistics.median(self.serial)",
+        "return False",
+        f"{CHOICES}choices_that_steps_contradict_are_measured_again_once[slower]",
+    ),
+    Change(
+        "--measure-again is ignored",
+        "parallel/tensor/async_tp.py",
+        "choose({} if again else remembered, tell)",
+        "choose(remembered, tell)",
+        f"{CHOICES}what_is_remembered_is_measured_again_on_request",
+    ),
+    Change(
+        "a remembered choice has the date of today",
+        "parallel/tensor/autotune.py",
+        'str(row["date"])',
+        "today()",
+        "tests/unit/parallel/test_choosing.py::test_a_row_comes_back_as_it_was",
     ),
     Change(
         "all products of later steps stay serial",

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +36,8 @@ from tests.parity.pool import Pool
 ASYNC = {"parallelism.enable_async_tensor_parallel": True}
 BACKEND = "parallelism.async_tensor_parallel_backend"
 SUMMARY = "Async TP is enabled for "
+DATE = "2026-01-02 03:04"
+AS_BEFORE = f", measured on {DATE}"
 on_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="symmetric memory may be there on a GPU")
 
 
@@ -49,7 +52,9 @@ class Decided(NamedTuple):
     drew: bool  # from the run's random numbers
 
 
-def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: bool = False) -> Decided:
+def decide(
+    overrides: dict[str, Any], cache: Path, measures: bool = True, real: bool = False, again: bool = False
+) -> Decided:
     """A rank's part of `prepare`. Its clock is as wrong as any rank's own view may be, unless it is the `real` one."""
     config = load_config(overrides=complete(overrides, world_size()))
     mesh = Mesh(resolve_layout(config.parallelism, world_size()), DEVICE)
@@ -68,7 +73,10 @@ def decide(overrides: dict[str, Any], cache: Path, measures: bool = True, real: 
             changes.enter_context(patch.object(autotune, "timed", own_clock))
         if not measures:
             changes.enter_context(patch.object(async_tp, "measure", side_effect=AssertionError("it measured")))
-        done = async_tp.prepare(config, arch, mesh, plan, torch.float32, device, cache, tell=progress.append)
+        changes.enter_context(patch.object(autotune, "today", lambda: DATE))
+        done = async_tp.prepare(
+            config, arch, mesh, plan, torch.float32, device, cache, tell=progress.append, again=again
+        )
     found = {str(product): choice for product, choice in choices.chosen.items()}
     choices.reset()
     return Decided(found, done.table(), done.lines, progress, sum(told), not torch.equal(before, torch.get_rng_state()))
@@ -117,18 +125,28 @@ def test_the_clock_is_read_and_random_numbers_stay(pool: Pool, tmp_path: Path) -
 
 def test_a_second_run_remembers(pool: Pool, tmp_path: Path) -> None:
     first = pool.run(2, decide, tp(2), tmp_path)
-    assert not any(line.endswith("remembered") for line in measured_lines(first[0]))
+    assert not any(AS_BEFORE in line for line in measured_lines(first[0]))
     second = pool.run(2, decide, tp(2), tmp_path, False)
     assert [decided.chosen for decided in second] == [decided.chosen for decided in first]
     for decided in second:
-        assert measured_lines(decided) == [f"{line}, remembered" for line in measured_lines(first[0])]
-        assert decided.lines[-1].startswith(f"{SUMMARY}8 products (as measured before): ")
+        assert measured_lines(decided) == [line + AS_BEFORE for line in measured_lines(first[0])]
+        assert decided.lines[-1].startswith(f"{SUMMARY}8 products (measured on {DATE}): ")
         assert decided.progress == []
     # Other shapes are measured, and beside them those of before are still known.
     longer = pool.run(2, decide, tp(2, training__seq_len=64), tmp_path)
-    assert not any(line.endswith("remembered") for line in measured_lines(longer[0]))
+    assert not any(AS_BEFORE in line for line in measured_lines(longer[0]))
     for settings in (tp(2), tp(2, training__seq_len=64)):
         pool.run(2, decide, settings, tmp_path, False)
+
+
+def test_what_is_remembered_is_measured_again_on_request(pool: Pool, tmp_path: Path) -> None:
+    longer = tp(2, training__seq_len=64)
+    for settings in (tp(2), longer):
+        pool.run(2, decide, settings, tmp_path)
+    found = pool.run(2, decide, tp(2), tmp_path, True, False, True)
+    assert not any(AS_BEFORE in line for line in measured_lines(found[0]))
+    assert all("8 of them measured" in decided.lines[-1] for decided in found)
+    pool.run(2, decide, longer, tmp_path, False)  # other shapes are remembered still
 
 
 @pytest.mark.parametrize("backend", ["serial", "ring"])
@@ -189,7 +207,7 @@ def test_what_gives_wrong_numbers_is_not_used(pool: Pool, tmp_path: Path, rememb
 def test_what_was_never_tried_is_not_remembered(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, decide, tp(2) | {BACKEND: "serial"}, tmp_path)
     found = pool.run(2, decide, tp(2), tmp_path)
-    assert not any(line.endswith("remembered") for line in measured_lines(found[0]))
+    assert not any(AS_BEFORE in line for line in measured_lines(found[0]))
 
 
 @on_cpu
@@ -301,6 +319,52 @@ def test_a_run_keeps_what_was_chosen_and_measures_itself(harness: Harness, pool:
     assert log.count(SUMMARY) == 1
     assert all(f"\n{product} " in log for product in chosen)
     assert "tp communication  " in log
+
+
+def trained_with_times(settings: dict[str, Any], serial: float, overlapped: float) -> list[str]:
+    """The products that were measured in a run whose steps seem to take these times."""
+    measured: list[str] = []
+    measure = autotune.measure
+
+    def noted(shape: Any, *arguments: Any) -> Any:
+        measured.append(str(shape.product))
+        return measure(shape, *arguments)
+
+    begin = SerialComparison.begin
+
+    def seen(self: SerialComparison, step: int) -> None:
+        begin(self, step)
+        self.claimed = serial if choices.serial else overlapped  # type: ignore[attr-defined]
+
+    with (
+        patch.object(autotune, "MOST_ROUNDS", 1),
+        patch.object(async_tp, "measure", noted),
+        patch.object(SerialComparison, "begin", seen),
+        patch.object(SerialComparison, "seconds", lambda self: self.claimed),
+    ):
+        train(settings, None)
+    choices.reset()
+    return measured
+
+
+@pytest.mark.parametrize(
+    ("overlapped", "times"), [(2.0, 2), pytest.param(0.5, 1, marks=pytest.mark.slow)], ids=["slower", "faster"]
+)
+def test_choices_that_steps_contradict_are_measured_again_once(
+    harness: Harness, pool: Pool, tmp_path: Path, overlapped: float, times: int
+) -> None:
+    overrides = tp(2, training__steps=12, parallelism__async_tensor_parallel_compare_freq=2)
+    settings = harness.settings(overrides, 2) | {
+        "job.dump_folder": str(tmp_path / "run"),
+        "training.cache_folder": str(tmp_path / "cache"),
+    }
+    found = pool.run(2, trained_with_times, settings, 1.0, overlapped)
+    assert found[0] == found[1]
+    assert Counter(Counter(found[0]).values()) == {times: 8}
+    log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
+    told = "overlapped steps took 2.000 s and serial ones 1.000 s: the products are measured again"
+    assert log.count(told) == times - 1
+    assert log.count(SUMMARY) == times
 
 
 # ---- the summary -----------------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ class AsyncTensor:
 
     measured: list[Measured] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    measure_again: Callable[[], AsyncTensor] | None = None  # for all ranks together; None where nothing is chosen
 
     def table(self) -> list[tuple[str, str]]:
         """Label and value of each row of the log's table: the products, and what was chosen for them."""
@@ -60,6 +61,9 @@ class AsyncTensor:
 
     def rows(self) -> list[dict[str, Any]]:
         return [{"product": str(one.product), **as_row(one)} for one in self.measured]
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / FILE, json.dumps(self.rows(), indent=1))
 
     def missed(self) -> list[str]:
         """A log line for each product that ran since the last call and was not measured at the start."""
@@ -78,11 +82,12 @@ def prepare(
     cache: Path,
     recipes: Collection[Recipe | None] = (None,),
     tell: Callable[[str], None] = lambda text: None,
+    again: bool = False,
 ) -> AsyncTensor:
     """Choose a backend for every product of this run; all ranks call it together.
 
     `recipes` are those by which products of the blocks compute in float8; None is among them where some do not. `tell`
-    gets a text whenever a measurement begins.
+    gets a text whenever a measurement begins. With `again`, what earlier runs measured does not count.
     """
     choices.reset()
     section = config.parallelism
@@ -90,16 +95,38 @@ def prepare(
         return AsyncTensor()
     if plan is None:
         return AsyncTensor(lines=["Async TP has nothing to do: parallelism.tensor_parallel_degree is 1"])
-    done = AsyncTensor()
-    checkpoint = config.activation_checkpoint
+    checkpoint, lines = config.activation_checkpoint, list[str]()
     choices.visible = checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op"
-    allowed = usable_backends(section.async_tensor_parallel_backend, device, done.lines)
+    allowed = usable_backends(section.async_tensor_parallel_backend, device, lines)
     forced = allowed[-1] if section.async_tensor_parallel_backend != "auto" else None
     place = topology(device)
     file = remembered_file(cache, place)
-    known: dict[str, Any] = mesh.from_rank_0(lambda: _read(file))
-    fresh: dict[str, Any] = {}
-    shapes, began = run_shapes(config, arch, plan, dtype, recipes), time.perf_counter()
+    remembered: dict[str, Any] = mesh.from_rank_0(lambda: _read(file))
+    shapes = run_shapes(config, arch, plan, dtype, recipes)
+
+    def choose(known: dict[str, Any], tell: Callable[[str], None]) -> AsyncTensor:
+        found, fresh = _choose(shapes, allowed, forced, known, device, tell)
+        if fresh and mesh.rank == 0:
+            _write(file, {**remembered, **fresh}, place)
+        return found
+
+    done = choose({} if again else remembered, tell)
+    done.lines = lines + done.lines
+    if forced is None and section.data_parallel_mode != "async":  # asynchronous workers do nothing together
+        done.measure_again = lambda: choose({}, lambda text: None)
+    return done
+
+
+def _choose(
+    shapes: Sequence[Shape],
+    allowed: Sequence[str],
+    forced: str | None,
+    known: dict[str, Any],
+    device: torch.device,
+    tell: Callable[[str], None],
+) -> tuple[AsyncTensor, dict[str, Any]]:
+    """The choice for each product, and the rows of those that were measured now and not `known`."""
+    done, fresh, began = AsyncTensor(), dict[str, Any](), time.perf_counter()
     for number, shape in enumerate(shapes, start=1):
         measured = _recall(shape, allowed, known)
         if measured is None or failure(shape, _settled(measured, forced).chosen, device):
@@ -115,9 +142,7 @@ def prepare(
     done.lines.append(_summary_line(done.measured, len(fresh), time.perf_counter() - began))
     used = [backends[choice.backend] for choice in choices.chosen.values()]
     symmetric_memory.keep({purpose for one in (*used, *job.direct.values()) for purpose in one.regions})
-    if fresh and mesh.rank == 0:
-        _write(file, {**known, **fresh}, place)
-    return done
+    return done, fresh
 
 
 def run_shapes(
@@ -228,7 +253,9 @@ def _refusal_lines(measured: Sequence[Measured]) -> list[str]:
 def _summary_line(measured: Sequence[Measured], fresh: int, seconds: float) -> str:
     """What carries how many products, and whether their communication can hide."""
     chosen = Counter(str(one.chosen) for one in measured)
-    how = f"{fresh} of them measured in {seconds:.1f} s" if fresh else "as measured before"
+    how = (
+        f"{fresh} of them measured in {seconds:.1f} s" if fresh else f"measured on {min(one.date for one in measured)}"
+    )
     line = f"Async TP is enabled for {len(measured)} products ({how}): "
     line += ", ".join(f"{count} by {choice}" for choice, count in chosen.most_common())
     compute, sent = sum(one.matmul for one in measured), sum(one.comm for one in measured)

@@ -63,6 +63,7 @@ class Measured:
     remembered: bool = False
     refused: dict[str, str] = field(default_factory=dict)  # backend -> why it cannot carry this product
     weights: float = 0.0  # the part of matmul for gradients of weights; only measured on GPUs
+    date: str = ""  # when it was measured
 
     @property
     def serial(self) -> float:
@@ -93,7 +94,7 @@ class Measured:
 
     def words(self) -> str:
         where = "".join(f", {backend} cannot be used here: {why}" for backend, why in self.refused.items())
-        where += ", remembered" if self.remembered else ""
+        where += f", measured on {self.date}" if self.remembered else ""
         return (
             f"{self.chosen}, {self.times[self.chosen] * 1e3:.2f} ms against {self.serial * 1e3:.2f} serial and"
             f" {self.matmul * 1e3:.2f} without communication{where}"
@@ -272,7 +273,11 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
             found |= medians(runs, near, more, device, in_a_row)
     times = {choice: found[choice] for choice in tried if choice in found}
     alone = {part: found[part] for part in parts}
-    return Measured(shape.product, times=times, chosen=fastest(times), refused=refused, **alone)
+    return Measured(shape.product, times=times, chosen=fastest(times), refused=refused, date=today(), **alone)
+
+
+def today() -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime())
 
 
 def _tells_pace(trial: Trial) -> bool:
@@ -433,7 +438,7 @@ def remembered_file(folder: Path, place: dict[str, Any]) -> Path:
 def as_row(measured: Measured) -> dict[str, Any]:
     times = [[choice.backend, choice.chunks, seconds] for choice, seconds in measured.times.items()]
     alone = {"matmul": measured.matmul, "weights": measured.weights, "comm": measured.comm}
-    row = {**alone, "times": times, "chosen": list(measured.chosen)}
+    row = {**alone, "times": times, "chosen": list(measured.chosen), "date": measured.date}
     return {**row, "refused": measured.refused} if measured.refused else row
 
 
@@ -441,5 +446,5 @@ def from_row(product: Product, row: dict[str, Any]) -> Measured:
     times = {Choice(backend, chunks): float(seconds) for backend, chunks, seconds in row["times"]}
     matmul, weights, sent = (float(row[part]) for part in ("matmul", "weights", "comm"))
     refused = dict(row.get("refused", {}))
-    chosen = Choice(*row["chosen"])
-    return Measured(product, matmul, sent, times, chosen, remembered=True, refused=refused, weights=weights)
+    chosen, date = Choice(*row["chosen"]), str(row["date"])
+    return Measured(product, matmul, sent, times, chosen, True, refused, weights, date)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -151,9 +152,10 @@ def test_a_step_that_is_compared_with_carries_every_product_serially():
 
 
 def test_too_little_compute_for_its_communication_is_said():
-    found = [Measured(PRODUCT, matmul, 1.0, {SERIAL: 4.0}, SERIAL) for matmul in (1.0, 2.5)]
+    date = "2026-01-02 03:04"
+    found = [Measured(PRODUCT, matmul, 1.0, {SERIAL: 4.0}, SERIAL, date=date) for matmul in (1.0, 2.5)]
     hint = ", and below 2 not all of it can hide: fewer tensor-parallel ranks or a faster link help"
-    said = "Async TP is enabled for 2 products (as measured before): 2 by serial; they take 1.8 times as long as"
+    said = f"Async TP is enabled for 2 products (measured on {date}): 2 by serial; they take 1.8 times as long as"
     assert _summary_line(found, 0, 0.0) == f"{said} their communication{hint}"
     assert _summary_line(found[1:], 0, 0.0).endswith("they take 2.5 times as long as their communication")
 
@@ -364,10 +366,10 @@ def _runs(product):
 @given(others, seconds, seconds, seconds, seconds)
 def test_a_row_comes_back_as_it_was(times, serial, matmul, sent, weights):
     times = {SERIAL: serial, **times}
-    before = Measured(PRODUCT, matmul, sent, times, fastest(times), weights=weights)
+    before = Measured(PRODUCT, matmul, sent, times, fastest(times), weights=weights, date="2026-01-02 03:04")
     after = from_row(PRODUCT, json.loads(json.dumps(as_row(before))))
-    assert after == Measured(PRODUCT, matmul, sent, times, fastest(times), remembered=True, weights=weights)
-    assert after.words() == f"{before.words()}, remembered"
+    assert after == dataclasses.replace(before, remembered=True)
+    assert after.words() == f"{before.words()}, measured on 2026-01-02 03:04"
 
 
 def test_a_backend_that_was_refused_is_not_tried_again(monkeypatch):
