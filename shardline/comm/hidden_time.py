@@ -8,7 +8,7 @@ all of that time. If it belongs to a product that was timed at the start of the 
 took alone there: the rest is waiting for a slower rank. An overlapped product is exposed for what it took beyond the
 unsplit matrix products at the start, and again for no more than its communication alone. A GPU multiplies at another
 pace in a step than at the start. Weight gradients show that pace, where the backend computes them by themselves and
-nothing runs beside them.
+nothing runs beside them. Where kernels communicate inside the product, they note how long they waited: that is exposed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from shardline.comm.kernel_clock import TimedKernel
 from shardline.comm.spans import Span, Spans
 
 
@@ -73,6 +75,7 @@ class Mark:
     with_weights: bool
     most: float
     weights: tuple[Any, Any] | None = None
+    kernels: list[TimedKernel] = field(default_factory=list)  # those inside that communicate
 
     def seconds(self) -> tuple[float, float]:
         """(everything else, the weight gradients that were timed by themselves)."""
@@ -90,6 +93,7 @@ class DeviceClock:
     """Events around the operations of one axis; off except in sampled steps."""
 
     axis: str | None = None
+    traced: list[TimedKernel] | None = None  # kernels that communicate, in steps that a trace records
     _most: float = math.inf
     _inside: Mark | None = None
     _marks: list[Mark] = field(default_factory=list)
@@ -97,7 +101,8 @@ class DeviceClock:
     @contextlib.contextmanager
     def around(self, axis: str, alone: Alone | None = None, with_weights: bool = False) -> Iterator[None]:
         """Around a collective, or around a product that communicates and whose parts were timed `alone`."""
-        if self.axis != axis or self._inside is not None:
+        sampled = self.axis == axis
+        if self._inside is not None or not (sampled or (self.traced is not None and alone is not None)):
             yield
             return
         mark = self._inside = Mark(_events(), alone, with_weights, self._most)
@@ -105,9 +110,27 @@ class DeviceClock:
         try:
             yield
             mark.span[1].record()
-            self._marks.append(mark)
+            if sampled:
+                self._marks.append(mark)
         finally:
             self._inside = None
+
+    @property
+    def reads(self) -> bool:
+        """Whether anybody reads times now."""
+        return self.axis is not None or self.traced is not None
+
+    def words(self, kernel: str, device: torch.device, abreast: int) -> Tensor | None:
+        """Memory for what a kernel notes of itself; None where nobody will read it."""
+        alone = None if self._inside is None else self._inside.alone
+        readers = [] if self._inside is None or alone is None else [self._inside.kernels]
+        readers += [] if self.traced is None else [self.traced]
+        if not readers:
+            return None
+        noted = TimedKernel(kernel, device, abreast, math.inf if alone is None else alone.comm)
+        for kernels in readers:
+            kernels.append(noted)
+        return noted.words
 
     @contextlib.contextmanager
     def expecting(self, comm: float) -> Iterator[None]:
@@ -142,8 +165,11 @@ class DeviceClock:
                 counted = min(seconds, mark.most)
                 total, exposed = total + counted, exposed + counted
                 continue
-            compute = mark.alone.inputs + (mark.alone.weights if mark.with_weights and not apart else 0.0)
             total += mark.alone.comm
+            if mark.kernels:
+                exposed += min(sum(kernel.times().waited for kernel in mark.kernels), mark.alone.comm)
+                continue
+            compute = mark.alone.inputs + (mark.alone.weights if mark.with_weights and not apart else 0.0)
             exposed += min(max(seconds - pace * compute, 0.0), mark.alone.comm)
         return Times(total, exposed)
 

@@ -102,8 +102,10 @@ class Profiler:
         """Record communication spans in the steps that the trace records."""
         if self.trace is not None and self._records(self.at + 1):
             job.spans.record("trace")
+            job.clock.traced = [] if self.device.type == "cuda" else None
         else:
             job.spans.stop("trace")
+            job.clock.traced = None
 
     def _save_trace(self, trace: torch.profiler.profile) -> None:
         if not self._records(self.at):  # the run ended when recording had just begun
@@ -117,7 +119,9 @@ class Profiler:
             for file in (path, table):  # torch would follow a link
                 file.unlink(missing_ok=True)
             trace.export_chrome_trace(str(path))
-            add_spans(path, self.rank, self.since + 1, job.axes, job.spans.take("trace"))
+            kernels = [kernel.as_row() for kernel in job.clock.traced or []]
+            job.clock.traced = []
+            add_spans(path, self.rank, self.since + 1, job.axes, job.spans.take("trace"), kernels)
             table.write_text(ops_table(list(trace.key_averages()), self.options.top_ops))
         except (OSError, RuntimeError) as error:  # the run is worth more than its trace
             log.warning("the trace of step %d was not saved: %s", self.at, error)

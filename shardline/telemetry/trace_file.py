@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,19 @@ EVENTS = re.compile(r'"traceEvents"\s*:\s*\[(?=\s*\{)')
 BASE = re.compile(r'"baseTimeNanoseconds"\s*:\s*(\d+)')
 
 
-def add_spans(path: Path, rank: int, first_step: int, axes: Mapping[str, Axis], spans: Iterable[Span]) -> None:
+def add_spans(
+    path: Path,
+    rank: int,
+    first_step: int,
+    axes: Mapping[str, Axis],
+    spans: Iterable[Span],
+    kernels: Sequence[dict[str, Any]] = (),
+) -> None:
     """Add an event for each span, and a key `shardline`: this rank, and the process group of each axis.
 
-    `first_step` is the step of the run that the profiler counts as 0. A trace may be large, so the text is inserted and
-    the rest of the file stays as torch has written it.
+    `first_step` is the step of the run that the profiler counts as 0. `kernels` are those that communicate, in the
+    order of their launch, as they timed themselves. A trace may be large, so the text is inserted and the rest of the
+    file stays as torch has written it.
     """
     text = path.read_text(encoding="utf-8")
     found, base = EVENTS.search(text), BASE.search(text)
@@ -35,7 +43,7 @@ def add_spans(path: Path, rank: int, first_step: int, axes: Mapping[str, Axis], 
         return
     ranks = {name: dist.get_process_group_ranks(over.group) for name, over in axes.items()}
     known = {name: {"ranks": ranks[name], "group": over.group.group_name} for name, over in axes.items()}
-    header = json.dumps({"rank": rank, "first_step": first_step, "axes": known})
+    header = json.dumps({"rank": rank, "first_step": first_step, "axes": known, "kernels": kernels})
     events = "".join(f"{json.dumps(event)},\n" for event in span_events(spans, int(base[1]), ranks))
     part = path.with_name(f"{path.name}.tmp")
     part.unlink(missing_ok=True)

@@ -4,7 +4,10 @@ Communication is recognized by its process group, never by the name of a kernel:
 
 - a kernel of NCCL carries its process group, or is linked to the call that does; the trace's own table (`shardline`)
   gives the mesh dimension of that group
-- a kernel or copy that was launched inside one of our labelled ranges belongs to the range's dimension
+- a kernel or copy that was launched inside one of our labelled ranges belongs to the range's dimension; those of one
+  range are one collective, which lasts from the first to the end of the last
+- a kernel that communicates inside a matrix product has timed itself: it computes, less what it waited, and it
+  communicates while it sends and while it waits, for which its end stands
 - collectives of gloo are in the trace as spans of the host, with their dimension
 
 Everything else that runs on the GPU is computation. In a trace without GPU, computation is the time that the threads of
@@ -21,7 +24,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,6 +112,8 @@ class _TraceReader:
         self.calls = {args["External id"]: args for args in called if GROUP in args and "External id" in args}
         self.ranges = Ranges(event for event in self._of("user_annotation") if event["name"].startswith(RANGE))
         self.waiting = Ranges(self._of("communication_wait"))
+        self.timed = self._timed_kernels()
+        self.collectives: dict[tuple[str, float], list[Activity]] = defaultdict(list)  # by axis, and begin of the range
         marks = [event for event in self._of("user_annotation") if STEP.fullmatch(event["name"])]
         self.main = marks[0]["tid"] if marks else None
         self.steps = sorted(MarkedStep(self._step(event), event["ts"], event["ts"] + event["dur"]) for event in marks)
@@ -129,6 +134,9 @@ class _TraceReader:
             found.communication[event["args"]["axis"]].append(_host(event))
         for event in gpu:
             self._place(event, found)
+        for (axis, _), parts in self.collectives.items():
+            first, end = min(parts, key=lambda part: part.start), max(part.end for part in parts)
+            found.communication[axis].append(replace(first, end=end))
         if not gpu:
             found.computation = [_host(event) for event in self._of("cpu_op") if event["tid"] in self.threads]
         return found
@@ -139,13 +147,37 @@ class _TraceReader:
         backward = {event["tid"] for event in self._of("cpu_op") if event["name"].startswith(BACKWARD)}
         return backward | {self.main} if self.main is not None else {event["tid"] for event in self._of("cpu_op")}
 
+    def _timed_kernels(self) -> dict[Any, dict[str, Any]]:
+        """The times that kernels noted of themselves, by correlation; nothing where they are not those of the trace."""
+        found: dict[Any, dict[str, Any]] = {}
+        noted: list[dict[str, Any]] = self.header.get("kernels", [])
+        kernels = sorted(self._of("kernel"), key=lambda event: event["ts"])
+        for name in {one["name"] for one in noted}:
+            events, rows = ([one for one in all_of_them if one["name"] == name] for all_of_them in (kernels, noted))
+            if len(events) == len(rows):
+                found |= {event["args"]["correlation"]: row for event, row in zip(events, rows, strict=True)}
+        return found
+
+    def _place_timed(self, activity: Activity, times: dict[str, Any], axis: str, found: RankTrace) -> None:
+        start, end, launched, name = activity.start, activity.end, activity.launched, activity.name
+        working = max(start, end - times["waited"])
+        found.computation.append(Activity(start, working, launched, name))
+        spans = [(working, end)] if times["sent"] is None else [(working, end), [start + at for at in times["sent"]]]
+        found.communication[axis] += [Activity(begin, stop, launched, name) for begin, stop in spans if stop > begin]
+
     def _place(self, event: dict[str, Any], found: RankTrace) -> None:
         args = event.get("args", {})
         launch = self.launches.get(args.get("correlation"))
         launched = launch["ts"] if launch is not None else event["ts"]
         activity = Activity(event["ts"], event["ts"] + event["dur"], launched, event["name"])
         axis = self._axis(event, args, launch)
-        if axis is not None:
+        times = self.timed.get(args.get("correlation"))
+        label = self.ranges.around(launch["tid"], launch["ts"]) if launch is not None else None
+        if times is not None and label is not None:
+            self._place_timed(activity, times, _axis_of_label(label), found)
+        elif axis is not None and label is not None and not _is_for_copies(label):
+            self.collectives[axis, label["ts"]].append(activity)
+        elif axis is not None:
             found.communication[axis].append(activity)
         elif not self._is_staging(event, launch):
             found.computation.append(activity)
@@ -158,10 +190,7 @@ class _TraceReader:
         label = self.ranges.around(launch["tid"], launch["ts"]) if launch is not None else None
         if label is None:
             return None
-        axis = label["name"].removeprefix(RANGE).partition(":")[0]
-        if axis.endswith(COPIES):
-            return axis.removesuffix(COPIES) if event["cat"] == "gpu_memcpy" else None
-        return str(axis)
+        return None if _is_for_copies(label) and event["cat"] != "gpu_memcpy" else _axis_of_label(label)
 
     def _axis_of_group(self, call: dict[str, Any]) -> str:
         name, members = str(call[GROUP]), _ranks(call.get(MEMBERS))
@@ -204,6 +233,18 @@ class Ranges:
                 return event
             at -= 1
         return None
+
+
+def _dimension(label: dict[str, Any]) -> str:
+    return str(label["name"].removeprefix(RANGE).partition(":")[0])
+
+
+def _axis_of_label(label: dict[str, Any]) -> str:
+    return _dimension(label).removesuffix(COPIES)
+
+
+def _is_for_copies(label: dict[str, Any]) -> bool:
+    return _dimension(label).endswith(COPIES)
 
 
 def _host(event: dict[str, Any]) -> Activity:

@@ -413,9 +413,30 @@ LOGS_AND_TRACES = [
     Change(
         "a trace has no spans of communication",
         "telemetry/profile.py",
-        'add_spans(path, self.rank, self.since + 1, job.axes, job.spans.take("trace"))',
+        'add_spans(path, self.rank, self.since + 1, job.axes, job.spans.take("trace"), kernels)',
         "pass",
         "tests/unit/comm/test_spans.py::test_spans_of_the_recorded_steps_are_in_the_trace_at_their_time",
+    ),
+    Change(
+        "kernels do not time themselves for a trace",
+        "telemetry/profile.py",
+        'job.clock.traced = [] if self.device.type == "cuda" else None',
+        "job.clock.traced = None",
+        "tests/unit/comm/test_spans.py::test_kernels_time_themselves_in_the_steps_that_a_trace_of_a_gpu_records",
+    ),
+    Change(
+        "waits inside kernels are not exposed",
+        "comm/hidden_time.py",
+        "exposed += min(sum(kernel.times().waited for kernel in mark.kernels), mark.alone.comm)",
+        "pass",
+        "tests/unit/comm/test_hidden.py::test_kernels_that_note_their_waits_are_exposed_for_these",
+    ),
+    Change(
+        "a trace takes waits inside a kernel for computing",
+        "tools/trace_events.py",
+        'working = max(start, end - times["waited"])',
+        "working = end",
+        "tests/unit/tools/test_trace_overlap.py::test_a_kernel_that_timed_itself_computes_less_what_it_waited",
     ),
     Change(
         "a run that ends without a trace says nothing",

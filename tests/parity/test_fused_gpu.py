@@ -180,6 +180,38 @@ def test_a_cuda_graph_can_be_replayed(pool: Pool, name: str) -> None:
     assert pool.run(2, replayed, name) == [0.0] * 2
 
 
+def waits(late: float) -> list[tuple[float, float]]:
+    """Seconds that each kernel ran and waited on this rank, where rank 1 begins each product `late` seconds later."""
+    rank, _, device = joined()
+    found = []
+    with patch.object(fused, "NARROW", fused.NARROW[:1]), patch.dict(fused._chosen, clear=True):
+        for operation, direction in ((COLUMN, "forward"), (ROW, "forward")):
+            one = trial(operation, direction, (2048, 2048, 2048), torch.bfloat16, device)
+            for _ in range(2):  # the first run compiles
+                job.clock.traced = []
+                one.run(Choice("fused"))
+                torch.cuda.synchronize()
+                torch.distributed.barrier()
+                job.clock.traced = []
+                if rank == 1:
+                    torch.cuda._sleep(int(late * 1.9e9))
+                one.run(Choice("fused"))
+                torch.cuda.synchronize()
+            times = [kernel.times() for kernel in job.clock.traced]
+            found.append((sum(one.lasted for one in times), sum(one.waited for one in times)))
+    job.clock.traced = None
+    return found
+
+
+def test_kernels_note_how_long_they_waited_for_a_late_rank(pool: Pool) -> None:
+    late = 0.05
+    prompt, other = pool.run(2, waits, late)
+    for lasted, waited in prompt:
+        assert waited == pytest.approx(late, rel=0.3)
+        assert lasted >= 0.9 * waited
+    assert all(waited < 0.1 * late and lasted < 0.5 * late for lasted, waited in other)
+
+
 def sums_and_peaks() -> int:
     """Sums by copies between memories that ranks share, in turn with a scatter in the same memory, which grows."""
     rank, ranks, device = joined()

@@ -102,7 +102,7 @@ def chosen_backend(
         choices.ran.add((product, choice))
     alone = choices.alone.get(product)
     silent = not needs.x and operation != ROW  # only the gradient of the input would be sent
-    if job.clock.axis is None or alone is None or silent:
+    if not job.clock.reads or alone is None or silent:
         timed: Any = contextlib.nullcontext()
     elif choice.backend == SERIAL.backend:
         timed = job.clock.expecting(alone.comm)

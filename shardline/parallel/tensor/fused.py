@@ -53,6 +53,7 @@ FOR_OTHERS = 4  # multiprocessors left to the collectives of other axes
 TURNS = 6  # tiles after which a program ends, if others need its place
 REGISTERS = 65_536  # of a multiprocessor
 MOST_REGISTERS = {"gather": 60_000, "scatter": REGISTERS}  # copies of rows need some of them
+NOTING_WARPS, NOTING_REGISTERS = 8, 232  # of a program that gathers and notes its times, and of its threads
 SHARED_BESIDES = 1024  # bytes of shared memory that a program takes beyond its own
 
 
@@ -145,11 +146,12 @@ def _launch_scatter(
     own_tiles = tiles.in_all(x.shape[0] // ranks, right.width)
     division = _division(x.device, ranks, ranks * own_tiles)
     programs = division.programs((ranks - 1) * own_tiles) + division.programs(own_tiles)
+    clock = job.clock.words("matmul_scatter", x.device, min(programs, division.abreast))
     return _kernels().matmul_scatter[(programs,)](
-        x, right.tensor, out, room.parts, room.flags, state.scattered,
+        x, right.tensor, out, room.parts, room.flags, state.scattered, state.scattered if clock is None else clock,
         x.shape[0] // ranks, right.width, x.shape[1], own, room.elements, room.tiles,
         tiles.group, division.abreast, division.turns,
-        **_fixed(tiles, right, x, ranks),
+        **_fixed(tiles, right, x, ranks), TIMED=clock is not None,
     )  # fmt: skip
 
 
@@ -158,11 +160,16 @@ def _launch_gather(
 ) -> Any:
     in_all = tiles.in_all(ranks * x.shape[0], right.width)
     division = _division(x.device, ranks, in_all)
-    return _kernels().gather_matmul[(division.programs(in_all),)](
-        x, full, right.tensor, out, state.arrived, state.gathered,
+    programs = division.programs(in_all)
+    # The noting kernel takes some registers more: only where a limit leaves those that copies of rows need.
+    may_note = tiles.warps == NOTING_WARPS
+    clock = job.clock.words("gather_matmul", x.device, min(programs, division.abreast)) if may_note else None
+    noting = {} if clock is None else {"TIMED": True, "maxnreg": NOTING_REGISTERS}
+    return _kernels().gather_matmul[(programs,)](
+        x, full, right.tensor, out, state.arrived, state.gathered, state.gathered if clock is None else clock,
         x.shape[0], right.width, x.shape[1], own, int(last),
         tiles.group, division.abreast, division.turns,
-        **_fixed(tiles, right, x, ranks),
+        **_fixed(tiles, right, x, ranks), **noting,
     )  # fmt: skip
 
 

@@ -9,6 +9,9 @@ The memory that other ranks write to has two halves, used in turn: a rank may be
 two, since its own tiles need all others' tiles. Whoever waits for a flag clears it, so that a recorded CUDA graph can
 be replayed; the half in use is counted on the device for the same reason.
 
+With TIMED a kernel also notes in `clock` when its first program began and its last one ended, for how long programs
+waited for rows and for what they had sent, and from when to when it sent (a timer of the GPU, in nanoseconds).
+
 Each program takes a share of the tiles; programs that get a place on the GPU earlier take earlier tiles. When
 scattering, the first programs only send, and so end without waiting for anything; those after them only wait for what
 such programs of other ranks have sent. So any number of programs may be on the GPU at a time, even one.
@@ -30,6 +33,10 @@ column_of_tiles = triton.jit(tile_order.column_of_tiles)
 # The words that a kernel keeps: all but the first are zero while none runs.
 HALF, ENTERED, LEFT = (tl.constexpr(word) for word in range(3))
 WORDS = 3
+# The words of `clock`, zero at first: moments, of which the earliest (counted back from LATE) or the latest stays, and
+# sums over all programs. comm/kernel_clock.py reads them.
+BEGAN, ENDED, WAITED, STALLED, SENT_FROM, SENT_TO = (tl.constexpr(word) for word in range(6))
+LATE = tl.constexpr(1 << 62)
 
 
 @triton.jit
@@ -52,6 +59,18 @@ def _product(
 def _do(ASSEMBLY: tl.constexpr):
     """Let every thread execute an instruction, in its place among loads and stores."""
     tl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _now():
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _note(clock, FROM: tl.constexpr, TO: tl.constexpr, began):
+    """Note that something lasted from `began` until now."""
+    tl.atomic_max(clock + FROM, LATE - began, sem="relaxed", scope="gpu")
+    tl.atomic_max(clock + TO, _now(), sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -92,16 +111,22 @@ def _share(number, abreast, turns, begin, end):
 
 
 @triton.jit
-def _wait_until_set(flag, ON_GPU: tl.constexpr):
+def _wait_until_set(flag, clock, TIMED: tl.constexpr, ON_GPU: tl.constexpr):
+    if TIMED:
+        began = _now()
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
         _pause(ON_GPU)
     if ON_GPU:  # the rows are then read by bulk loads
         _do("fence.proxy.async; mov.u32 $0, 0;")
+    if TIMED:
+        tl.atomic_add(clock + WAITED, _now() - began, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def _take_all(flags, apart, own, RANKS: tl.constexpr, ON_GPU: tl.constexpr):
+def _take_all(flags, apart, own, clock, RANKS: tl.constexpr, TIMED: tl.constexpr, ON_GPU: tl.constexpr):
     """Wait for the flag of every other rank and clear it."""
+    if TIMED:
+        began = _now()
     if RANKS == 2:
         while tl.atomic_cas(flags + (1 - own) * apart, 1, 0, sem="acquire", scope="sys") == 0:
             _pause(ON_GPU)
@@ -115,17 +140,24 @@ def _take_all(flags, apart, own, RANKS: tl.constexpr, ON_GPU: tl.constexpr):
             if waiting > 0:
                 _pause(ON_GPU)
         tl.store(flags + rank * apart, 0, mask=other)
+    if TIMED:
+        tl.atomic_add(clock + WAITED, _now() - began, sem="relaxed", scope="gpu")
 
 
 @triton.jit
-def _set(flag, ON_GPU: tl.constexpr):
+def _set(flag, clock, TIMED: tl.constexpr, ON_GPU: tl.constexpr):
     """Set a flag once everything that this program has stored is visible.
 
     (Triton does not pipeline a loop with its own `debug_barrier` in it.)
     """
+    if TIMED:
+        began = _now()
     if ON_GPU:
         _do("cp.async.bulk.wait_group 0; bar.sync 0; mov.u32 $0, 0;")
     tl.atomic_xchg(flag, 1, sem="release", scope="sys")
+    if TIMED:
+        tl.atomic_add(clock + STALLED, _now() - began, sem="relaxed", scope="gpu")
+        _note(clock, SENT_FROM, SENT_TO, began)
 
 
 @triton.jit
@@ -192,10 +224,10 @@ def _finish(
 
 @triton.jit(do_not_specialize=["own", "last", "group", "abreast", "turns"])
 def gather_matmul(
-    x, full, weight, out, flags, state, T, N, K, own, last, group, abreast, turns,
+    x, full, weight, out, flags, state, clock, T, N, K, own, last, group, abreast, turns,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PIECES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    ON_GPU: tl.constexpr = True,
+    TIMED: tl.constexpr = False, ON_GPU: tl.constexpr = True,
 ):  # fmt: skip
     """out (RANKS T, N) = rows of all ranks times weight; x (T, K) are those of this rank, `full` receives the others'.
 
@@ -210,6 +242,8 @@ def gather_matmul(
     result = tl.make_tensor_descriptor(out, shape=[RANKS * T, N], strides=[N, 1], block_shape=[BM, BN // PIECES])
     rows, columns = T // BM, tl.cdiv(N, BN)
     tiles = rows * columns
+    if TIMED:
+        entered = _now()
     number = _enter(state)
     first, end = _share(number, abreast, turns, 0, tiles)
     for tile in tl.range(first, end, abreast, flatten=True):
@@ -221,13 +255,15 @@ def gather_matmul(
         shard = gathering_shard(turn, own, RANKS)
         first, end = _share(number, abreast, turns, turn * tiles, (turn + 1) * tiles)
         if first < end:
-            _wait_until_set(flags + shard, ON_GPU)
+            _wait_until_set(flags + shard, clock, TIMED, ON_GPU)
         for index in tl.range(first, end, abreast, flatten=True):
             tile = index - turn * tiles
             row = shard * T + row_of_tiles(tile, rows, columns, group) * BM
             column = column_of_tiles(tile, rows, columns, group) * BN
             total = _product(theirs, right, row, column, K, BM, BN, BK, ROWS, PRECISION)
             _put(total, result, row, column, BM, BN, PIECES)
+    if TIMED:
+        _note(clock, BEGAN, ENDED, entered)
     ended = _leave(state, RANKS * tiles, abreast, turns)
     if ended & (last == 1):
         for rank in range(RANKS):
@@ -236,10 +272,10 @@ def gather_matmul(
 
 @triton.jit(do_not_specialize=["own", "group", "abreast", "turns"])
 def matmul_scatter(
-    x, weight, out, parts, flags, state, T, N, K, own, room, most_tiles, group, abreast, turns,
+    x, weight, out, parts, flags, state, clock, T, N, K, own, room, most_tiles, group, abreast, turns,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PIECES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    ON_GPU: tl.constexpr = True,
+    TIMED: tl.constexpr = False, ON_GPU: tl.constexpr = True,
 ):  # fmt: skip
     """out (T, N) = this rank's rows of x (RANKS T, K) times weight, summed over ranks.
 
@@ -253,6 +289,8 @@ def matmul_scatter(
         right = tl.make_tensor_descriptor(weight, shape=[K, N], strides=[N, 1], block_shape=[BK, BN])
     rows, columns = T // BM, tl.cdiv(N, BN)
     tiles = rows * columns
+    if TIMED:
+        entered = _now()
     number = _enter(state)
     half = tl.load(state + HALF) % 2
     slots = half * RANKS
@@ -272,10 +310,10 @@ def matmul_scatter(
             column = column_of_tiles(tile, rows, columns, group) * BN
             total = _product(left, right, shard * T + row, column, K, BM, BN, BK, ROWS, PRECISION)
             if index > first:
-                _set(there + tile - abreast, ON_GPU)
+                _set(there + tile - abreast, clock, TIMED, ON_GPU)
             _put(total, theirs, own * T + row, column, BM, BN, PIECES)
         if first < end:
-            _set(there + first - turn * tiles + (end - 1 - first) // abreast * abreast, ON_GPU)
+            _set(there + first - turn * tiles + (end - 1 - first) // abreast * abreast, clock, TIMED, ON_GPU)
     sent = tl.load(parts + own).to(kind) + begins
     here = tl.load(flags + own).to(tl.pointer_type(tl.int32))
     result = tl.make_tensor_descriptor(out, shape=[T, N], strides=[N, 1], block_shape=[BM, BN // (2 * PIECES)])
@@ -286,7 +324,9 @@ def matmul_scatter(
         row = row_of_tiles(tile, rows, columns, group) * BM
         column = column_of_tiles(tile, rows, columns, group) * BN
         total = _product(left, right, own * T + row, column, K, BM, BN, BK, ROWS, PRECISION)
-        _take_all(here + slots * most_tiles + tile, most_tiles, own, RANKS, ON_GPU)
+        _take_all(here + slots * most_tiles + tile, most_tiles, own, clock, RANKS, TIMED, ON_GPU)
         _finish(total, sent, result, row, column, T, N, own, RANKS, BM, BN, PIECES)
+    if TIMED:
+        _note(clock, BEGAN, ENDED, entered)
     if _leave(state, others + tiles, abreast, turns):
         tl.store(state + HALF, 1 - half)

@@ -6,6 +6,7 @@ import torch
 from shardline.comm import collectives
 from shardline.comm.hidden_time import Alone, DeviceClock, RowClock
 from shardline.comm.job import job
+from shardline.comm.kernel_clock import LATE, times_of
 from shardline.parallel.tensor import backend_table, overlap
 from shardline.parallel.tensor.backend_table import Choice, choices, product_of
 from shardline.parallel.tensor.serial_and_ring import Needs
@@ -79,6 +80,63 @@ def test_weight_gradients_amid_the_communication_count_as_computing(now):
     with clock.around("tp", ALONE, with_weights=True):
         now[0] += 2.0 + 1.0 + 0.25
     assert clock.take() == pytest.approx((0.5, 0.25))
+
+
+# What a kernel writes of itself, in nanoseconds: it began at 1 s, ran for 2.1 s, its 4 programs waited 0.8 s together
+# for rows and 0.4 s for what they sent, from 1.5 s to 2.5 s.
+NOTED = [LATE - 10**9, 31 * 10**8, 8 * 10**8, 4 * 10**8, LATE - 15 * 10**8, 25 * 10**8]
+
+
+def test_the_words_of_a_kernel():
+    assert times_of(torch.tensor(NOTED), 4) == (pytest.approx(2.1), pytest.approx(0.3), pytest.approx((0.5, 1.5)))
+    assert times_of(torch.tensor([*NOTED[:4], 0, 0]), 2) == (pytest.approx(2.1), pytest.approx(0.6), None)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_kernels_that_note_their_waits_are_exposed_for_these(now, apart):
+    """However long the operation takes beside the products at the start."""
+    clock = DeviceClock(axis="tp")
+    with clock.around("tp", ALONE, with_weights=True):
+        clock.words("gather_matmul", torch.device("cpu"), 4).copy_(torch.tensor(NOTED))
+        now[0] += 2.1 + 0.15
+        if apart:
+            with clock.weight_gradients():
+                now[0] += 1.7
+        else:
+            now[0] += 1.0
+    assert clock.take() == pytest.approx((0.5, 0.3))
+
+
+def test_waits_beyond_the_communication_alone_are_for_a_slower_rank(now):
+    clock = DeviceClock(axis="tp", traced=[])
+    with clock.around("tp", ALONE):
+        clock.words("gather_matmul", torch.device("cpu"), 1).copy_(torch.tensor(NOTED))
+    assert clock.traced[0].times().waited == 0.5
+    assert clock.take() == pytest.approx((0.5, 0.5))
+
+
+def test_a_traced_step_that_is_not_sampled_counts_nothing(now):
+    clock = DeviceClock(traced=[])
+    with clock.around("tp", ALONE):
+        clock.words("k", torch.device("cpu"), 1)
+    with clock.around("tp"):
+        now[0] += 1.0
+    assert clock.take() == (0.0, 0.0)
+    assert clock.traced[0].most == ALONE.comm
+
+
+def test_kernels_note_times_only_for_those_who_read_them(now):
+    clock, device = DeviceClock(), torch.device("cpu")
+    with clock.around("tp", ALONE):
+        assert clock.words("k", device, 1) is None
+    clock.axis = "tp"
+    with clock.around("tp"):
+        assert clock.words("k", device, 1) is None  # a separate collective: all of it is exposed
+    clock.traced = []
+    with clock.around("tp", ALONE):
+        assert clock.words("k", device, 1) is not None
+    clock.words("k", device, 1)
+    assert len(clock.traced) == 2
 
 
 def test_what_fails_leaves_nothing_half_timed(now, monkeypatch):

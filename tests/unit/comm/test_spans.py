@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shardline.comm import collectives
 from shardline.comm.job import job
+from shardline.comm.kernel_clock import LATE
 from shardline.comm.mesh import Mesh
 from shardline.comm.observe import Observed, Started, labelled, runs_on_host
 from shardline.comm.spans import Span, Spans, now
@@ -170,9 +171,9 @@ def test_nccl_does_not(monkeypatch):
 # ---- in a trace ------------------------------------------------------------------------------------------------------
 
 
-def profiled(folder, steps, work, **options):
+def profiled(folder, steps, work, device=CPU, **options):
     options = {"enable_profiling": True, "profile_freq": 4, "profiler_warmup": 1} | options
-    with Profiler(Config.model_validate({"profiling": options}), folder, 0, CPU, start_step=10) as profiler:
+    with Profiler(Config.model_validate({"profiling": options}), folder, 0, device, start_step=10) as profiler:
         for step in range(steps):
             work(step)
             profiler.step()
@@ -204,7 +205,20 @@ def test_spans_of_the_recorded_steps_are_in_the_trace_at_their_time(tmp_path):
         around = next(event for event in content["traceEvents"] if event["name"] == f"around {step}")
         assert around["ts"] < span["ts"] < span["ts"] + span["dur"] < around["ts"] + around["dur"]
         assert span["dur"] >= 2000
-    assert content["shardline"] == {"rank": 0, "first_step": 11, "axes": {}}
+    assert content["shardline"] == {"rank": 0, "first_step": 11, "axes": {}, "kernels": []}
+
+
+def test_kernels_time_themselves_in_the_steps_that_a_trace_of_a_gpu_records(tmp_path):
+    def work(step):
+        words = job.clock.words(f"kernel {step}", CPU, abreast=1)
+        if words is not None:
+            words.copy_(torch.tensor([LATE - 1000, 5000, 2000, 0, 0, 0]))
+
+    profiled(tmp_path, 8, work, device=torch.device("cuda"))
+    for step in (3, 7):
+        rows = [{"name": f"kernel {step}", "lasted": 4.0, "waited": 2.0, "sent": None}]
+        assert read(tmp_path, 11 + step)["shardline"]["kernels"] == rows
+    assert job.clock.traced is None
 
 
 def test_spans_on_one_track_do_not_overlap():

@@ -86,7 +86,8 @@ class Gathering(Setting):
             with self.places[rank]:
                 fused_kernels.gather_matmul[(1,)](
                     mine, self.fulls[rank, number], self.weights[rank], self.outs[rank, number], self.flags[rank],
-                    self.states[rank], T, N, K, rank, 1, GROUP, self.abreast, self.turns, **self.fixed(),
+                    self.states[rank], self.states[rank], T, N, K, rank, 1, GROUP, self.abreast, self.turns,
+                    **self.fixed(),
                 )  # fmt: skip
             self.ends[rank].wait()
 
@@ -135,7 +136,7 @@ class Scattering(Setting):
             with self.places[rank]:
                 fused_kernels.matmul_scatter[(1,)](
                     self.rows[rank][number], self.weights[rank], self.outs[rank, number], *self.tables,
-                    self.states[rank], T, N, K, rank, self.room, self.most,
+                    self.states[rank], self.states[rank], T, N, K, rank, self.room, self.most,
                     GROUP, self.abreast, self.turns, **self.fixed(),
                 )  # fmt: skip
             self.ends[rank].wait()

@@ -178,6 +178,47 @@ def test_what_is_launched_in_a_labelled_range_is_communication(tmp_path):
     }
 
 
+KERNELS = [
+    {"name": "scatter", "lasted": 20.0, "waited": 4.0, "sent": [2.0, 10.0]},
+    {"name": "gather", "lasted": 10.0, "waited": 0.0, "sent": None},
+    {"name": "gather", "lasted": 10.0, "waited": 3.0, "sent": None},
+]
+
+
+def timed_kernels(names):
+    events = [event("user_annotation", "communication over cp (copies): fused", 0, 60)]
+    for number, (name, start, end) in enumerate(names):
+        launch, kernel = launched(number, number, start, end)
+        events += [launch, kernel | {"name": name}]
+    return events
+
+
+def test_a_kernel_that_timed_itself_computes_less_what_it_waited(tmp_path):
+    """It communicates while it sends, from 102 to 110, and while it waits: 116 to 120 and 137 to 140."""
+    header = {"rank": 0, "axes": AXES, "kernels": KERNELS}
+    events = timed_kernels([("scatter", 100, 120), ("gather", 120, 130), ("gather", 130, 140), ("other", 140, 150)])
+    assert analysed(tmp_path, events, shardline=header) == {(None, "cp"): (8 + 4 + 3, 4 + 3, 16 + 10 + 7 + 10, 0)}
+
+
+def test_times_of_other_kernels_are_not_taken_for_theirs(tmp_path):
+    header = {"rank": 0, "axes": AXES, "kernels": KERNELS}
+    events = timed_kernels([("gather", 120, 130), ("gather", 130, 140), ("gather", 140, 150)])
+    assert analysed(tmp_path, events, shardline=header) == {(None, None): (0, 0, 30, 0)}
+
+
+def test_the_kernels_of_a_collective_are_one(tmp_path):
+    """Also where it waits for the host between two of them; what computes meanwhile hides it."""
+    events = [
+        event("user_annotation", "communication over tp: sum", 0, 50),
+        event("user_annotation", "communication over tp: sum", 60, 70),
+        *launched(1, 10, 100, 110),
+        *launched(2, 20, 130, 140),
+        *launched(3, 55, 115, 120),
+        *launched(4, 65, 150, 160),
+    ]
+    assert analysed(tmp_path, events) == {(None, "tp"): (50, 45, 5, 10)}
+
+
 def test_nested_ranges_count_for_the_inner_one_and_ends_are_seen(tmp_path):
     events = [
         event("user_annotation", "communication over dp_shard: outer", 0, 100),
