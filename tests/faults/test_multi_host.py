@@ -100,3 +100,25 @@ def test_under_torchrun_a_rank_that_lost_another_says_so(tmp_path):
     assert "Connection" in error_a
     assert "[rank0]: Traceback" not in error_a
     assert "ValueError: a fault of its own" in error_b
+
+
+@pytest.mark.slow
+def test_the_doctor_looks_at_both_hosts(tmp_path):
+    with two_hosts() as hosts:
+        words = ["-m", "shardline", "doctor", "--json", "--nproc", "1", *MEETING]
+        words = [word.format(first=hosts[0].address) for word in words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+        doctors = [
+            host.start([sys.executable, *words, "--node-rank", str(rank)], {"SHARDLINE_JOB_SECRET": SECRET}, **pipes)
+            for rank, host in enumerate(hosts)
+        ]
+        (shown, error), (nothing, _) = [doctor.communicate(timeout=120) for doctor in doctors]
+    assert ([doctor.returncode for doctor in doctors], nothing) == ([0, 0], ""), error
+    found = json.loads(shown)["findings"]
+    of = {topic: [one["text"] for one in found if one["topic"] == topic] for topic in ("gloo", "clocks", "cores")}
+    assert all("2 ranks met" in one for one in of["gloo"])
+    assert {host.interface for host in hosts} == {re.search(r"over (\w+)", one)[1] for one in of["gloo"]}
+    (clocks,) = of["clocks"]
+    assert hosts[1].name in clocks
+    assert [host.name in one for host, one in zip(hosts, of["cores"], strict=True)] == [True, True]
+    assert any("between ranks" in one["text"] for one in found)
