@@ -122,7 +122,8 @@ SCALED_ADAFACTOR = ADAFACTOR | {
     "optimizer.adafactor_scale_parameter": True,
     "optimizer.adafactor_momentum": 0.9,
 }
-RELATIVE_ADAFACTOR = {"optimizer.name": "Adafactor", "optimizer.adafactor_relative_step": True}
+# Its own rates are high: the norm of step 10 is 14, and moves by 7e-5 when initial weights change in their last bit.
+RELATIVE_ADAFACTOR = {"optimizer.name": "Adafactor", "optimizer.adafactor_relative_step": True, "training.steps": 9}
 ONE_CYCLE_LR = {
     "lr_scheduler.warmup_steps": 3,
     "lr_scheduler.warmup_type": "cosine",
@@ -660,7 +661,18 @@ CASES = [
     case("pp2-zbv-tp2-async-no-sequence-biases", layers(4), ZBV, ASYNC, NO_SEQUENCE, BIASES, pp=2, tp=2, slow=True),
     case("pp2-ddp2-zbv-tied-accumulation", layers(4), ZBV, TIED, TWO_AT_A_TIME, pp=2, ddp=2, slow=True),
     case("pp2-fsdp2-tied-always", layers(4), INTERLEAVED, TIED, ALWAYS, TWO_AT_A_TIME, pp=2, fsdp=2, slow=True),
-    case("pp2-fsdp2-bf16-always-zbv", layers(4), ZBV, BF16, ALWAYS, pp=2, fsdp=2, tolerances=BFLOAT16, slow=True),
+    # At a rate of 1e-3 step 7 amplifies rounding: by sensitivity.py the norm of one process moves by 9e-3.
+    case(
+        "pp2-fsdp2-bf16-always-zbv",
+        layers(4),
+        ZBV,
+        BF16 | {"optimizer.lr": 5e-4},
+        ALWAYS,
+        pp=2,
+        fsdp=2,
+        tolerances=BFLOAT16,
+        slow=True,
+    ),
     case("pp2-bf16", BF16, pp=2, tolerances=BFLOAT16, slow=True),
     case("pp2-tp2-tied", layers(4), TIED, INTERLEAVED, pp=2, tp=2, slow=True),
     case("pp2-tp2-dual-pipe", layers(4), DUAL_PIPE, pp=2, tp=2, slow=True),

@@ -10,7 +10,7 @@ import pytest
 from shardline.config.features import FEATURES
 from shardline.training import loss
 from tests.parity.cases import CASES, ODD_VOCABULARY, Case, case
-from tests.parity.crossing import HOW, allowed_pairs, crossed, pairs_of
+from tests.parity.crossing import HOW, ROUNDED, allowed_pairs, crossed, pairs_of
 from tests.parity.harness import Harness, compare
 
 ALL = [*CASES, *crossed()]
@@ -43,6 +43,11 @@ def test_ranks_with_unequal_parts_of_the_vocabulary_cut_the_loss_alike(harness: 
 def test_every_allowed_pair_of_features_has_a_case() -> None:
     covered = {pair for case in ALL for pair in pairs_of(case)}
     assert {tuple(sorted(pair)) for pair in allowed_pairs() - covered} == set()
+
+
+def test_every_pair_that_needs_no_rounding_has_a_case_in_float32() -> None:
+    exact = [pairs for case in ALL if not ROUNDED & frozenset().union(*(pairs := pairs_of(case)))]
+    assert {pair for pair in allowed_pairs() if not pair & ROUNDED} <= set().union(*exact)
 
 
 def test_every_feature_can_be_turned_on() -> None:
