@@ -21,10 +21,12 @@ class Job:
 
     def __init__(self, hosts, folder, launcher=(), options=(), fault="", **variables):
         self.hosts, self.folder = hosts, folder
+        folder.mkdir(exist_ok=True)
         (folder / "hooks.py").write_text(HOOKS)
         keys = {**SMALL, "training.steps": 4, "metrics.log_freq": 1, "job.dump_folder": "run"}
         flags = [f"--{key}={value}" for key, value in keys.items()]
-        flags.append(f"--experimental.custom_import={folder / 'hooks.py'}")
+        if len(hosts) > 1:  # the hooks are for ranks
+            flags.append(f"--experimental.custom_import={folder / 'hooks.py'}")
         self.processes = []
         for rank, host in enumerate(hosts):
             words = [*launcher, "-m", "shardline", "train", *flags, *options]
@@ -89,6 +91,38 @@ def test_torchrun_starts_ranks_on_two_hosts(tmp_path):
         codes, printed = job.end(120)
     assert codes == [0, 0], printed
     job.check_run()
+
+
+def losses_and_norms(folder):
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows], [row["grad_norm"] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallelism.data_parallel_shard_degree=2"],
+        ["parallelism.data_parallel_replicate_degree=2"],
+        ["parallelism.tensor_parallel_degree=2", "parallelism.enable_async_tensor_parallel=true"],
+        ["parallelism.context_parallel_degree=2"],
+        ["parallelism.pipeline_parallel_degree=2", "training.local_batch_size=4"],
+    ],
+    ids=["fsdp", "ddp", "async-tp", "cp", "pp"],
+)
+def test_two_hosts_compute_what_one_process_does(tmp_path, layout):
+    batch = ["--training.global_batch_size=4"]
+    with two_hosts() as hosts:
+        flags = [*batch, *(f"--{key}" for key in layout)]
+        job = Job(hosts, tmp_path, options=[*flags, "--node-rank", "{rank}", *MEETING])
+        alone = Job(hosts[:1], tmp_path / "alone", options=batch)
+        for run in (job, alone):
+            codes, printed = run.end(150)
+            assert set(codes) == {0}, printed
+    losses, norms = losses_and_norms(tmp_path / hosts[0].name)
+    one_losses, one_norms = losses_and_norms(tmp_path / "alone" / hosts[0].name)
+    assert losses == pytest.approx(one_losses, rel=1e-4)
+    assert norms == pytest.approx(one_norms, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -608,6 +608,13 @@ PIPELINES = [
         "tests/unit/parallel/test_stages.py",
     ),
     Change(
+        "pipeline_parallel_schedule_csv is ignored",
+        "parallel/pipeline/stages.py",
+        "csv = section.pipeline_parallel_schedule_csv or None",
+        "csv = None",
+        "tests/parity/test_pipeline.py::test_a_schedule_from_a_file_computes_what_one_process_does[ZBVZeroBubble-2]",
+    ),
+    Change(
         "pipeline_parallel_layers_per_stage is ignored",
         "parallel/pipeline/stages.py",
         "elif section.pipeline_parallel_layers_per_stage is not None:",

@@ -1,6 +1,7 @@
 """Every layout gives one process's numbers: samples, losses, gradient norms, gradients, weights."""
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -9,7 +10,7 @@ import pytest
 
 from shardline.config.features import FEATURES
 from shardline.training import loss
-from tests.parity.cases import CASES, ODD_VOCABULARY, Case, case
+from tests.parity.cases import ASYNC, CASES, ODD_VOCABULARY, Case, case
 from tests.parity.crossing import HOW, ROUNDED, allowed_pairs, crossed, pairs_of
 from tests.parity.harness import Harness, compare
 
@@ -38,6 +39,14 @@ def chunks_near_a_limit(trainer: Any) -> Iterator[None]:
 def test_ranks_with_unequal_parts_of_the_vocabulary_cut_the_loss_alike(harness: Harness) -> None:
     odd = case("tp2-odd", ODD_VOCABULARY, tp=2)
     compare(harness.reference(odd.overrides), harness.run(odd.overrides, 2, chunks_near_a_limit), odd.tolerances)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler of torch needs one for C++")
+def test_blocks_that_the_compiler_of_torch_has_made(harness: Harness) -> None:
+    """Other cases stop short of code generation, which takes long."""
+    one = case("inductor", ASYNC, {"compile.enable": True}, tp=2)
+    compare(harness.reference(one.overrides), harness.run(one.overrides, 2, timeout=300), one.tolerances)
 
 
 def test_every_allowed_pair_of_features_has_a_case() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 import json
 import os
@@ -22,10 +23,11 @@ from shardline.models.dtensor import local
 from shardline.models.products.linear import weight_queue
 from shardline.parallel.data import stage_reduction as stage_sums
 from shardline.parallel.pipeline import executor
+from shardline.parallel.pipeline.schedules import build_schedule
 from shardline.parallel.tensor import overlap
 from tests.parity import cases
 from tests.parity.cases import case, layers, schedule
-from tests.parity.harness import _own_logging, worst
+from tests.parity.harness import _own_logging, compare, worst
 
 MICRO_BATCHES = 4
 UNCLIPPED = cases.UNCLIPPED  # the norm is added up in another order, and clipping would spread that last bit
@@ -59,6 +61,29 @@ def test_bytes_are_those_of_activations_and_their_gradients(harness):
     assert {row["pp"] for row in looped.comm_bytes} == {3 * 8 * one}
     tied = harness.run(case("x", layers(4), cases.TIED, pp=2).overrides, 2)
     assert {row["pp"] for row in tied.comm_bytes} == {8 * one + 272 * 64 * 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "sends"),  # of rank 0, for each micro-batch: to the next stage on another rank, in forward and in backward
+    [
+        pytest.param("GPipe", 1, marks=pytest.mark.slow),
+        pytest.param("1F1B", 1, marks=pytest.mark.slow),
+        pytest.param("LoopedBFS", 3, marks=pytest.mark.slow),
+        pytest.param("Interleaved1F1B", 3, marks=pytest.mark.slow),
+        pytest.param("InterleavedZeroBubble", 3, marks=pytest.mark.slow),
+        ("ZBVZeroBubble", 2),
+        pytest.param("DualPipeV", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_schedule_from_a_file_computes_what_one_process_does(harness, tmp_path, name, sends):
+    path = tmp_path / "mine.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(build_schedule(name, 2, 8).orders)
+    given = {"parallelism.pipeline_parallel_schedule_csv": str(path)}
+    one = case("from-a-file", layers(4), given, pp=2)
+    found = harness.run(one.overrides, 2)
+    compare(harness.reference(one.overrides), found, one.tolerances)
+    assert {row["pp"] for row in found.comm_bytes} == {sends * 8 * 32 * 64 * 4}
 
 
 # ---- nothing is computed twice ---------------------------------------------------------------------------------------
