@@ -9,7 +9,7 @@ import pytest
 
 from shardline.config.architecture import Architecture
 from shardline.config.load import load_config
-from shardline.config.rule_table import OUTER_KEYS
+from shardline.config.rules.workers import OUTER_KEYS
 from shardline.config.schema import Config, leaves
 from shardline.config.types import short_type
 from shardline.errors import ConfigError
