@@ -834,8 +834,8 @@ CONFIG_AND_LAUNCH = [
     Change(
         "replica groups train on pairs of answers",
         "config/rules/workers.py",
-        'lambda c: c.training.objective == "dpo"),\n            ("updates in backward"',
-        'lambda c: False),\n            ("updates in backward"',
+        'PAIRS,\n        ("updates in backward"',
+        '("updates in backward"',
         "tests/unit/config/test_config_rules.py::test_pending",
     ),
     Change(

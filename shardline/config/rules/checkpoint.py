@@ -43,11 +43,8 @@ IDLE: list[Rule] = [
         "checkpoint.load_only",
         [True],
         *below("checkpoint", "interval interval_ratio interval_type keep_latest_k async_mode"),
-        *below("checkpoint", "save_timeout_seconds save_before"),
-        *below(
-            "checkpoint",
-            "last_save_model_only last_save_in_hf enable_first_step_checkpoint preempted_exit_code save_before",
-        ),
+        *below("checkpoint", "save_timeout_seconds save_before last_save_model_only last_save_in_hf"),
+        *below("checkpoint", "enable_first_step_checkpoint preempted_exit_code"),
     ),
     idle(
         "checkpoint.last_save_model_only and checkpoint.last_save_in_hf are false",

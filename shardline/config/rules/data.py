@@ -17,9 +17,43 @@ from shardline.config.names import (
     names_text,
     names_texts,
 )
-from shardline.config.rules.rule import Rule, Test, below, idle, idle_unless, idle_without, missing, refuse
+from shardline.config.rules.rule import Rule, Test, below, idle, idle_unless, idle_without, missing, note, refuse
 from shardline.config.schema import Config
 from shardline.config.sources import SOURCE_LISTS
+
+TEXT_KEYS = "dataset_text_field dataset_split"
+# Keys that need data.sources: how its records are mixed and cut, and what of them is read.
+MIXING = "validation_sources held_out mixture packing excess_length min_length shuffle default_system_message"
+READING = "chat_template chat_template_jinja train_on_inputs eot_tokens temperature"
+
+
+def trains_on_pairs(config: Config) -> bool:
+    return config.training.objective == "dpo"
+
+
+def _reads_base(config: Config) -> bool:
+    return trains_on_pairs(config) and config.dpo.reference == "base"
+
+
+def _validates_records(config: Config) -> bool:
+    return config.data.held_out > 0 or bool(config.data.validation_sources)
+
+
+def _prepares(config: Config) -> bool:
+    """Whether raw data may be prepared into the cache."""
+    return bool(config.data.sources) or not all(
+        is_demo(section) or is_store(section) for section in _read_sections(config)
+    )
+
+
+def _reads_files(config: Config) -> bool:
+    """Whether a token store on disk is read; the demo is in memory."""
+    return bool(config.data.sources) or not all(is_demo(section) for section in _read_sections(config))
+
+
+def _read_sections(config: Config) -> list[Any]:
+    """The sections whose data is read."""
+    return [config.training, config.validation] if config.validation.enable else [config.training]
 
 
 def _missing_reader(package: str, extra: str, needs: Callable[[str], bool]) -> list[Rule]:
@@ -40,7 +74,7 @@ def _missing_reader(package: str, extra: str, needs: Callable[[str], bool]) -> l
     ]
 
 
-def _source_rules(part: str) -> list[Rule]:
+def _source_keys(part: str) -> list[Rule]:
     """Keys of [training] or [validation] that not every kind of data reads."""
 
     def when(test: Callable[[Any], bool]) -> Test:
@@ -60,121 +94,6 @@ def _source_rules(part: str) -> list[Rule]:
     ]
 
 
-def _validates_records(config: Config) -> bool:
-    return config.data.held_out > 0 or bool(config.data.validation_sources)
-
-
-def _data_rules() -> list[Rule]:
-    """`data.sources` takes the place of `training.dataset`, and the keys beside it need it."""
-    read_once = "validation_sources held_out mixture packing excess_length min_length shuffle default_system_message"
-    of_formats = "chat_template chat_template_jinja train_on_inputs eot_tokens temperature"
-    return [
-        refuse(
-            "data.sources",
-            lambda c: bool(c.data.sources) and names_text(c.training),
-            "the records of data.sources take the place of training.dataset and training.dataset_path",
-            remedy="remove those, or make them a table of data.sources",
-        ),
-        refuse(
-            "data.held_out",
-            lambda c: c.data.held_out >= 1 and c.data.held_out != int(c.data.held_out),
-            lambda c: f"expected a fraction below 1 or a whole number of records, got {c.data.held_out:g}",
-        ),
-        refuse(
-            "data.held_out",
-            lambda c: c.data.held_out > 0 and bool(c.data.validation_sources),
-            "data.validation_sources already names the records to validate on",
-            remedy="remove one of the two",
-        ),
-        Rule(
-            "note",
-            ("data.held_out",),
-            lambda c: c.data.held_out > 0 and bool(c.data.sources) and not c.validation.enable,
-            "keeps records out of training, and validation.enable is false: they are not used",
-        ),
-        refuse(
-            "data.sources",
-            lambda c: bool(c.data.sources) and c.validation.enable and not _validates_records(c),
-            "no record is named for validation, and validation.dataset is other data",
-            remedy="set data.held_out or data.validation_sources, or validation.enable = false",
-        ),
-        refuse(
-            "data.shuffle",
-            lambda c: not c.data.shuffle and c.data.mixture == "weights",
-            "with data.mixture = 'weights' samples are drawn",
-            remedy="set data.shuffle = true, or data.mixture = 'concatenate'",
-        ),
-        idle("data.sources is empty", lambda c: not c.data.sources, *below("data", f"{read_once} {of_formats}")),
-        idle_unless("data.mixture", ["weights"], "data.temperature"),
-        idle("data.sources names the records", lambda c: bool(c.data.sources), *below("training", TEXT_KEYS)),
-        idle("data.sources names the records", _validates_records, *below("validation", f"dataset {TEXT_KEYS}")),
-    ]
-
-
-TEXT_KEYS = "dataset_text_field dataset_split"
-
-
-def _trains_on_pairs(config: Config) -> bool:
-    return config.training.objective == "dpo"
-
-
-def _dpo_rules() -> list[Rule]:
-    """Training on pairs of answers: what it needs, and what it does not read."""
-    return [
-        refuse(
-            "training.objective",
-            lambda c: _trains_on_pairs(c) and not c.data.sources,
-            "'dpo' compares the two answers of a pair, and text has none",
-            remedy="name records with pairs in data.sources, such as type = 'chat_template.default'",
-        ),
-        refuse(
-            "dpo.reference",
-            lambda c: _trains_on_pairs(c) and c.dpo.reference == "base" and not c.lora.enable,
-            "only LoRA has frozen weights beside those that are trained",
-            remedy="set it to 'copy', or lora.enable = true",
-        ),
-        refuse(
-            "dpo.reference",
-            lambda c: _trains_on_pairs(c) and c.dpo.reference == "base" and bool(c.lora.modules_to_save),
-            lambda c: f"lora.modules_to_save = {c.lora.modules_to_save} are trained whole, and change",
-            remedy="set it to 'copy', or leave lora.modules_to_save empty",
-        ),
-        refuse(
-            "dpo.reference",
-            lambda c: _trains_on_pairs(c) and c.dpo.reference == "base" and c.lora.bias != "none",
-            lambda c: f"lora.bias = {c.lora.bias!r} trains weights of the model, which change",
-            remedy="set it to 'copy', or lora.bias = 'none'",
-        ),
-        refuse(
-            "dpo.label_smoothing",
-            lambda c: _trains_on_pairs(c) and c.dpo.loss == "robust" and c.dpo.label_smoothing >= 0.5,
-            lambda c: f"'robust' divides by 1 - 2 x label_smoothing, which is {1 - 2 * c.dpo.label_smoothing:g}",
-            remedy="set it below 0.5",
-        ),
-        idle_unless("training.objective", ["dpo"], "dpo."),
-        idle_unless("dpo.loss", ["sigmoid", "robust"], "dpo.label_smoothing"),
-        idle("every answer of a pair has a row of its own", _trains_on_pairs, "data.packing"),
-        idle("of a pair the answers are trained", _trains_on_pairs, "data.train_on_inputs"),
-    ]
-
-
-def _prepares(config: Config) -> bool:
-    """Whether raw data may be prepared into the cache."""
-    return bool(config.data.sources) or not all(
-        is_demo(section) or is_store(section) for section in _read_sections(config)
-    )
-
-
-def _reads_files(config: Config) -> bool:
-    """Whether a token store on disk is read; the demo is in memory."""
-    return bool(config.data.sources) or not all(is_demo(section) for section in _read_sections(config))
-
-
-def _read_sections(config: Config) -> list[Any]:
-    """The sections whose data is read."""
-    return [config.training, config.validation] if config.validation.enable else [config.training]
-
-
 DEMO: list[Rule] = [
     refuse(
         "validation.dataset",
@@ -187,9 +106,73 @@ DEMO: list[Rule] = [
 NOISE: list[Rule] = [
     refuse(
         "training.neftune_alpha",
-        lambda c: c.training.objective == "dpo" and c.training.neftune_alpha is not None,
+        lambda c: trains_on_pairs(c) and c.training.neftune_alpha is not None,
         "the reference of a pair would read embeddings without noise",
         remedy="remove the key",
+    ),
+]
+
+REFUSED: list[Rule] = [
+    # `data.sources` takes the place of `training.dataset`, and the keys beside it need it.
+    refuse(
+        "data.sources",
+        lambda c: bool(c.data.sources) and names_text(c.training),
+        "the records of data.sources take the place of training.dataset and training.dataset_path",
+        remedy="remove those, or make them a table of data.sources",
+    ),
+    refuse(
+        "data.held_out",
+        lambda c: c.data.held_out >= 1 and c.data.held_out != int(c.data.held_out),
+        lambda c: f"expected a fraction below 1 or a whole number of records, got {c.data.held_out:g}",
+    ),
+    refuse(
+        "data.held_out",
+        lambda c: c.data.held_out > 0 and bool(c.data.validation_sources),
+        "data.validation_sources already names the records to validate on",
+        remedy="remove one of the two",
+    ),
+    refuse(
+        "data.sources",
+        lambda c: bool(c.data.sources) and c.validation.enable and not _validates_records(c),
+        "no record is named for validation, and validation.dataset is other data",
+        remedy="set data.held_out or data.validation_sources, or validation.enable = false",
+    ),
+    refuse(
+        "data.shuffle",
+        lambda c: not c.data.shuffle and c.data.mixture == "weights",
+        "with data.mixture = 'weights' samples are drawn",
+        remedy="set data.shuffle = true, or data.mixture = 'concatenate'",
+    ),
+    # Pairs of answers.
+    refuse(
+        "training.objective",
+        lambda c: trains_on_pairs(c) and not c.data.sources,
+        "'dpo' compares the two answers of a pair, and text has none",
+        remedy="name records with pairs in data.sources, such as type = 'chat_template.default'",
+    ),
+    refuse(
+        "dpo.reference",
+        lambda c: _reads_base(c) and not c.lora.enable,
+        "only LoRA has frozen weights beside those that are trained",
+        remedy="set it to 'copy', or lora.enable = true",
+    ),
+    refuse(
+        "dpo.reference",
+        lambda c: _reads_base(c) and bool(c.lora.modules_to_save),
+        lambda c: f"lora.modules_to_save = {c.lora.modules_to_save} are trained whole, and change",
+        remedy="set it to 'copy', or leave lora.modules_to_save empty",
+    ),
+    refuse(
+        "dpo.reference",
+        lambda c: _reads_base(c) and c.lora.bias != "none",
+        lambda c: f"lora.bias = {c.lora.bias!r} trains weights of the model, which change",
+        remedy="set it to 'copy', or lora.bias = 'none'",
+    ),
+    refuse(
+        "dpo.label_smoothing",
+        lambda c: trains_on_pairs(c) and c.dpo.loss == "robust" and c.dpo.label_smoothing >= 0.5,
+        lambda c: f"'robust' divides by 1 - 2 x label_smoothing, which is {1 - 2 * c.dpo.label_smoothing:g}",
+        remedy="set it below 0.5",
     ),
 ]
 
@@ -207,11 +190,25 @@ MISSING: list[Rule] = [
     ),
 ]
 
-RULES: list[Rule] = [
-    *_data_rules(),
-    *_dpo_rules(),
-    *_source_rules("training"),
-    *_source_rules("validation"),
+IDLE: list[Rule] = [
+    idle("data.sources is empty", lambda c: not c.data.sources, *below("data", f"{MIXING} {READING}")),
+    idle_unless("data.mixture", ["weights"], "data.temperature"),
+    idle("data.sources names the records", lambda c: bool(c.data.sources), *below("training", TEXT_KEYS)),
+    idle("data.sources names the records", _validates_records, *below("validation", f"dataset {TEXT_KEYS}")),
+    idle_unless("training.objective", ["dpo"], "dpo."),
+    idle_unless("dpo.loss", ["sigmoid", "robust"], "dpo.label_smoothing"),
+    idle("every answer of a pair has a row of its own", trains_on_pairs, "data.packing"),
+    idle("of a pair the answers are trained", trains_on_pairs, "data.train_on_inputs"),
+    *_source_keys("training"),
+    *_source_keys("validation"),
     idle("no raw data is prepared", lambda c: not _prepares(c), "training.cache_folder"),
     idle("no prepared data is read", lambda c: not _reads_files(c), "training.verify_data"),
+]
+
+NOTES: list[Rule] = [
+    note(
+        "data.held_out",
+        lambda c: c.data.held_out > 0 and bool(c.data.sources) and not c.validation.enable,
+        "keeps records out of training, and validation.enable is false: they are not used",
+    ),
 ]

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from shardline.config.rules.rule import Rule, idle_without, missing, refuse
+from shardline.config.rules.rule import Rule, below, idle_without, missing, refuse
 from shardline.config.schema import Config
 
-EXPERT_DEGREE = "parallelism.expert_parallel_degree"
 EXPERT_BACKEND = "parallelism.expert_parallel_comm_backend"
-EXPERT_KEYS = (
-    "parallelism.expert_tensor_parallel_degree",
-    EXPERT_BACKEND,
-    "parallelism.expert_parallel_dispatch_dtype",
-    "parallelism.pipeline_parallel_expert_parallel_overlap",
-)
 
 
 def splits_experts(config: Config) -> bool:
@@ -43,5 +36,9 @@ MISSING: list[Rule] = [
 ]
 
 IDLE: list[Rule] = [
-    idle_without(EXPERT_DEGREE, *EXPERT_KEYS),
+    idle_without(
+        "parallelism.expert_parallel_degree",
+        *below("parallelism", "expert_tensor_parallel_degree expert_parallel_comm_backend"),
+        *below("parallelism", "expert_parallel_dispatch_dtype pipeline_parallel_expert_parallel_overlap"),
+    ),
 ]

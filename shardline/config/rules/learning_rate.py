@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardline.config.rules.rule import Rule, below, idle, idle_if, idle_unless, refuse
+from shardline.config.rules.rule import Rule, below, idle, idle_if, idle_unless, note, refuse
 from shardline.config.schema import Config, LRScheduler
 
 
@@ -33,7 +33,7 @@ def _lr_notes(config: Config) -> dict[str, str]:
 
 
 def _lr_rule(key: str) -> Rule:
-    return Rule("note", (key,), lambda config: key in _lr_notes(config), lambda config: _lr_notes(config)[key])
+    return note(key, lambda config: key in _lr_notes(config), lambda config: _lr_notes(config)[key])
 
 
 def _schedule_too_short(config: Config) -> bool:
@@ -86,7 +86,7 @@ IDLE: list[Rule] = [
 NOTES: list[Rule] = [
     _lr_rule("lr_scheduler.warmup_steps"),
     _lr_rule("lr_scheduler.warmup_ratio"),
-    Rule("note", ("lr_scheduler.total_steps",), _schedule_too_short, _too_short_words),
+    note("lr_scheduler.total_steps", _schedule_too_short, _too_short_words),
     _lr_rule("lr_scheduler.decay_ratio"),
     _lr_rule("lr_scheduler.decay_steps"),
 ]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardline.config.architecture import SCALING_FIELDS, RopeScaling
 from shardline.config.names import has_window, scaling_type
-from shardline.config.rules.rule import Rule, Test, below, idle, idle_if, refuse
+from shardline.config.rules.rule import Rule, Test, below, idle, idle_if, note, refuse
 from shardline.config.schema import Config
 
 
@@ -15,7 +15,7 @@ def _uses_assets(config: Config) -> bool:
     return config.model.tokenizer_path is None or config.model.name == "auto" or loads
 
 
-def _override_rules() -> list[Rule]:
+def _override_notes() -> list[Rule]:
     """Architecture fields that are overridden although the model does not read them."""
 
     def window_is_idle(field: str) -> Test:
@@ -23,8 +23,8 @@ def _override_rules() -> list[Rule]:
 
     def scale_is_idle(config: Config) -> bool:
         overrides = config.model.overrides
-        idle = overrides.get("rope_layers") is None and config.model.name != "auto"
-        return bool(overrides.get("query_scale")) and idle and not config.model.flavor.endswith("_irope")
+        turned = overrides.get("rope_layers") is None and config.model.name != "auto"
+        return bool(overrides.get("query_scale")) and turned and not config.model.flavor.endswith("_irope")
 
     def norm_is_idle(config: Config) -> bool:
         overrides = config.model.overrides
@@ -51,10 +51,10 @@ def _override_rules() -> list[Rule]:
     )
     fields = dict.fromkeys(field for fields in SCALING_FIELDS.values() for field in fields)
     return [
-        *(Rule("note", (f"model.overrides.{field}",), window_is_idle(field), no_window) for field in of_window),
-        Rule("note", (norm,), norm_is_idle, "has no effect: the model has no norm of queries and keys (qk_norm)"),
-        Rule("note", (scale,), scale_is_idle, "has no effect: every layer has rotary positions (rope_layers)"),
-        *(Rule("note", (f"{scaling}.{field}",), scaling_is_idle(field), words) for field in fields),
+        *(note(f"model.overrides.{field}", window_is_idle(field), no_window) for field in of_window),
+        note(norm, norm_is_idle, "has no effect: the model has no norm of queries and keys (qk_norm)"),
+        note(scale, scale_is_idle, "has no effect: every layer has rotary positions (rope_layers)"),
+        *(note(f"{scaling}.{field}", scaling_is_idle(field), words) for field in fields),
     ]
 
 
@@ -78,4 +78,4 @@ IDLE: list[Rule] = [
     ),
 ]
 
-NOTES = _override_rules()
+NOTES = _override_notes()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from shardline.config.names import LAYERWISE
-from shardline.config.rules.rule import Rule, below, idle, idle_if, idle_unless, idle_without, refuse
-from shardline.config.schema import Config, leaves
+from shardline.config.rules.rule import Rule, below, idle, idle_if, idle_unless, idle_without, refuse, starting
+from shardline.config.schema import Config
 
 
 def steps_early(config: Config) -> bool:
@@ -30,18 +30,19 @@ IDLE: list[Rule] = [
     idle_if("optimizer.name", LAYERWISE, *below("optimizer", "implementation decay_norms")),
     idle_if("optimizer.name", ["SGD", "Lion", "Adafactor"], "optimizer.implementation"),
     idle_if("optimizer.name", ["LARS", "SGD", "Adafactor"], *below("optimizer", "beta2 eps")),
-    idle_if("optimizer.name", ["Adafactor"], *below("optimizer", "beta1")),
-    idle_unless("optimizer.name", ["Adafactor"], *(key for key in leaves() if key.startswith("optimizer.adafactor_"))),
+    idle_if("optimizer.name", ["Adafactor"], "optimizer.beta1"),
+    idle_unless("optimizer.name", ["Adafactor"], *starting("optimizer.adafactor_")),
     idle_without("optimizer.adafactor_relative_step", "optimizer.adafactor_warmup_init"),
     idle(
         "optimizer.adafactor_relative_step gives the learning rate",
         lambda c: c.optimizer.name == "Adafactor" and c.optimizer.adafactor_relative_step,
         *below("optimizer", "lr lr_scaling lr_scaling_base_batch"),
-        *(key for key in leaves() if key.startswith("lr_scheduler.")),
+        "lr_scheduler.",
     ),
     idle_if("optimizer.name", ["Lion"], "optimizer.eps"),
 ]
 
+# Those that are reported after the keys of the schedule.
 MORE_IDLE: list[Rule] = [
     idle_unless("optimizer.name", ["LARS"], "optimizer.trust_coefficient"),
     idle_unless(

@@ -6,15 +6,7 @@ from shardline.config.features import is_context_parallel, is_pipelined, is_tens
 from shardline.config.layout import KEYS
 from shardline.config.names import find_schedule
 from shardline.config.rules.experts import splits_experts
-from shardline.config.rules.rule import (
-    Rule,
-    below,
-    differs,
-    idle,
-    idle_unless,
-    idle_without,
-    refuse,
-)
+from shardline.config.rules.rule import Rule, below, differs, idle, idle_unless, idle_without, note, refuse
 from shardline.config.rules.workers import has_workers
 from shardline.config.schema import Config
 
@@ -91,12 +83,7 @@ PIPELINE: list[Rule] = [
 ]
 
 NOTES: list[Rule] = [
-    Rule(
-        "note",
-        ("parallelism.pipeline_parallel_expert_parallel_overlap",),
-        _asks_for_overlap,
-        f"has no effect: {EXPERTS_WAIT}",
-    ),
+    note("parallelism.pipeline_parallel_expert_parallel_overlap", _asks_for_overlap, f"has no effect: {EXPERTS_WAIT}"),
 ]
 
 # ---- other axes ------------------------------------------------------------------------------------------------------
@@ -132,7 +119,7 @@ IDLE: list[Rule] = [
     idle(
         "there are no replicas that sum gradients",
         lambda c: not has_replicas(c),
-        *below("parallelism", "gradient_compression"),
+        "parallelism.gradient_compression",
     ),
     idle(
         "only plain replicas (DDP) send low-rank matrices; bfloat16, int8 and topk work with shards too",

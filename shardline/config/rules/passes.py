@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+from shardline.config.rules.data import trains_on_pairs
 from shardline.config.rules.optimizer import steps_early
 from shardline.config.rules.rule import Rule, Test, below, idle, idle_unless, refuse
 from shardline.config.schema import Config
+
+
+def records_graphs(config: Config) -> bool:
+    return config.compile.enable and config.compile.cuda_graphs
 
 
 def _compiles_model(config: Config) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
+RECOMPUTING = ("full", "selective")  # modes of activation checkpointing
+
 # What a CUDA graph of a pass would leave out.
 NOT_RECORDED: dict[str, Test] = {
     "a step in backward": steps_early,
     "training.enable_cpu_offload": lambda c: c.training.enable_cpu_offload,
     'activation_checkpoint.mode = "offload"': lambda c: c.activation_checkpoint.mode == "offload",
-    "the objective of pairs": lambda c: c.training.objective == "dpo",
+    "the objective of pairs": trains_on_pairs,
     "training.neftune_alpha": lambda c: c.training.neftune_alpha is not None,
     "lora.dropout": lambda c: c.lora.enable and c.lora.dropout > 0,
 }
-
-
-def _recorded_and(holds: Test) -> Test:
-    return lambda config: config.compile.enable and config.compile.cuda_graphs and holds(config)
-
-
-def _recomputes(config: Config) -> bool:
-    return config.activation_checkpoint.mode in ("full", "selective")
 
 
 REFUSED: list[Rule] = [
@@ -40,7 +39,7 @@ REFUSED: list[Rule] = [
     *(
         refuse(
             "compile.cuda_graphs",
-            _recorded_and(holds),
+            lambda c, holds=holds: records_graphs(c) and holds(c),  # type: ignore[misc]
             f"{what} needs the host in each pass, and a recorded pass runs without it",
             remedy="set compile.cuda_graphs = false",
         )
@@ -53,12 +52,12 @@ IDLE: list[Rule] = [
     idle("compile.components is empty", lambda c: not c.compile.components, "compile.enable"),
     idle(
         "the compiler decides what is recomputed",
-        lambda c: _recomputes(c) and _compiles_model(c),
+        lambda c: c.activation_checkpoint.mode in RECOMPUTING and _compiles_model(c),
         *below("activation_checkpoint", "early_stop determinism_check debug"),
     ),
     idle_unless(
         "activation_checkpoint.mode",
-        ["full", "selective"],
+        RECOMPUTING,
         *below("activation_checkpoint", "early_stop preserve_rng_state determinism_check debug"),
     ),
     idle_unless("activation_checkpoint.mode", ["selective"], "activation_checkpoint.selective_ac_option"),

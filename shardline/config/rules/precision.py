@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from shardline.config.features import is_context_parallel
 from shardline.config.names import CONVERTERS, FLOAT8_EXPERTS, FLOAT8_LINEAR
 from shardline.config.rules.optimizer import steps_early
 from shardline.config.rules.parallelism import shards
 from shardline.config.rules.rule import Rule, below, idle, idle_without, refuse
 from shardline.config.schema import Config
+
+
+def _computes_in_float16(config: Config) -> bool:
+    return config.training.mixed_precision_param == "float16"
 
 
 def _gathers_float8(config: Config) -> bool:
@@ -17,13 +20,13 @@ def _gathers_float8(config: Config) -> bool:
 TYPES: list[Rule] = [
     refuse(
         "training.mixed_precision_param",
-        lambda c: c.training.mixed_precision_param == "float16" and steps_early(c),
+        lambda c: _computes_in_float16(c) and steps_early(c),
         "with float16 a step may have to be skipped, and a step in backward cannot be undone",
         remedy="set optimizer.early_step_in_backward = false, or compute in bfloat16",
     ),
     refuse(
         "training.mixed_precision_param",
-        lambda c: c.training.mixed_precision_param == "float16" and c.training.dtype != "float32",
+        lambda c: _computes_in_float16(c) and c.training.dtype != "float32",
         lambda c: f"float16 needs weights in float32, not in {c.training.dtype}",
         remedy="set training.dtype = 'float32'",
     ),
@@ -35,7 +38,7 @@ TYPES: list[Rule] = [
     ),
 ]
 
-FLOAT8: list[Rule] = [
+GATHERED: list[Rule] = [
     refuse(
         f"{FLOAT8_LINEAR}.enable_fsdp_float8_all_gather",
         lambda c: _gathers_float8(c) and c.quantize.linear.float8.recipe_name not in (None, "tensorwise"),
@@ -44,7 +47,7 @@ FLOAT8: list[Rule] = [
     ),
 ]
 
-EXPERTS: list[Rule] = [
+CONVERTED_EXPERTS: list[Rule] = [
     refuse(
         f"{FLOAT8_EXPERTS}.fqns",
         lambda c: FLOAT8_EXPERTS in c.model.converters and not c.quantize.grouped_mm.float8.fqns,
@@ -63,7 +66,7 @@ IDLE: list[Rule] = [
     ),
     idle(
         "nothing is sharded over data-parallel ranks",
-        lambda c: not shards(c) and not is_context_parallel(c),
+        lambda c: not shards(c),
         *below(FLOAT8_LINEAR, "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp"),
     ),
 ]

@@ -34,8 +34,21 @@ class Rule:
         return words + (f"; {self.remedy}" if self.remedy else "")
 
 
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
 def differs(config: Config, key: str) -> bool:
     return bool(config.value(key) != leaves()[key].default)
+
+
+def below(section: str, names: str) -> tuple[str, ...]:
+    """The keys of a section with these names, separated by spaces."""
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+def starting(words: str) -> tuple[str, ...]:
+    """The keys that start with these words."""
+    return tuple(key for key in leaves() if key.startswith(words))
 
 
 # ---- kinds of rows ---------------------------------------------------------------------------------------------------
@@ -43,6 +56,10 @@ def differs(config: Config, key: str) -> bool:
 
 def refuse(key: str, when: Test, words: Words, remedy: str = "") -> Rule:
     return Rule("refused", (key,), when, words, remedy)
+
+
+def note(key: str, when: Test, words: Words) -> Rule:
+    return Rule("note", (key,), when, words)
 
 
 def not_built(feature: Words, *keys: str, when: Test = lambda config: True) -> Rule:
@@ -85,11 +102,6 @@ def idle_unless(key: str, values: Sequence[Any], *keys: str) -> Rule:
 def idle_without(switch: str, *keys: str) -> Rule:
     """Keys that have no effect while a switch has its default: off, a degree of 1, no workers."""
     return idle_if(switch, [leaves()[switch].default], *keys)
-
-
-def below(section: str, names: str) -> tuple[str, ...]:
-    """The keys of a section with these names, separated by spaces."""
-    return tuple(f"{section}.{name}" for name in names.split())
 
 
 def instead(key: str, other: str) -> Rule:

@@ -1,4 +1,7 @@
-"""The table of rules: combinations that are refused, keys whose feature is not built, keys without effect."""
+"""The table of rules: combinations that are refused, keys whose feature is not built, keys without effect.
+
+Messages list what they find in the order of the rows. A theme whose rows do not stand together has more than one list.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +37,17 @@ RULES: list[Rule] = [
     *learning_rate.REFUSED,
     *parallelism.REFUSED,
     *experts.REFUSED,
-    *precision.FLOAT8,
+    *precision.GATHERED,
     *adapters.REFUSED,
     *data.NOISE,
-    *precision.EXPERTS,
+    *precision.CONVERTED_EXPERTS,
     *checkpoint.INTERVAL,
     *workers.REFUSED,
+    *data.REFUSED,
     # Pending: features that are not built yet.
-    *workers.NOT_BUILT,
-    *values.FEATURES,
-    *workers.GROUPS_NOT_BUILT,
+    *workers.PENDING,
+    *values.PENDING,
+    *workers.GROUPS_PENDING,
     not_built("custom config keys", "job.custom_config_module", "experimental.custom_args_module"),
     # Missing: packages that are not installed, and data that nobody named.
     *workers.MISSING,
@@ -62,11 +66,11 @@ RULES: list[Rule] = [
     idle("generation.prompts is empty", lambda c: not c.generation.prompts, "generation."),
     idle("generation.temperature is 0", lambda c: c.generation.temperature == 0, "generation.top_k", "generation.seed"),
     *adapters.IDLE,
-    *workers.GROUPS_SAVE,
+    *workers.GROUPS_DATA_IDLE,
     *precision.IDLE,
     *telemetry.IDLE,
     *models.IDLE,
-    *data.RULES,
+    *data.IDLE,
     *passes.IDLE,
     *optimizer.IDLE,
     *learning_rate.IDLE,
@@ -76,6 +80,7 @@ RULES: list[Rule] = [
     *parallelism.IDLE,
     idle_without("debug.deterministic", "debug.deterministic_warn_only"),
     # Notes: keys that do not have their full effect, and fields of the architecture that have none.
+    *data.NOTES,
     *models.NOTES,
     *parallelism.NOTES,
     *learning_rate.NOTES,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shardline.config.rules.parallelism import one_rank
-from shardline.config.rules.rule import Rule, below, idle, idle_without, missing, refuse
-from shardline.config.schema import leaves
+from shardline.config.rules.rule import Rule, below, idle, idle_without, missing, refuse, starting
 
 REFUSED: list[Rule] = [
     refuse(
@@ -67,5 +66,5 @@ IDLE: list[Rule] = [
 ]
 
 WANDB: list[Rule] = [
-    idle_without("metrics.enable_wandb", *(key for key in leaves() if key.startswith("metrics.wandb_"))),
+    idle_without("metrics.enable_wandb", *starting("metrics.wandb_")),
 ]

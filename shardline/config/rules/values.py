@@ -100,7 +100,7 @@ REFUSED: list[Rule] = [
     *(_too_many_tokens(key) for key in BATCH_KEYS),
 ]
 
-FEATURES: list[Rule] = [
+PENDING: list[Rule] = [
     not_built(_model_feature, "model.name", when=lambda c: bool(_flavors_not_built(c))),
     not_built("MX formats", "model.converters", when=lambda c: bool(set(MX_CONVERTERS) & set(c.model.converters))),
     not_built("quantized weights", "checkpoint.initial_load_in_hf_quantized"),

@@ -111,7 +111,7 @@ OWN_KEYS = {
     "lora.double_quantization",
     "lora.adapter_path",
     "lora.lr_ratio",
-    *(f"fault_tolerance.{name}" for name in OUTER_KEYS if name != "semi_sync_method"),
+    *(key for key in OUTER_KEYS if key != "fault_tolerance.semi_sync_method"),
     "parallelism.data_parallel_mode",
     "model.overrides",
     "optimizer.decay_norms",
