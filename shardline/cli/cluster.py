@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def _launch(name: str, parsed: Parsed) -> int:
-    from shardline.config.rules import refuse_pending
+    from shardline.config.check import refuse_pending
 
     # In a cluster the model's folder may be where this machine has nothing.
     config = load(parsed.file, parsed.flags, check_model=name != "kubernetes")

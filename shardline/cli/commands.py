@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def _train(parsed: Parsed) -> int:
-    from shardline.config.rules import refuse_pending
+    from shardline.config.check import refuse_pending
     from shardline.launch.clusters.environment import take_surroundings
     from shardline.run.options import TrainOptions, node_range
 
@@ -87,7 +87,7 @@ def _config(parsed: Parsed) -> int:
 
         print(keys_page(), end="")
         return 0
-    from shardline.config.rules import notes
+    from shardline.config.check import notes
     from shardline.config.write import diff, markdown, to_toml
 
     if parsed.options["markdown"]:

@@ -47,8 +47,8 @@ def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, d
     A rank takes the config of the launcher that started it, which has checked it. With `download`, the sizes
     and the tokenizer of a model that it names on the Hub are brought here; without, that model is not checked.
     """
+    from shardline.config.check import check
     from shardline.config.load import load_config, take_handed_over
-    from shardline.config.rules import check
     from shardline.registry import import_custom
 
     handed_over = take_handed_over()
@@ -64,7 +64,7 @@ def load(file: str | None, flags: Sequence[str], *, check_model: bool = False, d
 
 def _check_model(config: Config, download: bool) -> Config:
     """Resolve the flavor and its overrides, unless the model is not built yet or not here."""
-    from shardline.config.rules import check_architecture, check_parameters, pending, with_data_named
+    from shardline.config.check import check_architecture, check_parameters, pending, with_data_named
     from shardline.hub import model_name
     from shardline.run.downloads import downloaded
 

@@ -12,9 +12,9 @@ from pydantic.fields import FieldInfo
 from shardline.config.architecture import OVERRIDABLE, TABLES, Architecture
 from shardline.config.assemble import OVERRIDES
 from shardline.config.axolotl.reader import source_of
+from shardline.config.check import pending
 from shardline.config.names import ALTERNATIVES, is_demo
-from shardline.config.rule_table import LESS_LAYERS
-from shardline.config.rules import pending
+from shardline.config.rules.parallelism import LESS_LAYERS
 from shardline.config.schema import Config, leaves, tables
 from shardline.config.types import short_type, words
 

@@ -6,9 +6,9 @@ A rank checks the same again, since another launcher may have started it.
 from __future__ import annotations
 
 from shardline.config.architecture import Architecture
+from shardline.config.check import checked_layout
 from shardline.config.layout import Layout
 from shardline.config.names import is_demo, is_foreign, is_store
-from shardline.config.rules import checked_layout
 from shardline.config.schema import Config
 from shardline.config.sources import SOURCE_LISTS, source_tables
 from shardline.errors import blame

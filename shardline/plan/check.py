@@ -12,8 +12,8 @@ import torch
 
 from shardline.comm.store import ranks_from_environment
 from shardline.config.architecture import Architecture
+from shardline.config.check import check, checked_layout
 from shardline.config.layout import Layout
-from shardline.config.rules import check, checked_layout
 from shardline.config.schema import Config
 from shardline.data.loader import fitted
 from shardline.errors import ConfigError

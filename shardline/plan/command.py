@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shardline.config.rules import check as check_rules
+from shardline.config.check import check as check_rules
 from shardline.config.schema import Config
 from shardline.config.write import to_toml
 from shardline.errors import ConfigError, UserError

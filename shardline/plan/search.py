@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardline.config.architecture import Architecture
+from shardline.config.check import check, checked_layout
 from shardline.config.layout import KEYS, Layout
-from shardline.config.rules import check, checked_layout
 from shardline.config.schema import Config
 from shardline.errors import ConfigError
 from shardline.parallel.tensor.tensor import check_tensor_parallel

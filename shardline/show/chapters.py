@@ -10,8 +10,8 @@ from typing import Any
 
 from shardline.comm.fake import PHASES, Collectives
 from shardline.config.architecture import Architecture
+from shardline.config.check import expert_notes, notes
 from shardline.config.layout import AXES, EXPERT_AXES, Layout, with_degrees
-from shardline.config.rules import expert_notes, notes
 from shardline.config.schema import Config
 from shardline.config.write import shown
 from shardline.parallel.pipeline.schedules import warnings

@@ -10,8 +10,8 @@ import torch
 
 from shardline import registry
 from shardline.config.architecture import Architecture
+from shardline.config.check import checked_layout, refuse_pending
 from shardline.config.layout import Layout, fewest_ranks
-from shardline.config.rules import checked_layout, refuse_pending
 from shardline.config.schema import Config
 from shardline.data.loader import fitted
 from shardline.data.order import global_batch

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from shardline.config.architecture import Architecture
+from shardline.config.check import checked_layout
 from shardline.config.layout import Layout, check_experts, fewest_ranks
-from shardline.config.rules import checked_layout
 from shardline.config.schema import Config
 from shardline.data.order import one_pass
 from shardline.errors import ConfigError

@@ -39,8 +39,7 @@ from shardline.comm.mesh import (
 )
 from shardline.comm.store import connect_store, gather_ranks, ranks_from_environment
 from shardline.config.architecture import Architecture
-from shardline.config.layout import check_cuda_graphs, check_experts, with_degrees
-from shardline.config.rules import (
+from shardline.config.check import (
     check_architecture,
     checked_layout,
     expert_notes,
@@ -49,6 +48,7 @@ from shardline.config.rules import (
     schedule_notes,
     with_data_named,
 )
+from shardline.config.layout import check_cuda_graphs, check_experts, with_degrees
 from shardline.config.schema import Config, Job
 from shardline.config.write import to_toml
 from shardline.data.formats.prompts import check_prompts

@@ -2,8 +2,8 @@
 
 import pytest
 
+from shardline.config.check import check
 from shardline.config.load import load_config
-from shardline.config.rules import check
 from shardline.errors import ConfigError, UserError
 from shardline.precision import loss_scale
 from shardline.precision.loss_scale import LossScale

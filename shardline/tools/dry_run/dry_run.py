@@ -11,9 +11,9 @@ from shardline import registry
 from shardline.adapters.peft_files import adaptation_of
 from shardline.comm.mesh import crossing_lines
 from shardline.config.architecture import Architecture
+from shardline.config.check import checked_layout, expert_notes, missing, notes, pending
 from shardline.config.layout import AXES, EXPERT_AXES, Layout, fewest_ranks, with_degrees
 from shardline.config.names import MOMENTS
-from shardline.config.rules import checked_layout, expert_notes, missing, notes, pending
 from shardline.config.schema import Config
 from shardline.data.loader import fitted
 from shardline.data.order import global_batch

@@ -322,7 +322,7 @@ def test_errors_of_a_run_name_the_place_of_their_key(run, tmp_path, monkeypatch,
 
 def test_ranks_take_the_config_of_their_launcher(run, tmp_path, monkeypatch):
     checks, configs, file = [], [], tmp_path / "run.toml"
-    monkeypatch.setattr("shardline.config.rules.refusals", lambda config: checks.append(config) or ())
+    monkeypatch.setattr("shardline.config.check.refusals", lambda config: checks.append(config) or ())
 
     def as_rank(launch):
         file.unlink()

@@ -15,8 +15,8 @@ from shardline.config.axolotl.datasets import OF_TOKENIZERS
 from shardline.config.axolotl.reader import source_of
 from shardline.config.axolotl.table import BY_RULE, DIRECT, PLUGINS, REFUSED, WITHOUT_EFFECT, keys_page, known_keys
 from shardline.config.axolotl.update import OPTIMIZERS, REFUSED_OPTIMIZERS, REFUSED_SCHEDULERS, SCHEDULERS
+from shardline.config.check import check, checked_layout
 from shardline.config.load import load_config
-from shardline.config.rules import check, checked_layout
 from shardline.config.schema import leaves
 from shardline.config.write import to_toml
 from shardline.data.formats.template import template_names

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shardline.cli.main import main
+from shardline.config.check import check, checked_layout
 from shardline.config.load import load_config
-from shardline.config.rules import check, checked_layout
 
 GUIDES = Path(__file__).with_name("guides")
 SIZES: dict[str, Any] = {

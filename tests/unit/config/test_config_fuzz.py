@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from shardline.cli.main import main
 from shardline.config import files
 from shardline.config.assemble import build_config
+from shardline.config.check import check, notes, pending
 from shardline.config.features import active
 from shardline.config.load import HANDED_OVER, handed_over, load_config, take_handed_over
 from shardline.config.names import LAUNCHER_VARIABLE
-from shardline.config.rules import check, notes, pending
 from shardline.config.schema import Config
 from shardline.config.write import diff, to_toml, toml_value
 from shardline.errors import ConfigError

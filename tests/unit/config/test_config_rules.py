@@ -9,13 +9,13 @@ import pytest
 from shardline import registry
 from shardline.config.architecture import SCALING_FIELDS, Architecture, RopeScaling
 from shardline.config.assemble import annotation_of
+from shardline.config.check import check, missing, notes, pending, refuse_pending, with_data_named
 from shardline.config.features import compatibility_page
 from shardline.config.files import preset_names
 from shardline.config.layout import resolve_layout, with_degrees
 from shardline.config.load import load_config
 from shardline.config.names import SCHEDULES, SPLIT_SCHEDULES, has_window, scaling_type
-from shardline.config.rule_table import RULES
-from shardline.config.rules import check, missing, notes, pending, refuse_pending, with_data_named
+from shardline.config.rules.table import RULES
 from shardline.config.schema import leaves
 from shardline.config.write import to_toml
 from shardline.errors import ConfigError

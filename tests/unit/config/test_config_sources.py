@@ -2,8 +2,8 @@
 
 import pytest
 
+from shardline.config.check import notes
 from shardline.config.load import load_config
-from shardline.config.rules import notes
 from shardline.config.sources import source_tables
 from shardline.config.write import to_toml
 from shardline.errors import ConfigError

@@ -2,8 +2,8 @@
 
 import pytest
 
+from shardline.config.check import notes, pending
 from shardline.config.load import load_config
-from shardline.config.rules import notes, pending
 
 # What its file for the small model says, but for keys that are the same everywhere.
 FILE = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardline.config.check import checked_layout, notes, pending
 from shardline.config.load import load_config
-from shardline.config.rules import checked_layout, notes, pending
 from shardline.errors import ConfigError
 from shardline.training.overview import _workers
 

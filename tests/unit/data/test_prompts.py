@@ -2,8 +2,8 @@
 
 import pytest
 
+from shardline.config.check import notes
 from shardline.config.load import load_config
-from shardline.config.rules import notes
 from shardline.data.formats.prompts import check_prompts, prompt_tokens
 from shardline.data.tokenizer import ByteTokenizer
 from shardline.errors import ConfigError

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from shardline.config.architecture import Architecture
+from shardline.config.check import check, missing, notes
 from shardline.config.load import load_config
-from shardline.config.rules import check, missing, notes
 from shardline.errors import ConfigError, UserError
 from shardline.models.flavors import resolve
 from shardline.models.fused_weights import layer_sizes, logical_shapes, parameter_count
@@ -297,7 +297,7 @@ def test_the_config_is_checked_without_torch(folders: dict[str, Path]) -> None:
     import subprocess
 
     code = (
-        "import sys; from shardline.config.load import load_config; from shardline.config.rules import check\n"
+        "import sys; from shardline.config.load import load_config; from shardline.config.check import check\n"
         f"check(load_config(overrides={{'model.name': 'auto', 'model.hf_assets_path': {str(folders['gpt2'])!r}}}))\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import OneCycleLR
 from transformers.optimization import get_scheduler
 
-from shardline.config.rules import schedule_notes
+from shardline.config.check import schedule_notes
 from shardline.config.schema import LRScheduler
 from shardline.optim.lr_schedule import lr_factor, momentum, set_lr
 

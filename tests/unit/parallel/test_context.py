@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardline.config.check import check, notes, refuse_pending
 from shardline.config.load import load_config
-from shardline.config.rules import check, notes, refuse_pending
 from shardline.data.batch import Batch
 from shardline.errors import ConfigError
 from shardline.models import partial_attention as attention_parts

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 
 from shardline.comm.mesh import Mesh
+from shardline.config.check import check, refuse_pending
 from shardline.config.layout import Layout
 from shardline.config.load import load_config
-from shardline.config.rules import check, refuse_pending
 from shardline.errors import ConfigError
 from shardline.models.experts.grouped import grouped_linear
 from shardline.models.flavors import resolve

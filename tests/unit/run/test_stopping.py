@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardline.config.check import check
 from shardline.config.load import load_config
-from shardline.config.rules import check
 from shardline.config.types import seconds_of
 from shardline.errors import ConfigError
 from shardline.run import signals, stop

@@ -10,7 +10,10 @@ from shardline.config.axolotl import sizes
 from shardline.config.features import refusals
 from shardline.config.layout import Layout, resolve_layout, with_degrees
 from shardline.config.names import LARGEST_ON_DEMO, is_demo
-from shardline.config.rule_table import LESS_LAYERS, RULES, Kind, Rule, differs, lr_notes
+from shardline.config.rules.learning_rate import lr_notes
+from shardline.config.rules.parallelism import LESS_LAYERS
+from shardline.config.rules.rule import Kind, Rule, differs
+from shardline.config.rules.table import RULES
 from shardline.config.schema import Config, leaves
 from shardline.errors import ConfigError
 
