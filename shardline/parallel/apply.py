@@ -1,10 +1,10 @@
 """Transforms a model for its layout, in the one order that works.
 
-    (stages were cut when the model was made, and matrices of LoRA added)
+    (make_model has already cut the pipeline stages and added the LoRA matrices)
     context -> expert -> tensor parallel -> float8 -> activation checkpointing -> compile -> activation offload
     -> data parallel
 
-Everything happens before the parameters have memory; each step logs a line on what it did.
+All steps run before the parameters have memory, and each logs a line about what it did.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ log = logging.getLogger("shardline")
 
 @dataclass
 class Applied:
-    """What was done to a model, and what the loop needs to know of it."""
+    """What was done to a model, as far as the training loop needs to know it."""
 
     tensor: TensorParallel | None = None
     pipeline: PipelinePlan | None = None
-    recipes: frozenset[Recipe | None] = frozenset([None])  # by which products of the blocks compute in float8
-    float8_modules: Sequence[str] = ()  # those whose weights are used in float8 alone
+    recipes: frozenset[Recipe | None] = frozenset([None])  # float8 recipes of the blocks' products
+    float8_modules: Sequence[str] = ()  # modules whose weights are used only in float8
     offload: Offload | None = None
-    graphs: list[Operations] | None = None  # that were compiled so far; None where nothing is to be
-    cuda_graphs: int = 0  # that were recorded so far
+    graphs: list[Operations] | None = None  # graphs compiled so far; None if the run compiles nothing
+    cuda_graphs: int = 0  # number recorded so far
 
 
 def tensor_plan(config: Config, layout: Layout) -> TensorParallel | None:
@@ -83,7 +83,7 @@ def tensor_plan(config: Config, layout: Layout) -> TensorParallel | None:
 
 
 def check_layout(config: Config, arch: Architecture, layout: Layout) -> None:
-    """Refuse a model that cannot be cut for this layout; the launcher does so before it starts ranks."""
+    """Raise for a model that cannot be cut for this layout; the launcher checks this before it starts ranks."""
     check_experts(arch, layout)
     check_cuda_graphs(config, arch, layout)
     plan = tensor_plan(config, layout)
@@ -91,7 +91,7 @@ def check_layout(config: Config, arch: Architecture, layout: Layout) -> None:
         check_context_parallel(context_plan(config, layout.cp, 0), config, arch, layout.tp)
     if plan is not None:
         check_tensor_parallel(arch, plan.degree)
-        if layout.cp == 1:  # check_context_parallel has checked them too
+        if layout.cp == 1:  # otherwise check_context_parallel has checked the rows
             check_rows(config, plan)
     for _, batch, length in batch_shapes(config) if config.model.converters else ():
         check_float8_rows(config, batch * length // layout.cp)
@@ -104,7 +104,7 @@ def make_model(
     precision: Precision,
     how: Adaptation | None = None,
 ) -> tuple[Decoder, Applied]:
-    """The part of the model that this rank holds, without memory, transformed for this run's layout."""
+    """Return this rank's part of the model, without memory, transformed for this run's layout."""
     plan = None if mesh is None or config is None else plan_pipeline(config, arch, mesh.layout)
     stages = None if plan is None or mesh is None else plan.held(mesh.coordinates["pp"])
     if arch.foreign is not None:
@@ -134,7 +134,7 @@ def make_model(
 
 
 def router_run(config: Config, mesh: Mesh) -> RouterRun:
-    """What this run says to the routers."""
+    """Return what the routers need to know about this run."""
     section = config.training
     batch = global_batch(section, mesh.layout.data_ranks) * section.rows_of_a_sample // mesh.workers
     return RouterRun(config.debug.moe_force_load_balance, batch, section.seq_len)
@@ -164,7 +164,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
     if compiled:
         done.graphs = []
         _compile_blocks(model, config.compile.backend, done.graphs, rows_travel=mesh.layout.ep > 1)
-    if config.activation_checkpoint.mode == "offload":  # what compiled functions save passes the hooks around them
+    if config.activation_checkpoint.mode == "offload":  # the hooks around compiled functions see what these save
         done.offload = offload_activations(model, config.activation_checkpoint.offload_every)
     if mesh.axis("fsdp") is not None:
         apply_fsdp(model, mesh, config, precision)
@@ -181,7 +181,7 @@ def apply(model: Decoder, config: Config, mesh: Mesh, precision: Precision) -> A
 
 
 def _convert(model: Decoder, config: Config, done: Applied) -> None:
-    """Let the blocks' products compute in float8, as model.converters says."""
+    """Switch the blocks' products to float8 as model.converters says."""
     if not config.model.converters:
         return
     products = products_here if done.tensor is None else functools.partial(parallel_products, done.tensor)
@@ -208,7 +208,7 @@ GRAPHS_OF_A_KIND = 4  # blocks of one shape: with and without gradients, and for
 
 
 def _kind(module: torch.nn.Module) -> tuple[Any, ...]:
-    """What blocks share that one graph serves: LoRA's ranks and scales may differ between layers."""
+    """Return a key that is equal for blocks that can share a graph: LoRA's ranks and scales may differ by layer."""
     specs = [inner.low_rank for inner in module.modules() if isinstance(inner, Adaptable)]
     return (*specs, *((name, parameter.shape) for name, parameter in module.named_parameters()))
 
@@ -225,7 +225,7 @@ def _compile_blocks(model: Decoder, backend: str, graphs: list[Operations], rows
         from shardline.parallel.expert.compiled_order import compiler as of_transfers
 
         compiler = of_transfers(backend)
-    native = model.arch.foreign is None  # other code may break a graph, where its lines are not arithmetic
+    native = model.arch.foreign is None  # foreign code may break a graph where it does more than arithmetic
     compile_graph = functools.partial(torch.compile, backend=noting(compiler, graphs), fullgraph=native)
     compile_once = functools.cache(compile_graph)
     for block in model.blocks():

@@ -1,4 +1,4 @@
-"""The operations in the graphs that the compiler was given: what compiled blocks compute, and in which types."""
+"""Records the operations of every graph given to the compiler: what compiled blocks compute, and in which types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Operations = Counter[tuple[str, str]]  # (operation, type of its first operand) 
 
 
 def noting(compiler: Any, graphs: list[Operations]) -> Callable[..., Any]:
-    """A compiler, given by name or as a function, that also notes the operations of each graph in `graphs`."""
+    """Wrap a compiler, given by name or as a function, so that it records the operations of each graph in `graphs`."""
     from torch._dynamo.backends.registry import lookup_backend
 
     compile_graph = lookup_backend(compiler)
@@ -26,7 +26,7 @@ def noting(compiler: Any, graphs: list[Operations]) -> Callable[..., Any]:
 
 
 def operations_of(module: fx.GraphModule) -> Operations:
-    """Those of the graph, and of the graphs inside: checkpointed functions, functions with a backward of their own."""
+    """Count the operations of a graph and of the graphs inside it (checkpointed functions, autograd functions)."""
     found: Operations = Counter()
     for part in module.modules():
         if isinstance(part, fx.GraphModule):

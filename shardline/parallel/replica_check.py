@@ -1,8 +1,8 @@
-"""Checks that ranks that must hold the same weights hold the same bits.
+"""Checks that ranks that must hold the same weights hold exactly the same bits.
 
-Each rank hashes its shard of every parameter; only the hashes travel. A parameter is compared over dp_replicate and
-over tp if its placement there is `Replicate`, a tied embedding also between the pipeline ranks that have the first
-and the last stage. A single flipped bit always changes the hash.
+Each rank hashes its shard of every parameter and sends only the hashes. A parameter is compared over dp_replicate and
+over tp if its placement there is `Replicate`; a tied embedding is also compared between the pipeline ranks that have
+the first and the last stage. A single flipped bit always changes the hash.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check_replicas(model: Decoder, step: int) -> None:
             mine = torch.stack([hashes[name] for name in names])
             differs |= _differ(torch.stack([mine, ~mine]), axis)
     between_stages = torch.zeros_like(differs)
-    if tied:  # pipeline ranks without the embedding have no say
+    if tied:  # pipeline ranks without the embedding do not count
         nothing = torch.full((2,), torch.iinfo(torch.int64).min, dtype=torch.int64, device=differs.device)
         between_stages |= _differ(torch.stack([hashes[TIED], ~hashes[TIED]]) if TIED in hashes else nothing, "pp")
     differs |= between_stages
@@ -53,7 +53,7 @@ def check_replicas(model: Decoder, step: int) -> None:
 
 
 def replicated(model: nn.Module, axis: str) -> list[str]:
-    """Names of the parameters that are equal on all ranks of this axis."""
+    """Return the names of the parameters that must be equal on all ranks of this axis."""
     found = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
@@ -64,7 +64,7 @@ def replicated(model: nn.Module, axis: str) -> list[str]:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """An int64 scalar: the sum, modulo 2^64, of each number's bits times an odd factor that depends on its index."""
+    """Return the sum, modulo 2^64, of each number's bits times an odd factor that depends on its index, as an int64."""
     bits = tensor.detach().contiguous().view(-1).view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, bits.numel(), CHUNK):
@@ -75,16 +75,16 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _differ(extremes: Tensor, axis: str) -> Tensor:
-    """1 if ranks of the axis have different hashes, from each rank's hashes and their complements.
+    """Return 1 if ranks of the axis have different hashes, else 0.
 
-    One all-reduce gives the largest and the smallest.
+    `extremes` has this rank's hashes and their complements, so that one all-reduce finds both maximum and minimum.
     """
     collectives.max_in_place(extremes, axis)
     return (extremes[0] != ~extremes[1]).any().to(torch.int64)
 
 
 def _report(hashes: dict[str, Tensor], shared: dict[str, list[str]], step: int, between_stages: bool) -> str:
-    """The message of all ranks: the differences that any of them sees in its groups."""
+    """Return the message that all ranks raise: the differences that any rank sees in its groups."""
     seen = [line for axis, names in shared.items() if names for line in _differences(hashes, names, axis)]
     if between_stages:
         ranks = numbered("rank", dist.get_process_group_ranks(collectives.axis("pp").group))
@@ -99,7 +99,7 @@ def _report(hashes: dict[str, Tensor], shared: dict[str, list[str]], step: int, 
 
 
 def _differences(hashes: dict[str, Tensor], names: list[str], axis: str) -> Iterator[str]:
-    """The ranks that differ from most of their group; without a majority, the whole group."""
+    """Yield for each parameter that differs the ranks outside the majority; without a majority, the whole group."""
     mine = torch.stack([hashes[name] for name in names])
     gathered = mine.new_empty(collectives.axis_size(axis) * len(names))
     collectives.gather_into(gathered, mine, axis)

@@ -1,14 +1,14 @@
-"""Replica groups: jobs of their own that make each step together, and go on when some of them are gone.
+"""Replica groups: separate jobs that make every step together and continue when some of the groups fail.
 
-    meet            ask the lighthouse who is there; plan the step; connect, where that has changed
-    sum_targets     the targets of the global batch
-    sum_gradients   rank r adds up its gradients with rank r of the other groups
-    ready           what is sent to a group that has come back, or received, is through
-    commit, fail    the step counts, or is repeated with whoever is there then
+    meet            ask the lighthouse which groups are there; plan the step; reconnect if the groups have changed
+    sum_targets     sum the targets of the global batch over the groups
+    sum_gradients   rank r sums its gradients with rank r of the other groups
+    ready           wait until state transfers to or from a returning group have ended
+    commit, fail    count the step, or repeat it with the groups that are there by then
 
-A step counts in a group when all of its ranks have the sums. One that has them makes a step that others may have to
-repeat; these get its state at the next meeting, like a group that was away. torchft's Manager counts steps the same
-way, but its batch shrinks with the groups: here the global batch is fixed, and shared out anew (quorum.py).
+A step counts in a group when all of its ranks have the sums. A group may thus complete a step that others have to
+repeat; at the next meeting these get its state, like a group that was away. torchft's Manager counts steps the same
+way, but its batch shrinks with the number of groups: here the global batch is fixed and redistributed (quorum.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ State = Callable[[], Mapping[str, Tensor]]
 
 
 class ReplicaGroups:
-    """One rank's view of the groups. `state` gives the tensors that a step changes, by name."""
+    """One rank's view of the groups. `state` returns the tensors that a step changes, by name."""
 
     def __init__(self, section: FaultTolerance, mesh: Mesh, same: Mapping[str, Any], state: State) -> None:
         self.section, self.mesh, self.same, self.state = section, mesh, same, state
@@ -57,11 +57,11 @@ class ReplicaGroups:
             self.lighthouse = Lighthouse(lighthouse, self.name, groups_key())
             self.store, self.place = link.serve_store(self.address)
         self.plan: Plan | None = None
-        self.group: Any = None  # the connection with the other groups; None where this one is alone, or it broke
-        self.linked = ""  # its name
-        self.broken = False  # in this step
+        self.group: Any = None  # the connection to the other groups; None if there is none or it broke
+        self.linked = ""  # the name of that connection
+        self.broken = False  # whether communication failed in this step
         self.commits = self.heals = self.attempt = 0
-        self.repeats = 0  # of the step that is made now
+        self.repeats = 0  # of the current step
         self.sent_bytes = 0
         self._threads: list[threading.Thread] = []
         self._tensors: list[Tensor] = []
@@ -71,7 +71,7 @@ class ReplicaGroups:
     # ---- before a step -----------------------------------------------------------------------------------------------
 
     def meet(self, step: int, history: str, position: Mapping[str, Any], stop: Callable[[], bool]) -> Plan | None:
-        """The plan of the next step; None where this group is asked to stop while it waits. All its ranks call it."""
+        """Return the plan of the next step, or None if the group is asked to stop while it waits. All ranks call it."""
         while True:
             if self.mesh.world_size == 1:
                 members = self._ask(step, history, position, stop)
@@ -94,7 +94,7 @@ class ReplicaGroups:
     def _ask(
         self, step: int, history: str, position: Mapping[str, Any], stop: Callable[[], bool]
     ) -> list[Member] | None:
-        """The members of a quorum that is large enough, on rank 0."""
+        """Wait on rank 0 for a quorum that is large enough, and return its members."""
         assert self.lighthouse is not None
         own = Member(
             name=self.name,
@@ -117,7 +117,7 @@ class ReplicaGroups:
             time.sleep(0.2)
 
     def _tell(self, plan: Plan) -> None:
-        """Log who takes part, where that has changed."""
+        """Log which groups take part, if that has changed."""
         names = [member.name for member in plan.members]
         if self.plan is None or names != [member.name for member in self.plan.members]:
             text = listed([str(member.number) for member in plan.members], most=16)
@@ -132,7 +132,7 @@ class ReplicaGroups:
             try:
                 size = len(plan.members)
                 self.group = link.connect(plan.members[0].store, prefix, self.address, plan.rank, size, self.timeout)
-            except Exception as error:  # somebody of the quorum is gone already
+            except Exception as error:  # a member of the quorum has already failed
                 self._break("connecting", error)
 
     # ---- inside a step -----------------------------------------------------------------------------------------------
@@ -142,14 +142,14 @@ class ReplicaGroups:
         return 0 if self.plan is None else len(self.plan.participants)
 
     def sum_targets(self, targets: Tensor) -> None:
-        """Add up the targets that this group counts with those of the others, in place."""
+        """Sum this group's targets with those of the other groups, in place."""
         self.sent_bytes = 0
         self._sum([targets], "counting targets")
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter], numbers: Tensor) -> None:
-        """Add up gradients and `numbers` over the groups, in place. A group that has read nothing adds zeros.
+        """Sum gradients and `numbers` over the groups, in place. A group that has read nothing adds zeros.
 
-        A parameter without a gradient in any group keeps none: it is not the same to an optimizer as zeros.
+        A parameter without a gradient in any group keeps None, which an optimizer does not treat like zeros.
         """
         if self.group is None:
             return
@@ -175,7 +175,7 @@ class ReplicaGroups:
         job.traffic.add(AXIS, sent)
 
     def _break(self, what: str, error: BaseException) -> None:
-        """This step cannot count; whoever waits for this group learns it at once."""
+        """Mark the step as failed and disconnect, so that groups that wait for this one fail at once."""
         self.broken = True
         lines = str(error).splitlines() or [type(error).__name__]
         log.warning("%s with the other replica groups failed: %.200s", what, lines[0])
@@ -189,9 +189,9 @@ class ReplicaGroups:
     # ---- healing -----------------------------------------------------------------------------------------------------
 
     def _start_healing(self, plan: Plan) -> None:
-        """Send the state of the last step, or receive it, while others compute: it changes only when the step ends."""
+        """Start to send or receive the state of the last step in the background: it changes only when the step ends."""
         self._received, self._heal_error, self._threads = None, "", []
-        if plan.sources:  # here, and not in a thread: while FSDP computes, parameters are other tensors
+        if plan.sources:  # here and not in a thread: while FSDP computes, parameters are different tensors
             self._tensors = [local(tensor) for tensor in self.state().values()]
         if plan.source is not None:
             self._run(self._receive, plan, plan.source)
@@ -211,7 +211,7 @@ class ReplicaGroups:
             pair = self._meet_one(plan, patient, 0)
             link.send_state(pair, self._tensors)
             link.leave(pair)
-        except Exception as error:  # the step fails there, not here
+        except Exception as error:  # the step fails in that group, not in this one
             log.warning("sending the state to group %d failed: %.200s", patient.number, error)
 
     def _receive(self, plan: Plan, source: Member) -> None:
@@ -225,7 +225,7 @@ class ReplicaGroups:
     # ---- the end of a step -------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Whether the step counts as far as this rank knows; nothing reads the old state any more."""
+        """Wait for state transfers to end; return whether the step succeeded as far as this rank knows."""
         for thread in self._threads:
             thread.join()
         self._threads = []
@@ -243,7 +243,7 @@ class ReplicaGroups:
 
     @torch.no_grad()
     def commit(self) -> None:
-        """The step counts on all ranks: state that was received takes its place, before the update."""
+        """Count the step, which succeeded on all ranks; copy received state into place before the update."""
         if self._received is not None:
             for tensor, new in zip(self._tensors, self._received, strict=True):
                 tensor.copy_(new)
@@ -252,7 +252,7 @@ class ReplicaGroups:
         self.commits += 1
 
     def fail(self) -> None:
-        """The step does not count: break off, so that all groups connect again."""
+        """Discard the step and disconnect, so that all groups connect again."""
         self._leave()
         self.ready()
         self._received = None
@@ -260,7 +260,7 @@ class ReplicaGroups:
         self.repeats += 1
 
     def row(self) -> dict[str, int]:
-        """What metrics.jsonl says of the groups in a step."""
+        """Return the keys of metrics.jsonl that describe the groups in a step."""
         assert self.plan is not None
         share = self.plan.share
         repeats, self.repeats = self.repeats, 0
@@ -273,7 +273,7 @@ class ReplicaGroups:
         }
 
     def engaged(self) -> dict[str, int]:
-        """What engaged.json says of them."""
+        """Return what engaged.json says about the groups."""
         return {"participants": self.participants, "summed_bytes": self.sent_bytes}
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""The way to torchft's lighthouse, which says which groups are there.
+"""A client for torchft's lighthouse, which knows which groups are there.
 
-A thread tells it four times a second that this group lives. Another asks it for a quorum, so that the group can be
-asked to stop while it waits for the others. What groups say of themselves is signed: the lighthouse itself checks
-nothing, and a message that this job did not write counts as absent.
+A thread sends it a heartbeat four times a second. Another thread requests the quorum, so that the group can be asked
+to stop while it waits for the others. Groups sign what they send: the lighthouse itself checks nothing, and a message
+that this job did not write is ignored.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from shardline.parallel.replicas.quorum import Member
 
 log = logging.getLogger("shardline")
 
-KEY_VARIABLE = "SHARDLINE_REPLICAS_KEY"  # in the environment of a rank, from the launcher: signs what groups say
-SECRET_VARIABLE = "SHARDLINE_JOB_SECRET"  # of a single rank, which has no launcher
+KEY_VARIABLE = "SHARDLINE_REPLICAS_KEY"  # set by the launcher in a rank's environment: signs the groups' messages
+SECRET_VARIABLE = "SHARDLINE_JOB_SECRET"  # used by a single rank, which has no launcher
 VARIABLE, DEFAULT = "TORCHFT_LIGHTHOUSE", "http://localhost:29510"
 PERIOD = 0.25
 CONNECT = timedelta(seconds=5)
 BEAT = timedelta(seconds=5)
-QUORUM = timedelta(minutes=1)  # then it is asked again; a signal ends the wait at once
-PATIENCE = 5.0  # before a wait is spoken of
+QUORUM = timedelta(minutes=1)  # limit of one request, which is then repeated; a signal ends the wait at once
+PATIENCE = 5.0  # seconds before a wait is logged
 
 
 def import_coordination() -> Any:
-    """torchft's clients and servers, an optional package."""
-    os.environ.setdefault("RUST_LOG", "warn")  # it would log every question
+    """Import torchft's clients and servers; the package is optional."""
+    os.environ.setdefault("RUST_LOG", "warn")  # otherwise it logs every request
     try:
         from torchft import coordination
     except ImportError as error:
@@ -49,7 +49,7 @@ def import_coordination() -> Any:
 
 
 def groups_key() -> bytes:
-    """The key that the groups of a job share; empty, and so known to everybody, without a secret."""
+    """Return the key that the groups of a job share. Without a secret it is empty, so it protects nothing."""
     given, secret = os.environ.get(KEY_VARIABLE), os.environ.get(SECRET_VARIABLE, "").strip()
     return bytes.fromhex(given) if given else derive_key(secret.encode()) if secret else b""
 
@@ -59,7 +59,7 @@ def derive_key(secret: bytes) -> bytes:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Where a lighthouse listens."""
+    """Return the host and port of a lighthouse."""
     parts = urlsplit(address if "//" in address else f"http://{address}")
     try:
         if parts.hostname and parts.port:
@@ -70,7 +70,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def own_address(address: str) -> str:
-    """The address of this machine from which it reaches the lighthouse: there its group listens, and nowhere else."""
+    """Return this machine's address on the route to the lighthouse; the group listens only there."""
     host, port = host_and_port(address)
     try:
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -94,7 +94,7 @@ class Lighthouse:
         self._heart: threading.Thread | None = None
 
     def quorum(self, own: Member, stop: Callable[[], bool]) -> list[Member] | None:
-        """The groups of the next quorum, this one among them; None where `stop` says so first."""
+        """Return the groups of the next quorum, this one among them, or None once `stop` returns true."""
         self._start_beating()
         spoken, since = False, time.monotonic()
         while True:
@@ -122,7 +122,7 @@ class Lighthouse:
             time.sleep(PERIOD)
 
     def close(self) -> None:
-        """Be silent from now on."""
+        """Stop sending heartbeats."""
         self._closed.set()
         if self._heart is not None:
             self._heart.join(BEAT.total_seconds())
@@ -142,11 +142,11 @@ class Lighthouse:
                 data=self.sealed(own),
             )
             answers.put(list(found.participants))
-        except Exception as error:  # of the transport: the lighthouse is away
+        except Exception as error:  # a transport error: the lighthouse is out of reach
             self._client = None
             answers.put(error)
 
-    # ---- signed words ------------------------------------------------------------------------------------------------
+    # ---- signed messages ---------------------------------------------------------------------------------------------
 
     def sealed(self, own: Member) -> dict[str, str]:
         text = json.dumps(own.message())
@@ -156,7 +156,7 @@ class Lighthouse:
         return hmac.digest(self.key, text.encode(), "sha256").hex()
 
     def _read(self, found: Any) -> Member | None:
-        """What a member says of itself, None where this job did not write it."""
+        """Return a member's message, or None if this job did not write it."""
         try:
             text, signature = found.data["text"], found.data["signature"]
             if hmac.compare_digest(signature, self._signature(text)):
@@ -170,10 +170,10 @@ class Lighthouse:
             log.warning("note: a member of the quorum at %s is none of this job's groups: ignored", self.address)
         return None
 
-    # ---- signs of life -----------------------------------------------------------------------------------------------
+    # ---- heartbeats --------------------------------------------------------------------------------------------------
 
     def _start_beating(self) -> None:
-        """From the first question on: whoever lives and does not ask is waited for."""
+        """Start with the first request, not before: others wait for a group that beats but requests no quorum."""
         if self._heart is None:
             self._heart = threading.Thread(target=self._beat, name="shardline-heartbeat", daemon=True)
             self._heart.start()
@@ -184,5 +184,5 @@ class Lighthouse:
             try:
                 client = client or self.coordination.LighthouseClient(self.address, connect_timeout=CONNECT)
                 client.heartbeat(self.name, BEAT)
-            except Exception:  # it is away; the question for a quorum says so
+            except Exception:  # out of reach; the quorum request reports that
                 client = None

@@ -1,7 +1,7 @@
-"""The connection between groups: sums over them, and the state that one sends to another.
+"""The connection between groups: sums over the groups, and the state that one group sends to another.
 
-Rank r of every group is connected with rank r of the others, over gloo, at the address from which this machine reaches
-the lighthouse. Each group serves a store, in which those that connect find each other.
+Rank r of every group is connected with rank r of the others over gloo, at the address from which this machine reaches
+the lighthouse. Each group serves a store through which connecting ranks rendezvous.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK_BYTES = 32 * 2**20
 
 
 def serve_store(address: str) -> tuple[dist.TCPStore, str]:
-    """A store at this address, and host:port of it."""
+    """Start a store at this address; return it and its host:port."""
     listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port, descriptor = listening.getsockname()[1], listening.detach()
     store = dist.TCPStore(
@@ -30,23 +30,23 @@ def serve_store(address: str) -> tuple[dist.TCPStore, str]:
 
 
 def connect(place: str, prefix: str, address: str, rank: int, size: int, timeout: timedelta) -> Any:
-    """Meet `size` processes in the store at `place`; they listen at their own `address`."""
+    """Connect `size` processes through the store at `place`; each listens at its own `address`."""
     host, _, port = place.rpartition(":")
     client = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to say where it listens
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the only way to set the listen address
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout
     return dist.ProcessGroupGloo(dist.PrefixStore(f"shardline/replicas/{prefix}", client), rank, size, options)
 
 
 def leave(group: Any) -> None:
-    """Break a connection off, so that whoever still waits in it learns of that at once."""
+    """Abort a connection, so that peers that still wait in it fail at once."""
     with contextlib.suppress(Exception):
         group.abort()
 
 
 def sum_over(group: Any, tensors: Sequence[Tensor]) -> int:
-    """Add up tensors over the groups, in place; returns the bytes that this process sent."""
+    """Sum tensors over the groups, in place; return the bytes that this process sent."""
     sent, running = 0.0, []
     for some in _chunks(tensors):
         flat = torch.cat([one.reshape(-1).cpu() for one in some])
@@ -60,7 +60,7 @@ def sum_over(group: Any, tensors: Sequence[Tensor]) -> int:
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type that are summed together."""
+    """Yield lists of tensors of one type that are summed together."""
     held: dict[torch.dtype, list[Tensor]] = {}
     for one in tensors:
         some = held.setdefault(one.dtype, [])
@@ -71,20 +71,20 @@ def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def send_state(group: Any, tensors: Iterable[Tensor]) -> None:
-    """Send tensors to the other end of a connection of two."""
+    """Send tensors to the peer of a two-process connection."""
     for some in _runs(tensors):
         flat = torch.cat([_bytes(one) for one in some])
         group.send([flat], 1, 0).wait()
 
 
 def receive_state(group: Any, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What the other end sends, tensors like these; nothing of it is in place before all is here."""
+    """Receive tensors shaped like these from the peer; the caller copies them into place once all have arrived."""
     received = []
     for some in _runs(tensors):
         flat = torch.empty(sum(one.nbytes for one in some), dtype=torch.uint8)
         group.recv([flat], 0, 0).wait()
         pieces = flat.split([one.nbytes for one in some])
-        # A copy of each: a piece may begin where its type cannot.
+        # Copy each piece: it may begin at an offset that is not aligned for its type.
         received += [piece.clone().view(one.dtype).view(one.shape) for one, piece in zip(some, pieces, strict=True)]
     return received
 
