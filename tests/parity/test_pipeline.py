@@ -381,7 +381,7 @@ def test_too_few_micro_batches_are_a_warning_at_the_start(harness, tmp_path):
     settings = harness.settings(case("x", layers(4), one, pp=2).overrides, 2)
     harness.pool.run(2, run_to, settings | {"job.dump_folder": str(tmp_path / "run")})
     log = (tmp_path / "run" / "log" / "rank-0.log").read_text()
-    assert "WARNING 1F1B: 1 micro-batch for 2 stages leave ranks idle for 50% of a step" in log
+    assert "WARNING 1F1B: with 1 micro-batch for 2 stages, ranks idle for 50% of a step" in log
 
 
 def reductions(settings):

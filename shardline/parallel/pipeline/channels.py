@@ -1,17 +1,18 @@
-"""What pipeline stages send each other: activations one way, their gradients the other, point to point.
+"""Point-to-point messages between pipeline stages: activations one way, their gradients the other.
 
-There is a channel for every ordered pair of ranks that exchange messages. Messages travel in the order in which the
-sender makes them; the receiver knows that order from the schedule, and posts its receives in it, ahead of need:
+There is a channel for every ordered pair of ranks that exchange messages. A rank sends messages in the order in which
+it computes them. The receiver knows that order from the schedule and posts its receives in it, before it needs them:
 
     rank 0   0F0 -a0-> 0F1 -a1-> 0F2 -a2->            0B0                channel 0 -> 1: a0 a1 a2 ...
     rank 1            1F0       1F1       1B0 -g0->       1B1 -g1->      channel 1 -> 0: g0 g1 ...
 
-A sent tensor is kept until it is known to have arrived: the receiver has sent something that it made after using it.
+A sent tensor is kept until it is known to have arrived, that is until the receiver has sent back something that it
+computed after using the tensor.
 
-A receive of NCCL is a kernel that runs until the message is there. Two things must never wait for such a kernel:
-another kernel at its first launch (CUDA may need an idle device to load it), so the messages of the first walk go
-through host memory; and a second receive in the same stream, which can hold up other streams, so only one is posted
-ahead.
+An NCCL receive is a kernel that runs until the message is there. Two things must never wait for such a kernel. One is
+the first launch of another kernel (CUDA may need an idle device to load it), so the messages of the first pass go
+through host memory. The other is a second receive in the same stream, which can hold up other streams, so only one is
+posted ahead.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Key(NamedTuple):
 
 
 class Message(NamedTuple):
-    """`made` and `used` are positions of actions, in the order of the sending and of the receiving rank."""
+    """`made` and `used` are the positions of the actions in the orders of the sending and the receiving rank."""
 
     key: Key
     source: int
@@ -57,7 +58,7 @@ class Message(NamedTuple):
 
 
 def messages_of(orders: Sequence[Sequence[Action]], placement: Sequence[int]) -> list[Message]:
-    """All messages between ranks, those of each rank in its order; what stays on a rank is not a message."""
+    """Return all messages between ranks, in each sender's order; a tensor that stays on its rank is not a message."""
     stages = len(placement)
     used = {needed_by(action, stages): place for order in orders for place, action in enumerate(order)}
     found = []
@@ -70,7 +71,7 @@ def messages_of(orders: Sequence[Sequence[Action]], placement: Sequence[int]) ->
 
 
 def needed_by(action: Action, stages: int) -> Key | None:
-    """The key of what an action needs from another stage, None if it needs nothing from one."""
+    """Return the key of the input that an action needs from another stage, None if it needs none."""
     if action.kind == "F":
         return Key("activation", action.stage, action.microbatch) if action.stage > 0 else None
     ends = action.kind == "W" or action.stage + 1 == stages
@@ -78,7 +79,7 @@ def needed_by(action: Action, stages: int) -> Key | None:
 
 
 def sent_by(action: Action, stages: int) -> Key | None:
-    """The key of what an action makes for another stage, None if it makes nothing for one."""
+    """Return the key of the result that an action makes for another stage, None if it makes none."""
     if action.kind == "F" and action.stage + 1 < stages:
         return Key("activation", action.stage + 1, action.microbatch)
     if action.kind in "BI" and action.stage > 0:
@@ -87,7 +88,7 @@ def sent_by(action: Action, stages: int) -> Key | None:
 
 
 class Channel:
-    """One direction between this rank and another one of the pp axis."""
+    """One direction between this rank and another rank of the pp axis."""
 
     def __init__(self, source: int, target: int, device: torch.device) -> None:
         up = collectives.axis("pp" if source < target else "pp_down")
@@ -100,11 +101,11 @@ class Channel:
 
     @property
     def staged(self) -> bool:
-        """Whether tensors are copied to and from host memory, the only memory that gloo sends from."""
+        """Whether tensors are copied to and from host memory; gloo sends from no other memory."""
         return self.on_host and self.device.type == "cuda"
 
     def open(self, sends: bool) -> None:
-        """Connect now, both sides together: later, one side may be busy when the other one connects."""
+        """Connect now, both sides at once: later, one side may be busy when the other connects."""
         x = torch.zeros(1, device="cpu" if self.staged else self.device)
         work = self._isend(x) if sends else self._irecv(x)
         work.wait()
@@ -172,7 +173,7 @@ class Channels:
                 channel.on_host = channel.always_on_host
 
     def swap(self, x: Tensor, peer: int, what: str) -> Tensor:
-        """Exchange x for the tensor of the same shape that the other rank gives."""
+        """Send x to the peer and return the tensor of the same shape received from it."""
         coming = self.by_pair[peer, self.rank].receive(what, x.shape, x.dtype)
         sent = self.by_pair[self.rank, peer].send(x, what)
         received = coming.arrive()
@@ -220,7 +221,7 @@ class Transfers:
         return received
 
     def finish(self) -> None:
-        """Wait until everything was sent and its memory may be used for something else."""
+        """Wait until everything is sent and its memory may be reused."""
         for _, sent in self.sent:
             sent.wait()
         self.sent.clear()
@@ -236,7 +237,7 @@ class Transfers:
             self._post(source)
 
     def _release(self, received: Message) -> None:
-        """Free the messages that the sender of this one had used before it made this one."""
+        """Free the messages that the sender of `received` had used before it made `received`."""
         kept = []
         for message, sent in self.sent:
             if message.target == received.source and message.used < received.made:

@@ -3,12 +3,12 @@
     rank 0   0F0 0F1 0F2 0F3         0B0     0B1     0B2     0B3        stage, F forward or B backward, micro-batch
     rank 1       1F0 1B0     1F1 1B1     1F2 1B2     1F3 1B3            blanks: the bubble
 
-A rank runs its actions in the order of its schedule. Forward keeps the input (a leaf) and the edge of the graph that
-leads to the output; backward starts from that edge with the gradient that comes from the next stage, and sends on the
-gradient of the input. Where the schedule splits backward, I leaves weight gradients in the queue of models/linear.py
-and takes those of this stage and micro-batch out of it; W computes exactly these.
+A rank runs its actions in the order of its schedule. Forward keeps the input (a leaf) and the graph edge of the
+output. Backward starts from that edge with the gradient received from the next stage, and sends the gradient of the
+input to the previous one. Where the schedule splits backward, I puts the weight gradients of its stage and micro-batch
+into the queue of models/linear.py and takes them out; W computes exactly these.
 
-Shapes are known from the tokens, which every rank of the pipeline reads: no trial step is needed.
+All ranks of the pipeline read the tokens and so know the shapes: no trial step is needed.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ Forward = Callable[[MicroBatch, Tensor | None, Stage], Tensor]
 
 
 class SavedForward(NamedTuple):
-    """What backward needs from a forward."""
+    """What backward needs from a forward pass."""
 
     x: Tensor | None
-    output: Any  # an edge of the graph; the loss itself from the last stage
+    output: Any  # a graph edge; in the last stage the loss itself
 
 
-Made = tuple[Key, Tensor]  # what an action made for another stage
+Made = tuple[Key, Tensor]  # an action's result for another stage
 
 
 class Pipeline:
     """One rank's stages, and their messages to and from the stages of other ranks.
 
-    `describe` gives the shape and type of the residual stream for tokens (B, S).
+    `describe` returns the shape and type of the residual stream for tokens (B, S).
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Pipeline:
             pairs |= {(first, last), (last, first)}
         self.channels = Channels(pairs, device)
         self.rank = self.channels.rank
-        self._walked: set[str] = set()  # kinds of walks that have loaded all their kernels
+        self._walked: set[str] = set()  # kinds of passes that have loaded all their kernels
         self.clock = ActionClock(device)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def run(self, batches: Sequence[MicroBatch], forward: Forward, done: Callable[[int], None]) -> Tensor:
-        """Forward and backward of all micro-batches; returns the sum of the losses, 0 on ranks without the last stage.
+        """Run forward and backward of all micro-batches; return the sum of the losses, 0 without the last stage.
 
         `done(stage)` is called when a stage has all its gradients.
         """
@@ -103,7 +103,7 @@ class Pipeline:
 
     @torch.no_grad()
     def losses(self, batches: Sequence[MicroBatch], forward: Forward) -> Tensor:
-        """Forward of all micro-batches; returns the sum of the losses, 0 on ranks without the last stage."""
+        """Run forward of all micro-batches; return the sum of the losses, 0 on ranks without the last stage."""
         orders = [
             [Action("F", stage, number) for stage in self.schedule.stages_of(rank) for number in range(len(batches))]
             for rank in range(self.schedule.ranks)
@@ -117,14 +117,16 @@ class Pipeline:
         return run.total
 
     def _walk(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """The first walk of a kind loads its kernels; meanwhile nothing on the device may wait for a message."""
+        """Send messages through the host in the first pass of a kind: while it loads its kernels, nothing on the device
+        may wait for a message.
+        """
         first = kind not in self._walked
         self._walked.add(kind)
         return self.channels.through_host() if first else contextlib.nullcontext()
 
 
 class _Run:
-    """One walk of this rank through its actions."""
+    """One pass of this rank through its actions."""
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class _Run:
         self.transfers = Transfers(pipeline.channels, messages, shapes)
         self.saved: dict[tuple[int, int], SavedForward] = {}
         self.waiting: dict[tuple[int, int], list[Waiting]] = {}
-        self.here: dict[Key, Tensor] = {}  # what came from another rank, or from another stage of this rank
+        self.here: dict[Key, Tensor] = {}  # received from another rank, or from another stage of this rank
         self.total = torch.zeros((), device=pipeline.device)
 
     def receive(self, action: Action) -> None:
@@ -150,7 +152,7 @@ class _Run:
             self.here[key] = self.transfers.receive(key)
 
     def send(self, made: Made | None) -> None:
-        """Pass what an action made to another rank, or to another stage of this one."""
+        """Pass the result of an action to another rank, or to another stage of this one."""
         if made is None:
             return
         key, x = made
@@ -160,7 +162,7 @@ class _Run:
             self.transfers.send(key, x)
 
     def compute(self, action: Action) -> Made | None:
-        """Run an action; returns what it made for another stage."""
+        """Run an action; return its result for another stage, if any."""
         place = (action.stage, action.microbatch)
         if action.kind == "F":
             return self._forward(action)
@@ -181,7 +183,7 @@ class _Run:
         if stage.last:
             self.total += out.detach()
         if self.trains:
-            # The edge alone: the output's memory is free once it is sent.
+            # Keep only the edge: the output's memory is free once it is sent.
             self.saved[action.stage, action.microbatch] = SavedForward(x, out if stage.last else get_gradient_edge(out))
         key = sent_by(action, len(self.stages))
         return None if key is None else (key, out.detach())
@@ -201,10 +203,10 @@ class _Run:
 
 
 def idle_share(busy: float, span: float, device: torch.device) -> float:
-    """The share of a step in which ranks were idle, on average over all of them, from what `busy_and_span` gives.
+    """Return the share of a step in which ranks were idle, averaged over all ranks, from `busy_and_span` of each.
 
-    The step of the pipeline lasts as long as the longest time from a rank's first action to its last: the rank with the
-    first stage begins and ends it. Clocks of different hosts or devices are never compared.
+    A pipeline step lasts as long as the longest time from a rank's first action to its last: the rank with the first
+    stage begins and ends it. Clocks of different hosts or devices are never compared.
     """
     numbers = torch.tensor([busy, span], dtype=torch.float64, device=device)
     longest = collectives.max_in_place(numbers[1:].clone(), "world")
@@ -213,7 +215,7 @@ def idle_share(busy: float, span: float, device: torch.device) -> float:
 
 
 class ActionClock:
-    """Measures when each action of a step begins and ends, while it is `enabled`."""
+    """Records when each action of a step begins and ends, while it is `enabled`."""
 
     def __init__(self, device: torch.device) -> None:
         self.moments = Moments(device)
@@ -230,14 +232,14 @@ class ActionClock:
         self._marks.append((action, start, self.moments.mark()))
 
     def take(self) -> list[TimedAction]:
-        """The actions since the last call, in order; times are seconds since 1970."""
+        """Return the actions since the last call, in order; times are seconds since 1970."""
         marks, self._marks = self._marks, []
         times = iter(self.moments.unix([moment for _, *both in marks for moment in both]))
         return [TimedAction(action, next(times), next(times)) for action, _, _ in marks]
 
 
 def busy_and_span(actions: Sequence[TimedAction]) -> tuple[float, float]:
-    """(seconds in actions, seconds from the first one's start to the last one's end)."""
+    """Return (seconds in actions, seconds from the start of the first action to the end of the last)."""
     if not actions:
         return 0.0, 0.0
     return sum(end - start for _, start, end in actions), actions[-1].end - actions[0].start

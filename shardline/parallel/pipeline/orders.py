@@ -1,6 +1,6 @@
-"""The order in which each rank computes: one function per schedule, from the numbers of ranks, micro-batches, stages.
+"""Each rank's order of actions: one function per schedule, given the numbers of ranks, micro-batches and stages.
 
-Stages lie on ranks in loops (rank r has stages r, r + ranks, ...) or in a V (rank r has stages r and 2 ranks - 1 - r):
+Stages are placed in loops (rank r has stages r, r + ranks, ...) or in a V (rank r has stages r and 2 ranks - 1 - r):
 
     loops   rank 0: 0 4    V   rank 0: 0 7
             rank 1: 1 5        rank 1: 1 6
@@ -40,7 +40,7 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
 
 
 def one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Orders:
-    """One forward pass for each later rank, then one forward and one backward pass in turn."""
+    """Run one forward pass for each later rank, then alternate forward and backward passes."""
     return [_depth_first(rank, ranks, microbatches, stages_per_rank, "B", 1) for rank in range(ranks)]
 
 
@@ -57,9 +57,9 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
 def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Orders:
     """Interleaved with split backward passes: input gradients are sent at once, weight gradients fill the gaps.
 
-    An input gradient takes half of a backward pass, so half as many forward passes ahead are enough. A rank postpones
-    as many weight gradients as there are ranks before it, and computes them at the end, while gradients travel to
-    rank 0: all ranks hold equally many activations.
+    An input gradient takes half as long as a backward pass, so half as many warm-up forward passes are enough. A rank
+    postpones as many weight gradients as there are ranks before it, and computes them at the end, while gradients
+    travel to rank 0. All ranks then hold equally many activations.
     """
     return [
         _with_weight_gradients(_depth_first(rank, ranks, microbatches, stages_per_rank, "I", 1), postponed=rank)
@@ -70,7 +70,7 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int)
 def _depth_first(
     rank: int, ranks: int, microbatches: int, stages_per_rank: int, backward: str, ahead: int
 ) -> list[Action]:
-    """Rounds of micro-batches through all stages, with `ahead` more forward passes in front for each later rank."""
+    """Run rounds of micro-batches through all stages, with `ahead` more warm-up forwards for each later rank."""
     own, groups = range(rank, ranks * stages_per_rank, ranks), rounds(ranks, microbatches)
     return _in_turn(
         [Action("F", stage, i) for group in groups for stage in own for i in group],
@@ -80,14 +80,14 @@ def _depth_first(
 
 
 def rounds(ranks: int, microbatches: int) -> list[range]:
-    """The most rounds that give every rank a micro-batch; the sizes of rounds differ by at most one."""
+    """Return as many rounds as possible with a micro-batch for every rank; their sizes differ by at most one."""
     count = max(1, microbatches // ranks)
     edges = [-(-microbatches * i // count) for i in range(count + 1)]
     return [range(low, high) for low, high in pairwise(edges)]
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then one forward and one backward in turn, then what is left of the backwards."""
+    """Run `warmup` forwards, then alternate forwards and backwards, then run the remaining backwards."""
     warmup = min(warmup, len(forwards))
     steady = len(forwards) - warmup
     pairs = zip(forwards[warmup:], backwards[:steady], strict=True)
@@ -95,7 +95,7 @@ def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> li
 
 
 def _with_weight_gradients(order: list[Action], postponed: int) -> list[Action]:
-    """Add the weight gradients, each after its input gradient and `postponed` further ones."""
+    """Add the weight gradients, each after its input gradient and `postponed` further input gradients."""
     done: list[Action] = []
     waiting: list[Action] = []
     for action in order:
@@ -108,13 +108,13 @@ def _with_weight_gradients(order: list[Action], postponed: int) -> list[Action]:
 
 
 # ---- the V -----------------------------------------------------------------------------------------------------------
-# Both schedules are lists of phases: how often to repeat which actions, where 0 is the rank's stage on the way down the
-# V and 1 the one on the way up. Micro-batches are numbered as they come. The phases fit a full pipeline; with fewer
-# micro-batches, the actions of the missing ones are left out of the same order.
+# Both schedules are lists of phases: a count, and the actions that are repeated that often. Stage 0 is the rank's stage
+# on the way down the V, stage 1 the one on the way up. Micro-batches are numbered as they come. The phases are those of
+# a full pipeline; with fewer micro-batches, the actions of the missing ones are left out.
 
 
 def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orders:
-    """Rank 0 has both the first and the last stage: it starts first, and no gradient waits at the end of the V.
+    """Zero bubble on a V: rank 0 has both the first and the last stage, so no gradient waits at the end of the V.
 
     If F, I and W take the same time, a rank is idle only until its first input and after its last gradient.
     """
@@ -138,9 +138,9 @@ def zero_bubble_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Or
 
 
 def dual_pipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orders:
-    """Forward passes of one arm of the V beside backward passes of the other; only the ends split their backward.
+    """Alternate forward passes of one arm of the V with backward passes of the other; only the ends split backward.
 
-    In the middle each forward pass is followed by a backward pass that does not depend on it.
+    In the middle, each forward pass is followed by a backward pass that does not depend on it.
     """
     count = max(microbatches, 2 * ranks)
     made = []
@@ -164,7 +164,7 @@ def dual_pipe_v(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Orde
 
 
 def _spelled(phases: Sequence[tuple[int, str]], stages: tuple[int, int], microbatches: int) -> list[Action]:
-    """The actions of phases, without those of micro-batches beyond the last."""
+    """Expand phases into actions, and leave out those of micro-batches beyond the last."""
     actions = []
     counts = {"F": [0, 0], "B": [0, 0]}  # I and B count the same micro-batches
     owed: list[Action] = []  # weight gradients still to compute; a W without a number is the oldest

@@ -1,6 +1,6 @@
-"""Pipeline schedules by name or from a file: how many stages each allows, and every rank's order, checked to run.
+"""Builds pipeline schedules by name or from a file, with the stages that each allows, and checks that they can run.
 
-`build_schedule` is the entry point. Orders are made in orders.py, times in timeline.py; nothing here needs torch.
+`build_schedule` is the entry point. orders.py makes the orders, timeline.py the times; nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardline.parallel.pipeline.timeline import Action, Schedule, simulate
 
 @dataclass(frozen=True)
 class StageCounts:
-    """How many stages a rank can have; without a limit, `high` is None."""
+    """The number of stages that a rank can have; `high` is None if there is no limit."""
 
     low: int
     high: int | None
@@ -55,7 +55,7 @@ KINDS: dict[str, ScheduleKind] = {
 
 
 def stages_per_rank_of(name: str) -> StageCounts:
-    """How many stages per rank a schedule can run with; one from a file may have any number."""
+    """Return the numbers of stages per rank that a schedule allows; a schedule from a file may have any number."""
     known = _known(name)
     return ANY if known in SCHEDULES_FROM_FILE else KINDS[known].stage_counts
 
@@ -67,9 +67,9 @@ def build_schedule(
     stages_per_rank: int | None = None,
     csv: str | Path | None = None,
 ) -> Schedule:
-    """The schedule of that name, or the one in the file `csv`, which overrides the name.
+    """Build the schedule of that name, or the one in the file `csv`, which overrides the name.
 
-    `stages_per_rank = None` takes the fewest that the schedule allows. A schedule that cannot run is a ConfigError.
+    `stages_per_rank = None` takes the fewest that the schedule allows. Raise ConfigError if the schedule cannot run.
     """
     if ranks < 1 or microbatches < 1:
         raise ConfigError(f"a pipeline needs at least 1 rank and 1 micro-batch, got {ranks} and {microbatches}")
@@ -77,7 +77,7 @@ def build_schedule(
         return _from_file(csv, ranks, microbatches, stages_per_rank)
     known = _known(name)
     if known in SCHEDULES_FROM_FILE:
-        raise ConfigError(f"{known} comes from a file: name the file, or take one of {', '.join(KINDS)}")
+        raise ConfigError(f"{known} comes from a file: name the file, or choose one of {', '.join(KINDS)}")
     kind = KINDS[known]
     count = kind.stage_counts.low if stages_per_rank is None else stages_per_rank
     if count not in kind.stage_counts:
@@ -89,7 +89,7 @@ def build_schedule(
 
 
 def _known(name: str) -> str:
-    """The name as the table writes it; upper and lower case are alike."""
+    """Return the name as the table spells it; case does not matter."""
     known = find_schedule(name)
     if known is None:
         raise ConfigError(unknown_schedule(name))
@@ -99,7 +99,7 @@ def _known(name: str) -> str:
 def _wrong_stages(name: str, ranks: int, count: int) -> str:
     allowed = KINDS[name].stage_counts
     others = [other for other, kind in KINDS.items() if count in kind.stage_counts]
-    remedy = f"; {count} per rank run with {', '.join(others)}" if others else ""
+    remedy = f"; schedules with {count} per rank: {', '.join(others)}" if others else ""
     return f"{name} runs with {allowed} stage{'s' * (allowed != ONE)} per rank, got {count} on {ranks} ranks{remedy}"
 
 
@@ -109,8 +109,8 @@ def _wrong_stages(name: str, ranks: int, count: int) -> str:
 def read_csv(path: str | Path) -> Schedule:
     """Read a file as torch.distributed.pipelining writes it: a row for each rank, an action in each cell.
 
-    Cells are like `0F0`, `1B0`, `1I0`, `1W0`, or empty. A pair `(0F4;7B0)OVERLAP_F_B` runs one after the other. A stage
-    belongs to the rank in whose row it is.
+    Cells are like `0F0`, `1B0`, `1I0`, `1W0`, or empty. The two actions of a pair `(0F4;7B0)OVERLAP_F_B` run one after
+    the other. A stage belongs to the rank in whose row it appears.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -122,7 +122,7 @@ def read_csv(path: str | Path) -> Schedule:
     while rows and not any(rows[-1]):
         rows.pop()
     placement: dict[int, int] = {}
-    found: list[dict[Action, None]] = [{} for _ in rows]  # in order, and quick to look up
+    found: list[dict[Action, None]] = [{} for _ in rows]  # an ordered set for each rank
     for rank, row in enumerate(rows):
         for column, cell in enumerate(row):
             place = f"{path}: row {rank + 1}, cell {column + 1}: {cell!r}"
@@ -138,7 +138,7 @@ def read_csv(path: str | Path) -> Schedule:
         raise ConfigError(f"{path}: has no action: write a row for each rank, with cells such as 0F0, 0B0")
     absent = next((stage for stage in range(max(placement)) if stage not in placement), None)
     if absent is not None:
-        raise ConfigError(f"{path}: stage {absent} is missing, the file goes up to stage {max(placement)}")
+        raise ConfigError(f"{path}: stage {absent} is missing; the file goes up to stage {max(placement)}")
     schedule = Schedule(
         f"file {Path(path).name}",
         tuple(placement[stage] for stage in range(len(placement))),
@@ -169,7 +169,7 @@ def _from_file(path: str | Path, ranks: int, microbatches: int, stages_per_rank:
     counts = {len(schedule.stages_of(rank)) for rank in range(ranks)}
     if stages_per_rank is not None and counts != {stages_per_rank}:
         has = " or ".join(map(str, sorted(counts)))
-        raise ConfigError(f"{path}: has {has} stages per rank, {stages_per_rank} were asked for")
+        raise ConfigError(f"{path}: has {has} stages per rank, expected {stages_per_rank}")
     return schedule
 
 
@@ -206,10 +206,11 @@ CLOSED_FORMS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 
 
 def theoretical_bubble(schedule: Schedule) -> float:
-    """The idle share if all stages cost the same and backward twice as much as forward, in closed form if there is one.
+    """Return the idle share if all stages cost the same and backward costs twice as much as forward.
 
-    p ranks, v stages on each, m micro-batches: (p - 1) / (v m + p - 1). With m < p, a rank waits for its micro-batches
-    to come round, v times: the pass takes v p + m - 1 instead of v m + p - 1.
+    It uses a closed form if there is one: with p ranks, v stages on each and m micro-batches, (p - 1) / (v m + p - 1).
+    With m < p, a rank waits v times for its micro-batches to come round: the pass takes v p + m - 1 instead of
+    v m + p - 1.
     """
     if schedule.name not in CLOSED_FORMS:
         return simulate(schedule).bubble
@@ -218,7 +219,7 @@ def theoretical_bubble(schedule: Schedule) -> float:
 
 
 def warnings(schedule: Schedule) -> list[str]:
-    """A line for the log where there are fewer micro-batches than stages, with the idle share that this costs."""
+    """Return a log line if there are fewer micro-batches than stages, with the resulting idle share."""
     given, stages, ranks = schedule.microbatches, schedule.stages, schedule.ranks
     if given >= stages or ranks == 1:
         return []
@@ -226,5 +227,5 @@ def warnings(schedule: Schedule) -> list[str]:
     remedy = f"cut the batch into {stages} or more"
     if schedule.name in KINDS:
         better = theoretical_bubble(build_schedule(schedule.name, ranks, stages, stages // ranks))
-        remedy += f", {stages} cost {better:.0%}"
-    return [f"{schedule.name}: {some} leave ranks idle for {theoretical_bubble(schedule):.0%} of a step; {remedy}"]
+        remedy += f" ({better:.0%} with {stages})"
+    return [f"{schedule.name}: with {some}, ranks idle for {theoretical_bubble(schedule):.0%} of a step; {remedy}"]

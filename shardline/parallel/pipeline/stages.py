@@ -1,17 +1,17 @@
-"""Which layers each pipeline stage holds, and which stages each rank.
+"""Decides which layers each pipeline stage holds, and which stages each rank holds.
 
     model     | embedding | layer 0 | layer 1 | layer 2 | layer 3 | layer 4 | norm, output |
     stages    |        stage 0      |       stage 1     |           stage 2              |
 
-Stages hold consecutive modules. Three rules cut them, and the values of the config alone choose the rule:
+Stages hold consecutive modules. There are three rules for the cut; the values in the config alone choose the rule:
 
     by name     module_fqns_per_model_part names the modules of each stage
     by count    pipeline_parallel_layers_per_stage is set, or one of the two ..._less_layers is not 1, its default:
-                as many layers for each stage, with the embedding and the output counting as `less_layers` of them
+                equally many layers for each stage, where embedding and output count as `less_layers` layers
     by weight   otherwise: the cut whose heaviest stage is lightest
 
-A module weighs the mean of its share of the model's FLOPs and its share of the parameters, so that the output layer,
-which is large and computes much, and the embedding, which is only large, count as what they are.
+A module weighs the mean of its share of the model's FLOPs and its share of the parameters. This accounts for the
+output layer, which is large and computes much, and for the embedding, which is only large.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LESS_LAYERS = ("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_l
 
 
 class PipelinePlan(NamedTuple):
-    """What each rank of the pp axis holds and does."""
+    """What each rank of the pp axis holds and runs."""
 
     schedule: Schedule
     stages: tuple[Stage, ...]
     microbatch_size: int
 
     def held(self, rank: int) -> tuple[Stage, ...]:
-        """The stages of one rank of the pp axis, first to last."""
+        """Return the stages of one rank of the pp axis, first to last."""
         return tuple(self.stages[index] for index in self.schedule.stages_of(rank))
 
     @property
@@ -52,7 +52,7 @@ class PipelinePlan(NamedTuple):
         return self.schedule.placement[0], self.schedule.placement[-1]
 
     def describe(self) -> str:
-        """A line for the log: the schedule, and the layers of each stage."""
+        """Return a log line with the schedule and the layers of each stage."""
         schedule = self.schedule
         cut = ", ".join(ranges(stage.layers) or "none" for stage in self.stages)
         return (
@@ -65,9 +65,9 @@ class PipelinePlan(NamedTuple):
 def plan_pipeline(
     config: Config, arch: Architecture, layout: Layout, stages_per_rank: int | None = None
 ) -> PipelinePlan | None:
-    """The plan of a run with pipeline stages, None without them. A plan that cannot run is a ConfigError.
+    """Return the plan of a run with pipeline stages, None without them; raise ConfigError if the plan cannot run.
 
-    `stages_per_rank = None` takes as many as the config asks for.
+    `stages_per_rank = None` takes the number that the config asks for.
     """
     if layout.pp == 1:
         return None
@@ -86,7 +86,7 @@ def plan_pipeline(
 
 
 def count_microbatches(config: Config) -> int:
-    """How many micro-batches the pipeline makes of a batch."""
+    """Return the number of micro-batches into which the pipeline cuts a batch."""
     size, batch = config.parallelism.pipeline_parallel_microbatch_size, config.training.local_batch_size
     if batch % size:
         good = ", ".join(str(divisor) for divisor in range(1, batch + 1) if batch % divisor == 0)
@@ -98,7 +98,7 @@ def count_microbatches(config: Config) -> int:
 
 
 def requested_stages_per_rank(config: Config, arch: Architecture, ranks: int) -> int | None:
-    """Stages per rank, if a key gives the number of stages; None leaves it to the schedule."""
+    """Return the stages per rank if a key sets the number of stages; None leaves it to the schedule."""
     section = config.parallelism
     if section.module_fqns_per_model_part is not None:
         count, key = len(section.module_fqns_per_model_part), "module_fqns_per_model_part"
@@ -135,15 +135,15 @@ def _stages(layers_of: Sequence[Sequence[int]]) -> list[Stage]:
 
 
 def counted_layers(layers: int, count: int, first: int, last: int) -> list[range]:
-    """Equal numbers of layers for all stages, where the embedding counts as `first` layers and the output as `last`."""
+    """Give all stages equally many layers, where the embedding counts as `first` layers and the output as `last`."""
     total = layers + first + last
     each, extra = divmod(total, count)
     heavy = [f"{key} = {less}" for key, less in zip(LESS_LAYERS, (first, last), strict=True) if less > each]
     if count > total or heavy:
         asked = f" ({SECTION}.{', '.join(heavy)})" if heavy else ""
         raise ConfigError(
-            f"{layers} layers, with {first} for the embedding and {last} for the output, are {each} for each of {count}"
-            f" stages: too few{asked}; take fewer stages, or smaller {' and '.join(LESS_LAYERS)}"
+            f"{layers} layers, plus {first} for the embedding and {last} for the output, make {each} for each of"
+            f" {count} stages: too few{asked}; use fewer stages, or smaller {' and '.join(LESS_LAYERS)}"
         )
     sizes = [each + (index < extra) for index in range(count)]
     sizes[0] -= first
@@ -159,7 +159,7 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 
 
 class Weights(NamedTuple):
-    """Weights of the embedding, of each layer, and of norm and output together; the whole model weighs 1."""
+    """The weights of the embedding, of each layer, and of norm and output together; the whole model weighs 1."""
 
     embedding: float
     layers: tuple[float, ...]
@@ -170,11 +170,11 @@ class Weights(NamedTuple):
 
 
 def module_weights(arch: Architecture, seq_len: int) -> Weights:
-    """The mean of the shares of FLOPs and of parameters; a tied output counts as a second table.
+    """Return the mean of each module's shares of FLOPs and parameters; a tied output counts as a second table.
 
-    Of its experts, a layer computes with as many per token as the token uses.
+    For a layer with experts, FLOPs count only the experts that a token uses.
     """
-    attention = arch.n_heads * (arch.head_dim + arch.v_dim) // 2 * seq_len  # FLOPs like those of as many parameters
+    attention = arch.n_heads * (arch.head_dim + arch.v_dim) // 2 * seq_len  # as a number of parameters of equal FLOPs
     held, met = zip(*layer_sizes(arch), strict=True)
     used = [size + attention for size in met]
     table = arch.vocab_size * arch.dim
@@ -188,9 +188,9 @@ def module_weights(arch: Architecture, seq_len: int) -> Weights:
 
 
 def balanced_layers(arch: Architecture, seq_len: int, count: int) -> list[range]:
-    """The cut into consecutive layers whose heaviest stage is lightest.
+    """Return the cut into consecutive layers whose heaviest stage is lightest.
 
-    Each stage has a layer, unless there are too few: then the embedding or the output may be a stage of its own.
+    Each stage has at least one layer; if there are too few, the embedding or the output may be a stage of its own.
     """
     layers = arch.n_layers
     if count == 1:
@@ -200,19 +200,19 @@ def balanced_layers(arch: Architecture, seq_len: int, count: int) -> list[range]
         least[0] = least[-1] = 0
     if layers < sum(least):
         raise ConfigError(
-            f"{layers} layers, the embedding and the output cannot make {count} pipeline stages; take a smaller"
-            f" {SECTION}.pipeline_parallel_degree, or a schedule with fewer stages per rank"
+            f"{layers} layers, the embedding and the output cannot make {count} pipeline stages; set a smaller"
+            f" {SECTION}.pipeline_parallel_degree, or choose a schedule with fewer stages per rank"
         )
     weights = module_weights(arch, seq_len)
     return _ranges(_of_equal_layers(weights, least) if len(set(weights.layers)) == 1 else _of_layers(weights, least))
 
 
 def _of_equal_layers(weights: Weights, least: Sequence[int]) -> list[int]:
-    """The numbers of layers of the best cut, as even as possible, where all layers weigh the same."""
+    """Return the numbers of layers of the best cut, as even as possible; all layers weigh the same."""
     count, layers = len(least), len(weights.layers)
 
     def fits(limit: float) -> list[int] | None:
-        """Layers of each stage, with no stage above the limit; None if there is no such cut."""
+        """Return the layers of each stage with no stage above the limit; None if there is no such cut."""
         ends = (weights.of(range(0), i == 0, i == count - 1) for i in range(count))
         most = [math.floor((limit - end) / weights.layers[0] + 1e-9) for end in ends]
         if any(high < low for high, low in zip(most, least, strict=True)) or sum(most) < layers:
@@ -224,9 +224,9 @@ def _of_equal_layers(weights: Weights, least: Sequence[int]) -> list[int]:
 
 
 def _of_layers(weights: Weights, least: Sequence[int]) -> list[int]:
-    """The numbers of layers of the best cut, stage by stage; of equal ones that with the smallest sum of squares."""
+    """Return the numbers of layers of the best cut; ties are broken by the smallest sum of squared weights."""
     count, layers = len(least), len(weights.layers)
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}  # by the layers that the stages so far have
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}  # by the number of layers placed so far
     for stage, low in enumerate(least):
         found: dict[int, tuple[float, float, list[int]]] = {}
         for start, (heaviest, squares, sizes) in best.items():
@@ -239,7 +239,7 @@ def _of_layers(weights: Weights, least: Sequence[int]) -> list[int]:
 
 
 def _level(least: Sequence[int], most: Sequence[int], layers: int) -> list[int]:
-    """Numbers that add up to `layers`, each from its `least` to its `most`, the largest as small as possible."""
+    """Return numbers between `least` and `most` that add up to `layers`, with the largest as small as possible."""
     sizes = list(least)
     for _ in range(layers - sum(least)):
         room = [index for index, size in enumerate(sizes) if size < most[index]]
@@ -251,7 +251,7 @@ def _level(least: Sequence[int], most: Sequence[int], layers: int) -> list[int]:
 
 
 def named_stages(parts: Sequence[Sequence[str]], arch: Architecture, count: int) -> list[Stage]:
-    """The stages whose modules `module_fqns_per_model_part` names."""
+    """Build the stages whose modules `module_fqns_per_model_part` names."""
     key = f"{SECTION}.module_fqns_per_model_part"
     if len(parts) != count:
         raise ConfigError(f"{key} names {len(parts)} stages, but the schedule has {count}")
@@ -282,4 +282,4 @@ def _difference(named: Sequence[str], expected: Sequence[str]) -> str:
         if names:
             return f"{word}: {listed(names)}"
     at = next(index for index, (a, b) in enumerate(zip(named, expected, strict=True)) if a != b)
-    return f"{named[at]} is where {expected[at]} belongs: list modules in the order of the model"
+    return f"{named[at]} is where {expected[at]} belongs: list the modules in the order of the model"

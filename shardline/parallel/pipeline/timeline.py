@@ -1,7 +1,7 @@
-"""What a pipeline schedule is, and when each of its actions would run. It is pure data: no tensor is involved.
+"""Describes a pipeline schedule and simulates when each of its actions runs. It is pure data, without tensors.
 
 rank 0   0F0 0F1 .   .   0B0 0B0 0F2 ...      an action: stage, kind, micro-batch
-rank 1   .   1F0 1B0 1B0 1F1 ...              a dot: idle, which a schedule is there to avoid
+rank 1   .   1F0 1B0 1B0 1F1 ...              a dot: idle time, which schedules try to avoid
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COSTS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # the time of an action, in fo
 
 
 class Action(NamedTuple):
-    """What one stage computes for one micro-batch; prints as `2F5`."""
+    """One computation of a stage for a micro-batch; prints as `2F5`."""
 
     kind: str  # F forward, B full backward, I input gradient, W weight gradient
     stage: int
@@ -30,7 +30,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank computes, in which order."""
+    """The actions of each rank, in order."""
 
     name: str
     placement: tuple[int, ...]  # stage -> rank
@@ -47,7 +47,7 @@ class Schedule:
 
     @property
     def splits(self) -> bool:
-        """Whether input and weight gradients are computed apart from each other, anywhere."""
+        """Whether any backward computes input and weight gradients separately."""
         return any(action.kind in "IW" for order in self.orders for action in order)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class Timeline:
 
 
 def needs(action: Action, stages: int, split: bool) -> tuple[Action, ...]:
-    """What must have run before an action; `split` says whether the next stage's backward is an I."""
+    """Return the actions that must have run before this one; `split`: the next stage's backward is an I."""
     kind, stage, microbatch = action
     if kind == "F":
         return (Action("F", stage - 1, microbatch),) if stage else ()
@@ -95,7 +95,7 @@ def simulate(
     transfer: float = 0.0,
     weights: Sequence[float] | None = None,
 ) -> Timeline:
-    """Start every action as early as its rank and its inputs allow. An order that would wait forever is a ConfigError.
+    """Start every action as early as its rank and its inputs allow; raise ConfigError for an order that deadlocks.
 
     `transfer` is the time that a message takes between two ranks, which go on computing meanwhile. `weights` multiply
     the time of each stage's actions; None: all stages take equally long.
@@ -139,7 +139,7 @@ def _comes_too_late(schedule: Schedule, action: Action, waiting: int) -> str:
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """The most activations that each rank holds at once, in units of one stage's for one micro-batch.
+    """Return the most activations that each rank holds at once, in units of one stage and one micro-batch.
 
     A forward pass adds one; a backward pass, or the weight gradient where backward is split, frees it.
     """

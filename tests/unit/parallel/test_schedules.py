@@ -273,7 +273,7 @@ def test_stage_counts_in_words():
         (("PipelineScheduleMulti", 2, 2), "PipelineScheduleMulti comes from a file: name the file"),
         (("1F1B", 0, 2), "at least 1 rank and 1 micro-batch, got 0 and 2"),
         (("1F1B", 2, 0), "at least 1 rank and 1 micro-batch, got 2 and 0"),
-        (("1F1B", 2, 2, 2), "2 per rank run with LoopedBFS, Interleaved1F1B"),
+        (("1F1B", 2, 2, 2), "schedules with 2 per rank: LoopedBFS, Interleaved1F1B"),
     ],
 )
 def test_refused(arguments, message):
@@ -286,8 +286,8 @@ def test_few_microbatches_are_warned_of():
     assert warnings(build_schedule("1F1B", 1, 1)) == []
     [line] = warnings(build_schedule("Interleaved1F1B", 8, 8))
     assert line == (
-        "Interleaved1F1B: 8 micro-batches for 16 stages leave ranks idle for 30% of a step; "
-        "cut the batch into 16 or more, 16 cost 18%"
+        "Interleaved1F1B: with 8 micro-batches for 16 stages, ranks idle for 30% of a step; "
+        "cut the batch into 16 or more (18% with 16)"
     )
 
 
@@ -336,7 +336,7 @@ def test_files_that_torch_writes(tmp_path):
         ("0F0,,0B0,0F0", "row 1, cell 4: '0F0': 0F0 is already in this row"),
         ("0F0,0B0\n1F0,0B1", "row 2, cell 2: '0B1': stage 0 is already in row 1"),
         ("0F0,0B0\n,\n1F0,1B0", "row 2 has no action"),
-        ("0F0,0B0,2F0,2B0", "stage 1 is missing, the file goes up to stage 2"),
+        ("0F0,0B0,2F0,2B0", "stage 1 is missing; the file goes up to stage 2"),
         ("0F0,0B0,0F1", "0B1, or 0I1 and 0W1, is missing on rank 0"),
         ("0F0,0B0,0B1", "0F1 is missing on rank 0"),
         ("0F0,0I0", "0W0 is missing on rank 0"),
@@ -363,7 +363,7 @@ def test_files_of_another_size_or_none(tmp_path):
     for arguments, message in (
         ((4, 4), "has rows for 2 ranks, the pipeline has 4"),
         ((2, 8), "has 4 micro-batches, a step has 8"),
-        ((2, 4, 1), "has 2 stages per rank, 1 were asked for"),
+        ((2, 4, 1), "has 2 stages per rank, expected 1"),
     ):
         with pytest.raises(ConfigError, match=message):
             build_schedule("1F1B", *arguments, csv=path)
@@ -381,5 +381,5 @@ def test_a_file_may_give_ranks_different_numbers_of_stages(tmp_path):
     found = read_csv(path)
     assert [found.stages_of(rank) for rank in range(2)] == [(0, 2), (1,)]
     assert warnings(found) == [
-        "file mine.csv: 1 micro-batch for 3 stages leave ranks idle for 50% of a step; cut the batch into 3 or more"
+        "file mine.csv: with 1 micro-batch for 3 stages, ranks idle for 50% of a step; cut the batch into 3 or more"
     ]

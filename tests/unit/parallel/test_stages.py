@@ -93,7 +93,7 @@ def test_embedding_and_output_count():
 def test_counted_layers_differ_by_one_at_most(layers, count, first, last):
     each = (layers + first + last) // count
     if max(first, last) > each or each == 0:
-        with pytest.raises(ConfigError, match=f"{layers} layers, with {first} for the embedding and {last}"):
+        with pytest.raises(ConfigError, match=f"{layers} layers, plus {first} for the embedding and {last}"):
             counted_layers(layers, count, first, last)
         return
     cut = counted_layers(layers, count, first, last)

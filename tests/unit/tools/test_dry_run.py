@@ -259,7 +259,7 @@ def test_stages_send_each_micro_batch_once_up_and_once_down():
 
 def test_a_dry_run_tells_of_too_few_micro_batches():
     text = describe(tiny({"n_layers": 4}, pp=4), 4)
-    assert "warning: 1F1B: 2 micro-batches for 4 stages leave ranks idle for 60% of a step" in text
+    assert "warning: 1F1B: with 2 micro-batches for 4 stages, ranks idle for 60% of a step" in text
     assert "layers of each stage: 0, 1, 2, 3" in text
 
 

@@ -102,7 +102,7 @@ def test_json(capsys):
 def test_warning_of_few_microbatches(capsys):
     streams = shown(capsys, "--pp", "4", "--microbatches", "2", "--schedule", "GPipe", "--json")
     assert json.loads(streams.out)["closed_form"] == pytest.approx(3 / 5)
-    assert streams.err.startswith("warning: GPipe: 2 micro-batches for 4 stages leave ranks idle for 60%")
+    assert streams.err.startswith("warning: GPipe: with 2 micro-batches for 4 stages, ranks idle for 60%")
 
 
 def test_svg(capsys, tmp_path):
