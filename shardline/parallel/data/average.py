@@ -1,11 +1,11 @@
-"""Averages of tensors over workers, in the background: whole in float32, or in 8 bits with a scale for each block.
+"""Averages tensors over workers in the background: whole in float32, or in 8 bits with a scale for each block.
 
-In 8 bits every worker averages a part of the numbers and rounds its average once more:
+In 8 bits, every worker averages a part of the numbers and rounds its average again:
 
     worker's numbers -> 8 bits | all-to-all | float32, mean of workers -> 8 bits | all-gather | float32
 
-All workers decode the same bytes, so their averages have the same bits. A number is off by at most half a step of its
-block twice, a step being the block's largest magnitude over 127 (int8) or at most 2^-3 of the number itself (float8).
+All workers decode the same bytes, so their averages have the same bits. Each of the two roundings changes a number by
+at most half a step; a step is 1/127 of the block's largest magnitude (int8), or at most 2^-3 of the number (float8).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TYPES = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 
 
 def whole_average(axis: str) -> Callable[[Sequence[Tensor]], WholeSent]:
-    """Averages by an all-reduce in float32."""
+    """Return a function that averages by an all-reduce in float32."""
     return lambda tensors: WholeSent(tensors, axis)
 
 
@@ -61,7 +61,7 @@ class WholeSent:
 
 
 def _when_done(work: dist.Work, note: Callable[[], None]) -> None:
-    """Call `note` when the backend says that the work is complete, if it does."""
+    """Call `note` when the backend reports that the work is complete, if it does report that."""
     try:
         work.get_future().add_done_callback(lambda future: note())
     except RuntimeError:  # a backend without futures: the time stays unknown
@@ -69,7 +69,7 @@ def _when_done(work: dist.Work, note: Callable[[], None]) -> None:
 
 
 class QuantizedAverage:
-    """Averages in 8 bits; one thread of this rank carries one exchange after the other."""
+    """Averages in 8 bits; a thread of this rank runs one exchange after the other."""
 
     def __init__(self, axis: str, code: Code) -> None:
         self.axis, self.code = axis, code
@@ -77,7 +77,7 @@ class QuantizedAverage:
         self._thread: threading.Thread | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> QuantizedSent:
-        if self._thread is None:  # a daemon: a rank that fails must not wait for the others at its end
+        if self._thread is None:  # a daemon thread: a failing rank must not wait for the others when it exits
             self._thread = threading.Thread(target=self._carry, name="shardline-outer", daemon=True)
             self._thread.start()
         sent = QuantizedSent(tensors, job.axes[self.axis], self.code)
@@ -161,7 +161,7 @@ def decode(parts: Tensor, code: Code) -> Tensor:
 
 
 def average_over(axis: str, code: Code | None) -> Any:
-    """What averages over an axis: whole, or in 8 bits."""
+    """Return a function that averages over an axis: whole, or in 8 bits."""
     if code is None or collectives.axis_size(axis) == 1:
         return whole_average(axis)
     return QuantizedAverage(axis, code)

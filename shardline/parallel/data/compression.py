@@ -1,15 +1,15 @@
-"""How replicas exchange the gradients of one bucket: whole, rounded to bfloat16, or as products of thin matrices.
+"""How replicas exchange the gradients of one bucket: whole, rounded to bfloat16, or as low-rank products (PowerSGD).
 
 Exchanges in 8 bits and of the largest elements are in error_feedback.py.
 
-PowerSGD keeps for each matrix M (rows n, columns m) a thin Q (m, r) and what its approximation left out so far:
+PowerSGD keeps for each matrix M (n rows, m columns) a thin Q (m, r) and the accumulated error of its approximation:
 
     M = gradient + error    P = sum over ranks of M Q, made orthonormal    Q = M^T P    error = M - P Q^T
                                                                            sum over ranks of Q; result = P Q^T
 
-so (n + m) r numbers travel instead of n m. Q starts with its value after the last step, which makes each product a step
-of the power method; the error is added to the next gradient, so that nothing is lost for good. The errors take as much
-memory as the gradients in float32. They differ between ranks; each saves its own (checkpoint/replicas).
+so a rank sends (n + m) r numbers instead of n m. Q starts with its value after the last step, which makes each product
+a step of the power method. The error is added to the next gradient, so that nothing is lost for good. The errors take
+as much memory as the gradients in float32. They differ between ranks; each rank saves its own (checkpoint/replicas).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GradientExchange:
     All ranks call these methods in the same order, since each may issue a collective.
     """
 
-    timed = True  # its waits count as exposed; False where somebody else measures them
+    timed = True  # whether its waits count as exposed; False if the caller measures them
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, axis: str) -> None:
         self.shapes, self.dtype, self.axis = list(shapes), dtype, axis
@@ -45,7 +45,7 @@ class GradientExchange:
         """Issue the next collective, if the result needs one more."""
 
     def finish(self) -> list[Tensor]:
-        """Wait, and return the sums in the shapes of the gradients; the caller owns them."""
+        """Wait and return the sums in the shapes of the gradients; the caller owns them."""
         raise NotImplementedError
 
     def _send(
@@ -55,7 +55,7 @@ class GradientExchange:
         self._sending = flat, collectives.start_sum(flat, self.axis)
 
     def _received(self) -> Tensor:
-        """Wait for what is under way; this is the part of the communication that nothing hides."""
+        """Wait for the running collective; this wait is the exposed part of the communication."""
         assert self._sending is not None
         (flat, work), self._sending = self._sending, None
         with exposed.waiting(flat.device) if self.timed else contextlib.nullcontext():
@@ -81,7 +81,7 @@ class WholeExchange(GradientExchange):
 
 
 class LowRankExchange(GradientExchange):
-    """PowerSGD for the matrices that it makes smaller; other gradients travel whole, together with the P."""
+    """PowerSGD for the matrices that it makes smaller; other gradients are sent whole, together with the Ps."""
 
     def __init__(
         self, names: Sequence[str], shapes: Sequence[torch.Size], rank: int, dtype: torch.dtype, axis: str
@@ -107,7 +107,7 @@ class LowRankExchange(GradientExchange):
         self._send(parts, self._first_shapes(), self.dtype, device)
 
     def advance(self) -> None:
-        """Project this rank's matrices onto the summed P, and start the sum of the Q."""
+        """Project this rank's matrices onto the summed Ps, and start to sum the Qs."""
         if self.p or self._sending is None or not self.matrices:
             return
         parts = self._sums(self._first_shapes(), self.dtype)
@@ -116,7 +116,7 @@ class LowRankExchange(GradientExchange):
             self.p[index] = torch.linalg.qr(product.float()).Q
             self.q[index] = self.errors[index].T @ self.p[index]
             self.errors[index].addmm_(self.p[index], self.q[index].T, alpha=-1)
-            self.errors[index].nan_to_num_(0.0, 0.0, 0.0)  # a gradient that was not finite must not stay forever
+            self.errors[index].nan_to_num_(0.0, 0.0, 0.0)  # otherwise a nonfinite gradient would stay forever
         qs = [self.q[index] for index in self.matrices]
         self._send(qs, [q.shape for q in qs], torch.float32, qs[0].device)
 
@@ -137,7 +137,7 @@ class LowRankExchange(GradientExchange):
         return thin + [self.shapes[index] for index in self.rest]
 
     def memory(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(error, Q) of a matrix. Every replica starts with the same Q."""
+        """Return (error, Q) of a matrix. Every replica starts with the same Q."""
         if index not in self.q:
             generator = torch.Generator().manual_seed(zlib.crc32(self.names[index].encode()))
             rows, columns = self.shapes[index]
@@ -154,7 +154,7 @@ def is_worthwhile(shape: torch.Size, rank: int) -> bool:
 def flatten(
     tensors: Sequence[Tensor | None], shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """One vector of all the tensors, with zeros for those that are None."""
+    """Concatenate all tensors into one vector, with zeros for those that are None."""
     sizes = [math.prod(shape) for shape in shapes]
     flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     parts, there = [], []

@@ -1,4 +1,4 @@
-"""DDP: every rank holds the whole model, and gradients are summed in buckets while backward goes on."""
+"""DDP: every rank holds the whole model, and gradients are summed in buckets while backward runs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Bucket:
     parameters: list[nn.Parameter]
     exchange: GradientExchange
     missing: set[nn.Parameter] = field(default_factory=set)
-    running: bool = False  # an exchange was started, and its result not yet taken
-    totals: list[Tensor] | None = None  # of the step so far
+    running: bool = False  # an exchange was started and its result not yet taken
+    totals: list[Tensor] | None = None  # the sums of the step so far
 
 
 class LeftOut(NamedTuple):
@@ -43,14 +43,14 @@ class LeftOut(NamedTuple):
 
 
 class Replicas:
-    """Sums gradients over dp_replicate in buckets, and starts each as soon as its last gradient is there.
+    """Sums gradients over dp_replicate in buckets, and starts each bucket as soon as its last gradient is there.
 
         backward:  ... grads of layer 3 -> bucket 0 | grads of layer 2 -> bucket 1 | ...        finish
         link:                     sum of bucket 0 ------ | sum of bucket 1 ------ |              wait for the rest
 
-    A bucket takes its gradients out of the parameters: `p.grad` is empty until `finish` puts the sums there. Summing
-    after every micro-batch therefore sums what that micro-batch added, and goes on during the next forward. All ranks
-    start buckets in the same order. A parameter without a gradient on some rank counts as zero there.
+    A bucket takes its gradients out of the parameters: `p.grad` is empty until `finish` puts the sums there. So a sum
+    after every micro-batch covers what that micro-batch added, and runs on during the next forward. All ranks start
+    buckets in the same order. If a parameter has no gradient on some rank, that rank adds zeros.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Replicas:
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.device = local(next(iter(self.bucket_of))).device
         self.enabled = False
-        self.next = 0  # bucket to start
+        self.next = 0  # the next bucket to start
         exposed.measured = True
         for parameter in self.bucket_of:
             when_gradient_arrives(parameter, self._arrived)
 
     def expect(self, last: bool, every_micro_batch: bool) -> None:
-        """Call before a micro-batch: decides whether its gradients, and those kept since the last sum, are summed."""
+        """Call before a micro-batch: decides whether to sum its gradients and those kept since the last sum."""
         self._start_rest()
         self.enabled = last or every_micro_batch
         self.next = 0
@@ -76,7 +76,7 @@ class Replicas:
             bucket.missing = {parameter for parameter in bucket.parameters if parameter.requires_grad}
 
     def finish(self) -> None:
-        """Call after the last backward: wait for the sums and put them where the optimizer looks for them."""
+        """Call after the last backward: wait for the sums and store them in `p.grad`."""
         self._start_rest()
         for bucket in self.buckets:
             self._settle(bucket)
@@ -85,7 +85,7 @@ class Replicas:
                 parameter.grad = _like(parameter, total) if parameter.requires_grad else None
 
     def left_out(self) -> Iterator[LeftOut]:
-        """What a checkpoint saves between steps; loading one fills these tensors."""
+        """Yield the tensors that a checkpoint saves between steps; loading one fills them."""
         for bucket in self.buckets:
             exchange = bucket.exchange
             if isinstance(exchange, LowRankExchange):
@@ -107,7 +107,7 @@ class Replicas:
             self._start_next()
 
     def start(self, bucket: Bucket) -> None:
-        """Start to sum a bucket whose gradients are complete."""
+        """Start to sum a bucket that has all its gradients."""
         self._settle(bucket)
         gradients = [None if p.grad is None else local(p.grad) for p in bucket.parameters]
         bucket.exchange.start(gradients, self.device)
@@ -122,7 +122,7 @@ class Replicas:
         self.next += 1
 
     def _start_rest(self) -> None:
-        """Start the buckets that did not start during backward: gradients are missing, or overlap is switched off."""
+        """Start the buckets that did not start during backward: gradients are missing, or overlap is off."""
         if not self.enabled:
             return
         self.enabled = False
@@ -133,7 +133,7 @@ class Replicas:
                 self._settle(bucket)
 
     def _settle(self, bucket: Bucket) -> None:
-        """Wait for the sum of a bucket and add it to that of the step."""
+        """Wait for the sum of a bucket and add it to the step's total."""
         if not bucket.running:
             return
         sums = bucket.exchange.finish()
@@ -145,7 +145,7 @@ class Replicas:
 
 
 def replicate_parameters(model: Decoder, mesh: Mesh) -> None:
-    """Declare every parameter replicated over dp_replicate (and still cut over tp), before it has memory."""
+    """Declare every parameter replicated over dp_replicate (and still sharded over tp), before it has memory."""
     for name, parameter in list(model.named_parameters()):
         if isinstance(parameter, DTensor):
             of_experts = "ep" in (parameter.device_mesh.mesh_dim_names or ())
@@ -159,7 +159,7 @@ def replicate_parameters(model: Decoder, mesh: Mesh) -> None:
 
 
 def _buckets(model: nn.Module, config: Config, users: Mapping[nn.Parameter, frozenset[int]]) -> list[Bucket]:
-    """Parameters in the order backward reaches them, cut where a bucket would exceed its limit or `users` change."""
+    """Cut the parameters, in backward order, where a bucket would exceed its limit or `users` change."""
     section = config.parallelism
     limit, dtype = section.gradient_bucket_mib * 2**20, DTYPES[config.training.mixed_precision_reduce]
     groups: list[list[tuple[str, nn.Parameter]]] = []
@@ -183,7 +183,7 @@ def _buckets(model: nn.Module, config: Config, users: Mapping[nn.Parameter, froz
 def exchange_of(
     names: list[str], shapes: list[torch.Size], section: Parallelism, dtype: torch.dtype
 ) -> GradientExchange:
-    """The exchange of one bucket that `gradient_compression` names; each tensor-parallel rank sums its own shards."""
+    """Make a bucket's exchange as `gradient_compression` says; each tensor-parallel rank sums its own shards."""
     if section.gradient_compression == "powersgd":
         return LowRankExchange(names, shapes, section.powersgd_rank, dtype, "dp_replicate")
     if section.gradient_compression == "int8":
@@ -195,7 +195,7 @@ def exchange_of(
 
 
 def _like(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """A gradient in the parameter's type and layout from its local shard, without a copy if the type allows."""
+    """Make a gradient in the parameter's type and layout from a local shard, without a copy if the type allows."""
     shard = shard.to(parameter.dtype)
     if not isinstance(parameter, DTensor):
         return shard

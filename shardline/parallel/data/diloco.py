@@ -1,14 +1,14 @@
-"""Workers that train apart and average what they changed now and then: DiLoCo, streaming DiLoCo, local SGD.
+"""Workers that train independently and average their changes now and then: DiLoCo, streaming DiLoCo, local SGD.
 
-A worker is one index of dp_replicate, with any layout inside. Each keeps the global weights beside its own, cut alike,
-in float32 or the parameters' type. Every `steps` steps, for one fragment (a run of layers) after the other:
+A worker is one index of dp_replicate, with any layout inside. It keeps the global weights beside its own, sharded the
+same way, in float32 or the parameters' type. Every `steps` steps, for one fragment (consecutive layers) after another:
 
     step             ... 97                     98, 99              100
     fragment 0       change = global - own  |   it is averaged  |   outer step on global; own = global
                      sent in the background |   over workers    |   (or partly own: `own_share`)
 
-The outer step is Nesterov's momentum on the averaged change; local SGD is a plain average: rate 1, no momentum. What a
-worker learns between sending and applying counts in the next change, as far as `own_share` keeps it.
+The outer step applies Nesterov momentum to the averaged change; local SGD is a plain average: rate 1, no momentum. What
+a worker learns between sending and applying goes into the next change, as far as `own_share` keeps it.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ EMBEDDING, LAYERS = "tok_embeddings.", "layers."
 
 
 class SentChanges(Protocol):
-    """Tensors on their way to their average."""
+    """Tensors whose average is under way."""
 
-    seconds: float  # that the exchange has taken; 0 until it is known
+    seconds: float  # duration of the exchange; 0 until it is known
 
     def wait(self) -> list[Tensor]:
-        """Return the averages, in the shapes of what was sent; the same tensors on every call."""
+        """Return the averages, in the shapes of the sent tensors; the same tensors on every call."""
 
 
-# Starts to average tensors over the workers. All workers call it in the same order.
+# Starts averaging tensors over the workers. All workers call it in the same order.
 Average = Callable[[Sequence[Tensor]], SentChanges]
 
 
 @dataclass
 class Arrived:
-    """Averages that are there already."""
+    """Averages that have already arrived."""
 
     averages: list[Tensor]
     seconds: float = 0.0
@@ -53,14 +53,14 @@ class Arrived:
 
 
 class OuterStep(NamedTuple):
-    """How the average of the changes moves the global weights."""
+    """How the averaged change updates the global weights."""
 
     lr: float
     momentum: float
 
     @torch.no_grad()
     def take(self, values: list[Tensor], momenta: list[Tensor], changes: list[Tensor]) -> None:
-        """One step of SGD with Nesterov's momentum, as torch.optim.SGD makes it."""
+        """Make one step of SGD with Nesterov momentum, as torch.optim.SGD does."""
         if not values:
             return
         if self.momentum:
@@ -71,7 +71,7 @@ class OuterStep(NamedTuple):
 
 
 class Rhythm(NamedTuple):
-    """After which step which of the fragments is sent and applied; each once in `steps`, at even distances."""
+    """After which step each fragment is sent and applied: each once in `steps` steps, evenly spaced."""
 
     steps: int
     fragments: int
@@ -87,7 +87,7 @@ class Rhythm(NamedTuple):
 
 @dataclass
 class Fragment:
-    """Parameters that are sent together, of this rank: its worker's, and the global ones."""
+    """This rank's parameters that are sent together: the worker's own and the global ones."""
 
     number: int
     names: list[str]
@@ -99,7 +99,7 @@ class Fragment:
 
 
 class OuterLoop:
-    """Synchronises workers after their own steps; `average` is what carries the changes between them."""
+    """Synchronises workers after their own steps; `average` exchanges the changes between them."""
 
     def __init__(
         self, fragments: list[Fragment], rhythm: Rhythm, outer: OuterStep, own_share: float, average: Average
@@ -111,25 +111,25 @@ class OuterLoop:
             own_share,
             average,
         )
-        self.synchronisations = 0  # fragments that were applied since the start of this process
-        self.seconds = 0.0  # that their exchanges took
-        self.waited = 0.0  # seconds of them that this rank waited for
+        self.synchronisations = 0  # fragments applied since the start of this process
+        self.seconds = 0.0  # duration of their exchanges
+        self.waited = 0.0  # seconds for which this rank waited for them
         for fragment in fragments:
             fragment.values = [torch.empty_like(tensor) for tensor in fragment.own]
             fragment.momenta = [torch.zeros_like(tensor) for tensor in fragment.own]
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Take the weights as they are now, which are those of all workers, for the global ones."""
+        """Use the current weights, which are the same on all workers, as the global weights."""
         for fragment in self.fragments:
             torch._foreach_copy_(fragment.values, fragment.own) if fragment.own else None
             torch._foreach_zero_(fragment.momenta) if fragment.own else None
             fragment.sent, fragment.applied_at = None, -1
 
     def after_step(self, step: int, last: bool = False) -> None:
-        """Call after each step of the worker: sends and applies what is due; after the `last` one everything."""
+        """Call after each step of the worker: sends and applies what is due; after the `last` step, everything."""
         for fragment in self._of(self.rhythm.sent_after(step)):
-            self._apply(fragment, step)  # only if it was sent by another rhythm
+            self._apply(fragment, step)  # it is still under way only if the rhythm has changed
             self._send(fragment)
         for fragment in self._of(self.rhythm.applied_after(step)):
             self._apply(fragment, step)
@@ -137,7 +137,7 @@ class OuterLoop:
             self._end(step)
 
     def _end(self, step: int) -> None:
-        """Average what workers have learned since; afterwards all of them have the global weights."""
+        """Average what workers have learned since; then all of them use the global weights."""
         late = [fragment for fragment in self.fragments if fragment.sent is None and fragment.applied_at != step]
         for fragment in self.fragments:
             self._apply(fragment, step)
@@ -160,7 +160,7 @@ class OuterLoop:
 
     @torch.no_grad()
     def _apply(self, fragment: Fragment, step: int) -> None:
-        """Wait for the average of a fragment that was sent, and step with it."""
+        """Wait for the average of a sent fragment, and make the outer step with it."""
         if fragment.sent is None:
             return
         started = time.perf_counter()
@@ -176,7 +176,7 @@ class OuterLoop:
 
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
-        """The model has the global weights meanwhile, as validation wants them."""
+        """Inside this context the model has the global weights, for validation."""
         kept = [[own.clone() for own in fragment.own] for fragment in self.fragments]
         for fragment in self.fragments:
             _copy(fragment.own, fragment.values)
@@ -199,9 +199,9 @@ def _copy(into: list[Tensor], source: list[Tensor]) -> None:
 def outer_loop(
     config: Config, model: nn.Module, layers: int, average: Average, alone: Sequence[nn.Parameter] = ()
 ) -> OuterLoop:
-    """The outer loop that a config describes, for this rank's part of a model of so many `layers`.
+    """Build the outer loop that a config describes, for this rank's part of a model with `layers` layers.
 
-    Parameters in `alone` are held by two pipeline ranks. Each is sent by itself, so that both get the same bits.
+    Two pipeline ranks hold the parameters in `alone`. Each of these is sent by itself, so that both get the same bits.
     """
     section = config.fault_tolerance
     plain = section.semi_sync_method == "local_sgd"
@@ -220,12 +220,12 @@ def outer_loop(
 def sorted_groups(
     groups: Mapping[tuple[int, str], dict[str, Tensor]],
 ) -> list[tuple[tuple[int, str], dict[str, Tensor]]]:
-    """By the number of their fragment, and what is sent alone last."""
+    """Sort groups by the number of their fragment; within a fragment, parameters that are sent alone come last."""
     return sorted(groups.items(), key=lambda item: item[0])
 
 
 def fragment_of(name: str, layers: int, fragments: int) -> int:
-    """The fragment of a parameter: layers are shared out evenly, with what is before and after them at the ends."""
+    """Return a parameter's fragment: layers are distributed evenly; what precedes and follows them is at the ends."""
     if name.startswith(EMBEDDING):
         return 0
     if not name.startswith(LAYERS):

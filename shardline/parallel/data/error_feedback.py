@@ -1,13 +1,13 @@
-"""Gradients exchanged in 8 bits, or the largest alone; each rank adds what was left out to its next gradients.
+"""Exchanges gradients in 8 bits, or only the largest; each rank adds what was left out to its next gradients.
 
     int8   rank 0   gradient + error -> codes of part 0 | part 1    all-to-all    sum of part 0 -> codes   all-gather
            rank 1   gradient + error -> codes of part 0 | part 1   ------------>  sum of part 1 -> codes  ----------->
 
-    topk   each rank   the k largest of (gradient + error), and where they are    all-gather, added in the ranks' order
+    topk   each rank   the k largest of (gradient + error), and their positions   all-gather, added in rank order
 
 A rank sends a quarter of float32's bytes and a scale for every 256 elements (int8), or (n - 1) times 8 bytes for each
-element (topk). What rounding a sum loses stays with the rank that rounded it. The errors take as much memory as the
-gradients in float32, and belong to the run: a checkpoint has them.
+of the k elements (topk). The rank that rounds a sum keeps the rounding error. The errors take as much memory as the
+gradients in float32 and are saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class FeedbackExchange(GradientExchange):
-    """Keeps what it left out of the sums; `error` is one vector for the bucket."""
+    """Keeps in `error`, one vector for the bucket, what it left out of the sums."""
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, axis: str) -> None:
         super().__init__(shapes, dtype, axis)
@@ -34,7 +34,7 @@ class FeedbackExchange(GradientExchange):
         self.error: Tensor | None = None
 
     def memories(self, device: torch.device) -> list[Tensor]:
-        """The error of every gradient, in its shape; a checkpoint fills these tensors."""
+        """Return the error of every gradient, in its shape; loading a checkpoint fills these tensors."""
         return unflatten(self._kept(device)[: self.elements], self.shapes)
 
     def _kept(self, device: torch.device) -> Tensor:
@@ -46,7 +46,7 @@ class FeedbackExchange(GradientExchange):
         return self.elements
 
     def _due(self, gradients: Sequence[Tensor | None], device: torch.device) -> Tensor:
-        """The gradients and what is still owed of those before, in the memory of the error."""
+        """Add the gradients to the error of earlier ones, in place, and return the sum."""
         error = self._kept(device)
         error[: self.elements] += flatten(gradients, self.shapes, torch.float32, device)
         return error
@@ -56,7 +56,7 @@ class FeedbackExchange(GradientExchange):
 
 
 class Int8Exchange(FeedbackExchange):
-    """Sums parts of the bucket on one rank each, from codes of 8 bits, and gathers the sums as such codes."""
+    """Sums each part of the bucket on one rank, from 8-bit codes, and all-gathers the sums as 8-bit codes."""
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, axis: str) -> None:
         super().__init__(shapes, dtype, axis)
@@ -70,12 +70,12 @@ class Int8Exchange(FeedbackExchange):
     def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None:
         due = self._due(gradients, device)
         message = to_codes(due.view(self.ranks, self.part))
-        due.sub_(from_codes(message).view(-1)).nan_to_num_(0.0, 0.0, 0.0)  # what is not finite must not stay forever
+        due.sub_(from_codes(message).view(-1)).nan_to_num_(0.0, 0.0, 0.0)  # a nonfinite error would stay forever
         received = torch.empty_like(message)
         self._sending, self.summed = (received, collectives.start_exchange(received, message, self.axis)), False
 
     def advance(self) -> None:
-        """Sum this rank's part, and start to gather the sums of all parts."""
+        """Sum this rank's part, and start to all-gather the sums of all parts."""
         if self.summed or self._sending is None:
             return
         total = from_codes(self._received()).sum(0, keepdim=True)
@@ -91,7 +91,7 @@ class Int8Exchange(FeedbackExchange):
 
 
 class TopKExchange(FeedbackExchange):
-    """Sends the elements of the bucket that are largest, as values and positions."""
+    """Sends the largest elements of the bucket, as values and positions."""
 
     def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, axis: str, fraction: float) -> None:
         super().__init__(shapes, dtype, axis)
@@ -101,7 +101,7 @@ class TopKExchange(FeedbackExchange):
 
     def start(self, gradients: Sequence[Tensor | None], device: torch.device) -> None:
         due = self._due(gradients, device)
-        chosen = due.abs().topk(self.sent, sorted=False).indices  # what is not a number counts as largest
+        chosen = due.abs().topk(self.sent, sorted=False).indices  # NaN counts as the largest value
         values = due[chosen]
         due[chosen] = 0.0
         due.nan_to_num_(0.0, 0.0, 0.0)
@@ -121,7 +121,7 @@ class TopKExchange(FeedbackExchange):
 def to_codes(x: Tensor) -> Tensor:
     """(n, elements) -> (n, bytes): a code for every element, then the scale of every block.
 
-    An element that is not finite makes its scale so, and then the whole block.
+    A nonfinite element makes the scale, and with it the whole block, nonfinite.
     """
     blocks = x.reshape(len(x), -1, BLOCK)
     scales = (blocks.abs().amax(-1) / 127).clamp_min(SMALLEST)

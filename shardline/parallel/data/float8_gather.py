@@ -1,13 +1,13 @@
-"""FSDP gathers weights in float8: half the bytes, for the products that round them to float8 anyway.
+"""FSDP all-gathers weights in float8: half the bytes, for the products that round them to float8 anyway.
 
-    shard (N / r, K) -> float8 and a factor  ==all-gather==>  (N, K) in float8, r factors -> (N, K) as it was rounded
+    shard (N / r, K) -> float8 and a factor  ==all-gather==>  (N, K) in float8, r factors -> (N, K), rounded
 
-The product rounds the gathered weight once more, which changes nothing: factors are powers of two, so that its numbers
-are float8 numbers already. Each shard has a factor of its own that travels with it; or all shards of a weight share
-one, and those of all weights are found in one all-reduce before each step.
+The product rounds the gathered weight again, which changes nothing: factors are powers of two, so its numbers are
+already float8 numbers. Either each shard has its own factor, which is gathered with it, or all shards of a weight share
+one; then one all-reduce before each step finds the factors of all weights.
 
-FSDP calls two functions of a shard around its all-gather, if the shard has them. They are private to FSDP: nothing but
-this file knows them.
+FSDP calls two functions of a shard around its all-gather, if the shard has them. They are private to FSDP and used only
+in this file.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Shard8:
 
     def __init__(self, shard: Tensor) -> None:
         self.shard = shard
-        self.scale: Tensor | None = None  # of all shards of the weight, where they share one
-        self.whole: Tensor | None = None  # its memory comes and goes with FSDP's
+        self.scale: Tensor | None = None  # the factor of all shards of the weight, if they share one
+        self.whole: Tensor | None = None  # FSDP frees and allocates its memory
 
     def largest(self) -> Tensor:
         return self.shard.abs().amax().float().view(1)
 
     def before(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, ...], None]:
-        """What FSDP gathers."""
+        """Return the tensors that FSDP gathers."""
         narrow = self.shard.to(policy.param_dtype or self.shard.dtype)
         scale = power_of_two_below(narrow.abs().amax().view(1)) if self.scale is None else self.scale
         data = (narrow.float() * scale).clamp(-LARGEST[E4M3], LARGEST[E4M3]).to(E4M3)
@@ -45,7 +45,7 @@ class Shard8:
     def after(
         self, gathered: tuple[Tensor, ...], about: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The weight, in memory that FSDP frees with what it has gathered; with `out`, in the memory of before."""
+        """Return the weight, in memory that FSDP frees with the gathered tensors; with `out`, refill that memory."""
         data, factors = gathered
         shards = data.view(E4M3).view(factors.shape[0], -1, data.shape[1]).to(dtype)
         whole = (shards * factors.view(-1, 1, 1).to(dtype)).view(data.shape)
@@ -53,13 +53,13 @@ class Shard8:
             self.whole = whole
             return whole, (whole,)
         assert self.whole is not None
-        with torch.autograd._unsafe_preserve_version_counter(self.whole):  # backward finds the same numbers again
+        with torch.autograd._unsafe_preserve_version_counter(self.whole):  # backward sees the same numbers as forward
             self.whole.copy_(whole)
         return None
 
 
 class Float8Gather:
-    """The shards of all weights that are gathered in float8; `names` are those of the modules that hold them."""
+    """The shards of all weights that are gathered in float8; `names` are the names of their modules."""
 
     def __init__(self, model: Decoder, names: Collection[str], shared_factors: bool) -> None:
         wanted = {model.get_submodule(name) for name in names}
@@ -70,7 +70,7 @@ class Float8Gather:
         return len(self.shards)
 
     def prepare(self) -> None:
-        """Before passes with changed weights: find the factors that shards share."""
+        """Call before passes with changed weights: finds the factors that shards share."""
         if not self.shared_factors or not self.shards:
             return
         largest = collectives.max_in_place(torch.cat([shard.largest() for shard in self.shards]), "fsdp")
@@ -79,7 +79,7 @@ class Float8Gather:
 
 
 def _sharded(model: nn.Module) -> list[Any]:
-    """What FSDP holds of each parameter; later versions have several groups in a module."""
+    """Return FSDP's records of all parameters; later versions have several groups in a module."""
     groups: list[Any] = []
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -89,7 +89,7 @@ def _sharded(model: nn.Module) -> list[Any]:
 
 
 def _attach(parameter: Any, wanted: set[nn.Module]) -> Shard8 | None:
-    """Let a weight travel in float8, if it is wanted and its shards are of one size."""
+    """Make FSDP gather a weight in float8, if it is wanted and its shards are equally large."""
     about, shard = parameter._module_info, parameter._sharded_local_tensor
     if about.module not in wanted or about.param_name != "weight":
         return None

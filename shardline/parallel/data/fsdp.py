@@ -1,10 +1,10 @@
 """Data parallelism: ranks read different samples and sum their gradients.
 
-    FSDP (dp_shard)            parameters, gradients and optimizer state sharded over the ranks; a block's weights are
-                               gathered just before it runs, its gradients summed and scattered after its backward
-    DDP (dp_replicate alone)   every rank holds everything; gradients are summed in buckets while backward goes on
+    FSDP (dp_shard)            parameters, gradients and optimizer state are sharded over the ranks; a block's weights
+                               are all-gathered just before it runs, its gradients reduce-scattered after its backward
+    DDP (dp_replicate alone)   every rank holds everything; gradients are summed in buckets while backward runs
                                (ddp.py)
-    HSDP (both)                FSDP inside a group, gradients also summed between groups
+    HSDP (both)                FSDP inside a group; gradients are also summed between groups
 
 Gradients are summed, never averaged: the loss is already divided by the targets of the global batch.
 """
@@ -49,7 +49,7 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     """Shard each block, then the rest of the model, over dp_shard x cp; replicate over dp_replicate."""
     dp = mesh.joined("dp_replicate", "fsdp")
     assert dp is not None
-    # Codes and their factors must travel as they are; what is trained beside them is small, and cast where it is used.
+    # Quantized codes and their factors must be gathered unchanged; the few trained parameters are cast at each use.
     in_codes = any(".stored." in name for name, _ in model.named_parameters())
     policy = MixedPrecisionPolicy(
         param_dtype=precision.compute if precision.compute != precision.storage and not in_codes else None,
@@ -57,7 +57,7 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
         cast_forward_inputs=False,  # rotary tables stay float32
     )
     on_gpu = dp.device_type == "cuda"
-    # Copies between page-locked memory and the GPU run beside the computation; it exists only where there is a GPU.
+    # Copies between page-locked memory and a GPU overlap with computation; without a GPU there is no such memory.
     offload = CPUOffloadPolicy(pin_memory=on_gpu) if config.training.enable_cpu_offload else OffloadPolicy()
     freed = config.parallelism.fsdp_reshard_after_forward
     one_stage = config.parallelism.pipeline_parallel_degree == 1  # in a pipeline every micro-batch needs the weights
@@ -65,7 +65,7 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
     whole = model.whole_parameters()
     options: dict[str, Any] = {"mp_policy": policy, "offload_policy": offload}
     for block in model.blocks():
-        if block.moe is not None and mesh.layout.ep > 1:  # the experts are sharded over other ranks than the rest
+        if block.moe is not None and mesh.layout.ep > 1:  # the experts are sharded over different ranks than the rest
             rest = block.without_experts()
             fully_shard(rest, mesh=dp, reshard_after_forward=reshard, ignored_params=whole, **options)
             ranks, experts = mesh.of_experts("replicas", "expert_shard"), block.moe.spec.n_experts // mesh.layout.ep
@@ -75,11 +75,11 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
             fully_shard(block, reshard_after_forward=reshard, **of_experts, **options)
         else:
             fully_shard(block.module, mesh=dp, reshard_after_forward=reshard, ignored_params=whole, **options)
-    # The modules of the root (embedding, norm, head) are used first and last: freeing them in between gains nothing.
+    # The root's modules (embedding, norm, head) are used first and last: freeing them in between gains nothing.
     fully_shard(model, mesh=dp, reshard_after_forward=False, ignored_params=whole, **options)
     for name in ENTRY_METHODS:
         register_fsdp_forward_method(model, name)
-    native = model.arch.foreign is None  # the hooks of `StreamWaits` know what goes in and out of a native block
+    native = model.arch.foreign is None  # the hooks of `StreamWaits` know the inputs and outputs of native blocks only
     waits = StreamWaits() if on_gpu and dp.size() > 1 and can_watch_streams() and native else None
     exposed.measured = waits is not None or not on_gpu
     replicated = mesh.axis("dp_replicate") is not None and not mesh.apart
@@ -92,9 +92,9 @@ def apply_fsdp(model: Decoder, mesh: Mesh, config: Config, precision: Precision)
 
 
 def _expert_cut(ranks: int, experts: int, parameter: nn.Parameter) -> Shard | None:
-    """FSDP cuts whole experts; where a rank has fewer of them than there are ranks, their columns or rows of `dim`.
+    """Return how FSDP shards experts: None for whole experts, or along `dim` if there are fewer experts than ranks.
 
-    Biases, which are small, go to the first ranks then; those of gate and up are (experts, 2, width).
+    In the latter case biases, which are small, go to the first ranks; those of gate and up are (experts, 2, width).
     """
     if experts >= ranks or parameter.ndim < 3 or parameter.shape[1:-1] == (2,):
         return None
@@ -104,10 +104,10 @@ def _expert_cut(ranks: int, experts: int, parameter: nn.Parameter) -> Shard | No
 def use_counted_collectives(
     model: Decoder, waits: StreamWaits | None, replicated: bool, compressed: bool = False
 ) -> None:
-    """Sum instead of average, through collectives that are counted. FSDP has these settings in every module."""
+    """Make FSDP sum instead of average, through counted collectives. FSDP has these settings in every module."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # before the factor: only NCCL has other reductions
+            module.set_force_sum_reduction_for_comms(True)  # before the factor: only NCCL can do other reductions
             module.set_gradient_divide_factor(1.0)
             axis = "expert_shard" if getattr(module, "rest", None) is not None else "fsdp"
             scatter = CountedScatter(waits, is_last=module is model, axis=axis)
@@ -121,9 +121,9 @@ def use_counted_collectives(
 
 
 def _prefetch(model: Decoder, depth: int) -> None:
-    """Gather the weights of the next `depth` blocks while one computes; 0 leaves this to FSDP (only in backward).
+    """Prefetch the weights of the next `depth` blocks while one computes; 0 leaves this to FSDP (only in backward).
 
-    Each of several stages is a chain of its own; the root, with which all of them start, then gathers nothing ahead.
+    With several stages, each is its own chain, and the root, with which all of them start, prefetches nothing.
     """
     if depth == 0:
         return
@@ -132,13 +132,13 @@ def _prefetch(model: Decoder, depth: int) -> None:
         chain = [[cast(FSDPModule, model)], *blocks] if len(model.stages) == 1 else blocks
         for index, modules in enumerate(chain):
             is_root = index == 0 and len(model.stages) == 1
-            before = chain[1:] if is_root else chain[len(chain) - len(blocks) : index]  # backward begins with the root
+            before = chain[1:] if is_root else chain[len(chain) - len(blocks) : index]  # backward starts with the root
             modules[0].set_modules_to_forward_prefetch(list(itertools.chain(*chain[index + 1 : index + 1 + depth])))
             modules[0].set_modules_to_backward_prefetch(list(itertools.chain(*before[::-1][:depth])))
 
 
 def sharded_modules(block: Block) -> list[FSDPModule]:
-    """The block, and where its experts are sharded apart, the rest of it."""
+    """Return the FSDP modules of a block: two if its experts are sharded separately, else one."""
     return [cast(FSDPModule, module) for module in (block.module, block.rest) if module is not None]
 
 
@@ -146,7 +146,7 @@ class _Allocate:
     axis: str
 
     def _observed(self, what: str, x: Tensor, each: int, background: bool = False) -> Observed:
-        """A collective of FSDP, which sends `each` bytes to every other rank."""
+        """Observe a collective of FSDP that sends `each` bytes to every other rank."""
         over, counted = job.axes[self.axis], "dp_shard" if self.axis == "fsdp" else self.axis
         on_host = runs_on_host(over.group, x.device)
         return Observed(counted, what, described(what, counted, x), each * (over.size - 1), on_host, background)
@@ -176,12 +176,12 @@ class CountedGather(_Allocate):
 class CountedScatter(_Allocate):
     """FSDP's reduce-scatter, whose result FSDP uses at once: on CPU the step waits here, on a GPU another stream does.
 
-    At the end of a backward the step waits for the last gradients, and no computation is left to hide that.
+    At the end of backward, the step waits for the last gradients, and no computation is left to hide that wait.
     """
 
     def __init__(self, waits: StreamWaits | None = None, is_last: bool = False, axis: str = "fsdp") -> None:
         self.waits, self.is_last, self.axis = waits, is_last, axis
-        self.counts_sums = True  # between replicas; those that are compressed count what they send themselves
+        self.counts_sums = True  # of sums between replicas; compressed sums count their bytes themselves
         self.ended: Any = 0  # nanoseconds, or an event
 
     def __call__(
@@ -209,7 +209,7 @@ class CountedScatter(_Allocate):
         return self.is_last and exposed.last_backward
 
     def all_reduced(self, reduced: Tensor) -> None:
-        """Called when HSDP has summed a scattered gradient between replicas, right after scattering it."""
+        """FSDP calls this when HSDP has summed a scattered gradient between replicas, right after the scatter."""
         size = collectives.axis("dp_replicate").size
         if self.counts_sums:
             job.traffic.add("dp_replicate", 2 * (size - 1) / size * reduced.nbytes)
@@ -222,14 +222,14 @@ class CountedScatter(_Allocate):
 
 
 def _waited(started: int) -> int:
-    """Record that the host has waited for a collective since `started`; returns the time now."""
+    """Record that the host has waited for a collective since `started`; return the current time."""
     ended = now()
     exposed.add((ended - started) / 1e9)
     return ended
 
 
 class TimedWork(dist.Work):
-    """A collective in the background; the time that the step waits for it counts as exposed."""
+    """A collective in the background; the time for which the step waits for it counts as exposed."""
 
     def __init__(self, started: Started) -> None:
         super().__init__()
@@ -243,9 +243,9 @@ class TimedWork(dist.Work):
 def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> None:
     """Call before a micro-batch: sets what FSDP does with its gradients, and with its weights after backward.
 
-    step: keep whole gradients, reduce with the last micro-batch; micro_batch: reduce every time; scatter:
-    reduce-scatter every time, all-reduce between replicas with the last one. Weights that are never freed stay until
-    the step's end.
+    step: keep whole gradients, reduce them with the last micro-batch; micro_batch: reduce every time; scatter:
+    reduce-scatter every time, all-reduce between replicas with the last one. With fsdp_reshard_after_forward "never",
+    weights stay gathered until the end of the step.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -259,21 +259,21 @@ def set_gradient_sync(model: nn.Module, section: Parallelism, last: bool) -> Non
 
 
 def accumulation_sync(section: Parallelism) -> str:
-    """When gradients are summed; without HSDP, which has sums between replicas to postpone, `scatter` means `step`."""
+    """Return when gradients are summed; `scatter` postpones the sums between replicas, so without HSDP it is `step`."""
     summed = section.data_parallel_mode == "sync" and collectives.axis_size("dp_replicate") > 1
     is_hsdp = summed and collectives.axis_size("fsdp") > 1
     return section.accumulation_sync if is_hsdp or section.accumulation_sync != "scatter" else "step"
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Call after a forward without a backward: frees the weights that FSDP keeps for the backward."""
+    """Call after a forward without a backward: frees the weights that FSDP keeps for backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def reshard(model: Decoder) -> None:
-    """Shard again what a forward pass without backward has left gathered: parameters have their names only then."""
+    """Reshard what a forward pass without backward has left gathered: only then do parameters have their names."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,10 +1,9 @@
-"""HSDP's sums between replicas, compressed: what DDP does with a bucket, done with the shards of one FSDP module.
+"""Compresses HSDP's sums between replicas: the shards of one FSDP module are treated like a bucket of DDP.
 
     backward of block 3   gather | compute | reduce-scatter inside a replica | sum of the shards between replicas
                                              fast link, in full                slow link, compressed
 
-FSDP sums between replicas with `dist.all_reduce` over a process group of its own. `CompressedSums` takes the place of
-that group.
+FSDP sums between replicas with `dist.all_reduce` over its own process group. `CompressedSums` replaces that group.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from shardline.parallel.data.ddp import LeftOut, exchange_of
 from shardline.parallel.data.error_feedback import FeedbackExchange
 from shardline.precision.mixed import DTYPES
 
-BETWEEN_SHARDS = ("bfloat16", "int8", "topk")  # what HSDP knows of parallelism.gradient_compression
+BETWEEN_SHARDS = ("bfloat16", "int8", "topk")  # values of parallelism.gradient_compression that HSDP supports
 
 
 class CompressedSums(dist.ProcessGroup):
-    """Stands for the group of an FSDP module's replicas; the only collective it knows is the sum of gradients."""
+    """Replaces the process group of an FSDP module's replicas; its only collective is the sum of gradients."""
 
     def __init__(self, group: Any, config: Config, inner: dist.ProcessGroup) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
@@ -38,7 +37,7 @@ class CompressedSums(dist.ProcessGroup):
 
     @functools.cached_property
     def trained(self) -> list[Any]:
-        """FSDP's records of the parameters that have gradients, in the order in which their shards stand in a sum."""
+        """FSDP's records of the parameters with gradients, in the order of their shards in a sum."""
         return [one for one in self.group.fsdp_params if one.sharded_param.requires_grad]
 
     @functools.cached_property
@@ -54,8 +53,8 @@ class CompressedSums(dist.ProcessGroup):
         sizes = self.exchange.shapes
         if flat.numel() != sum(size.numel() for size in sizes):
             raise RuntimeError(
-                f"a sum between replicas has {flat.numel()} elements where {sum(size.numel() for size in sizes)} were"
-                " expected: a trained parameter has no gradient; parallelism.gradient_compression needs all of them"
+                f"a sum between replicas has {flat.numel()} elements, expected {sum(size.numel() for size in sizes)}:"
+                " a trained parameter has no gradient, and parallelism.gradient_compression needs all of them"
             )
         self.exchange.start(unflatten(flat, sizes), flat.device)
         flat.copy_(torch.cat(self.exchange.finish()))
@@ -69,12 +68,12 @@ class CompressedSums(dist.ProcessGroup):
 
 
 def compress_sums(model: nn.Module, config: Config) -> None:
-    """Let replicas exchange the gradients of FSDP's modules as `parallelism.gradient_compression` says."""
+    """Make replicas exchange the gradients of FSDP's modules as `parallelism.gradient_compression` says."""
     wanted = dist.get_process_group_ranks(job.axes["dp_replicate"].group)
     for group in _parameter_groups(model):
         inner = group.mesh_info.replicate_process_group
         if dist.get_process_group_ranks(inner) != wanted:
-            raise RuntimeError("FSDP sums over other replicas than the mesh has")
+            raise RuntimeError("FSDP sums over different replicas than those of the mesh")
         group.mesh_info.replicate_process_group = CompressedSums(group, config, inner)
 
 
@@ -86,7 +85,7 @@ def compressed_sums(model: nn.Module) -> Iterator[CompressedSums]:
 
 
 def left_out_of_shards(model: nn.Module) -> Iterator[LeftOut]:
-    """What HSDP has left out of the sums so far; weights must not be gathered."""
+    """Yield what HSDP has left out of the sums so far; weights must be sharded, not gathered."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for sums in compressed_sums(model):
         yield from sums.left_out(names)

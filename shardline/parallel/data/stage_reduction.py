@@ -1,8 +1,8 @@
-"""When the gradients of pipeline stages are summed over data-parallel ranks.
+"""Decides when the gradients of pipeline stages are summed over data-parallel ranks.
 
-    rank 0, stages 0 and 2   ... 2B3 | sum of stage 2 ... 0B3 | sum of stage 0, and of what is outside of blocks
+    rank 0, stages 0 and 2   ... 2B3 | sum of stage 2 ... 0B3 | sum of stage 0, and of modules outside of blocks
 
-Backward passes of the schedule sum nothing themselves; a stage is summed once it has its last gradient of the step.
+Backward passes of the schedule sum nothing themselves: a stage is summed once it has its last gradient of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardline.parallel.data.fsdp import accumulation_sync, sharded_modules
 
 
 class Unit(NamedTuple):
-    """Gradients that are summed together, when all of these stages have theirs."""
+    """Gradients that are summed together once all of these stages have theirs."""
 
     stages: set[int]
     start: Callable[[], None]
@@ -31,8 +31,8 @@ class Unit(NamedTuple):
 class StageSums:
     """Sums the gradients of pipeline stages over data ranks.
 
-    Parameters that several stages use (a tied embedding, the modules outside of blocks, which FSDP treats as one) are
-    summed with the last of these stages.
+    Parameters that several stages use are summed with the last of these stages. They are a tied embedding and the
+    modules outside of blocks, which FSDP treats as one.
     """
 
     def __init__(self, model: Decoder, section: Parallelism, stages: Mapping[int, Stage], replicas: Replicas | None):
@@ -67,7 +67,7 @@ class StageSums:
             self.model.set_reshard_after_backward(self.section.fsdp_reshard_after_forward == "always")
 
     def done(self, stage: int) -> None:
-        """Call when a stage has all its gradients of this run: starts the sums that wait for no other stage."""
+        """Call when a stage has all its gradients of this run: starts the sums that need no other stage."""
         self.left.discard(stage)
         ready = [unit for unit in self.waiting if not unit.stages & self.left]
         self.waiting = [unit for unit in self.waiting if unit.stages & self.left]
@@ -75,7 +75,7 @@ class StageSums:
             unit.start()
         if not self.left and self.last and isinstance(self.model, FSDPModule):
             self.model.set_is_last_backward(True)
-            # What FSDP does after the last backward: wait for the sums, forget the order of this step.
+            # FSDP does this after the last backward: it waits for the sums and forgets the order of this step.
             self.model._get_fsdp_state()._root_post_backward_final_callback()
 
     def _reduce(self, module: FSDPModule) -> None:
@@ -87,7 +87,7 @@ class StageSums:
 
 
 def stage_users(model: Decoder, stages: Mapping[int, Stage]) -> dict[nn.Parameter, frozenset[int]]:
-    """The stages of this rank in which each parameter gets gradients."""
+    """Return for each parameter the stages of this rank in which it gets gradients."""
     layer_of = {layer: index for index, stage in stages.items() for layer in stage.layers}
     first = [index for index, stage in stages.items() if stage.first]
     last = [index for index, stage in stages.items() if stage.last]
@@ -104,7 +104,7 @@ def stage_users(model: Decoder, stages: Mapping[int, Stage]) -> dict[nn.Paramete
 
 
 def reduce_now(module: FSDPModule) -> None:
-    """Do what FSDP does after the backward of a module; a schedule may compute weight gradients later than that."""
+    """Do what FSDP does after a module's backward; a schedule may compute weight gradients later than FSDP expects."""
     group = module._get_fsdp_state()._fsdp_param_group  # private to torch, as above, and used only in this file
     if group is not None:
         group.post_backward()

@@ -1,7 +1,7 @@
-"""What travels between a worker's rank and the ranks that serve its tensors: contributions there, weights back.
+"""Messages between a worker's rank and the ranks that serve its tensors: contributions one way, weights back.
 
-Each pair of ranks has two connections of its own over gloo, one for what each asks of the other; a thread for each
-serves what comes. A question is a header of float64, then, with a contribution, the gradients in a vector of float32.
+Each pair of ranks has two gloo connections, one for the requests of each rank; a thread serves incoming requests. A
+request is a header of float64, followed, if it is a contribution, by the gradients in a vector of float32.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor
 from shardline.parallel.data.asynchronous.server import Contribution, ParameterServer
 from shardline.parallel.data.compression import flatten, unflatten
 
-PUSH, PULL, FIXED = 0.0, 1.0, 6  # kinds of headers; their numbers before the losses
-A_DAY = timedelta(days=1)  # who lives is waited for, and a connection says at once that its other end has died
+PUSH, PULL, FIXED = 0.0, 1.0, 6  # kinds of headers; the count of numbers before the losses
+A_DAY = timedelta(days=1)  # wait for any live peer; a connection reports at once that its peer has died
 
 
 class Peers:
-    """This rank's connections with the ranks of the same place in other workers."""
+    """This rank's connections to the ranks at the same place in other workers."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Peers:
         shapes: Sequence[Sequence[torch.Size]],
         losses: int,
     ) -> None:
-        """`shapes[worker]` are those of what that worker's rank serves; `losses` counts a report's sums."""
+        """`shapes[worker]` are the shapes that this worker's rank serves; a report has `losses` sums."""
         self.server, self.worker, self.shapes, self.losses = server, worker, shapes, losses
         self.device = server.values[0].device if server.values else torch.device("cpu")
         self.sent_bytes, self.closed = 0, False
@@ -51,21 +51,21 @@ class Peers:
             threading.Thread(target=self._serve, args=(group,), name=name, daemon=True).start()
 
     def take_bytes(self) -> int:
-        """What was sent since the last call, to those who asked as well."""
+        """Return the bytes sent since the last call, answers to requests included."""
         sent, self.sent_bytes = self.sent_bytes, 0
         return sent
 
     def close(self) -> None:
-        """Break off; whoever still waits for this rank learns it."""
+        """Abort all connections; peers that still wait for this rank fail."""
         self.closed = True
         for group in (*self.asked.values(), *self.asking.values()):
             with contextlib.suppress(Exception):
                 group.abort()
 
-    # ---- asking ------------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     def push(self, report: Contribution, gradients: Sequence[Sequence[Tensor]]) -> None:
-        """Send the part of a contribution that each worker's rank serves."""
+        """Send to each worker's rank the part of a contribution that it serves."""
         works, held = [], []
         head = torch.tensor([PUSH, *report[:-1], *report.sums], dtype=torch.float64)
         for other, group in self.asking.items():
@@ -79,7 +79,7 @@ class Peers:
             work.wait()
 
     def pull(self, version: int, others: Sequence[int]) -> dict[int, tuple[int, list[Tensor]]]:
-        """What these workers' ranks serve, of this version or later ones: worker -> version, weights."""
+        """Request weights of at least this version from these workers' ranks: worker -> (version, weights)."""
         head = torch.zeros(FIXED + self.losses, dtype=torch.float64)
         head[0], head[1] = PULL, version
         for other in others:

@@ -1,13 +1,13 @@
-"""One rank's part of the parameter server: global weights, the optimizer's state, contributions on their way to a step.
+"""One rank's part of the parameter server: global weights, the optimizer's state, and pending contributions.
 
-The tensors of one place inside the workers (say stage 1, shard 0) are shared out over the ranks that have this place,
-one in each worker. A step is made when its last contribution is here, in the thread that brings it:
+The tensors at one place inside the workers (say stage 1, shard 0) are distributed over the ranks at this place, one in
+each worker. A step is made when its last contribution arrives, in the thread that receives it:
 
     gradient = sum(targets * freshness * gradient) / sum(targets * freshness)       over the step's slots, in order
     rate     = the schedule's * sum(targets * freshness) / sum(targets)             freshness = 1 / (1 + stale)^power
 
-So with SGD each contribution has the rate that its staleness leaves it, and a step that nothing stale is in is that of
-synchronous training.
+So with SGD, staleness lowers the learning rate of each contribution by itself, and a step without stale contributions
+equals the step of synchronous training.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch import Tensor, nn
 
 from shardline.models.dtensor import local
 
-# Gives the optimizer the rate of the step after so many, or this share of it; returns what it gave.
+# Sets the optimizer's learning rate: (steps made so far, share of the schedule's rate) -> the rate that it set.
 SetRate = Callable[[int, float], float]
 
 
 class Contribution(NamedTuple):
-    """What comes with a contribution; `sums` are its losses, summed over its targets."""
+    """The report that comes with a contribution; `sums` are its losses, summed over its targets."""
 
     ticket: int
     worker: int
-    version: int  # of the weights that it was computed on
+    version: int  # of the weights that it was computed with
     targets: float
-    norm: float  # of its gradients, before they were clipped
+    norm: float  # of its gradients, before clipping
     sums: tuple[float, ...]
 
 
 @dataclass
 class Made:
-    """A step that was made."""
+    """A completed step."""
 
     reports: list[Contribution]
     lr: float
@@ -50,12 +50,12 @@ class Made:
 
 
 def freshness(stale: int, power: float) -> float:
-    """The share of the learning rate that a contribution keeps which is so many steps late."""
+    """Return the share of the learning rate that a contribution keeps when it is `stale` steps late."""
     return (1.0 + stale) ** -power
 
 
 def weights_of(reports: Sequence[Contribution], workers: int, power: float) -> tuple[list[float], float]:
-    """The share of each contribution in its step, and that of the learning rate that is left."""
+    """Return the share of each contribution in its step, and the share of the learning rate that remains."""
     fresh = [report.targets * freshness(report.ticket // workers - report.version, power) for report in reports]
     total, targets = sum(fresh), sum(report.targets for report in reports)
     if total == 0:
@@ -64,7 +64,7 @@ def weights_of(reports: Sequence[Contribution], workers: int, power: float) -> t
 
 
 def share_out(sizes: Sequence[int], workers: int) -> list[list[int]]:
-    """Which tensors, by their index, each worker's rank serves: the largest first, each to who has least."""
+    """Return the indices of the tensors that each worker's rank serves: the largest first, each to the least loaded."""
     loads, shares = [0] * workers, [[] for _ in range(workers)]  # type: tuple[list[int], list[list[int]]]
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         least = loads.index(min(loads))
@@ -79,19 +79,19 @@ class ParameterServer:
     def __init__(
         self, optimizer: torch.optim.Optimizer, served: Sequence[nn.Parameter], workers: int, power: float, step: int
     ) -> None:
-        """Begin with the parameters' values and the optimizer's state, which stays here for the served ones alone."""
+        """Start from the parameters' values and the optimizer's state, of which only the served ones' part is kept."""
         self.optimizer, self.workers, self.power, self.version = optimizer, workers, power, step
         self.served = list(served)
         self.values = [nn.Parameter(parameter.detach().clone()) for parameter in served]
         self.set_rate: SetRate = lambda step, share: 0.0
         self.changed = threading.Condition()
         self.failure: BaseException | None = None
-        self.made: dict[int, Made] = {}  # number of the step -> what it was made of, until it is asked for
+        self.made: dict[int, Made] = {}  # step number -> the completed step, until the caller takes it
         self._waiting: dict[int, dict[int, tuple[Contribution, list[Tensor]]]] = {}
         self._keep_state()
 
     def _keep_state(self) -> None:
-        """Move the optimizer from the model's parameters to the values here."""
+        """Make the optimizer update the values here instead of the model's parameters."""
         twins = dict(zip(self.served, self.values, strict=True))
         for parameter in list(self.optimizer.state):
             if parameter not in twins:
@@ -107,7 +107,10 @@ class ParameterServer:
 
     @contextlib.contextmanager
     def as_of_model(self) -> Iterator[None]:
-        """The optimizer has the model's parameters meanwhile, as a checkpoint names them; no step is under way."""
+        """Inside this context the optimizer refers to the model's parameters, as a checkpoint names them.
+
+        No step may be under way.
+        """
         self._give(self._groups)
         self._share_state(self.values, self.served)
         try:
@@ -117,14 +120,14 @@ class ParameterServer:
             self._give(self._twins)
 
     def _share_state(self, source: Sequence[nn.Parameter], other: Sequence[nn.Parameter]) -> None:
-        """One dict for both: some optimizers make a new one in their first step."""
+        """Share the state dicts of parameters: some optimizers make new ones in their first step."""
         for one, twin in zip(source, other, strict=True):
             self.optimizer.state[twin] = self.optimizer.state[one]
 
     # ---- contributions -----------------------------------------------------------------------------------------------
 
     def add(self, report: Contribution, gradients: list[Tensor]) -> None:
-        """Take a contribution, and make all steps that are complete."""
+        """Accept a contribution, and make all steps that are now complete."""
         with self.changed:
             step, slot = divmod(report.ticket, self.workers)
             waiting = self._waiting.setdefault(step, {})
@@ -137,7 +140,7 @@ class ParameterServer:
 
     @torch.no_grad()
     def _make(self, contributions: dict[int, tuple[Contribution, list[Tensor]]]) -> None:
-        """Make a step of its contributions, in the order of their slots: copies elsewhere get the same bits."""
+        """Make a step from its contributions, in slot order, so that copies on other ranks get the same bits."""
         ordered = [contributions[slot] for slot in range(self.workers)]
         reports = [report for report, _ in ordered]
         shares, left = weights_of(reports, self.workers, self.power)
@@ -157,7 +160,7 @@ class ParameterServer:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def wait(self, version: int, seconds: float | None = None) -> bool:
-        """Wait until the weights have this version; False where it takes longer."""
+        """Wait until the weights have this version; return False if that takes longer than `seconds`."""
         with self.changed:
             there = self.changed.wait_for(lambda: self.version >= version or self.failure is not None, seconds)
             if self.failure is not None:
@@ -165,7 +168,7 @@ class ParameterServer:
             return there
 
     def read(self, version: int) -> tuple[int, list[Tensor]]:
-        """The weights, of this version or a later one, and which it is."""
+        """Wait for this version of the weights or a later one; return (version, weights)."""
         self.wait(version)
         with self.changed:
             return self.version, [local(value.detach()).clone() for value in self.values]
