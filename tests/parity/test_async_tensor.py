@@ -119,7 +119,7 @@ def test_the_clock_is_read_and_random_numbers_stay(pool: Pool, tmp_path: Path) -
         (line,) = decided.lines
         assert re.match(rf"{SUMMARY}8 products \(8 of them measured in \d+\.\d s\): .*; they take ", line)
         assert [text.partition(",")[0] for text in decided.progress] == [
-            f"Async TP: measuring how to carry product {number} of 8" for number in range(1, 9)
+            f"Async TP: measuring backends for product {number} of 8" for number in range(1, 9)
         ]
 
 
@@ -197,10 +197,10 @@ def test_what_gives_wrong_numbers_is_not_used(pool: Pool, tmp_path: Path, rememb
     if remembered:
         assert {choice.backend for choice in pool.run(2, decide, settings, tmp_path)[0].chosen.values()} == {"ring"}
     for decided in pool.run(2, decide_with_wrong_numbers, settings, tmp_path, wrong):
-        said = [line for line in measured_lines(decided) if "ring cannot be used here: its numbers are not" in line]
+        said = [line for line in measured_lines(decided) if "ring cannot be used here: its results differ" in line]
         gathering = [name for name in decided.chosen if name.startswith("all_gather_linear forward")]
         assert len(said) == len(gathering) == 2
-        assert decided.lines[0].startswith("Async TP: ring cannot carry 2 of 8 products: its numbers are not")
+        assert decided.lines[0].startswith("Async TP: ring cannot run 2 of 8 products: its results differ")
         assert {name for name, choice in decided.chosen.items() if choice.backend == "serial"} == set(gathering)
 
 

@@ -1,4 +1,4 @@
-"""Async tensor parallelism at the start of a run: finds the usable backends, chooses one per product, reports it."""
+"""Prepares async tensor parallelism: finds the usable backends, chooses one per product, and reports the choice."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ ENOUGH_COMPUTE = 2.0  # products should take this many times as long as their co
 
 @dataclass
 class AsyncTensor:
-    """What was measured and chosen; `lines` are for the console."""
+    """The measurements and choices; `lines` are for the console."""
 
     measured: list[Measured] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    measure_again: Callable[[], AsyncTensor] | None = None  # for all ranks together; None where nothing is chosen
+    measure_again: Callable[[], AsyncTensor] | None = None  # all ranks call it together; None if nothing is chosen
 
     def table(self) -> list[tuple[str, str]]:
-        """Label and value of each row of the log's table: the products, and what was chosen for them."""
+        """Return label and value for each row of the log's table: the products and their chosen backends."""
         return [(str(one.product), one.words()) for one in self.measured]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -66,10 +66,10 @@ class AsyncTensor:
         write_atomically(folder / FILE, json.dumps(self.rows(), indent=1))
 
     def missed(self) -> list[str]:
-        """A log line for each product that ran since the last call and was not measured at the start."""
+        """Return a log line for each product that ran since the last call but was not measured at the start."""
         found = sorted(map(str, choices.unmeasured)) if self.measured else []
         choices.unmeasured.clear()
-        return [f"Async TP does not cover {product}, which was not measured at the start: serial" for product in found]
+        return [f"Async TP: {product} was not measured at the start, so it runs serially" for product in found]
 
 
 def prepare(
@@ -86,8 +86,8 @@ def prepare(
 ) -> AsyncTensor:
     """Choose a backend for every product of this run; all ranks call it together.
 
-    `recipes` are those by which products of the blocks compute in float8; None is among them where some do not. `tell`
-    gets a text whenever a measurement begins. With `again`, what earlier runs measured does not count.
+    `recipes` are the float8 recipes of the blocks' products, with None for products that do not compute in float8.
+    `tell` gets a text whenever a measurement begins. With `again`, measurements of earlier runs are ignored.
     """
     choices.reset()
     section = config.parallelism
@@ -112,7 +112,7 @@ def prepare(
 
     done = choose({} if again else remembered, tell)
     done.lines = lines + done.lines
-    if forced is None and section.data_parallel_mode != "async":  # asynchronous workers do nothing together
+    if forced is None and section.data_parallel_mode != "async":  # asynchronous workers cannot measure together
         done.measure_again = lambda: choose({}, lambda text: None)
     return done
 
@@ -125,14 +125,14 @@ def _choose(
     device: torch.device,
     tell: Callable[[str], None],
 ) -> tuple[AsyncTensor, dict[str, Any]]:
-    """The choice for each product, and the rows of those that were measured now and not `known`."""
+    """Choose for each product; return the choices, and the file's rows for products that had to be measured now."""
     done, fresh, began = AsyncTensor(), dict[str, Any](), time.perf_counter()
     for number, shape in enumerate(shapes, start=1):
         measured = _recall(shape, allowed, known)
         if measured is None or failure(shape, _settled(measured, forced).chosen, device):
-            tell(f"Async TP: measuring how to carry product {number} of {len(shapes)}, once for this layout")
+            tell(f"Async TP: measuring backends for product {number} of {len(shapes)}, once for this layout")
             measured = measure(shape, candidates(shape.product, allowed), device)
-        if not measured.remembered:  # a recalled one may be a part of what is known
+        if not measured.remembered:  # a recalled measurement may lack times that the file has
             fresh[str(shape.product)] = as_row(measured)
         measured = _settled(measured, forced)
         choices.chosen[shape.product] = measured.chosen
@@ -152,7 +152,7 @@ def run_shapes(
     dtype: torch.dtype,
     recipes: Collection[Recipe | None] = (None,),
 ) -> list[Shape]:
-    """The products of training, and those of validation where sizes differ, for a rank's part of each sequence."""
+    """Return the products of training and, if their sizes differ, of validation, for a rank's part of each sequence."""
     found: dict[Product, Shape] = {}
     for name, batch, length in batch_shapes(config):
         rows = batch * length // config.parallelism.context_parallel_degree
@@ -168,14 +168,14 @@ def run_shapes(
 
 
 def _kinds_beside(config: Config, arch: Architecture, low: str) -> list[Beside]:
-    """With LoRA; and without it, where the frozen weights are the reference of pairs."""
+    """Return the products with LoRA; with DPO also those without it, as the frozen weights are the reference model."""
     with_lora = beside_products(config, arch, low)
     alone = config.lora.enable and config.training.objective == "dpo"
     return [with_lora, lambda projections: {()}] if alone else [with_lora]
 
 
 def beside_products(config: Config, arch: Architecture, low: str) -> Beside:
-    """What LoRA multiplies together with the projections of a layer; it differs where not all layers have targets."""
+    """Return a function for the widths that LoRA adds to products of projections; they may differ between layers."""
     how = adaptation_of(config, arch)
     targets = () if how is None or how.dropout or low else how.targets
 
@@ -192,7 +192,7 @@ def beside_products(config: Config, arch: Architecture, low: str) -> Beside:
 
 
 def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[str]:
-    """The backends that can be used here, serial first and a forced one last. Reasons against others go to `lines`."""
+    """Return the usable backends, serial first and a forced one last. Reasons against others are added to `lines`."""
     if asked in ("serial", "ring"):
         return list(dict.fromkeys(("serial", asked)))
     reason = symmetric_memory.unusable(device)
@@ -200,7 +200,7 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
         if asked != "auto":
             lines.append(f"Async TP: {asked} cannot be used here ({reason}); ring runs instead")
         elif device.type == "cuda":
-            lines.append(f"Async TP: symmetric and fused cannot be used here ({reason}); serial and ring are left")
+            lines.append(f"Async TP: symmetric and fused cannot be used here ({reason}); serial and ring remain")
         return ["serial", "ring"]
     backends["symmetric"] = symmetric.Symmetric()
     if runs_on_host(collectives.axis("tp").group, device):
@@ -211,26 +211,26 @@ def usable_backends(asked: str, device: torch.device, lines: list[str]) -> list[
     if reason is None:
         backends["fused"] = fused.Fused()
         return ["serial", "fused"] if asked == "fused" else ["serial", "ring", "symmetric", "fused"]
-    left = "symmetric runs instead" if asked == "fused" else "serial, ring and symmetric are left"
+    left = "symmetric runs instead" if asked == "fused" else "serial, ring and symmetric remain"
     lines.append(f"Async TP: fused cannot be used here ({reason}); {left}")
     return ["serial", "symmetric"] if asked == "fused" else ["serial", "ring", "symmetric"]
 
 
 def _settled(measured: Measured, forced: str | None) -> Measured:
-    """The forced backend, if there is one, in place of the fastest."""
+    """Choose the forced backend, if there is one, instead of the fastest."""
     if forced is None:
         return measured
     best = measured.best(forced)
     if best is not None:
         return replace(measured, chosen=best)
-    return replace(measured, refused={forced: "it has nothing for this operation", **measured.refused})
+    return replace(measured, refused={forced: "it does not support this operation", **measured.refused})
 
 
 def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Measured | None:
-    """What an earlier run measured, if it tried everything that is allowed now."""
+    """Return the measurement of an earlier run, if it tried everything that is allowed now."""
     try:
         measured = from_row(shape.product, known[str(shape.product)])
-    except (KeyError, TypeError, ValueError):  # missing, or not as this release writes it
+    except (KeyError, TypeError, ValueError):  # missing, or not in this release's format
         return None
     refused = {name: why for name, why in measured.refused.items() if name in allowed}
     wanted = [choice for choice in candidates(shape.product, allowed) if choice.backend not in refused]
@@ -241,17 +241,17 @@ def _recall(shape: Shape, allowed: Sequence[str], known: dict[str, Any]) -> Meas
 
 
 def _refusal_lines(measured: Sequence[Measured]) -> list[str]:
-    """A line for each backend that cannot carry some products, with the first reason; the table has all of them."""
+    """Return a line for each backend that cannot run some products, with the first reason; the table has all."""
     reasons: dict[str, list[str]] = {}
     for one in measured:
         for name, why in one.refused.items():
             reasons.setdefault(name, []).append(why)
     total = len(measured)
-    return [f"Async TP: {name} cannot carry {len(why)} of {total} products: {why[0]}" for name, why in reasons.items()]
+    return [f"Async TP: {name} cannot run {len(why)} of {total} products: {why[0]}" for name, why in reasons.items()]
 
 
 def _summary_line(measured: Sequence[Measured], fresh: int, seconds: float) -> str:
-    """What carries how many products, and whether their communication can hide."""
+    """Return a line with the number of products per backend, and whether their communication can be hidden."""
     chosen = Counter(str(one.chosen) for one in measured)
     how = (
         f"{fresh} of them measured in {seconds:.1f} s" if fresh else f"measured on {min(one.date for one in measured)}"

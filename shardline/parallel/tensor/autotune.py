@@ -1,8 +1,8 @@
-"""Measures at the start which backend carries each product fastest, for all ranks together, and remembers it.
+"""Measures at the start which backend runs each product fastest, for all ranks together, and remembers it.
 
-Candidates take turns for several rounds; the time of each is the median of the slowest rank. `serial` is a candidate
-like the others, and stays where nothing is clearly faster. A backend that does not give the numbers of `serial` is no
-candidate. Choices are kept in a file for the next run with the same device, versions and placement of ranks.
+Candidates take turns for several rounds; each candidate's time is the median of the slowest rank. `serial` is a
+candidate like the others, and is kept if no other is clearly faster. A backend whose results differ from those of
+`serial` is no candidate. Choices are kept in a file for the next run with the same device, versions and rank placement.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from shardline.parallel.tensor.serial_and_ring import (
 )
 from shardline.parallel.tensor.tensor import cut_widths
 
-CLEARLY = 0.01  # another backend must save this share of the time to be taken instead of serial
-LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many as the slowest candidate does in MOMENT seconds
+CLEARLY = 0.01  # another backend must save this share of the time to replace serial
+LEAST_ROUNDS, MOST_ROUNDS, MOMENT = 4, 25, 0.25  # as many rounds as the slowest candidate runs in MOMENT seconds
 IN_A_ROW = 6
 HOPELESS = 3.0
-NEAR, RUN_OFF = 1.15, 2.0  # candidates this near to the best run again, alone, for about so many seconds
+NEAR, RUN_OFF = 1.15, 2.0  # candidates within a factor NEAR of the best run again for about RUN_OFF seconds
 MATTERS = ("NCCL_", "GLOO_", "CUDA_DEVICE_MAX_CONNECTIONS")  # environment variables that matter
-OFF, FAR_OFF = 0.02, 0.25  # errors above rounding: of all numbers together; of one, relative to their usual size
+OFF, FAR_OFF = 0.02, 0.25  # largest relative errors: over all elements; of one element, relative to the usual size
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds for one product: the matrix products alone, the communication alone, and each candidate."""
+    """The seconds of one product: the matrix products alone, the communication alone, and each candidate."""
 
     product: Product
     matmul: float
@@ -61,8 +61,8 @@ class Measured:
     times: dict[Choice, float]
     chosen: Choice
     remembered: bool = False
-    refused: dict[str, str] = field(default_factory=dict)  # backend -> why it cannot carry this product
-    weights: float = 0.0  # the part of matmul for gradients of weights; only measured on GPUs
+    refused: dict[str, str] = field(default_factory=dict)  # backend -> why it cannot run this product
+    weights: float = 0.0  # the part of matmul for weight gradients; only measured on GPUs
     date: str = ""  # when it was measured
 
     @property
@@ -74,17 +74,17 @@ class Measured:
         return Alone(max(self.matmul - self.weights, 0.0), self.weights, self.comm)
 
     def efficiency(self, choice: Choice) -> float:
-        """The share hidden of what `serial` adds to the products: 1 is all of it; 0 is as slow as serial.
+        """Return the hidden share of the time that `serial` adds to the products: 1 if all is hidden, 0 if none.
 
-        Serial adds more than its communication, as a product also runs slower after a wait than back to back.
+        Serial adds more than its communication, because a product also runs slower after a wait than back to back.
         """
         exposed = self.serial - self.matmul
         return 1 - (self.times[choice] - self.matmul) / exposed if exposed > 0 else 0.0
 
     def comm_hidden(self, choice: Choice) -> float:
-        """The share hidden of the communication's own time: at most 1, where a backend adds nothing to the products.
+        """Return the hidden share of the communication's own time: 1 if the backend adds nothing to the products.
 
-        Below 0 the backend adds more to the products than the collective takes by itself.
+        Below 0, the backend adds more to the products than the collective takes by itself.
         """
         return min(1.0, 1 - (self.times[choice] - self.matmul) / self.comm) if self.comm > 0 else 0.0
 
@@ -108,7 +108,7 @@ class Shape(NamedTuple):
     widths: tuple[int, ...] = ()
 
 
-Projections = tuple[tuple[str, ...], ...]  # of each weight that reads the same rows
+Projections = tuple[tuple[str, ...], ...]  # the projections in each weight that reads the same rows
 Beside = Callable[[Projections], set[tuple[int, ...]]]
 
 
@@ -123,9 +123,10 @@ def block_shapes(
     low: str = "",
     beside: Beside = lambda projections: {()},
 ) -> list[Shape]:
-    """The products of the blocks with `rows` tokens, for one of `degree` ranks; `low` as float8_rows.py writes it.
+    """Return the products of the blocks for `rows` tokens on one of `degree` ranks.
 
-    `beside` gives the widths of what LoRA multiplies together with some projections.
+    `low` is the float8 recipe as `float8_rows.written` encodes it. `beside` returns the widths of the LoRA weights that
+    are multiplied together with some projections.
     """
     column, row = (COLUMN, ROW) if sequence_parallel else ("copy_linear", "linear_all_reduce")
     into_heads = zip(_into_heads(arch, degree), _heads(arch, degree), strict=True)
@@ -146,14 +147,14 @@ def block_shapes(
 
 
 def _heads(arch: Architecture, degree: int) -> list[Projections]:
-    """The projections in each weight of the products that give queries, keys and values."""
+    """Return the projections in each weight of the products that compute queries, keys and values."""
     if arch.latent is not None:
         return [(("wq" if arch.latent.q_rank is None else "wq_b",),), (("wkv_b",),)]
     return [(("wq",), ("wk", "wv")) if degree > arch.n_kv_heads else (("wq", "wk", "wv"),)]
 
 
 def _into_heads(arch: Architecture, degree: int) -> list[tuple[int, tuple[int, ...]]]:
-    """Depth and widths of the products that give queries, keys and values."""
+    """Return depth and widths of the products that compute queries, keys and values."""
     heads = arch.n_heads * arch.head_dim // degree
     if arch.latent is not None:
         sizes = arch.latent
@@ -162,12 +163,12 @@ def _into_heads(arch: Architecture, degree: int) -> list[tuple[int, tuple[int, .
             (sizes.kv_rank, (arch.n_heads * (sizes.nope_dim + sizes.v_dim) // degree,)),
         ]
     kv = 2 * arch.head_dim * max(arch.n_kv_heads // degree, 1)
-    split = degree > arch.n_kv_heads  # keys and values have a weight of their own
+    split = degree > arch.n_kv_heads  # keys and values have a separate weight
     return [(arch.dim, (heads, kv) if split else (heads + kv,))]
 
 
 def candidates(product: Product, allowed: Sequence[str]) -> list[Choice]:
-    """Every way to carry a product, serial first."""
+    """Return every choice for a product, serial first."""
     rows = product.rows // collectives.axis_size(product.axis)
     found = [SERIAL]
     for name in allowed:
@@ -178,14 +179,14 @@ def candidates(product: Product, allowed: Sequence[str]) -> list[Choice]:
 
 
 class Trial:
-    """One product with its operands, which runs by any choice; and its parts alone."""
+    """One product with its operands, which can run by any choice, and each of its parts alone."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device, self.product = shape, device, shape.product
         self.arithmetic = arithmetic(shape.product.low, shape.product.dtype)
         p, n = shape.product, collectives.axis_size(shape.product.axis)
         self.t = p.rows // n
-        # Each rank draws other numbers. The run's own generator must not depend on what is remembered.
+        # Each rank draws different numbers. The run's own generator must not depend on what is remembered.
         source = torch.Generator(device).manual_seed(collectives.axis(p.axis).rank)
 
         def drawn(*sizes: int) -> Tensor:
@@ -198,11 +199,11 @@ class Trial:
         rows = self.t if scatters else p.rows
         self.gradients = [drawn(rows, width) for width in shape.widths] if p.direction == "backward" else []
         self.full = drawn(p.rows, p.depth) if gathers and p.direction == "forward" else self.x
-        self.kept = self.arithmetic.rows(self.x) if gathers else self.x  # as forward has kept it
+        self.kept = self.arithmetic.rows(self.x) if gathers else self.x  # what forward keeps
         self.all_gradients = [drawn(p.rows, w) for w in shape.widths] if self.gradients and scatters else self.gradients
 
     def turn(self) -> None:
-        """Change the sign of what is sent, and with it of every result: stale memory must not pass for new results."""
+        """Flip the sign of what is sent and so of every result: stale memory must not pass for new results."""
         for tensor in self.gradients or [self.x]:
             tensor.neg_()
 
@@ -219,17 +220,17 @@ class Trial:
         return backward(self.gradients, self.kept, self.weights, *how, Needs())
 
     def multiply(self) -> Any:
-        """The matrix products alone, not cut into chunks."""
+        """Run the matrix products alone, not cut into chunks."""
         if self.product.direction == "forward":
             return products_of(self.arithmetic, self.full, self.weights)
         return input_gradient(self.arithmetic, self.all_gradients, self.weights), self.differentiate()
 
     def differentiate(self) -> Any:
-        """The gradients of the weights alone."""
+        """Compute the gradients of the weights alone."""
         return weight_gradients(self.arithmetic, self.all_gradients, self.full)
 
     def communicate(self) -> Any:
-        """The collective alone."""
+        """Run the collective alone."""
         p = self.product
         if p.operation in ("linear_all_reduce", "copy_linear"):
             width = p.width if p.direction == "forward" else p.depth
@@ -244,8 +245,8 @@ def measure(shape: Shape, tried: Sequence[Choice], device: torch.device, rounds:
     """Time every choice; all ranks of the job call this together.
 
     A backend that fails with one number of chunks is not used with any other. A choice that is far slower than the best
-    in its first runs is not run again; one near the best runs longer. On a GPU each sample is the mean of runs in a row
-    after one that is not timed, since in training the host runs ahead.
+    in its first runs is not run again; one close to the best runs longer. On a GPU, each sample is the mean of several
+    consecutive runs after an untimed one, since in training the host runs ahead.
     """
     trial = Trial(shape, device)
     parts: dict[Any, Callable[[], Any]] = {"matmul": trial.multiply, "comm": trial.communicate}
@@ -281,14 +282,14 @@ def today() -> str:
 
 
 def _tells_pace(trial: Trial) -> bool:
-    """Whether weight gradients are timed by themselves: they show the pace of a GPU's steps."""
+    """Whether weight gradients are timed separately: they show how fast a GPU computes during a step."""
     return trial.device.type == "cuda" and bool(trial.gradients)
 
 
 def medians(
     runs: dict[Any, Callable[[], Any]], some: Sequence[Any], rounds: int, device: torch.device, in_a_row: int
 ) -> dict[Any, float]:
-    """Median seconds of some of the runs, which take turns; none always follows the same other one."""
+    """Return median seconds of some of the runs, which take turns so that none always follows the same other run."""
     samples: dict[Any, list[float]] = {who: [] for who in some}
     for turn in range(rounds):
         first = turn % len(some)
@@ -299,13 +300,13 @@ def medians(
 
 
 def fastest(times: dict[Choice, float]) -> Choice:
-    """The fastest choice, or serial if none is clearly faster."""
+    """Return the fastest choice, or serial if none is clearly faster."""
     best = min(times, key=lambda choice: times[choice])
     return best if SERIAL not in times or times[best] < times[SERIAL] * (1 - CLEARLY) else SERIAL
 
 
 def failure(shape: Shape, choice: Choice, device: torch.device) -> str:
-    """The reason why a choice cannot carry a product; empty if it gives the numbers of `serial` on every rank."""
+    """Return why a choice cannot run a product; empty if it gives the same results as `serial` on every rank."""
     trial = Trial(shape, device)
     with job.traffic.uncounted():
         return _failure(lambda: trial.run(choice), device, trial, _tensors(trial.run(SERIAL)))
@@ -314,10 +315,10 @@ def failure(shape: Shape, choice: Choice, device: torch.device) -> str:
 def _failure(
     run: Callable[[], Any], device: torch.device, trial: Trial | None = None, wanted: Sequence[Tensor] = ()
 ) -> str:
-    """The reason why something cannot run with these shapes; empty if it can on every rank. It also warms up.
+    """Return why `run` cannot run with these shapes; empty if it can on every rank. This also warms up.
 
-    With a trial, the results are compared with `wanted`, then twice more with the signs turned, since a backend may use
-    two memories in turn.
+    With a trial, the results are compared with `wanted`, then twice more with flipped signs, since a backend may
+    alternate between two buffers.
     """
 
     def attempt() -> None:
@@ -345,7 +346,7 @@ def _failure(
 
 def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
-        return [result] if result.is_floating_point() else []  # bytes of rows that have travelled
+        return [result] if result.is_floating_point() else []  # received float8 rows are bytes
     return [one for part in result for one in _tensors(part)] if isinstance(result, (tuple, list)) else []
 
 
@@ -354,9 +355,7 @@ def _difference(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
         apart, size = one - other, _norm(other)
         off, worst = _norm(apart) / size, _norm(apart, float("inf")) / size * math.sqrt(other.numel())
         if not (off < OFF and worst < FAR_OFF):
-            return (
-                f"its numbers are not those of serial: off by {off:.1%}, and one by {worst:.1f} times their usual size"
-            )
+            return f"its results differ from serial's: by {off:.1%} overall, one by {worst:.1f} times the usual size"
     return ""
 
 
@@ -387,7 +386,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """The slowest rank's seconds: the same numbers, and so the same choices, on every rank."""
+    """Return the slowest rank's seconds: the same numbers, and so the same choices, on every rank."""
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
     agreed: list[float] = collectives.max_in_place(values, "world").tolist()
     return agreed
@@ -397,7 +396,7 @@ def slowest(seconds: list[float], device: torch.device) -> list[float]:
 
 
 def topology(device: torch.device) -> dict[str, Any]:
-    """What choices depend on beside the product itself: device, versions, and the hosts of the ranks."""
+    """Return what choices depend on besides the product itself: device, versions, and the hosts of the ranks."""
     hosts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     axis = collectives.axis("tp")
@@ -423,7 +422,7 @@ def _version(package: str) -> str:
 
 
 def _device(device: torch.device) -> str:
-    """The name of a device, with its multiprocessors: a part of a GPU is another device."""
+    """Return the name of a device with its multiprocessors: a partition of a GPU counts as a different device."""
     if device.type != "cuda":
         return f"cpu, {os.cpu_count()} cores"
     about = torch.cuda.get_device_properties(device)

@@ -1,6 +1,6 @@
 """The backend of each overlapped product, looked up by operation, direction and shape when it runs, never traced.
 
-`choices` is the table of this process. `async_tp.prepare` fills it, the same on every rank.
+`choices` is the table of this process. `async_tp.prepare` fills it identically on every rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product for which a backend is chosen: `rows` of all ranks, and as `width` the rows of all its weights."""
+    """A product for which a backend is chosen; `rows` counts all ranks' rows, `width` the rows of all its weights."""
 
     operation: str
     direction: str  # forward, backward
@@ -36,7 +36,7 @@ class Product(NamedTuple):
     width: int
     dtype: torch.dtype
     axis: str
-    low: str = ""  # how it computes in float8 (float8_rows.py)
+    low: str = ""  # its float8 recipe (float8_rows.py)
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.") + (f", float8 {self.low}" if self.low else "")
@@ -56,10 +56,10 @@ class Choices:
         self.alone: dict[Product, Alone] = {}
         self.otherwise = SERIAL
         self.visible = False
-        self.serial = False  # carry out every product serially for now: the step is compared with
-        self.unmeasured: set[Product] = set()  # ran, but nothing was chosen for it; each is reported once
+        self.serial = False  # run every product serially for now, for a step to compare with
+        self.unmeasured: set[Product] = set()  # products that ran without a choice; each is reported once
         self.reported: set[Product] = set()
-        self.ran: set[tuple[Product, Choice]] | None = None  # what an observed step ran; None: it is not observed
+        self.ran: set[tuple[Product, Choice]] | None = None  # what an observed step ran; None if no step is observed
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
@@ -73,7 +73,7 @@ class Choices:
 
     @contextlib.contextmanager
     def forced(self, choice: Choice) -> Iterator[None]:
-        """Carry out every product by `choice`: for measurements and comparisons."""
+        """Run every product by `choice`, for measurements and comparisons."""
         before = self.chosen, self.otherwise
         self.chosen, self.otherwise = {}, choice
         try:
@@ -95,13 +95,13 @@ def chosen_backend(
     low: str,
     needs: Needs = EVERYTHING,
 ) -> Iterator[tuple[Serial, int]]:
-    """The backend and the number of chunks for a product; a sampled step times what runs inside."""
+    """Yield the backend and the number of chunks for a product; a sampled step times what runs inside."""
     product = product_of(operation, direction, rows, weights, axis, low)
     choice = SERIAL if choices.serial else choices.find(product)
     if choices.ran is not None:
         choices.ran.add((product, choice))
     alone = choices.alone.get(product)
-    silent = not needs.x and operation != ROW  # only the gradient of the input would be sent
+    silent = not needs.x and operation != ROW  # only the input gradient would be sent, and nobody needs it
     if not job.clock.reads or alone is None or silent:
         timed: Any = contextlib.nullcontext()
     elif choice.backend == SERIAL.backend:
@@ -118,5 +118,5 @@ def product_of(operation: str, direction: str, rows: int, weights: Sequence[Tens
 
 
 def backend(name: str, product: Product) -> Serial:
-    """A backend that multiplies as the product wants it."""
+    """Return a backend with the arithmetic of the product."""
     return backends[name] if not product.low else type(backends[name])(arithmetic(product.low, product.dtype))

@@ -1,10 +1,10 @@
-"""Tensor-parallel products in float8: rows are rounded before they travel, which halves their bytes.
+"""Tensor-parallel products in float8: rows are rounded before they are sent, which halves their bytes.
 
     all-gather        rows in float8, each with its factor        products of all ranks' rows
-    reduce-scatter    sums of products, in bfloat16: sums cannot be rounded to 8 bits on the way
+    reduce-scatter    sums of products, in bfloat16: partial sums cannot be rounded to 8 bits
 
-In backward it is the other way round: gradients are gathered in float8, and those of rows are summed up in bfloat16.
-Weight gradients from whole numbers (rowwise_with_gw_hp) need whole rows, which travel as they are.
+Backward does the reverse: it gathers output gradients in float8, and sums row gradients in bfloat16. Weight gradients
+in high precision (rowwise_with_gw_hp) need unrounded rows, which are sent as they are.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shardline.precision.float8 import E4M3, MULTIPLE, Quantized, Recipe, Rows
 
 
 class RoundedWeight(NamedTuple):
-    """A weight that was rounded, and the type of the rows that it is multiplied with."""
+    """A rounded weight, and the type of the rows that it is multiplied with."""
 
     operand: Quantized
     of_rows: torch.dtype
 
 
 class Float8Arithmetic(Arithmetic):
-    """Rows that have travelled are bytes; others are rounded where they are multiplied."""
+    """Received rows are bytes; other rows are rounded when they are multiplied."""
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype) -> None:
         self.recipe, self.dtype = recipe, dtype
@@ -71,7 +71,7 @@ EMULATED = " emulated"
 
 
 def written(recipe: Recipe | None) -> str:
-    """A recipe as operations of a graph carry it; empty where products are not in float8."""
+    """Return the string for a recipe that graph operations take; empty if products are not in float8."""
     return "" if recipe is None else recipe.name + (EMULATED if recipe.emulate else "")
 
 

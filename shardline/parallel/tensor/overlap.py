@@ -1,12 +1,12 @@
-"""Tensor-parallel products whose communication hides inside them, forward and backward, in eager code and compiled.
+"""Tensor-parallel products that overlap with their communication, forward and backward, eager and compiled.
 
     all_gather_linear(x (t, K), weights (N, K)..., axis)       products (n t, N)... of the rows of all ranks
     linear_reduce_scatter(x (n t, K), (weight (N, K),), axis)  this rank's rows (t, N) of the product summed over ranks
     linear_all_reduce(x, (weight,), axis)                      the sum on every rank
     copy_linear(x, weights, axis)                              plain products; backward sums the input's gradient
 
-The backend that carries out a product is looked up when it runs (`backend_table`): a compiled graph holds the operation
-alone. Biases are added outside, where they are an ordinary addition.
+The backend of a product is looked up when the product runs (`backend_table`): a compiled graph holds only the
+operation. Biases are added outside, as an ordinary addition.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from shardline.precision.float8 import Recipe
 
 
 class Gradients(NamedTuple):
-    """Gradients of x and of the weights, None where not needed; and those of the products for all rows.
+    """Gradients of x and of the weights, None where not needed, and gradients of the products for all rows.
 
-    From the latter, and from what forward kept, the gradients of the weights can be computed later.
+    With the latter and the rows that forward kept, the gradients of the weights can be computed later.
     """
 
     x: Tensor | None
@@ -45,15 +45,14 @@ class Gradients(NamedTuple):
 
 
 class Operation:
-    """A product with a gradient, written once: in eager code an autograd function, in a compiled one a custom op.
+    """A product with a gradient: an autograd function in eager code, a custom op in compiled code.
 
-    `forward(x, weights, axis, low)` gives the products and what backward needs of x: x itself or, with `gathers`, the
-    rows of all ranks. With `scatters` the products are those of this rank's rows. `backward(gradients, kept, weights,
-    axis, low, needs)` gives the gradients; it is an op of its own, so that a graph keeps it whole. A `local` backward
-    sends nothing and is made of ordinary products. `low` says how products compute in float8, as float8_rows.py writes
-    it.
+    `forward(x, weights, axis, low)` returns the products and what backward needs of x: x itself or, with `gathers`, the
+    rows of all ranks. With `scatters`, the products are those of this rank's rows. `backward(gradients, kept, weights,
+    axis, low, needs)` returns the gradients; it is a separate op, so that a graph keeps it whole. A `local` backward
+    sends nothing and consists of ordinary products. `low` is the float8 recipe as `float8_rows.written` encodes it.
 
-    Ops also run in eager code where activation checkpointing selects by operation and must see them
+    Eager code also runs the ops where activation checkpointing selects by operation and must see them
     (`choices.visible`).
     """
 
@@ -90,7 +89,7 @@ class Operation:
         return products
 
     def _rows(self, x_rows: int, axis: str) -> int:
-        """Rows of the products."""
+        """Return the number of rows of the products."""
         ranks = collectives.axis_size(axis)
         return x_rows * ranks if self.gathers else x_rows // ranks if self.scatters else x_rows
 
@@ -139,7 +138,7 @@ class Operation:
         rows = kept.shape[0] if self.gathers else self._rows(kept.shape[0], ctx.axis)
         given = [
             torch.zeros(rows, weight.shape[0], dtype=weight.dtype, device=kept.device) if gradient is None else gradient
-            for gradient, weight in zip(gradients, weights, strict=False)  # the kept rows have none
+            for gradient, weight in zip(gradients, weights, strict=False)  # the kept rows have no gradient
         ]
         needs_x, needed = ctx.needs_input_grad[:2]
         needed = list(needed) if isinstance(needed, (list, tuple)) else [needed] * len(weights)
@@ -182,9 +181,9 @@ def _differentiate(
     needs_x: bool,
     needed: Sequence[bool],
 ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-    """Gradients of x and the weights. A pipeline schedule may queue the latter, which a compiled function cannot.
+    """Return the gradients of x and the weights. A pipeline schedule may queue the latter, except in compiled code.
 
-    Where only some weights are trained, which are then the small ones of LoRA, theirs are computed after the rest.
+    If only some weights are trained, these are LoRA's small ones, and their gradients are computed after the rest.
     """
     trained = [number for number, one in enumerate(needed) if one]
     later = bool(trained) and not torch.compiler.is_compiling() and weight_queue.active
@@ -203,7 +202,7 @@ def _differentiate(
     return dx, [None] * len(weights) if dw is None else dw
 
 
-# What runs, without autograd, by the backend that was chosen
+# Forward and backward without autograd, on the chosen backend
 
 
 def gather(x: Tensor, weights: Tensors, axis: str, low: str) -> tuple[list[Tensor], Tensor]:
@@ -235,7 +234,7 @@ def sum_products(x: Tensor, weights: Tensors, axis: str, low: str) -> tuple[list
 
 
 def sum_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, low: str, needs: Needs) -> Gradients:
-    """Every rank has the whole gradient: nothing is sent."""
+    """Differentiate without communication: every rank has the whole gradient."""
     how = arithmetic(low, weights[0].dtype)
     dx = input_gradient(how, gradients, weights) if needs.x else None
     return Gradients(dx, weight_gradients(how, gradients, x) if needs.weights else None, gradients)
@@ -252,7 +251,7 @@ def copy_backward(gradients: Tensors, x: Tensor, weights: Tensors, axis: str, lo
 
 
 def _dense(gradients: Tensors) -> list[Tensor]:
-    """Gradients of sums and means come expanded, with strides of 0, which products cannot read quickly."""
+    """Copy gradients with strides of 0, as sums and means expand them: products cannot read these quickly."""
     return [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in gradients]
 
 

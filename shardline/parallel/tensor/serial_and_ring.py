@@ -1,14 +1,15 @@
-"""Matrix products with a collective before or after them: what each backend computes, without autograd.
+"""Matrix products with a collective before or after them: the interface of all backends, serial and ring; no autograd.
 
-Letters: n ranks, t rows of each, T = n t rows in all; weights are (N, K) and hold this rank's part.
+Letters: n ranks with t rows each, T = n t rows in all; weights are (N, K) and hold this rank's part.
 
     gather_linear    x (t, K), weights (N, K)...  ->  products (T, N)... and the gathered x (T, K)
     linear_scatter   x (T, K), weight (N, K)      ->  this rank's rows (t, N) of the product summed over ranks
     linear_sum       x (T, K), weight (N, K)      ->  the product summed over ranks (T, N), on every rank
-    linear_copy      only its backward communicates: the sum of the input's gradients
+    linear_copy      only its backward communicates: it sums the input's gradients
 
-Each backward takes the gradients of the results and gives those of x and the weights, None where not needed. That of
-linear_scatter also gives the gathered gradient (T, N), from which the weight's can be computed later.
+Each backward takes the gradients of the results and returns those of x and the weights, None where not needed. The
+backward of linear_scatter also returns the gathered gradient (T, N), from which the weight gradient can be computed
+later.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ class Needs(NamedTuple):
 class Arithmetic:
     """How rows are multiplied: here in their own type. Float8Arithmetic has the same methods.
 
-    `rows` gives what travels. The others take rows of either kind, as they are or as they have travelled.
+    `rows` returns rows in the form in which they are sent. The other methods take rows in either form.
     """
 
     def like(self, x: Tensor, rows: int, depth: int) -> Tensor:
-        """An empty tensor for `rows` of what travels, where x has their type."""
+        """Return an empty tensor for `rows` rows in the form in which they are sent; x has their type."""
         return x.new_empty(rows, depth)
 
     def rows(self, x: Tensor, gradient: bool = False) -> Tensor:
         return x
 
     def right(self, weight: Tensor) -> Any:
-        """What rows (t, K) are multiplied with, of a weight (N, K)."""
+        """Return what rows (t, K) are multiplied with, from a weight (N, K)."""
         return weight.t()
 
     def right_back(self, weight: Tensor) -> Any:
-        """What gradients (t, N) are multiplied with."""
+        """Return what gradients (t, N) are multiplied with."""
         return weight
 
     def multiply(self, rows: Tensor, right: Any, out: Tensor | None = None) -> Tensor:
@@ -63,7 +64,7 @@ class Arithmetic:
         total.addmm_(rows, right)
 
     def outer(self, gradients: Tensor, x: Tensor) -> Tensor:
-        """The gradient (N, K) of a weight, from gradients (t, N) and rows (t, K)."""
+        """Return the gradient (N, K) of a weight, from gradients (t, N) and rows (t, K)."""
         return gradients.t() @ x
 
     def add_outer(self, total: Tensor, gradients: Tensor, x: Tensor) -> None:
@@ -82,7 +83,7 @@ def weight_gradients(arithmetic: Arithmetic, gradients: Tensors, x: Tensor) -> l
 
 
 def input_gradient(arithmetic: Arithmetic, gradients: Tensors, weights: Tensors) -> Tensor:
-    """Sum over the weights of gradient (T, N) times weight (N, K)."""
+    """Return the sum over the weights of gradient (T, N) times weight (N, K)."""
     given = [arithmetic.rows(gradient, gradient=True) for gradient in gradients]
     total = arithmetic.multiply(given[0], arithmetic.right_back(weights[0]))
     for gradient, weight in zip(given[1:], weights[1:], strict=True):
@@ -93,7 +94,7 @@ def input_gradient(arithmetic: Arithmetic, gradients: Tensors, weights: Tensors)
 def _input_gradients(
     arithmetic: Arithmetic, gradients: Tensors, weights: Tensors
 ) -> tuple[list[Tensor], Callable[[slice, Tensor], Tensor]]:
-    """The gradients as rows, and a function that computes some rows of the input's gradient into a tensor."""
+    """Return the gradients as rows, and a function that computes some rows of the input's gradient into a tensor."""
     given = [arithmetic.rows(gradient, gradient=True) for gradient in gradients]
     rights = [arithmetic.right_back(weight) for weight in weights]
 
@@ -107,7 +108,7 @@ def _input_gradients(
 
 
 class Serial:
-    """The collective, then the product. The other backends are compared with it."""
+    """Runs the collective, then the product. The other backends are compared with it."""
 
     name = "serial"
     regions: tuple[str, ...] = ()  # regions of shared memory that it uses
@@ -116,7 +117,7 @@ class Serial:
         self.arithmetic = arithmetic
 
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
-        """Numbers of chunks worth trying; empty where this backend has nothing of its own for an operation."""
+        """Return the numbers of chunks worth trying; empty if this backend does not implement the operation."""
         return (1,)
 
     def gather_linear(self, x: Tensor, weights: Tensors, axis: str, chunks: int) -> tuple[list[Tensor], Tensor]:
@@ -151,7 +152,7 @@ class Serial:
 
 
 class Ring(Serial):
-    """Rows travel point to point while others are multiplied; weight gradients hide what the products cannot."""
+    """Sends rows point to point while others are multiplied; weight gradients hide the transfers that remain."""
 
     name = "ring"
 
@@ -233,7 +234,7 @@ class Ring(Serial):
 
 
 def _start_sums(compute: Callable[[slice], Any], out: Tensor, axis: str, chunks: int) -> list[collectives.Started]:
-    """Fill `out` piece by piece with `compute`; each is summed over ranks while the next is computed."""
+    """Fill `out` piece by piece with `compute`; each piece is summed over ranks while the next is computed."""
     started = []
     for rows in pieces(out.shape[0], chunks):
         compute(rows)
@@ -242,10 +243,10 @@ def _start_sums(compute: Callable[[slice], Any], out: Tensor, axis: str, chunks:
 
 
 class GatherScatter(Serial):
-    """A base for backends of sequence parallelism that have one way to gather and one to scatter.
+    """A base class for backends of sequence parallelism that have one way to gather and one to scatter.
 
-    `gather` gives the products of all ranks' rows, and these rows; `scatter` this rank's rows of the summed product.
-    With `by_rows` weights are (N, K), otherwise (K, N).
+    `gather` returns the products of all ranks' rows, and these rows; `scatter` returns this rank's rows of the summed
+    product. With `by_rows`, weights are (N, K), otherwise (K, N).
     """
 
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
@@ -276,13 +277,13 @@ class GatherScatter(Serial):
         return dx, self._weight_gradients([full], x)[0] if needs.weights else None, full
 
     def _weight_gradients(self, gradients: Tensors, x: Tensor) -> list[Tensor]:
-        """Weight gradients while nothing travels: their time shows the pace of a step."""
+        """Compute weight gradients while nothing is sent: their time shows how fast the GPU computes in this step."""
         with job.clock.weight_gradients():
             return weight_gradients(self.arithmetic, gradients, x)
 
 
 def _joined(gradients: Tensors, weights: Tensors) -> tuple[Tensor, Tensor]:
-    """Gradients side by side and weights below each other: one product is the sum of their products."""
+    """Concatenate gradients by columns and weights by rows, so that one product is the sum of their products."""
     if len(weights) == 1:
         return gradients[0], weights[0]
     return torch.cat(list(gradients), 1), torch.cat(list(weights))

@@ -1,11 +1,11 @@
-"""Products on CUDA whose rows are copied between memories that ranks share while other rows are multiplied.
+"""Products on CUDA that copy rows through memory shared by the ranks while other rows are multiplied.
 
     gathering    side stream   my rows -> shared | rank 3's rows -> here | rank 2's | ...
                  multiplying   my rows           | rank 3's rows         | rank 2's ...       on two streams in turn
     scattering   multiplying   rows for rank 1   | for rank 2            | ... | my own | + what the others sent
                  side stream                     | to rank 1             | to rank 2 ...
 
-The products are cuBLAS's, one for each rank's rows. When scattering, those of other ranks are cut into `chunks`.
+cuBLAS computes one product for each rank's rows. When scattering, the products for other ranks are cut into `chunks`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Symmetric(GatherScatter):
 
 
 def _gather(x: Tensor, rights: Sequence[Any], outs: Tensors, axis: str, how: Arithmetic) -> Tensor:
-    """Write the rows of all ranks times each of `rights` to `outs`; returns those rows."""
+    """Write the rows of all ranks times each of `rights` to `outs`; return the gathered rows."""
     x, over, ranks = x.contiguous(), space(axis, x.device), collectives.axis_size(axis)
     own, t = collectives.axis(axis).rank, x.shape[0]
     full = x.new_empty(ranks * t, x.shape[1])
@@ -75,7 +75,7 @@ def _gather(x: Tensor, rights: Sequence[Any], outs: Tensors, axis: str, how: Ari
 
 
 def _scatter(x: Tensor, right: Any, computed: Tensor, axis: str, chunks: int, how: Arithmetic) -> Tensor:
-    """This rank's rows of x times `right`, summed over ranks; `computed` has room for the product of all rows."""
+    """Return this rank's rows of x times `right`, summed over ranks; `computed` is a buffer for the whole product."""
     over, ranks, own = space(axis, x.device), collectives.axis_size(axis), collectives.axis(axis).rank
     t, width = x.shape[0] // ranks, computed.shape[1]
     size = t * width * computed.element_size()

@@ -1,22 +1,23 @@
-"""Tensor parallelism: each rank holds some heads and some columns of the wide middle; the sequence is shared between.
+"""Tensor parallelism: each rank holds some heads and some intermediate columns; between them, the sequence is sharded.
 
-    residual stream            rows (tokens) cut over tp: rank r has rows [r T/tp, (r+1) T/tp) of the T = B x S tokens
-      | all-gather rows        latent attention: of the narrow latent vectors that each rank has computed for its rows
-    wqkv, w13 (Shard(0))       column products: all tokens, this rank's heads or middle columns
+    residual stream            rows (tokens) sharded over tp: rank r has rows [r T/tp, (r+1) T/tp) of the T = B x S
+      | all-gather rows        latent attention: the narrow latent vectors that each rank has computed for its rows
+    wqkv, w13 (Shard(0))       column products: all tokens, this rank's heads or intermediate columns
       | attention, SwiGLU      no communication
     wo, w2 (Shard(1))          row products: all tokens, a summand of the result
       | reduce-scatter rows
     residual stream            norms and additions on T/tp rows only
 
-Without sequence parallelism every rank has all rows; the two collectives are an all-reduce after the row product, and
-one of the gradient before the column product. The embedding and the output layer are cut by rows of the vocabulary.
+Without sequence parallelism every rank has all rows. The two collectives are then an all-reduce after the row product,
+and in backward one of the column product's input gradient. The embedding and the output layer are sharded by rows of
+the vocabulary.
 
-A norm over all query heads, or over all key heads, is the exception to "no communication": one number a token is summed
-over tp.
+A norm over all query heads, or over all key heads, is the exception to "no communication": one number per token is
+summed over tp.
 
-Norm weights, biases of row products and the projections to latent vectors are whole on every rank. With sequence
-parallelism a rank's gradient for them covers its rows only: `sum_replicated_gradients` adds them up, once per step and
-in one piece.
+Every rank holds norm weights, biases of row products and the projections to latent vectors whole. With sequence
+parallelism, a rank's gradient of these covers only its rows: `sum_replicated_gradients` sums them once per step, in one
+piece.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ HEADS_NORMS = ("attention.q_norm.weight", "attention.k_norm.weight")
 
 
 class TensorParallel(NamedTuple):
-    """What the config asks for; `loss_parallel` cuts the vocabulary in the loss, `overlapped` is async TP."""
+    """Settings from the config; `loss_parallel` shards the vocabulary in the loss, `overlapped` is async TP."""
 
     degree: int
     sequence_parallel: bool
@@ -92,7 +93,7 @@ class TensorParallel(NamedTuple):
 
 
 def needs_split_kv(arch: Architecture, degree: int) -> bool:
-    """More ranks than KV heads: queries are cut, keys and values whole on every rank."""
+    """Whether there are more ranks than KV heads: then queries are sharded, and every rank has all keys and values."""
     return degree > arch.n_kv_heads
 
 
@@ -122,14 +123,14 @@ def _problems(arch: Architecture, degree: int) -> list[str]:
 
 
 def cut_widths(arch: Architecture) -> dict[str, int]:
-    """The widths of the feed-forward parts that tensor parallelism always cuts."""
+    """Return the widths of the feed-forward parts that tensor parallelism always shards."""
     every = arch.moe is not None and all(arch.moe.holds(layer) for layer in range(arch.n_layers))
     dense = {} if every else {"ffn_dim": arch.ffn_dim}
     return {**dense, "shared_dim": arch.moe.shared_dim} if arch.moe is not None and arch.moe.shared_dim else dense
 
 
 def check_rows(config: Config, plan: TensorParallel) -> None:
-    """Raise if sequence parallelism cannot cut the rows of a micro-batch evenly; the message names near lengths."""
+    """Raise if sequence parallelism cannot shard the rows of a micro-batch evenly; the message names near lengths."""
     if not plan.sequence_parallel:
         return
     for name, batch, length in batch_shapes(config):
@@ -143,7 +144,7 @@ def check_rows(config: Config, plan: TensorParallel) -> None:
 
 
 def batch_shapes(config: Config) -> list[tuple[str, int, int]]:
-    """(section of the config, sequences that go through the model at a time, their length)."""
+    """Return (section of the config, sequences that go through the model at a time, their length) tuples."""
     training, validation, section = config.training, config.validation, config.parallelism
     staged = section.pipeline_parallel_degree > 1
     each = training.rows_of_a_sample
@@ -154,14 +155,14 @@ def batch_shapes(config: Config) -> list[tuple[str, int, int]]:
 
 
 def nearest_lengths(length: int, batch: int, degree: int) -> list[int]:
-    """The nearest lengths below and above whose `batch` sequences `degree` ranks can share evenly."""
+    """Return the nearest lengths below and above at which `degree` ranks can share `batch` sequences evenly."""
     step = degree // math.gcd(degree, batch)
     below = length - length % step
     return [good for good in (below, below + step) if good > 0]
 
 
 def placement(name: str, plan: TensorParallel, arch: Architecture) -> Placement:
-    """The placement of the parameter `name` on the tp axis."""
+    """Return the placement of the parameter `name` on the tp axis."""
     head = "tok_embeddings." if arch.tie_word_embeddings else "output."
     if name.startswith(head) and not plan.loss_parallel:
         return Replicate()
@@ -172,10 +173,10 @@ def placement(name: str, plan: TensorParallel, arch: Architecture) -> Placement:
 
 
 def planned_cut(name: str) -> Placement:
-    """How ranks that share a layer cut the parameter `name`; the matrices of LoRA are cut with their weight.
+    """Return how ranks that share a layer shard the parameter `name`; LoRA's matrices are sharded with their weight.
 
-    Where ranks hold rows of a weight, they hold those rows of B and all of A; where they hold columns, those columns of
-    A and all of B. An embedding has its rows as columns of A.
+    Ranks that hold rows of a weight hold those rows of B and all of A; ranks that hold columns hold those columns of A
+    and all of B. The rows of an embedding are columns of A.
     """
     module, _, stored = name.partition(".stored.")
     if stored:
@@ -194,13 +195,13 @@ def planned_cut(name: str) -> Placement:
 
 
 def apply_tensor_parallel(model: Decoder, mesh: Mesh, plan: TensorParallel) -> None:
-    """Cut the parameters (still on the meta device) and give the blocks products with collectives."""
+    """Shard the parameters (still on the meta device) and give the blocks products with collectives."""
     tp = mesh.axis("tp")
     assert tp is not None
     arch, rank = model.arch, mesh.coordinates["tp"]
     for name, parameter in list(model.named_parameters()):
         if isinstance(parameter, DTensor):
-            continue  # expert parallelism has cut it
+            continue  # expert parallelism has sharded it
         cut = distribute_tensor(parameter.detach(), tp, [placement(name, plan, arch)], src_data_rank=None)
         replace_parameter(model, name, cut)
     products = parallel_products(plan)
@@ -222,18 +223,18 @@ def replace_parameter(model: nn.Module, name: str, value: Tensor) -> None:
 
 
 def vocabulary_rows(vocab_size: int, degree: int, rank: int) -> range:
-    """The rows of the vocabulary a rank holds: equal parts, the last ones smaller where it does not divide."""
+    """Return the rows of the vocabulary on a rank: equal parts; if they do not divide evenly, the last are smaller."""
     each = -(-vocab_size // degree)
     return range(min(rank * each, vocab_size), min((rank + 1) * each, vocab_size))
 
 
 @functools.cache
 def parallel_products(plan: TensorParallel, into: Recipe | None = None, back: Recipe | None = None) -> Products:
-    """How blocks multiply: with a collective before or after the product, or inside it.
+    """Return the products of blocks, with a collective before, after or inside the product.
 
-    `into` and `back` say how products into heads or the wide middle, and back, compute in float8. Rows then travel in
-    float8, too, which an ordinary collective before a product cannot know: the overlapped operations carry them, by
-    their serial backend unless async TP chooses others.
+    `into` and `back` are the float8 recipes of products into heads or intermediate columns, and of those back. Rows are
+    then sent in float8, too, which a separate collective before a product cannot do: the overlapped operations run
+    these products, with their serial backend unless async TP chooses another.
     """
     before = collectives.all_gather if plan.sequence_parallel else collectives.copy
     after = collectives.reduce_scatter if plan.sequence_parallel else collectives.all_reduce
@@ -241,13 +242,14 @@ def parallel_products(plan: TensorParallel, into: Recipe | None = None, back: Re
     scatter = overlap.linear_reduce_scatter if plan.sequence_parallel else overlap.linear_all_reduce
 
     def share(matrix: Tensor) -> Tensor:
-        """A matrix whose gradient every rank has whole, unless ranks share the sequence."""
+        """Divide the matrix's gradient by the ranks if each has all of it, that is, without sequence parallelism."""
         return matrix if plan.sequence_parallel else _Share.apply(matrix, plan.degree)
 
     def fused_column(x: Tensor, weights: Weights, biases: Biases) -> tuple[Tensor, ...]:
-        """LoRA's A is one more weight that reads x: no collective of its own, unless rows travel in float8.
+        """Multiply with LoRA's A as one more weight that reads x, so that it needs no collective of its own.
 
-        What A reads is then not what travels (nor is it with dropout), and x A^T travels, which is narrow.
+        If rows are sent in float8 or A has dropout, A does not read the rows that are sent; then x A^T, which is
+        narrow, is gathered instead.
         """
         low_rank = [joined(weight, x.dtype) if isinstance(weight, Adapted) else (None, None) for weight in weights]
         along = into is None and not any(isinstance(weight, Adapted) and weight.dropout for weight in weights)
@@ -263,7 +265,7 @@ def parallel_products(plan: TensorParallel, into: Recipe | None = None, back: Re
         return tuple(found)
 
     def fused_row(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        """LoRA's x A^T, which is narrow, is summed over ranks by itself: the large product stays as it is."""
+        """Sum LoRA's x A^T, which is narrow, over ranks separately, so that the large product stays unchanged."""
         product = scatter(x, (plain_weight(weight),), "tp", back)[0]
         a, b = joined(weight, x.dtype) if isinstance(weight, Adapted) else (None, None)
         if a is not None and b is not None:
@@ -289,13 +291,13 @@ def parallel_products(plan: TensorParallel, into: Recipe | None = None, back: Re
 
 
 def _read(x: Tensor, weight: Weight) -> Tensor:
-    """What A reads."""
+    """Return the input of LoRA's A."""
     other = dropped(x, weight) if isinstance(weight, Adapted) else None
     return x if other is None else other
 
 
 def _with_magnitude(product: Tensor, weight: Weight, axis: str | None = None) -> Tensor:
-    """DoRA's factors for the columns of a product; ranks along `axis` hold columns of the weight."""
+    """Multiply the columns of a product with DoRA's factors; ranks along `axis` hold columns of the weight."""
     if not isinstance(weight, Adapted) or not weight.has_magnitude:
         return product
     squares = squared_norms(weight)
@@ -304,7 +306,7 @@ def _with_magnitude(product: Tensor, weight: Weight, axis: str | None = None) ->
 
 
 class _Share(torch.autograd.Function):
-    """A matrix, and a share of its gradient: ranks that all have the whole of it add their shares up."""
+    """Identity whose gradient is divided by the ranks: each has the whole gradient, and all later sum their shares."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, ranks: int) -> Tensor:
@@ -317,7 +319,7 @@ class _Share(torch.autograd.Function):
 
 
 def _mean(x: Tensor, degree: int) -> Tensor:
-    """The mean over ranks of what each has computed of its heads; every rank goes on with it, for its heads."""
+    """Average over ranks what each has computed from its heads; every rank then uses the mean for its own heads."""
     return collectives.copy(collectives.all_reduce(x, "tp"), "tp") / degree
 
 
@@ -326,11 +328,11 @@ def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class ParallelEmbedding(NamedTuple):
-    """Each rank looks up the tokens whose rows it holds; the sum over ranks has every row."""
+    """An embedding in which each rank looks up the tokens whose rows it holds; the sum over ranks has every row."""
 
     rows: range
     sequence_parallel: bool
-    whole: bool  # every rank holds all rows
+    whole: bool  # whether every rank holds all rows
 
     def __call__(self, tokens: Tensor, weight: Tensor) -> Tensor:
         flat = tokens.reshape(-1)
@@ -342,17 +344,17 @@ class ParallelEmbedding(NamedTuple):
         return add_up(found, "tp")
 
     def own_rows(self, x: Tensor) -> Tensor:
-        """Pick from numbers (B, S) those of the tokens that this rank gets, flat."""
+        """Select from numbers (B, S), flattened, those of this rank's tokens."""
         flat, tp = x.reshape(-1), collectives.axis("tp")
         return flat.chunk(tp.size)[tp.rank] if self.sequence_parallel else flat
 
 
-# Gradients of what every rank holds whole
+# Gradients of parameters that every rank holds whole
 
 
 def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Parameter]:
-    """Parameters that every tp rank holds whole, but whose gradients there cover only a part of the group's work."""
-    # Norms of heads, of which a rank has some; that of a latent vector comes before the heads.
+    """Return parameters that every tp rank holds whole, while its gradients cover only a part of the group's work."""
+    # A rank applies norms of heads to its heads only; the norm of a latent vector comes before the heads.
     of_heads = HEADS_NORMS if model.arch.latent is None else ()
     found = []
     for name, parameter in model.named_parameters():
@@ -366,7 +368,7 @@ def replicated_parameters(model: Decoder, plan: TensorParallel) -> list[nn.Param
 
 
 def _is_beside_a_cut(name: str, plan: TensorParallel, arch: Architecture) -> bool:
-    """Whether a matrix of LoRA is whole beside a weight that is cut: each rank's part of the weight has a share."""
+    """Whether a LoRA matrix is whole beside a sharded weight: each rank's part of the weight adds to its gradient."""
     module, _, inner = name.partition(".lora.")
     if not inner or inner.endswith(".magnitude") or module == "tok_embeddings":
         return False
@@ -374,14 +376,14 @@ def _is_beside_a_cut(name: str, plan: TensorParallel, arch: Architecture) -> boo
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:
-    """Whether the ranks of tp hold a parameter whole; those of experts have `etp` in its place, or none."""
+    """Whether the ranks of tp hold a parameter whole; parameters of experts have `etp` instead of tp, or neither."""
     assert isinstance(parameter, DTensor)
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
     return any(axis in ("tp", "etp") and cut == Replicate() for axis, cut in axes)
 
 
 def sum_replicated_gradients(parameters: list[nn.Parameter]) -> None:
-    """Add up over tp the gradients of parameters that every rank holds whole: one flat all-reduce."""
+    """Sum over tp the gradients of parameters that every rank holds whole, in one flat all-reduce."""
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(g.dtype for g in gradients):
         some = [g for g in gradients if g.dtype == dtype]

@@ -120,7 +120,7 @@ def test_a_forced_backend_that_has_nothing_for_a_product_is_told():
     found = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0, ring: 2.5}, SERIAL)
     assert _settled(found, "ring").chosen == ring
     assert _settled(found, "fused").chosen == SERIAL
-    assert ", fused cannot be used here: it has nothing for this operation" in _settled(found, "fused").words()
+    assert ", fused cannot be used here: it does not support this operation" in _settled(found, "fused").words()
     refused = Measured(PRODUCT, 2.0, 1.0, {SERIAL: 4.0}, SERIAL, refused={"fused": "too small"})
     assert ", fused cannot be used here: too small" in _settled(refused, "fused").words()
 
@@ -267,7 +267,7 @@ def test_wrong_numbers_are_told_from_rounded_ones(dtype, kind):
     rounded = (right.double() * (1 + torch.finfo(dtype).eps)).to(dtype)
     assert autotune._difference([right, rounded], [right, right]) == ""
     said = autotune._difference([right, changed(kind).to(dtype)], [right, right])
-    assert said.startswith("its numbers are not those of serial: off by ")
+    assert said.startswith("its results differ from serial's: by ")
 
 
 @pytest.mark.parametrize(("each", "rounds"), [(10.0, autotune.LEAST_ROUNDS), (1e-6, autotune.MOST_ROUNDS), (0.025, 10)])
