@@ -1,4 +1,4 @@
-"""Rows travel by all-to-alls of the process group, whose sizes the host must know: it reads them once for each trip."""
+"""Sends rows by all-to-alls of the process group. The host must know their sizes: it reads them once per trip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardline.models.experts.rows import add_up, spread
 
 pass_over(__file__)
 AXIS = "ep"
-ROUTES = 4  # lines after the counts of a table, for what a carrier makes of them
+ROUTES = 4  # lines of a table after the counts, for routes that a carrier computes
 
 
 class _Transfer(NamedTuple):
@@ -28,7 +28,7 @@ class _Transfer(NamedTuple):
 
 
 class AllToAll:
-    """Rows sorted by expert are sorted by destination, too; those that arrive come by source and are sorted again."""
+    """Rows sorted by expert are also sorted by destination; received rows are ordered by source and sorted again."""
 
     def plan(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         over = collectives.axis(AXIS)
@@ -60,7 +60,7 @@ class AllToAll:
 
 
 def _start(x: Tensor, sizes: Tensor, back: bool) -> _Transfer:
-    """Begin to send x, whose rows are sorted by destination; `back` to where rows of this trip came from."""
+    """Begin to send x, whose rows are sorted by destination; with `back`, to the sources of this trip's rows."""
     over = job.axes[AXIS]
     sent, received = sizes[over.rank].tolist(), sizes[:, over.rank].tolist()
     if back:
@@ -86,13 +86,13 @@ def _finished(transfers: object) -> list[Tensor]:
 
 
 def received(table: Tensor) -> Tensor:
-    """(ranks, experts of this rank): the rows that each rank has for them."""
+    """Return (ranks, experts of this rank): the number of rows that each rank has for each expert."""
     over = job.axes[AXIS]
     return table[: over.size].view(over.size, over.size, -1)[:, over.rank]
 
 
 def _by_expert(received: Tensor, total: int) -> Tensor:
-    """The order that sorts rows (source rank, expert) by (expert, source rank); received is (ranks, experts)."""
+    """Return the order that sorts rows (source rank, expert) by (expert, source rank); received is (ranks, experts)."""
     lengths = received.t().flatten()
     starts = (received.flatten().cumsum(0) - received.flatten()).view_as(received).t().flatten()
     shifts = starts - (lengths.cumsum(0) - lengths)

@@ -1,8 +1,8 @@
-"""The load of the experts, what is reported of it, and balancing without a loss.
+"""The load of the experts, its report, and balancing without an auxiliary loss.
 
-After each step, the bias of an expert that got too few tokens rises. The counts are those of the whole global batch,
-over all micro-batches and ranks: every layout moves the biases alike, and all ranks that hold a layer hold the same
-biases. Counts and losses of the routers travel in the sum of all ranks that a step makes anyway: no further wait.
+After each step, the bias of an expert that got too few tokens increases. The counts cover the whole global batch, all
+micro-batches and ranks: every layout changes the biases equally, and all ranks with a layer have the same biases.
+Counts and losses of the routers are part of an all-reduce that every step makes anyway, so they cost no extra wait.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from shardline.models.dtensor import local
 
 
 class ExpertLoad:
-    """The tallies of all layers with experts, on this or another pipeline rank, in the last step."""
+    """The tallies of the last step, for all layers with experts, on this or another pipeline rank."""
 
     def __init__(self, model: Decoder, device: torch.device, workers: int = 1) -> None:
-        """Each of several `workers` has means over its own batch as the losses of its routers."""
+        """With several `workers`, each worker's router losses are means over its own batch."""
         moe = model.arch.moe
         self.device, self.workers = device, workers
         self.layers = [] if moe is None else [layer for layer in range(model.arch.n_layers) if moe.holds(layer)]
@@ -34,18 +34,18 @@ class ExpertLoad:
         self.loads = torch.empty(0)  # (layers, experts) of the last step
 
     def begin(self) -> None:
-        """Forget what was counted."""
+        """Clear the tallies."""
         for block in self.blocks.values():
             block.tally = None
 
     def tallies(self) -> Tensor:
-        """This rank's part of all layers' tallies since `begin`, flat; the sum over all ranks is the whole."""
+        """Return this rank's part of all layers' tallies since `begin`, flat; the sum over all ranks is the total."""
         elsewhere = torch.zeros(self.n_experts + len(self.losses), device=self.device)
         parts = [self.blocks[layer].tally if layer in self.blocks else elsewhere for layer in self.layers]
         return torch.cat([elsewhere[:0], *(part for part in parts if part is not None)])
 
     def summary(self, total: Tensor) -> Tensor:
-        """Keep the loads of the whole step, and return the few numbers that `row` makes a report of."""
+        """Keep the loads of the whole step, and return the few numbers that `row` reports."""
         if not self.layers:
             return total
         loads, losses = total.view(len(self.layers), -1).split((self.n_experts, len(self.losses)), dim=1)
@@ -53,7 +53,7 @@ class ExpertLoad:
         return torch.cat([self.loads.amax(1) / self.loads.mean(1), losses.mean(0) / self.workers])
 
     def row(self, summary: list[float]) -> dict[str, Any]:
-        """The keys of metrics.jsonl: max over mean of each layer and the largest; losses as means over the layers."""
+        """Return the keys of metrics.jsonl: each layer's maximum over mean, the largest of these, and mean losses."""
         if not self.layers:
             return {}
         loads = dict(zip(map(str, self.layers), summary, strict=False))
@@ -62,7 +62,7 @@ class ExpertLoad:
 
     @torch.no_grad()
     def balance(self) -> None:
-        """Move each layer's biases by its coefficient towards equal loads; their mean stays."""
+        """Move each layer's biases by the coefficient towards equal loads; their mean does not change."""
         if not self.biases:
             return
         steps = (self.loads.mean(1, keepdim=True) - self.loads).sign() * self.coefficient

@@ -1,7 +1,7 @@
-"""At the start of a run on GPUs: what sends rows to experts, the all-to-all or kernels over shared memory.
+"""Chooses at the start of a run on GPUs what sends rows to experts: all-to-all, or kernels over shared memory.
 
-Both carry the same rows, of the run's size and with a drawn routing, there and back; the faster one stays. Kernels that
-do not give the very numbers of the all-to-all are no candidate.
+Both send the same rows, of the run's size and with random routing, there and back; the faster one is used. The kernels
+are no candidate unless their results equal those of the all-to-all exactly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDS, IN_A_ROW = 5, 4
 
 
 def carriers(device: torch.device) -> tuple[dict[str, Carrier], dict[str, str]]:
-    """The carriers that can send rows of this device, by name, and why others cannot; the same on every rank."""
+    """Return the usable carriers for this device by name, and why others are unusable; the same on every rank."""
     found: dict[str, Carrier] = {"all_to_all": AllToAll()}
     reason = unusable(device)
     if reason is not None:
@@ -38,7 +38,7 @@ def carriers(device: torch.device) -> tuple[dict[str, Carrier], dict[str, str]]:
 
 
 def choose_carrier(config: Config, arch: Architecture, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> str:
-    """Set the carrier of this run; returns a line for the log. All ranks call it together."""
+    """Set the carrier of this run; return a line for the log. All ranks call it together."""
     asked = config.parallelism.expert_parallel_comm_backend
     nothing_to_choose = device.type != "cuda" and asked == "standard"
     if arch.moe is None or mesh.layout.ep == 1 or asked in ("all_to_all", "deepep") or nothing_to_choose:
@@ -50,7 +50,7 @@ def choose_carrier(config: Config, arch: Architecture, mesh: Mesh, dtype: torch.
         with job.traffic.uncounted():
             reason = trip.difference(found["symmetric"], found["all_to_all"])
     if reason is not None:
-        return f"Experts: rows travel by all-to-all; kernels over shared memory cannot be used here ({reason})"
+        return f"Experts: rows are sent by all-to-all; kernels over shared memory cannot be used here ({reason})"
     with job.traffic.uncounted():
         times = {"symmetric": 0.0} if asked == "symmetric" else trip.times(found)
     fastest = min(times, key=lambda name: times[name])
@@ -60,18 +60,18 @@ def choose_carrier(config: Config, arch: Architecture, mesh: Mesh, dtype: torch.
     how = {"all_to_all": "all-to-all", "symmetric": "kernels over shared memory"}
     several = ", ".join(f"{1e3 * times[name]:.2f} ms by {how[name]}" for name in sorted(times, key=lambda n: times[n]))
     measured = f", there and back in {several}" if len(times) > 1 else ""
-    return f"Experts: rows travel by {how[fastest]}{measured}"
+    return f"Experts: rows are sent by {how[fastest]}{measured}"
 
 
 def _tokens(config: Config, mesh: Mesh) -> int:
-    """The tokens that a rank routes in a micro-batch."""
+    """Return the number of tokens that a rank routes in a micro-batch."""
     layout, section = mesh.layout, config.training
     shared_by = layout.cp * (1 if routes_together(layout) else layout.tp)
     return max(1, section.local_batch_size * section.rows_of_a_sample * section.seq_len // shared_by)
 
 
 class Trip:
-    """Tokens that travel to experts, drawn at random, and back."""
+    """Random tokens that are sent to random experts and back."""
 
     def __init__(self, moe: MixtureOfExperts, dim: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         source = torch.Generator(device).manual_seed(job.axes[AXIS].rank)
@@ -84,7 +84,7 @@ class Trip:
         self.counts = count_tokens(chosen, moe.n_experts)
 
     def run(self, carrier: Carrier) -> list[Tensor]:
-        """What arrives, and what comes back."""
+        """Return what arrives and what comes back."""
         table, sizes = carrier.plan(self.counts)
         sent = carrier.send(self.x, self.weights, self.order, self.k, table, sizes)
         rows, weights = carrier.landed(sent, table, sizes)
@@ -92,16 +92,16 @@ class Trip:
         return [rows, weights, *carrier.gathered(back, self.inverse, self.k)]
 
     def difference(self, carrier: Carrier, other: Carrier) -> str | None:
-        """Why a carrier cannot be used; None where it brings what the other one brings, several times in a row."""
+        """Return why a carrier cannot be used; None if its results equal the other's, several times in a row."""
 
         def attempt() -> None:
             wanted = self.run(other)
-            for sign in (1, -1, 1, -1):  # what an earlier trip left must not pass for what this one brings
+            for sign in (1, -1, 1, -1):  # stale rows of an earlier trip must not pass for new ones
                 self.x *= sign
                 found = self.run(carrier)
                 wanted = [wanted[0] * sign, wanted[1], wanted[2] * sign, wanted[3]]
                 if not all(torch.equal(one, another) for one, another in zip(found, wanted, strict=True)):
-                    raise RuntimeError("rows that arrive are not those that were sent")
+                    raise RuntimeError("received rows differ from the rows that were sent")
 
         reason = symmetric_memory.agreed_reason(attempt)
         if reason is not None:
@@ -109,7 +109,7 @@ class Trip:
         return reason
 
     def times(self, found: dict[str, Carrier]) -> dict[str, float]:
-        """Seconds of a trip there and back."""
+        """Return the seconds of a trip there and back by each carrier."""
         runs: dict[Any, Callable[[], Any]]
         runs = {name: functools.partial(self.run, carrier) for name, carrier in found.items()}
         return medians(runs, list(runs), ROUNDS, self.device, IN_A_ROW)

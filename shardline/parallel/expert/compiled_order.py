@@ -1,12 +1,13 @@
-"""How blocks whose rows travel are compiled: rows start as soon as they are there, and other work runs meanwhile.
+"""Compiles blocks that send rows to experts: transfers start as soon as their rows exist, and other work overlaps.
 
     backward   row gradients | put back | gradients of the experts' weights | gather
 
-The compiler orders operations by the memory they need, which puts the two operations of a transfer next to each other,
-and computes a product whose result is added to what arrives only after that. For blocks whose rows travel it keeps the
-order of the graph, in which the starts of transfers are moved and such products are taken apart from the addition.
+By default, the compiler orders operations by their memory, which puts the two operations of a transfer next to each
+other. And if a product is added to the rows that arrive, it computes the product only after they have arrived. For
+blocks that send rows, the compiler keeps the order of the graph instead; a pass moves transfers to start early, and
+splits such products from the addition.
 
-What arrives is kept for backward, however small the memory budget: a transfer cannot end a second time.
+The rows that arrive are kept for backward, however small the memory budget: a transfer cannot be received twice.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class WorkDuringTransfers(CustomGraphPass):
         self.multiply_before(graph)
 
     def start_early(self, graph: fx.Graph) -> None:
-        """Move what a transfer does not need, and stands before its start, behind that start."""
-        since: list[fx.Node] = []  # the last transfer
+        """Move operations that a transfer does not need from before its start to behind it."""
+        since: list[fx.Node] = []  # operations since the last transfer
         for node in list(graph.nodes):
             if node.target in STARTS:
                 needed = _needed_by(node)
@@ -50,7 +51,7 @@ class WorkDuringTransfers(CustomGraphPass):
                 since.append(node)
 
     def multiply_before(self, graph: fx.Graph) -> None:
-        """Make arrived + a b of addmm(arrived, a, b), with the product before the end of the transfer."""
+        """Rewrite addmm(arrived, a, b) as arrived + a b, with the product before the end of the transfer."""
         aten = torch.ops.aten
         places = {node: place for place, node in enumerate(graph.nodes)}
         for node in graph.find_nodes(op="call_function", target=aten.addmm.default):
@@ -70,7 +71,7 @@ class WorkDuringTransfers(CustomGraphPass):
 
 
 def _gathers(node: fx.Node) -> fx.Node | None:
-    """The operation that collects rows and gives this tensor, in another shape perhaps."""
+    """Return the operation that collects the rows in this tensor, possibly reshaped; None if there is none."""
     while node.target is not torch.ops.shardline.expert_gather.default:
         if node.op != "call_function" or len(node.all_input_nodes) != 1:
             return None
@@ -89,7 +90,7 @@ def _needed_by(node: fx.Node) -> set[fx.Node]:
 
 
 def compiler(backend: str) -> Callable[..., Any]:
-    """The compiler `backend` for functions whose rows travel."""
+    """Return the compiler `backend`, set up for functions that send rows."""
     compile_graph = torch._dynamo.lookup_backend(backend)
     options = {"config_patches": inductor_options()} if backend == "inductor" else {}
 

@@ -1,17 +1,18 @@
-"""Tokens travel by DeepEP, whose kernels send a token once to each rank that has experts of its choice.
+"""Sends tokens by DeepEP, whose kernels send a token once to each rank that has one of its chosen experts.
 
-    rank 0: tokens (t, dim)       | s | t |         s chose experts 0 and 2, t chose 2 and 3; those are on rank 1
+    rank 0: tokens (t, dim)       | s | t |         s chose experts 0 and 2, t chose 2 and 3; 2 and 3 are on rank 1
       dispatch                    (s stays, and goes to rank 1; t goes there once, with both of its choices)
-    rank 1: what came (n, dim)    | s | t |         choices of experts elsewhere are -1
+    rank 1: received (n, dim)     | s | t |         choices of experts on other ranks are -1
       sorted by expert            | s t | t |       rows (m, dim) for experts 2 and 3
       added up                    | s | t |         one row for each token
       combine                     (rank 0 adds up the rows of s, its own and the one that returns)
 
 The four operations are those of dispatch.py: `put` and `gather` are each other's gradient, and so are `land` and `put
-back`, because DeepEP's combine is the gradient of its dispatch and the other way round.
+back`, because DeepEP's combine is the gradient of its dispatch and vice versa.
 
-What a dispatch leaves on the host for the way back and for gradients, DeepEP's handle, is a `Journey`. To autograd and
-to the compiler it is a tensor of one element, whose address names it; it is kept as long as that tensor's memory is.
+A `Journey` holds what a dispatch leaves on the host for the way back and for gradients, mainly DeepEP's handle. To
+autograd and to the compiler it is a tensor of one element whose address identifies it; it lives as long as that
+tensor's memory.
 """
 
 from __future__ import annotations
@@ -36,32 +37,32 @@ from shardline.parallel.expert.all_to_all import AXIS
 
 pass_over(__file__)
 PACKAGE = "deep_ep"
-NEIGHBOURS = 8  # ranks of a machine; tokens for more ranks go over the network
-MULTIPLE, MULTIPLE_FAR = 32, 512  # bytes: tokens are a multiple of this, and of that over the network
+NEIGHBOURS = 8  # ranks of a machine; with more ranks, tokens go over the network
+MULTIPLE, MULTIPLE_FAR = 32, 512  # tokens are multiples of this many bytes: within a machine, over the network
 
 
 @dataclass
 class Journey:
-    """Some tokens of this rank went to experts, and others came; sizes are numbers of tokens."""
+    """One dispatch of tokens, sent and received; sizes are numbers of tokens."""
 
     handle: Any
     k: int
-    rows: int  # of the tokens that came, for all experts here
+    rows: int  # of the received tokens, for all experts on this rank
     sent: int  # to other ranks
     came: int  # from other ranks
-    order: Tensor = field(init=False)  # (rows,) of the choices (n k) of what came, sorted by expert
-    inverse: Tensor = field(init=False)  # (n k,) -1 for experts that are not here
+    order: Tensor = field(init=False)  # (rows,) of the received tokens' choices (n k), sorted by expert
+    inverse: Tensor = field(init=False)  # (n k,) -1 for experts on other ranks
 
 
 class DeepEP:
-    """A buffer of DeepEP, and the journeys whose tensors somebody holds."""
+    """A buffer of DeepEP, and the journeys whose tensors are alive."""
 
     def __init__(self, buffer: Any, index: torch.dtype) -> None:
         self.buffer, self.index = buffer, index
         self.journeys: dict[int, tuple[StorageWeakRef, Journey]] = {}
 
     def keep(self, journey: Journey, device: torch.device) -> Tensor:
-        """The tensor that stands for a journey. Journeys whose tensors are gone are forgotten here."""
+        """Return the tensor that stands for a journey, and drop the journeys whose tensors are gone."""
         self.journeys = {address: kept for address, kept in self.journeys.items() if not kept[0].expired()}
         name = torch.zeros(1, dtype=torch.int64, device=device)
         self.journeys[name.data_ptr()] = StorageWeakRef(name.untyped_storage()), journey
@@ -84,26 +85,26 @@ class TokensUnderWay(NamedTuple):
 
 
 def depart(x: Tensor, chosen: Tensor, weights: Tensor, n_experts: int) -> TokensUnderWay:
-    """Send tokens (t, dim) to the experts they chose (t, k), with their weights."""
+    """Send tokens (t, dim) to their chosen experts (t, k), with their weights."""
     ticket, journey = _put(x, weights, chosen, n_experts)
     tokens, k = chosen.shape
     return TokensUnderWay(ticket, journey, tokens, k, n_experts, x.shape[1], x.dtype)
 
 
 def arrive(one: TokensUnderWay) -> Dispatched:
-    """What has arrived for the experts of this rank."""
+    """Wait for the rows for this rank's experts."""
     rows, weights, ends = _land(one.ticket, one.journey, one.tokens * one.k, one.experts, one.width, one.dtype)
     return Dispatched(rows, weights[:, 0], ends)
 
 
 def leave(results: Tensor, one: TokensUnderWay) -> Tensor:
-    """Send results back, added up for each token that came."""
+    """Send results back, summed for each received token."""
     ticket: Tensor = _put_back(results, None, one.journey)
     return ticket
 
 
 def collect(ticket: Tensor, one: TokensUnderWay) -> Tensor:
-    """The sum of the results of each token."""
+    """Wait for the results to return; return the sum of each token's results."""
     out: Tensor = _gather(ticket, one.journey, one.tokens, one.k, one.experts, one.width, one.dtype, False)[0]
     return out
 
@@ -115,9 +116,9 @@ TRAVEL = Travel(depart, arrive, leave, collect, parts=2)
 
 
 def start(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Let DeepEP carry tokens of this width; a ConfigError on every rank where it cannot. All ranks call it together.
+    """Set up DeepEP for tokens of this width, or raise ConfigError on every rank. All ranks call it together.
 
-    Whether it can is tried: it sends some tokens of the run's type there and back.
+    To test it, DeepEP sends some tokens of the run's type there and back.
     """
 
     def find() -> None:
@@ -126,7 +127,7 @@ def start(width: int, dtype: torch.dtype, device: torch.device) -> None:
     def make() -> None:
         job.carrier = _made(width * dtype.itemsize, device)
 
-    for attempt in (find, make, lambda: _try_out(width, dtype, device)):  # one by one: each needs all ranks
+    for attempt in (find, make, lambda: _try_out(width, dtype, device)):  # one by one, as each needs all ranks
         reason = agreed_reason(attempt)
         if reason is not None:
             raise ConfigError(
@@ -136,25 +137,25 @@ def start(width: int, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _made(size: int, device: torch.device) -> DeepEP:
-    """DeepEP's buffer for tokens of `size` bytes, over the expert-parallel axis."""
+    """Make DeepEP's buffer for tokens of `size` bytes, over the expert-parallel axis."""
     package, over = importlib.import_module(PACKAGE), job.axes[AXIS]
     is_near = over.size <= NEIGHBOURS
     multiple = MULTIPLE if is_near else MULTIPLE_FAR
     if size % multiple:
-        raise RuntimeError(f"a token has {size} bytes, and over {over.size} ranks it takes multiples of {multiple}")
+        raise RuntimeError(f"a token has {size} bytes; over {over.size} ranks, DeepEP needs multiples of {multiple}")
     configs = package.Buffer.get_dispatch_config(over.size), package.Buffer.get_combine_config(over.size)
     near = max(one.get_nvl_buffer_size_hint(size, over.size) for one in configs)
     far = 0 if is_near else max(one.get_rdma_buffer_size_hint(size, over.size) for one in configs)
     buffer = package.Buffer(over.group, near, far)
     place = buffer.get_local_buffer_tensor(torch.uint8).device
     if place.type != device.type:
-        raise RuntimeError(f"it sends from {place.type}, and this run is on {device.type}")
+        raise RuntimeError(f"it sends from {place.type}, but this run is on {device.type}")
     return DeepEP(buffer, getattr(package, "topk_idx_t", torch.int64))
 
 
 @torch.no_grad()
 def _try_out(width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Send a token to each rank and its neighbour, to one expert there, and expect it back twice."""
+    """Send each token to an expert on one rank and to one on the next rank, and check that it comes back doubled."""
     ranks = job.axes[AXIS].size
     places = torch.arange(ranks, device=device)
     chosen = torch.stack([places, (places + 1) % ranks], dim=1)
@@ -165,7 +166,7 @@ def _try_out(width: int, dtype: torch.dtype, device: torch.device) -> None:
             raise RuntimeError("tokens do not come back as they were sent")
 
 
-# ---- operations: each is given its gradient below --------------------------------------------------------------------
+# ---- operations (gradients are registered below) ---------------------------------------------------------------------
 
 
 def _op(name: str, schema: str) -> Any:
@@ -200,7 +201,7 @@ def _put(x: Tensor, weights: Tensor, chosen: Tensor, experts: int) -> tuple[Tens
     x, chosen = x.contiguous(), chosen.to(carrier.index).contiguous()
     to_ranks, to_machines, to_experts, whereto, _ = carrier.buffer.get_dispatch_layout(chosen, experts)
     call = _issued("dispatch", x)
-    with call, labelled(AXIS, "dispatch"):  # the host waits until it is known how many tokens come
+    with call, labelled(AXIS, "dispatch"):  # the host waits until it knows how many tokens arrive
         *arrives, counts, handle, event = carrier.buffer.dispatch(
             x,
             topk_idx=chosen,
@@ -220,7 +221,7 @@ def _put(x: Tensor, weights: Tensor, chosen: Tensor, experts: int) -> tuple[Tens
 
 @_op("put_again", "(Tensor x, Tensor journey, int k, int experts) -> Tensor")
 def _put_again(x: Tensor, journey: Tensor, k: int, experts: int) -> Tensor:
-    """`put` of other numbers for the same tokens, without weights."""
+    """`put` other numbers for the same tokens, without weights."""
     x, one = x.contiguous(), _carrier().journey(journey)
     call = _issued("dispatch", x)
     with call, labelled(AXIS, "dispatch"):
@@ -237,7 +238,7 @@ def _put_again(x: Tensor, journey: Tensor, k: int, experts: int) -> Tensor:
 def _land(
     ticket: Tensor, journey: Tensor, sent: int, experts: int, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, their weights, and where those of each expert end; this rank has `sent` choices."""
+    """Return rows, their weights, and where each expert's rows end; this rank has `sent` choices."""
     x, chosen, weights = _arrived(ticket)
     one = _carrier().journey(journey)
     one.order = chosen.flatten().argsort(stable=True)[chosen.numel() - one.rows :]  # -1 comes first
@@ -249,7 +250,7 @@ def _land(
 
 @_op("land_again", "(Tensor ticket, Tensor journey, SymInt rows, SymInt width, ScalarType dtype) -> Tensor")
 def _land_again(ticket: Tensor, journey: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """`land` without weights, where it is known how many rows arrive: as many as before."""
+    """`land` without weights; the number of rows is known, as it is the same as before."""
     (x,), one = _arrived(ticket), _carrier().journey(journey)
     return spread(x, one.order, one.k)
 
@@ -276,12 +277,12 @@ def _put_back(rows: Tensor, weights: Tensor | None, journey: Tensor) -> Tensor:
 def _gather(
     ticket: Tensor, journey: Tensor, tokens: int, k: int, experts: int, width: int, dtype: torch.dtype, weighted: bool
 ) -> tuple[Tensor, Tensor]:
-    """The sum of each token's rows, and the numbers beside them, which `weighted` says are there."""
+    """Return the sum of each token's rows, and with `weighted` the numbers beside them."""
     out, side = _arrived(ticket)
     return out, side if weighted else out.new_empty(0, k, dtype=torch.float32)
 
 
-# ---- what they return, without values --------------------------------------------------------------------------------
+# ---- fake implementations --------------------------------------------------------------------------------------------
 
 
 @_put.register_fake
@@ -301,7 +302,7 @@ def _(x: Tensor, journey: Tensor, k: int, experts: int) -> Tensor:
 def _(
     ticket: Tensor, journey: Tensor, sent: int, experts: int, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = sent if job.traffic.plans else torch.library.get_ctx().new_dynamic_size()  # a dry run: as many as it sends
+    rows = sent if job.traffic.plans else torch.library.get_ctx().new_dynamic_size()  # a dry run assumes even routing
     ends = ticket.new_empty(experts // job.axes[AXIS].size, dtype=torch.int32)
     return ticket.new_empty(rows, width, dtype=dtype), ticket.new_empty(rows, 1), ends
 
@@ -319,7 +320,7 @@ def _(
 
 
 def _planned(tokens: int, k: int, experts: int, size: int) -> None:
-    """A dry run learns that tokens of `size` bytes travel: k experts drawn at random are on so many other ranks."""
+    """Tell a dry run that tokens of `size` bytes are sent to as many other ranks as k random experts are on."""
     if job.traffic.plans:
         ranks = job.axes[AXIS].size
         missed = math.comb(experts - experts // ranks, k) / math.comb(experts, k)

@@ -1,20 +1,20 @@
-"""Rows travel to the ranks of their experts and back; their sizes depend on the routing.
+"""Sends rows to the ranks of their experts and back; the numbers of rows depend on the routing.
 
     this rank's rows, sorted by expert      | 0 | 1 | 2 | 3 |       experts 0 and 1 are on rank 0, 2 and 3 on rank 1
-      counts exchanged first                (how many rows each rank has for each expert of each other)
-    arrived, sorted by expert               rank 0: | 0 0 | 1 1 |   of an expert, the rows of rank 0 come first
+      counts are exchanged first            (how many rows each rank has for each expert)
+    arrived, sorted by expert               rank 0: | 0 0 | 1 1 |   for each expert, the rows of rank 0 come first
 
-Each transfer is two operations: one starts sending rows, another waits for what arrives. What stands between the two,
-here the shared expert or another part of the tokens, runs while rows travel:
+Each transfer has two operations: one starts sending rows, the other waits for the rows that arrive. The work between
+the two, here the shared expert or another part of the tokens, runs while rows are under way:
 
     forward    put | shared expert | land | experts | put back | next part | gather
     backward   put | next part | land | experts | put back | shared expert | gather
 
-`put` and `gather` are each other's gradient, and so are `land` and `put back`. What passes between the two operations
-of a transfer, forward or backward, is a ticket: a tensor of one element whose address names the transfer. To autograd
-and to the compiler all four are functions of tensors; no checkpointing runs them one by one again.
+`put` and `gather` are each other's gradient, and so are `land` and `put back`. The first operation of a transfer passes
+a ticket to the second, forward and backward: a tensor of one element whose address identifies the transfer. So all four
+are functions of tensors to autograd and to the compiler. Activation checkpointing never reruns one of them alone.
 
-A `Carrier` does the sending: all_to_all.py, or symmetric.py between the memories of GPUs.
+A `Carrier` sends the rows: all_to_all.py, or symmetric.py between the memories of GPUs.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from shardline.precision.float8 import E4M3, Quantized, quantize
 class Carrier(Protocol):
     """Sends rows over the expert-parallel axis.
 
-    Rows may have a `side`: a few float32 numbers each, in the order of the choices (t k, c). `table` has a line for
-    each rank, with the rows that it has for each expert, and `ROUTES` more lines. `sizes` (ranks, ranks) has the rows
-    that each rank sends to each, on the host; they may come there only while rows travel, and are read later.
+    Rows may have a `side`: a few float32 numbers for each row, in the order of the choices (t k, c). `table` has a line
+    for each rank, with the number of its rows for each expert, and `ROUTES` more lines. `sizes` (ranks, ranks), on the
+    host, has the number of rows that each rank sends to each other; it may be filled only while rows are under way.
     """
 
     def plan(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Table and sizes, from the counts (experts,) of this rank's rows."""
+        """Return table and sizes, from the counts (experts,) of this rank's rows."""
 
     def send(self, rows: Tensor, side: Tensor | None, order: Tensor, k: int, table: Tensor, sizes: Tensor) -> object:
-        """Start to send rows (t, ...), each k times, in the given order, which is that of the experts."""
+        """Start to send rows (t, ...), each k times, in the given order, which sorts them by expert."""
 
     def landed(self, transfer: object, table: Tensor, sizes: Tensor) -> list[Tensor]:
-        """What has arrived for the experts of this rank, sorted by expert, and its side."""
+        """Wait for the rows for this rank's experts; return them sorted by expert, and their side."""
 
     def send_back(self, rows: Tensor, side: Tensor | None, table: Tensor, sizes: Tensor) -> object:
-        """Start to send rows that are sorted as `landed` gave them to where they came from."""
+        """Start to send rows, in the order in which `landed` returned them, back to their sources."""
 
     def gathered(self, transfer: object, inverse: Tensor, k: int) -> list[Tensor]:
-        """The sum of the k rows of each token, and their side in the order of the choices."""
+        """Wait for the rows to return; return the sum of each token's k rows, and their side in choice order."""
 
 
 class UnderWay(NamedTuple):
@@ -69,7 +69,7 @@ class UnderWay(NamedTuple):
 
 
 def depart(x: Tensor, chosen: Tensor, weights: Tensor, n_experts: int, narrow: bool) -> UnderWay:
-    """Send tokens (t, dim) to the experts they chose (t, k), with their weights; `narrow` in float8."""
+    """Send tokens (t, dim) to their chosen experts (t, k), with their weights; in float8 if `narrow`."""
     order, inverse = sort_by_expert(chosen)
     table, sizes = _plan(count_tokens(chosen, n_experts))
     k = chosen.shape[1]
@@ -78,7 +78,7 @@ def depart(x: Tensor, chosen: Tensor, weights: Tensor, n_experts: int, narrow: b
 
 
 def arrive(one: UnderWay) -> Dispatched:
-    """What has arrived for the experts of this rank."""
+    """Wait for the rows for this rank's experts."""
     given = (one.table, one.sizes, one.order.shape[0], one.width, one.dtype, one.narrow)
     rows, weights, ends = _land(one.ticket, *given)
     return Dispatched(rows, weights[:, 0], ends)
@@ -91,7 +91,7 @@ def leave(results: Tensor, one: UnderWay) -> Tensor:
 
 
 def collect(ticket: Tensor, one: UnderWay) -> Tensor:
-    """The sum of the k results of each token."""
+    """Wait for the results to return; return the sum of each token's k results."""
     given = (one.order, one.inverse, one.table, one.sizes, one.k, one.width, one.dtype, False)
     out: Tensor = _gather(ticket, *given)[0]
     return out
@@ -112,7 +112,7 @@ def _transfer(ticket: Tensor) -> object:
     return job.rows_under_way.pop(ticket.data_ptr())[1]
 
 
-# ---- operations: each is given its gradient below --------------------------------------------------------------------
+# ---- operations (gradients are registered below) ---------------------------------------------------------------------
 
 
 def _op(name: str, schema: str) -> Any:
@@ -155,7 +155,7 @@ def _put(
 def _land(
     ticket: Tensor, table: Tensor, sizes: Tensor, sent: int, width: int, dtype: torch.dtype, narrow: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, their weights, and where those of each expert end; this rank has `sent` rows."""
+    """Return rows, their weights, and where each expert's rows end; this rank has sent `sent` rows."""
     rows, weights = _carrier().landed(_transfer(ticket), table, sizes)
     if narrow:
         rows, weights = Quantized(rows.view(E4M3), weights[:, 1:]).wide(dtype), weights[:, :1].clone()
@@ -164,7 +164,7 @@ def _land(
 
 @_op("land_again", "(Tensor ticket, Tensor table, Tensor sizes, SymInt rows, SymInt width, ScalarType dtype) -> Tensor")
 def _land_again(ticket: Tensor, table: Tensor, sizes: Tensor, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """`land` without weights, where it is known how many rows arrive: as many as before."""
+    """`land` without weights; the number of rows is known, as it is the same as before."""
     return _carrier().landed(_transfer(ticket), table, sizes)[0]
 
 
@@ -190,12 +190,12 @@ def _gather(
     dtype: torch.dtype,
     weighted: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of each token's rows, and the numbers beside them, which `weighted` says are there."""
+    """Return the sum of each token's rows, and with `weighted` the numbers beside them."""
     out, *side = _carrier().gathered(_transfer(ticket), inverse, k)
     return out, side[0] if weighted else out.new_empty(0, 1, dtype=torch.float32)
 
 
-# ---- what they return, without values --------------------------------------------------------------------------------
+# ---- fake implementations --------------------------------------------------------------------------------------------
 
 
 @_plan.register_fake
@@ -214,7 +214,7 @@ _put_back.register_fake(lambda rows, *rest: rows.new_empty(1, dtype=torch.float3
 def _(
     ticket: Tensor, table: Tensor, sizes: Tensor, sent: int, width: int, dtype: torch.dtype, narrow: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = sent if job.traffic.plans else torch.library.get_ctx().new_dynamic_size()  # a dry run: as many as it sends
+    rows = sent if job.traffic.plans else torch.library.get_ctx().new_dynamic_size()  # a dry run assumes even routing
     _planned(sent, width * (1 if narrow else dtype.itemsize) + (8 if narrow else 4))
     ends = table.new_empty(table.shape[1] // job.axes[AXIS].size, dtype=torch.int32)
     return ticket.new_empty(rows, width, dtype=dtype), ticket.new_empty(rows, 1), ends
@@ -244,7 +244,7 @@ def _(
 
 
 def _planned(rows: int, size: int) -> None:
-    """A dry run learns that rows of `size` bytes travel."""
+    """Tell a dry run that rows of `size` bytes each are sent."""
     if job.traffic.plans:
         ranks = job.axes[AXIS].size
         job.traffic.planned(AXIS, "all-to-all", (ranks - 1) / ranks * rows * size)

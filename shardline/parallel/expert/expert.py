@@ -1,13 +1,13 @@
-"""Expert parallelism: ranks hold different experts, and tokens travel to them.
+"""Expert parallelism: ranks hold different experts, and tokens are sent to them.
 
 The `dp_shard x cp x tp` ranks of a replica, which hold different tokens, are `expert_shard x ep x etp` for the experts:
 
-    ep             each rank holds experts / ep of them; rows travel over this axis (dispatch.py)
-    etp            1: an expert's matrices are whole; tp: they are cut as tensor parallelism cuts a feed-forward part,
-                   and the ranks of tp route the same tokens
-    expert_shard   FSDP shards what is left
+    ep             each rank holds experts / ep of the experts; rows are sent over this axis (dispatch.py)
+    etp            1: an expert's matrices are whole; tp: they are sharded as tensor parallelism shards a feed-forward
+                   layer, and the ranks of tp route the same tokens
+    expert_shard   FSDP shards the experts over the remaining ranks
 
-Without expert parallelism, tensor parallelism cuts every expert (etp = tp).
+Without expert parallelism, tensor parallelism shards every expert (etp = tp).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from shardline.parallel.tensor.tensor import planned_cut, replace_parameter
 def exchange(
     mesh: Mesh, moe: MixtureOfExperts, sequence_parallel: bool, narrow: bool, by_deepep: bool = False
 ) -> ExpertExchange:
-    """How tokens reach the experts in this layout; `narrow`: in float8.
+    """Return how tokens reach the experts in this layout; in float8 if `narrow`.
 
-    Transfers hide behind the shared expert. Where there is none, and the host carries rows, tokens travel in two parts,
-    each while the experts compute the other. On GPUs two parts took longer than one: each has products of its own, and
-    the gradients of the weights are then sums of two.
+    The shared expert hides the transfers. Without one, and if the host sends the rows, tokens are sent in two parts,
+    each while the experts compute the other. On GPUs, two parts took longer than one: each part has separate products,
+    and weight gradients are then sums of two.
     """
     layout, chosen = mesh.layout, ExpertExchange()
     if routes_together(layout):
@@ -70,10 +70,10 @@ def exchange(
 
 
 def sent_in_a_pass(arch: Architecture, layout: Layout, tokens: int, itemsize: int) -> int:
-    """Bytes that a rank sends in one pass through a layer with experts, if tokens are spread evenly over these.
+    """Return the bytes that a rank sends in one pass through a layer with experts, if tokens are spread evenly.
 
-    Rows of `dim` numbers of `itemsize` bytes travel to the experts and back, and a weight in float32 with each of them,
-    one way. `tokens` are those of a micro-batch, of which ranks route different parts.
+    Rows of `dim` numbers of `itemsize` bytes are sent to the experts and back; on the way there, each has a float32
+    weight. `tokens` is the number of tokens of a micro-batch, of which ranks route different parts.
     """
     if arch.moe is None:
         return 0
@@ -90,7 +90,7 @@ def _add_up(x: Tensor, axes: tuple[str, ...]) -> Tensor:
 def apply_experts(
     model: Decoder, mesh: Mesh, sequence_parallel: bool, run: RouterRun, narrow: bool, by_deepep: bool
 ) -> None:
-    """Give this rank its experts (still on the meta device) and the blocks the way of tokens to them."""
+    """Keep only this rank's experts (still on the meta device), and tell the blocks how tokens reach the experts."""
     layout = mesh.layout
     assert model.arch.moe is not None
     way = exchange(mesh, model.arch.moe, sequence_parallel, narrow, by_deepep)

@@ -1,4 +1,4 @@
-"""Triton kernels that write rows of experts, and how many there are, into the memories of other ranks."""
+"""Triton kernels that write rows for experts, and their counts, into the memories of other ranks."""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def share_counts_kernel(counts, addresses, own, experts, BLOCK: tl.constexpr):
 
 @triton.jit
 def routes_kernel(table, own, ranks, experts, RANKS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Where each block of rows starts here, and its place on the rank it is sent to, in four lines after the counts.
+    """Compute where each block of rows starts here, and its place on the target rank, in four lines after the counts.
 
-    A block has the rows that one rank has for one expert. They lie in two orders: with the rank, by expert; with the
-    expert's rank, by expert and then by source. On the way there, block b is expert b of this rank; on the way back, it
-    is the rows of rank b % ranks for the (b / ranks)-th expert of this one.
+    A block has the rows that one rank has for one expert. The source rank has blocks in the order of experts; the
+    expert's rank has them by expert and then by source. On the way there, block b is this rank's rows for expert b. On
+    the way back, it is the rows of rank b % ranks for the (b / ranks)-th expert of this rank.
     """
     block, back = tl.program_id(0), tl.program_id(1)
     of_a_rank = experts // ranks
@@ -45,10 +45,10 @@ def send_rows_kernel(
     K: tl.constexpr, SIDE: tl.constexpr, BACK: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Program i writes ROWS of `count` rows, `words` of 4 bytes each, to their places on their ranks.
+    """Program i writes ROWS of the `count` rows, of `words` 4-byte words each, to their places on their ranks.
 
-    With them go the SIDE numbers beside each. Rows that go to experts are taken in the given order, each token K times;
-    those on the way back as they are.
+    It also writes the SIDE numbers beside each row. Rows to experts are read in the given order, each token K times;
+    rows on the way back are read in sequence.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     real = row < count

@@ -1,12 +1,12 @@
-"""Rows travel between the memories of GPUs: a kernel writes each straight to where its expert's rank wants it.
+"""Sends rows between the memories of GPUs: a kernel writes each row directly to its place on its expert's rank.
 
     side stream   counts -> all ranks | rows -> their places                      | results -> their places
     main stream   half of the shared expert       | wait, copy out | experts      | the other half | wait, add up
 
-Ranks learn each other's counts through the same memory, so nothing that is sent waits for the host. The host reads the
-sizes while rows travel, for the tensors that they are copied into. A rank's rows may all go to one other: shared memory
-has room for that. There are two places for each direction, used in turn; a rank writes there again when what it wrote
-before has been read.
+Ranks exchange their counts through the same memory, so no transfer waits for the host. While rows are under way, the
+host reads the sizes, to allocate the tensors that the rows are copied into. All of a rank's rows may go to one other
+rank; the shared memory has room for that. There are two buffers for each direction, used in turn; a rank writes to a
+buffer again when its previous rows there have been read.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from shardline.models.experts.rows import add_up, power_of_two
 from shardline.parallel.expert.all_to_all import AXIS, ROUTES
 
 pass_over(__file__)
-BLOCK, ROWS, WARPS = 1024, 8, 8  # a program writes so many words of 4 bytes at a time, of each of so many rows
+BLOCK, ROWS, WARPS = 1024, 8, 8  # a program writes BLOCK words of 4 bytes at a time, of each of ROWS rows
 ROOM = 256  # the side begins at a multiple of this many bytes
 
 
 class _Sent(NamedTuple):
-    """Rows that are being written, and where those for this rank arrive."""
+    """Rows that are being written, and the region where rows for this rank arrive."""
 
     region: Region
-    shape: tuple[int, ...]  # of the rows that have room here
+    shape: tuple[int, ...]  # of the rows that fit there
     dtype: torch.dtype
     side: int  # numbers beside each row
-    sent: list[int]  # rows to each rank, where this is known
+    sent: list[int]  # rows sent to each rank, if known
     ended: Any  # event: this rank has written all of its rows
-    kept: tuple[Any, ...]  # what is read until then
+    kept: tuple[Any, ...]  # tensors that are read until then
 
 
 class SharedMemory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._turns: dict[str, int] = {}
-        self._counted: dict[int, tuple[Any, Tensor]] = {}  # address of sizes -> when they are there
+        self._counted: dict[int, tuple[Any, Tensor]] = {}  # address of sizes -> event when they are on the host
 
     def plan(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         from shardline.parallel.expert.row_transfer_kernels import routes_kernel, share_counts_kernel
@@ -90,7 +90,7 @@ class SharedMemory:
 
     def send_back(self, rows: Tensor, side: Tensor | None, table: Tensor, sizes: Tensor) -> object:
         of_ranks, own = sizes.tolist(), collectives.axis(AXIS).rank
-        room = max(sum(line) for line in of_ranks)  # the most rows that come back to a rank: those that it has sent
+        room = max(sum(line) for line in of_ranks)  # a rank gets back as many rows as it has sent
         return self._send("back", rows, side, None, 1, table, (rows.shape[0], room), [line[own] for line in of_ranks])
 
     def gathered(self, transfer: object, inverse: Tensor, k: int) -> list[Tensor]:
@@ -122,7 +122,7 @@ class SharedMemory:
         ended = torch.cuda.Event()
         over.fork()
         _wait(region, READ, over.side)
-        over.join()  # before what this stream computes next: a product would leave the kernel no multiprocessor
+        over.join()  # wait here: otherwise the next product may leave the kernel no multiprocessor
         with torch.cuda.stream(over.side), job.row_clock.sending():
             if count:
                 send_rows_kernel[(-(-count // ROWS),)](
@@ -149,7 +149,7 @@ class SharedMemory:
         return _Sent(region, (room, rows.shape[1]), rows.dtype, numbers, sent, ended, (rows, side, order, table))
 
     def _arrived(self, transfer: _Sent, sent: list[int], count: int) -> list[Tensor]:
-        """Views of the first `count` rows that have arrived and of their side, once all ranks have written."""
+        """Wait until all ranks have written; return views of the first `count` rows and of their side."""
         region, (room, width), kind = transfer.region, transfer.shape, transfer.dtype
         stream = torch.cuda.current_stream(self.device)
         size = (sum(sent) - sent[region.rank]) * (width * kind.itemsize + 4 * transfer.side)
@@ -182,7 +182,7 @@ def _wait(region: Region, channel: int, stream: torch.cuda.Stream) -> None:
 
 
 def unusable(device: torch.device) -> str | None:
-    """Why rows cannot travel so here, None where they can; every rank gets the same answer."""
+    """Return why this carrier cannot be used here, None if it can; every rank gets the same answer."""
     reason = symmetric_memory.unusable(device, AXIS)
     if reason is not None:
         return reason

@@ -1,7 +1,7 @@
-"""Products on CUDA by one persistent kernel each, whose tiles wait for rows, or send them (fused_kernels.py).
+"""Products on CUDA, each by one persistent kernel whose tiles wait for rows or send them (fused_kernels.py).
 
-A few shapes of tiles are measured for each product, once and by all ranks together, and the fastest is used. Ranks must
-agree, since the place of a tile in memory depends on its shape.
+All ranks together measure a few tile shapes for each product, once, and use the fastest. Ranks must agree, since the
+place of a tile in memory depends on its shape.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ class Tiles(NamedTuple):
     depth: int
     stages: int
     warps: int
-    group: int = 8  # rows of tiles that are worked on together
-    pieces: int = 2  # in which a tile is stored: fewer need more memory beside the stages
+    group: int = 8  # rows of tiles that are computed together
+    pieces: int = 2  # a tile is stored in this many pieces: fewer need more shared memory besides the stages
 
     def in_all(self, rows: int, columns: int) -> int:
         return rows // self.rows * -(-columns // self.columns)
 
 
-NARROW = (  # two bytes
+NARROW = (  # for types of two bytes
     Tiles(128, 256, 64, 3, 8, 8, 1),
     Tiles(128, 256, 64, 4, 8, 8, 2),
     Tiles(128, 256, 64, 3, 8, 16, 1),
     Tiles(128, 256, 64, 4, 8, 16, 2),
     Tiles(64, 128, 64, 4, 4),
 )
-WIDE = (Tiles(64, 64, 32, 8, 4),)  # float32; with so many stages no two programs share a multiprocessor
+WIDE = (Tiles(64, 64, 32, 8, 4),)  # for float32; with so many stages, no two programs share a multiprocessor
 MIN_SIDE = 64  # of a tile
-LEAST_ROUNDS, MOST_ROUNDS, MOMENT, IN_A_ROW = 4, 24, 0.15, 4  # rounds of trying tiles: as many as fit in MOMENT seconds
-FOR_OTHERS = 4  # multiprocessors left to the collectives of other axes
-TURNS = 6  # tiles after which a program ends, if others need its place
+LEAST_ROUNDS, MOST_ROUNDS, MOMENT, IN_A_ROW = 4, 24, 0.15, 4  # rounds of tuning: as many as fit into MOMENT seconds
+FOR_OTHERS = 4  # multiprocessors left free for the collectives of other axes
+TURNS = 6  # a program ends after this many tiles if others need its place
 REGISTERS = 65_536  # of a multiprocessor
 MOST_REGISTERS = {"gather": 60_000, "scatter": REGISTERS}  # copies of rows need some of them
-NOTING_WARPS, NOTING_REGISTERS = 8, 232  # of a program that gathers and notes its times, and of its threads
+NOTING_WARPS, NOTING_REGISTERS = 8, 232  # warps of a gathering program that records times; registers of its threads
 SHARED_BESIDES = 1024  # bytes of shared memory that a program takes beyond its own
 
 
 def _kernels() -> Any:
-    """The kernels. Sets the allocator for their descriptors, in every thread, since backward runs in one of its own."""
-    import triton  # which does not come with a CPU build of torch
+    """Return the kernels, and set the allocator for their descriptors in this thread: backward runs in another one."""
+    import triton  # not included in CPU builds of torch
 
     from shardline.parallel.tensor import fused_kernels
 
@@ -87,7 +87,7 @@ class Fused(GatherScatter):
     regions = ("gather", "parts", "flags")
 
     def counts(self, operation: str, direction: str) -> tuple[int, ...]:
-        return super().counts(operation, direction) if self.arithmetic is PLAIN else ()  # its kernels know no factors
+        return super().counts(operation, direction) if self.arithmetic is PLAIN else ()  # the kernels support no float8
 
     def gather(self, x: Tensor, weights: Tensors, by_rows: bool, axis: str) -> tuple[list[Tensor], Tensor]:
         return _gather(x, [Right(weight.contiguous(), by_rows) for weight in weights], axis)
@@ -127,13 +127,13 @@ def _scatter(x: Tensor, right: Right, axis: str, tiles: Tiles | None = None) -> 
 
 
 class Room(NamedTuple):
-    """Where ranks write for each other: addresses by rank, and the size of each writer's share of each half."""
+    """The memory in which ranks write for each other: addresses by rank, and each writer's share of each half."""
 
     parts: Tensor
     flags: Tensor
     elements: int
     tiles: int
-    memory: tuple[Tensor, ...] = ()  # kept alive as long as its addresses are used
+    memory: tuple[Tensor, ...] = ()  # kept alive while its addresses are in use
 
 
 def _aligned(elements: int) -> int:
@@ -161,7 +161,7 @@ def _launch_gather(
     in_all = tiles.in_all(ranks * x.shape[0], right.width)
     division = _division(x.device, ranks, in_all)
     programs = division.programs(in_all)
-    # The noting kernel takes some registers more: only where a limit leaves those that copies of rows need.
+    # A kernel that records times takes more registers: use it only where a limit leaves enough for the copies of rows.
     may_note = tiles.warps == NOTING_WARPS
     clock = job.clock.words("gather_matmul", x.device, min(programs, division.abreast)) if may_note else None
     noting = {} if clock is None else {"TIMED": True, "maxnreg": NOTING_REGISTERS}
@@ -194,19 +194,19 @@ class Division(NamedTuple):
     turns: int
 
     def programs(self, tiles: int) -> int:
-        """The number of programs for so many tiles."""
+        """Return the number of programs for so many tiles."""
         return -(-tiles // (self.abreast * self.turns)) * self.abreast
 
 
 def _division(device: torch.device, ranks: int, tiles: int) -> Division:
-    """The fewest programs abreast that need no more turns than one program for each multiprocessor would.
+    """Return the fewest programs abreast that need no more turns than one program per multiprocessor would.
 
-    Ranks that share a GPU under MPS have parts of it that overlap, and with other axes kernels of NCCL take
-    multiprocessors. Programs then end after a few turns, so that others find a place, and the tiles of a program that
-    found none are not all late.
+    Ranks that share a GPU under MPS have overlapping parts of it, and with other axes NCCL's kernels take
+    multiprocessors. Programs then end after a few turns, so that others find a place; a program that starts late then
+    delays few tiles.
 
-    With other axes some multiprocessors are left free: a kernel of NCCL must find a place beside this one, since
-    another rank may wait for it before it reaches the product in which this rank waits.
+    With other axes, some multiprocessors are left free: an NCCL kernel must be able to run beside this one, since
+    another rank may wait for that kernel before it reaches the product in which this rank waits.
     """
     others = collectives.axis_size("world") > ranks
     most = _multiprocessors(device) - (FOR_OTHERS if others else 0)
@@ -225,7 +225,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 class State:
-    """`arrived` has a flag for each rank's rows; the others hold the words that each kind of kernel keeps."""
+    """`arrived` has a flag for each rank's rows; `gathered` and `scattered` are the state words of the two kernels."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self.arrived = torch.zeros(ranks, dtype=torch.int32, device=device)
@@ -234,7 +234,7 @@ class State:
         )
 
     def set_arrived(self, source: int, stream: torch.cuda.Stream) -> None:
-        """Set the flag of `source` in the stream that has copied its rows."""
+        """Set the flag of `source`, in the stream that has copied its rows."""
         write_word(stream, self.arrived.data_ptr() + source * FLAG_BYTES, 1)
 
 
@@ -251,7 +251,7 @@ _chosen: dict[Any, Tiles] = {}
 
 
 def _tuned(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Tiles:
-    """The fastest tiles for a product with its communication; the same on every rank."""
+    """Return the fastest tiles for a product with its communication; every rank gets the same."""
     key = (kind, t, ranks, x.shape[1], right.width, right.by_rows, x.dtype, x.device)
     if key not in _chosen:
         _chosen[key] = _tune(kind, x, right, t, ranks, axis)
@@ -270,7 +270,7 @@ def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> 
             _scatter(x, right, axis, tiles)
 
     def slowest(rounds: int) -> list[float]:
-        """The slowest rank's seconds."""
+        """Return the slowest rank's seconds."""
         times = torch.tensor(_seconds(run, tried, rounds), dtype=torch.float64, device=x.device)
         agreed: list[float] = collectives.max_in_place(times, axis).tolist()
         return agreed
@@ -284,7 +284,7 @@ def _tune(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> 
 
 
 def _usable(kind: str, x: Tensor, right: Right, t: int, ranks: int, axis: str) -> Iterator[Tiles]:
-    """Tiles that suit a product and fit the GPUs of all ranks; small ones only if no large one does."""
+    """Yield the tiles that suit a product and fit the GPUs of all ranks; small ones only if no large one fits."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{str(x.dtype).removeprefix('torch.')} is not a type that these kernels support")
     suited = [tiles for tiles in (WIDE if x.dtype == torch.float32 else NARROW) if t % tiles.rows == 0]
@@ -316,14 +316,14 @@ Launch = Callable[[Tiles], Any]  # a product with these tiles and without its co
 
 
 def _gathering_alone(rows: Tensor, right: Right, ranks: int) -> Launch:
-    """A product whose rows have all arrived."""
+    """Return a launch of a product whose rows have all arrived."""
     t, out, state = rows.shape[0] // ranks, rows.new_empty(rows.shape[0], right.width), State(rows.device, ranks)
     state.arrived.fill_(1)
     return lambda tiles: _launch_gather(rows[:t], rows, right, out, state, tiles, 0, ranks, last=False)
 
 
 def _scattering_alone(rows: Tensor, right: Right, ranks: int, out: Tensor | None = None) -> Launch:
-    """A product of rank 0 whose shared memory is all its own: the tiles that it sends are those that it waits for."""
+    """Return a launch of rank 0's product, with all shared memory its own: it waits for the tiles that it sends."""
     t, width = rows.shape[0] // ranks, right.width
     out = rows.new_empty(t, width) if out is None else out
     elements, flags_each = _aligned(t * width), -(-t // MIN_SIDE) * -(-width // MIN_SIDE)
@@ -339,7 +339,7 @@ def _scattering_alone(rows: Tensor, right: Right, ranks: int, out: Tensor | None
 
 
 def _seconds(run: Callable[[Tiles], None], tried: Sequence[Tiles], rounds: int) -> list[float]:
-    """Median seconds of rounds in which tiles take turns; none always follows the same other one."""
+    """Return median seconds of rounds in which tiles take turns so that none always follows the same other tiles."""
     samples: dict[Tiles, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {tiles: [] for tiles in tried}
     for turn in range(rounds):
         first = turn % len(tried)
@@ -357,7 +357,7 @@ def _seconds(run: Callable[[Tiles], None], tried: Sequence[Tiles], rounds: int) 
 
 
 def _fits(alone: Launch, tiles: Tiles, most_registers: int) -> bool:
-    """Whether tiles fit this GPU, and the programs that run at a time leave registers for the copies they wait for."""
+    """Whether tiles fit this GPU and concurrent programs leave registers for the copies that they wait for."""
     from triton.runtime.errors import OutOfResources
 
     try:
@@ -369,7 +369,7 @@ def _fits(alone: Launch, tiles: Tiles, most_registers: int) -> bool:
 
 
 def registers_taken(of_a_thread: int, warps: int, shared: int, shared_in_all: int) -> int:
-    """The registers of a multiprocessor that its programs take together; a thread's are allocated by eights."""
+    """Return the registers that all programs of a multiprocessor take; a thread's are allocated in units of eight."""
     of_a_program = -(-of_a_thread // 8) * 8 * 32 * warps
     return of_a_program * min(REGISTERS // of_a_program, shared_in_all // (shared + SHARED_BESIDES))
 
@@ -378,7 +378,7 @@ def registers_taken(of_a_thread: int, warps: int, shared: int, shared_in_all: in
 
 
 def unusable(device: torch.device, axis: str = "tp") -> str | None:
-    """The reason why these kernels cannot be used here, None if a try of both gave the right numbers on all ranks."""
+    """Return why these kernels cannot be used here, or None if trial runs of both gave correct results on all ranks."""
     return agreed_reason(lambda: _try_out(device, axis))
 
 
@@ -389,18 +389,18 @@ def _try_out(device: torch.device, axis: str) -> None:
     if share_a_gpu(ranks) and float(os.environ.get(PART, 100)) * ranks > 100:
         raise RuntimeError(f"ranks share a GPU, and {PART} does not give each a part of its own")
     source = torch.Generator(device).manual_seed(0)
-    t, k, n = 2048, 200, 5128  # several tiles for each program, and edges that are no whole tiles
+    t, k, n = 2048, 200, 5128  # several tiles for each program, and partial tiles at the edges
     everything = torch.randn(ranks * t, k, device=device, dtype=torch.bfloat16, generator=source)
     weights = [torch.randn(n, k, device=device, dtype=torch.bfloat16, generator=source) for _ in range(ranks)]
     wanted = everything.float() @ weights[own].float().t()
     summed = everything[own * t : (own + 1) * t].float() @ torch.stack(weights).float().sum(0).t()
     mine = everything[own * t : (own + 1) * t]
     for number, by_rows in enumerate((True, False, True, False)):
-        if number == 2:  # stale memory of the runs before must not pass for new results
+        if number == 2:  # stale memory of earlier runs must not pass for new results
             for tensor in (everything, wanted, summed):
                 tensor.neg_()
         right = Right(weights[own] if by_rows else weights[own].t().contiguous(), by_rows)
-        # The first usable tiles: each product's own are tried, with its shape, when it is measured.
+        # Use the first usable tiles; each real product tries its own tiles when it is measured.
         for_gather = next(_usable("gather", mine, right, t, ranks, axis))
         (product,), full = _gather(mine, [right], axis, [for_gather])
         _check(product, wanted, "gathering")

@@ -1,20 +1,20 @@
-"""Persistent Triton kernels: one launch multiplies all tiles, and each tile waits for, or sends, what it alone needs.
+"""Persistent Triton kernels: one launch multiplies all tiles, and each tile waits only for the rows that it needs.
 
-    gathering    tiles of this rank's rows first; those of another rank's rows wait for that rank's flag, which is set
-                 when a copy engine has brought the rows
-    scattering   finished tiles of another rank's rows are stored in that rank's memory, and their flag with them; a
-                 tile of this rank's own rows waits for the other ranks' tiles of the same place and adds them
+    gathering    tiles of this rank's rows come first; tiles of another rank's rows wait for that rank's flag, which is
+                 set when a copy engine has brought the rows
+    scattering   finished tiles for another rank are stored in that rank's memory, together with their flag; a tile of
+                 this rank's own rows waits for the other ranks' tiles at the same place and adds them
 
-The memory that other ranks write to has two halves, used in turn: a rank may be one product ahead of another, never
-two, since its own tiles need all others' tiles. Whoever waits for a flag clears it, so that a recorded CUDA graph can
-be replayed; the half in use is counted on the device for the same reason.
+The memory that other ranks write to has two halves, used in turn: a rank may be one product ahead of another, but never
+two, since its own tiles need all others' tiles. The program that waits for a flag clears it, so that a recorded CUDA
+graph can be replayed. For the same reason, the half in use is counted on the device.
 
-With TIMED a kernel also notes in `clock` when its first program began and its last one ended, for how long programs
-waited for rows and for what they had sent, and from when to when it sent (a timer of the GPU, in nanoseconds).
+With TIMED, a kernel also notes in `clock` when its first program began and its last one ended, how long programs waited
+for rows and for their own sends to complete, and from when to when it sent (by the GPU's timer, in nanoseconds).
 
-Each program takes a share of the tiles; programs that get a place on the GPU earlier take earlier tiles. When
-scattering, the first programs only send, and so end without waiting for anything; those after them only wait for what
-such programs of other ranks have sent. So any number of programs may be on the GPU at a time, even one.
+Each program takes a share of the tiles; programs that start earlier take earlier tiles. When scattering, the first
+programs only send, and so end without waiting for anything. The programs after them wait only for tiles that such
+programs of other ranks have sent. So any number of programs may be resident on the GPU at a time, even one.
 """
 # mypy: ignore-errors
 
@@ -30,11 +30,11 @@ scattering_shard = triton.jit(tile_order.scattering_shard)
 row_of_tiles = triton.jit(tile_order.row_of_tiles)
 column_of_tiles = triton.jit(tile_order.column_of_tiles)
 
-# The words that a kernel keeps: all but the first are zero while none runs.
+# The words of a kernel's state: all but the first are zero while no kernel runs.
 HALF, ENTERED, LEFT = (tl.constexpr(word) for word in range(3))
 WORDS = 3
-# The words of `clock`, zero at first: moments, of which the earliest (counted back from LATE) or the latest stays, and
-# sums over all programs. comm/kernel_clock.py reads them.
+# The words of `clock`, initially zero: sums over all programs, and moments, of which the earliest (as its distance from
+# LATE) or the latest is kept. comm/kernel_clock.py reads them.
 BEGAN, ENDED, WAITED, STALLED, SENT_FROM, SENT_TO = (tl.constexpr(word) for word in range(6))
 LATE = tl.constexpr(1 << 62)
 
@@ -44,7 +44,7 @@ def _product(
     left, right, row, column, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile in float32; `right` is (N, K) with ROWS, else (K, N)."""
+    """Compute a tile in float32; `right` is (N, K) with ROWS, else (K, N)."""
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, K, BK):
         a = left.load([row, k])
@@ -57,7 +57,7 @@ def _product(
 
 @triton.jit
 def _do(ASSEMBLY: tl.constexpr):
-    """Let every thread execute an instruction, in its place among loads and stores."""
+    """Make every thread execute an instruction, in order with loads and stores."""
     tl.inline_asm_elementwise(ASSEMBLY, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -75,20 +75,20 @@ def _note(clock, FROM: tl.constexpr, TO: tl.constexpr, began):
 
 @triton.jit
 def _pause(ON_GPU: tl.constexpr):
-    """Pause between two reads of a flag, which take bandwidth that others need."""
+    """Pause between two reads of a flag: reads take bandwidth that others need."""
     if ON_GPU:
         _do("nanosleep.u32 100; mov.u32 $0, 0;")
 
 
 @triton.jit
 def _enter(state):
-    """The number of this program: how many have begun before it."""
+    """Return the number of this program: how many began before it."""
     return tl.atomic_add(state + ENTERED, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def _leave(state, tiles, abreast, turns):
-    """True in the last program that ends, which clears the counters; `tiles` is the number of all places for tiles."""
+    """Return True in the last program to end, which clears the counters; `tiles` counts all places for tiles."""
     programs = tl.cdiv(tiles, abreast * turns) * abreast
     tl.debug_barrier()
     last = tl.atomic_add(state + LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1
@@ -100,7 +100,7 @@ def _leave(state, tiles, abreast, turns):
 
 @triton.jit
 def _share(number, abreast, turns, begin, end):
-    """This program's tiles among those from `begin` to `end`: the first, and where they end, in steps of `abreast`.
+    """Return this program's first tile between `begin` and `end`, and where its tiles end, in steps of `abreast`.
 
     `abreast` programs take a tile each, `turns` times; then the next `abreast` programs follow.
     """
@@ -116,7 +116,7 @@ def _wait_until_set(flag, clock, TIMED: tl.constexpr, ON_GPU: tl.constexpr):
         began = _now()
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") == 0:
         _pause(ON_GPU)
-    if ON_GPU:  # the rows are then read by bulk loads
+    if ON_GPU:  # bulk loads then read the rows
         _do("fence.proxy.async; mov.u32 $0, 0;")
     if TIMED:
         tl.atomic_add(clock + WAITED, _now() - began, sem="relaxed", scope="gpu")
@@ -148,7 +148,7 @@ def _take_all(flags, apart, own, clock, RANKS: tl.constexpr, TIMED: tl.constexpr
 def _set(flag, clock, TIMED: tl.constexpr, ON_GPU: tl.constexpr):
     """Set a flag once everything that this program has stored is visible.
 
-    (Triton does not pipeline a loop with its own `debug_barrier` in it.)
+    (Triton does not pipeline a loop that contains its own `debug_barrier`.)
     """
     if TIMED:
         began = _now()
@@ -162,7 +162,7 @@ def _set(flag, clock, TIMED: tl.constexpr, ON_GPU: tl.constexpr):
 
 @triton.jit
 def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right columns of a tile: the part that is stored at a time must fit the registers beside it."""
+    """Split a tile into its left and right columns: registers must hold the tile and the part that is being stored."""
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -178,9 +178,9 @@ def _put(tile, result, row, column, BM: tl.constexpr, BN: tl.constexpr, PIECES: 
 
 @triton.jit
 def _sent(sent, row, column, T, N, own, RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """The sum of what the other ranks have sent for a tile, always added in the same order."""
+    """Sum what the other ranks have sent for a tile, always in the same order."""
     EACH: tl.constexpr = 128 // sent.dtype.element_ty.primitive_bitwidth
-    width = N // EACH * EACH  # equals N, as rows are aligned; written so that the compiler loads 16 bytes at a time
+    width = N // EACH * EACH  # equals N, as rows are aligned; this form lets the compiler load 16 bytes at a time
     across = column + tl.arange(0, BN)[None, :]
     offsets = (row + tl.arange(0, BM)[:, None]) * width + across
     first = sent + ((own + 1) % RANKS).to(tl.int64) * T * N
@@ -198,7 +198,7 @@ def _finish(
     tile, sent, result, row, column, T, N, own,
     RANKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the other ranks have sent and store the sum, in twice as many pieces: registers must hold both.
+    """Add what the other ranks have sent, and store the sum in twice as many pieces, as registers must hold both.
 
     The next piece is loaded while one is added.
     """
@@ -229,9 +229,9 @@ def gather_matmul(
     PIECES: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     TIMED: tl.constexpr = False, ON_GPU: tl.constexpr = True,
 ):  # fmt: skip
-    """out (RANKS T, N) = rows of all ranks times weight; x (T, K) are those of this rank, `full` receives the others'.
+    """out (RANKS T, N) = rows of all ranks times weight; x (T, K) has this rank's rows, `full` receives the others'.
 
-    T is a multiple of BM. `flags` has one for each rank; the `last` product of these rows clears them.
+    T is a multiple of BM. `flags` has a flag for each rank; the `last` product of these rows clears them.
     """
     mine = tl.make_tensor_descriptor(x, shape=[T, K], strides=[K, 1], block_shape=[BM, BK])
     theirs = tl.make_tensor_descriptor(full, shape=[RANKS * T, K], strides=[K, 1], block_shape=[BM, BK])
@@ -279,8 +279,8 @@ def matmul_scatter(
 ):  # fmt: skip
     """out (T, N) = this rank's rows of x (RANKS T, K) times weight, summed over ranks.
 
-    `parts` and `flags` are tables of addresses by rank, where the memory begins that others write to. For each half and
-    each writer it has `room` elements and `most_tiles` flags. T is a multiple of BM.
+    `parts` and `flags` are tables of addresses: for each rank, the start of the memory that others write to. For each
+    half and each writer, this memory has `room` elements and `most_tiles` flags. T is a multiple of BM.
     """
     left = tl.make_tensor_descriptor(x, shape=[RANKS * T, K], strides=[K, 1], block_shape=[BM, BK])
     if ROWS:
@@ -302,8 +302,8 @@ def matmul_scatter(
         theirs = tl.make_tensor_descriptor(place, shape=[RANKS * T, N], strides=[N, 1], block_shape=[BM, BN // PIECES])
         there = tl.load(flags + shard).to(tl.pointer_type(tl.int32)) + (slots + own) * most_tiles
         first, end = _share(number, abreast, turns, turn * tiles, (turn + 1) * tiles)
-        # A flag is set one tile later, when the stores have long ended. (Its address is computed: in a flattened loop
-        # Triton 3.6 gives a variable that is carried from tile to tile the value of the present tile.)
+        # A flag is set one tile later, when the stores have long ended. (Its address is recomputed: in a flattened
+        # loop, Triton 3.6 gives a loop-carried variable the value of the current tile.)
         for index in tl.range(first, end, abreast, flatten=True):
             tile = index - turn * tiles
             row = row_of_tiles(tile, rows, columns, group) * BM
@@ -317,7 +317,7 @@ def matmul_scatter(
     sent = tl.load(parts + own).to(kind) + begins
     here = tl.load(flags + own).to(tl.pointer_type(tl.int32))
     result = tl.make_tensor_descriptor(out, shape=[T, N], strides=[N, 1], block_shape=[BM, BN // (2 * PIECES)])
-    others = tl.cdiv(tiles * (RANKS - 1), abreast * turns) * abreast * turns  # no program sends and waits
+    others = tl.cdiv(tiles * (RANKS - 1), abreast * turns) * abreast * turns  # so no program both sends and waits
     first, end = _share(number, abreast, turns, others, others + tiles)
     for index in tl.range(first, end, abreast, flatten=True):
         tile = index - others

@@ -207,10 +207,10 @@ def loses_a_token(patch: Any, rank: int) -> None:
     [
         (not_importable_on_rank_1, WIDTH, "No module named 'deep_ep_is_not_there'"),
         (no_buffer, WIDTH, "CUDA driver version is insufficient"),
-        (buffer_elsewhere, WIDTH, "it sends from meta, and this run is on cpu"),
+        (buffer_elsewhere, WIDTH, "it sends from meta, but this run is on cpu"),
         (wrong_type_on_rank_0, WIDTH, "Unsupported type"),
         (loses_a_token, WIDTH, "tokens do not come back as they were sent"),
-        (None, 12, "a token has 48 bytes, and over 2 ranks it takes multiples of 32"),
+        (None, 12, "a token has 48 bytes; over 2 ranks, DeepEP needs multiples of 32"),
     ],
 )
 def test_where_it_cannot_be_used_every_rank_says_why(break_it, width, said):

@@ -67,7 +67,7 @@ def pool():
 def test_a_carrier_that_brings_something_else_is_refused(pool):
     for same, stale in pool.run(2, differences):
         assert same is None
-        assert stale == "rows that arrive are not those that were sent"
+        assert stale == "received rows differ from the rows that were sent"
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_a_carrier_that_brings_something_else_is_refused(pool):
     [
         ("standard", (2e-3, 1e-3), AllToAll, True, "in 1.00 ms by kernels over shared memory, 2.00 ms by all-to-all"),
         ("standard", (1e-3, 2e-3), AllToAll, False, "travel by all-to-all, there and back in 1.00 ms by all-to-all"),
-        ("standard", (2e-3, 1e-3), Stale, False, "cannot be used here (rows that arrive are not those that were sent)"),
-        ("symmetric", (1e-3, 2e-3), AllToAll, True, "Experts: rows travel by kernels over shared memory"),
+        ("standard", (2e-3, 1e-3), Stale, False, "cannot be used here (received rows differ from the rows that were sent)"),
+        ("symmetric", (1e-3, 2e-3), AllToAll, True, "Experts: rows are sent by kernels over shared memory"),
     ],
 )
 def test_the_faster_one_stays_if_its_numbers_are_right(pool, asked, seconds, other, is_taken, said):
