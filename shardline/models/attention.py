@@ -320,13 +320,13 @@ def _sdpa_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor
         grouped = False
     causal = mask.allowed is None
     width = v.shape[-1]
-    v = v if q.is_cuda else as_wide_as(q, v)  # on a CPU, another width would materialize all S x S scores
+    v = v if q.is_cuda else as_wide_as(q, v)  # on a CPU, another width would materialise all S x S scores
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.allowed, is_causal=causal, enable_gqa=grouped)
     return out[..., :width]
 
 
 def _flex_kernel(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sink: Tensor | None = None) -> Tensor:
-    """FlexAttention, compiled with its block or else alone: uncompiled, it would materialize all S x S scores."""
+    """FlexAttention, compiled with its block or else alone: uncompiled, it would materialise all S x S scores."""
     options: dict[str, Any] = {"block_mask": mask.block_mask, "score_mod": mask.score_mod}
     options["enable_gqa"] = q.shape[1] != k.shape[1]
     alone = q.is_cuda and not torch.compiler.is_compiling()
